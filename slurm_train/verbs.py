@@ -441,6 +441,7 @@ The same command again starts what is missing, waits for what runs, and prints t
                     "the Slurm of that Debian release, in a root of its own, e.g. 24.11 or trixie; installs it once",
                     takes=_SLURMS,
                 ),
+                Argument("--site HABIT,...", "what another site does otherwise; docs/devcluster.md lists the habits"),
             ),
             "down": _action(
                 "end its jobs and remove all of it",
@@ -478,6 +479,7 @@ The same command again starts what is missing, waits for what runs, and prints t
   python -m slurm_train devcluster exec --slurm 24.11 -- python -m slurm_train +cluster=2x2
   python -m slurm_train devcluster exec --slurm 24.11 -- bash
   python -m slurm_train devcluster down --slurm 24.11
+  python -m slurm_train devcluster up --slurm 24.11/b --site no-accounting,partition-cancel     a second one of 24.11
 """,
         is_tool=True,
     ),

@@ -31,13 +31,16 @@ _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def master_of(env: Mapping[str, str]) -> str:
-    """Returns the host of rank 0: the first of the step's nodes in rank order, else MASTER_ADDR.
+    """Returns the host of rank 0: MASTER_ADDR of our supervisor, else the first of the step's nodes, else MASTER_ADDR.
 
     Never SLURM_LAUNCH_NODE_IPADDR (where srun was called), and never localhost by accident.
 
     Raises:
         ClusterError: none of them is set.
     """
+    # A NodeName need not be a name that resolves; whoever starts an attempt has looked.
+    if env.get("SLURM_TRAIN_ATTEMPT") and env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
     # Ranks that a local launch starts inside a job carry both; their own MASTER_ADDR is the nearer one.
     if "SLURM_STEP_ID" in env and "RANK" not in env:
         return Allocation.from_env(env).nodes[0]

@@ -30,16 +30,23 @@ _DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.
 
 
 def require_slurm(commands: SlurmCommands, env: Mapping[str, str]) -> None:
-    """Refuses where no Slurm commands are, or where the environment asks for another cluster.
+    """Refuses where no Slurm commands are, in a federation, or where the environment asks for another cluster.
 
     Raises:
-        ClusterError: sbatch is not on the PATH, or SLURM_CLUSTERS or the like names another cluster.
+        ClusterError: sbatch is not on the PATH, the cluster is one of a federation, or SLURM_CLUSTERS or the like names
+            another cluster.
     """
     if not commands.is_available():
         raise ClusterError(
             "a cluster was asked for, but there is no Slurm here (no sbatch on the PATH)",
             hint="type this on a login node, or drop +cluster to train on this machine; "
             "to try Slurm on one machine: `python -m slurm_train devcluster up`",
+        )
+    if federation := commands.federation():
+        raise ClusterError(
+            f"this cluster is one of the federation {federation}: a job may start on any of them, and status, cancel "
+            "and requeues ask this one alone",
+            hint="runs are not submitted to federations; use a cluster that is in none",
         )
     for name, asked in ((name, env.get(name)) for name in _CLUSTER_VARIABLES):
         if asked and asked != (here := commands.show_config().get("ClusterName", "")):

@@ -45,6 +45,10 @@ class ControllerAway(ClusterError):
     """Slurm's controller does not answer; asking again later may help."""
 
 
+class MissingCommand(ClusterError):
+    """A command of Slurm is not on this machine, or this user may not run it."""
+
+
 @frozen_positional
 class Finished:
     """A process that has ended."""
@@ -101,12 +105,13 @@ def run_process(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float
     """Runs a command of Slurm and returns how it ended.
 
     Raises:
-        ClusterError: no such command on this machine, or it did not end in time.
+        MissingCommand: no such command on this machine.
+        ControllerAway: it could not be started, or did not end in time.
     """
     try:
         return run_program(argv, env=env, timeout_s=timeout_s)
-    except FileNotFoundError as err:
-        raise ClusterError(
+    except (FileNotFoundError, PermissionError) as err:
+        raise MissingCommand(
             f"there is no {argv[0]} on this machine",
             hint="run this where Slurm's commands are (a login node), or without +cluster to train on this machine",
         ) from err
@@ -243,9 +248,15 @@ class SlurmCommands:
     def show_job(self, job_id: str) -> dict[str, str]:
         """Returns the fields of `scontrol show job`, e.g. {"JobState": "RUNNING", "Restarts": "0", ...}.
 
-        It fails where the controller does not know the job any more.
+        Where a node has no scontrol, those that squeue knows. It fails where the controller does not know the job any
+        more.
         """
-        return records.parse_record(self._run(["scontrol", "show", "job", *_checked_ids([job_id])]))
+        asked = _checked_ids([job_id])
+        try:
+            return records.parse_record(self._run(["scontrol", "show", "job", *asked]))
+        except MissingCommand:
+            argv = ["squeue", "-h", "-t", "all", "-O", records.RECORD_FORMAT, "-j", *asked]
+            return records.parse_queue_record(self._run(argv))
 
     def restarts(self, job_id: str) -> int:
         """Returns how often Slurm has restarted a job."""
@@ -254,6 +265,18 @@ class SlurmCommands:
     def show_config(self) -> dict[str, str]:
         """Returns the controller's settings, e.g. {"MaxArraySize": "1001", "KillWait": "30 sec", ...}."""
         return records.parse_config(self._run(["scontrol", "show", "config"]))
+
+    def federation(self) -> str:
+        """Returns the name of the federation that this cluster is one of, "" where it is in none or nobody answers."""
+        with contextlib.suppress(ClusterError):
+            name, _, rest = self._run(["scontrol", "show", "federation"]).partition(":")
+            return rest.split()[0] if name == "Federation" and rest.split() else ""
+        return ""
+
+    def node_address(self, name: str) -> str:
+        """Returns how Slurm reaches a node, its NodeAddr: a name or an address; "" where it does not know the node."""
+        lines = self._run(["sinfo", "-h", "-N", "-n", name, "-O", "NodeAddr:255"]).split()
+        return lines[0] if lines else ""
 
     def show_partition(self, name: str) -> dict[str, str]:
         """Returns the fields of `scontrol show partition`, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE", ...}."""

@@ -315,6 +315,7 @@ class Refusal(enum.Enum):
     RESOURCES = (
         "no set of nodes has that much: lower cluster.nodes, cluster.gpus_per_node, CPUs or memory (see `sinfo -N -l`)"
     )
+    REQUEUE = "this site refuses --requeue: set requeue.enabled=false; such a run comes back by `resume` alone"
     TIME_LIMIT = "lower cluster.time_limit_min (`sinfo -o '%P %l'` shows the longest)"
     POLICY = "your account or QOS allows less: ask for less, or for another QOS"
     NODE_NAME = "see `sinfo -N` for the names and set cluster.nodelist or cluster.exclude"
@@ -328,6 +329,7 @@ class Refusal(enum.Enum):
 _PATTERNS = {
     # First: its explanation mentions time limits too.
     Refusal.POLICY: "accounting/qos policy",
+    Refusal.REQUEUE: "requeue",
     Refusal.PARTITION: "partition name|invalid partition|not permitted to use this partition",
     Refusal.QOS: "invalid qos",
     Refusal.ACCOUNT: "invalid account",

@@ -230,6 +230,37 @@ def parse_record(text: str) -> dict[str, str]:
     return next(iter(parse_records(text)), {})
 
 
+# squeue's fields by the names that scontrol gives them.
+_RECORD_FIELDS = {
+    "JobId": "JobID",
+    "JobState": "State",
+    "Reason": "Reason",
+    "Restarts": "RestartCnt",
+    "PreemptTime": "PreemptTime",
+    "Requeue": "Requeue",
+    "EligibleTime": "EligibleTime",
+    "StartTime": "StartTime",
+    "EndTime": "EndTime",
+    "TimeLimit": "TimeLimit",
+    "Partition": "Partition",
+    "QOS": "QOS",
+    "ReqNodeList": "ReqNodes",
+}
+RECORD_FORMAT = ",".join(f"{field}:|" for field in _RECORD_FIELDS.values())
+
+
+def parse_queue_record(text: str) -> dict[str, str]:
+    """Returns a job's fields from `squeue -h -O RECORD_FORMAT`, by scontrol's names; "N/A" and "" are left out.
+
+    Raises:
+        ClusterError: there is no such line, e.g. since Slurm does not know the job any more.
+    """
+    values = [value.strip() for value in text.partition("\n")[0].split("|")[:-1]]
+    if len(values) != len(_RECORD_FIELDS):
+        raise ClusterError(f"squeue has no record of the job: {text[:80]!r}", hint="see `squeue -t all` by hand")
+    return {name: value for name, value in zip(_RECORD_FIELDS, values, strict=True) if value not in ("", "N/A")}
+
+
 def parse_records(text: str) -> list[dict[str, str]]:
     """Returns the fields of each record in the output of `scontrol show job` or `show partition`."""
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,17 @@ def share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> tu
     if len(per_node) <= allocation.num_nodes:
         allocation = replace(allocation, nodes=nodes, tasks_per_node=tuple(per_node))
     return allocation, allocation.num_tasks
+
+
+def _address(node: str, job: SlurmJob) -> str:
+    """Returns how a node is reached: its name, or Slurm's NodeAddr where the name does not resolve."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        return (
+            BestEffort()("the address of rank 0", lambda: job.commands.node_address(node), "", asks_slurm=True) or node
+        )
+    return node
 
 
 class _EndOfRanks(Task):
@@ -127,7 +139,7 @@ class SrunLaunch:
             env = {
                 **self.env,
                 "SLURM_TRAIN_ATTEMPT": str(attempt),
-                "MASTER_ADDR": nodes[0],
+                "MASTER_ADDR": _address(nodes[0], self.job),
                 "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=self.env)),
             }
             with monitor.running():

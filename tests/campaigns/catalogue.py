@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.tools.devcluster.root import SUITES
+from tests.campaigns import sites
 from tests.campaigns.record import Tally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 _BEGIN = "<!-- written by `python -m tests.campaigns versions-VERSION --keep` -->\n\n"
+_BEGIN_SITES = "<!-- written by `python -m tests.campaigns sites-GROUP --keep` -->\n\n"
 _END = "\n<!-- end of what is written -->\n"
 
 _HEAD = """# What was promised, and how often it was tried
@@ -240,6 +242,16 @@ CAMPAIGNS: dict[str, Campaign] = {
         )
         for suite, (version, _) in SUITES.items()
     },
+    **{
+        f"sites-{group}": Campaign(
+            f"a run is submitted, preempted, cancelled and resumed at sites with other habits: {group} "
+            "([table](slurm.md#habits-of-sites))",
+            f"sites:{group}",
+            len(members),
+            needs_cluster=False,
+        )
+        for group, members in sites.GROUPS.items()
+    },
     "secrets": Campaign(
         "a canary in environment, words and configuration is nowhere in run directory, script, logs, manifests",
         "secrets:run",
@@ -251,22 +263,37 @@ CAMPAIGNS: dict[str, Campaign] = {
 def pages(records: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     """Returns the text of every page that has results of campaigns."""
     slurm = PAGE.with_name("slurm.md")
-    before, _, rest = slurm.read_text(encoding="utf-8").partition(_BEGIN)
-    after = rest.partition(_END)[2]
-    return {PAGE: render(records), slurm: before + _BEGIN + _versions(records) + _END + after}
+    text = slurm.read_text(encoding="utf-8")
+    for begin, table in ((_BEGIN, _versions(records)), (_BEGIN_SITES, _sites(records))):
+        before, _, rest = text.partition(begin)
+        text = before + begin + table + _END + rest.partition(_END)[2]
+    return {PAGE: render(records), slurm: text}
 
 
 def _versions(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the table of flows and versions of Slurm."""
     found = [records[name] for name in CAMPAIGNS if name.startswith("versions-") and name in records]
     tables = [table for one in found for table in one["result"]["table"].items()]
-    rows = [
+    return _table(
         ("", *(version for version, _ in tables)),
-        ("---",) * (1 + len(tables)),
         *((flow, *(cells.get(flow, "") for _, cells in tables)) for flow in (tables[0][1] if tables else ())),
         ("date, commit", *(f"{one['date']}, `{one['revision']}`" for one in found)),
+    )
+
+
+def _sites(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the table of habits of sites, and what became of a run there."""
+    found = [records[name] for name in CAMPAIGNS if name.startswith("sites-") and name in records]
+    rows = [
+        (f"`{site}`" if "`" not in site else site, *(cells[stage] for stage in sites.STAGES), one["date"])
+        for one in found
+        for site, cells in one["result"]["table"].items()
     ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return _table(("site", *sites.STAGES, "date"), *rows)
+
+
+def _table(head: Sequence[str], *rows: Sequence[str]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def render(records: Mapping[str, Mapping[str, Any]]) -> str:

@@ -292,7 +292,7 @@ def run(suite: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> di
             version = line.get("version", version)
             cells |= {line["flow"]: line["cell"]} if "flow" in line else {}
     finally:
-        _devcluster("down", "--slurm", suite)
+        devcluster("down", "--slurm", suite)
     for flow, cell in cells.items():
         tally.add(flow, [] if re.fullmatch(r"\d+ s", cell) else [cell])
     tally.table[version] = cells
@@ -303,20 +303,22 @@ bullseye, bookworm, trixie, sid = (partial(run, suite) for suite in SUITES)
 
 
 def _type_all_in(suite: str, flows: list[str], log: Path) -> Iterator[dict[str, str]]:
-    up = _devcluster("up", "--slurm", suite, "--nodes", str(_NODES), "--gpus", "4")
+    up = devcluster("up", "--slurm", suite, "--nodes", str(_NODES), "--gpus", "4")
     assert up.returncode == 0, f"no cluster of {suite}: {up.stderr[-500:]}"
     inside = ("exec", "--slurm", suite, "--", "python", "-m", "tests.campaigns.versions", *flows)
-    with log.open("w") as errors, _devcluster_process(*inside, stderr=errors) as process:
+    with log.open("w") as errors, devcluster_process(*inside, stderr=errors) as process:
         assert process.stdout is not None
         yield from map(json.loads, process.stdout)
 
 
-def _devcluster(*words: str) -> subprocess.CompletedProcess[str]:
+def devcluster(*words: str) -> subprocess.CompletedProcess[str]:
+    """Types a `devcluster` command."""
     argv = [sys.executable, "-m", "slurm_train", "devcluster", *words]
     return subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
-def _devcluster_process(*words: str, stderr: IO[str]) -> subprocess.Popen[str]:
+def devcluster_process(*words: str, stderr: IO[str]) -> subprocess.Popen[str]:
+    """Starts a `devcluster` command whose output is read as it comes."""
     argv = [sys.executable, "-m", "slurm_train", "devcluster", *words]
     return subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True)
 

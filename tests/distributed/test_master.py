@@ -19,6 +19,7 @@ MASTERS = [
     ("the step's first host wins over the job's", STEP, "node7"),
     ("a probed address does not override the step", {**STEP, "MASTER_ADDR": "node9"}, "node7"),
     ("the job's first host where the step has no list", {**JOB, **TASK}, "node5"),
+    ("the address that our supervisor has found", {**STEP, "SLURM_TRAIN_ATTEMPT": "0", "MASTER_ADDR": "::1"}, "::1"),
     ("compact names", RACKS, "rack1node3"),
     ("ranks of a local launch inside a job", {**STEP, "RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "127.0.0.1"),
     ("torchrun", {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node2"}, "node2"),

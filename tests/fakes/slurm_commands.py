@@ -89,6 +89,13 @@ class FakeSlurmCommands:
             raise ClusterError(f"`scontrol show job {job_id}` ended with exit code 1: Invalid job id specified")
         return dict(self.fields[job_id])
 
+    def federation(self) -> str:
+        return ""
+
+    def node_address(self, name: str) -> str:
+        self._fail_if_told()
+        return ""
+
     def show_partition(self, name: str) -> dict[str, str]:
         self._fail_if_told()
         return {"PartitionName": name, "GraceTime": "0", "PreemptMode": "REQUEUE"}

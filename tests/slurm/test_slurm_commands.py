@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.commands import ControllerAway, Finished, SlurmCommands, run_process
+from slurm_train.slurm.commands import ControllerAway, Finished, MissingCommand, SlurmCommands, run_process
 from slurm_train.slurm.policy import Refusal
 from slurm_train.slurm.records import Phase
 from tests.fakes.slurm_commands import FakeSlurmCommands
@@ -210,6 +210,23 @@ def test_a_process_gets_no_input_and_only_the_given_environment_and_is_ended_whe
     assert done == Finished(0, "'' 1 None\n", "")
     with pytest.raises(ControllerAway, match=r"did not answer in 0\.2 s"):
         run_process([sys.executable, "-S", "-c", "import signal; signal.pause()"], env={}, timeout_s=0.2)
+
+
+def test_a_node_without_scontrol_asks_squeue(tmp_path: Path) -> None:
+    line = "7|RUNNING|None|2|2026-01-01T00:00:00|1|N/A|2026-01-01T00:00:00|N/A|1:00:00|main|normal||\\n"
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\nprintf '{line}'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    commands = SlurmCommands({"PATH": str(tmp_path)})
+    job = commands.show_job("7")
+    assert (job["JobState"], job["Restarts"], job["PreemptTime"]) == ("RUNNING", "2", "2026-01-01T00:00:00")
+    assert "EligibleTime" not in job and commands.restarts("7") == 2
+    with pytest.raises(MissingCommand, match="there is no scontrol on this machine"):
+        commands.requeue("7")
+
+
+@pytest.mark.parametrize(("said", "name"), [("Federation: fed\nSelf: a:b:1\n", "fed"), ("", "")])
+def test_a_federation_is_known_by_its_name(said: str, name: str) -> None:
+    assert SlurmCommands({}, runner=Script(scontrol=ok(said))).federation() == name
 
 
 def test_the_fake_has_the_methods_of_the_real_thing() -> None:

@@ -14,7 +14,7 @@ import secrets
 import shlex
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import write_atomic
 from slurm_train.tools.devcluster import system
+from slurm_train.tools.devcluster.habits import NULL_DEVICE
 from slurm_train.tools.devcluster.plan import CONTROLLER, SYSTEM_SLURM_CONF, ClusterPlan, configuration, load_plan
 from slurm_train.tools.devcluster.system import RESTART_HINT, ProcessRecord, run_command
 
@@ -38,11 +39,8 @@ PACKAGES = {
     "mariadbd": "mariadb-server",
     "ip": "iproute2",
 }
-_LOCK_TIMEOUT_S = 60.0
 # Name of the file that says that /run/netns was a mount before us and stays one.
 _NETNS_KEPT = "netns-mount-kept"
-# /dev/null's numbers: a device that exists everywhere and harms nothing when a job opens its "GPU".
-_NULL_DEVICE = os.makedev(1, 3)
 _SYSTEM_NSSWITCH = Path("/etc/nsswitch.conf")
 
 _ACCOUNT = "dev"
@@ -69,9 +67,10 @@ _DAEMONS = {
         "scontrol ping",
     ),
     "slurmd": (
-        "ip netns exec {node} unshare --uts sh -c 'hostname {node}; "
+        "ip netns exec {node} unshare --uts sh -c 'hostname {host}; "
         "[ ! -e /etc/nsswitch.conf ] || mount --bind {conf}/nsswitch.conf /etc/nsswitch.conf; "
-        "exec slurmd -D -N {node} -f {conf}/slurm.conf'",
+        "[ ! -e {conf}/node.sh ] || . {conf}/node.sh; "
+        "exec slurmd -D -N {slurm_name} -f {conf}/slurm.conf'",
         "",
     ),
 }
@@ -139,7 +138,7 @@ def tear_down(state_dir: Path) -> bool:
         ClusterError: a process does not end, or the directory is not a cluster's state.
     """
     plan, hosts = load_plan(state_dir), system.marked_hosts(system.read_hosts())
-    names = plan.node_names if plan else [name for name in hosts if hosts[name] == state_dir and name[:4] == "node"]
+    names = plan.node_names if plan else _nodes_left(state_dir, hosts)
     begun = (state_dir / "plan.json").exists()
     if state_dir.is_dir() and not begun and any(state_dir.iterdir()):
         raise ClusterError(f"{state_dir} is not the state of a cluster; nothing removed", hint="give its --state")
@@ -170,12 +169,21 @@ def tear_down(state_dir: Path) -> bool:
     return True
 
 
+def _nodes_left(state_dir: Path, hosts: Mapping[str, Path]) -> list[str]:
+    """Returns the nodes of a cluster whose plan is gone: a machine holds one, so all links of nodes are its own."""
+    if state_dir not in hosts.values():
+        return []
+    named = [name for name in hosts if hosts[name] == state_dir and name[:4] == "node"]
+    prefix = system.host_link("")
+    return sorted({*named, *(link.removeprefix(prefix) for link in system.links() if link.startswith(prefix))})
+
+
 @contextmanager
-def state_lock(state_dir: Path) -> Iterator[None]:
+def state_lock(state_dir: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
     """Keeps two commands from building and removing at once; leaves no file behind.
 
     Raises:
-        ClusterError: another command still holds the lock after a minute.
+        ClusterError: another command still holds the lock after so many seconds.
     """
     state_dir.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(state_dir.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -187,7 +195,7 @@ def state_lock(state_dir: Path) -> Iterator[None]:
         return False
 
     try:
-        if not system.wait_until(is_locked, timeout_s=_LOCK_TIMEOUT_S):
+        if not system.wait_until(is_locked, timeout_s=timeout_s):
             raise ClusterError("another devcluster command is running", hint="wait for it, then type this again")
         yield
     finally:
@@ -228,8 +236,9 @@ def start_node(state_dir: Path, *, node: str) -> None:
 
 
 def daemon_names(plan: ClusterPlan) -> list[str]:
-    """Returns the names of all daemons of a plan in the order of their start: "munged", ..., "slurmd-node1"."""
-    return [*list(_DAEMONS)[:-1], *(f"slurmd-{node}" for node in plan.node_names)]
+    """Returns the names of the daemons that a plan keeps alive, in the order of their start: ..., "slurmd-node1"."""
+    own = [name for name in list(_DAEMONS)[:-1] if name not in plan.habit.ended]
+    return [*own, *(f"slurmd-{node}" for node in plan.node_names)]
 
 
 def start_daemon(plan: ClusterPlan, name: str, *, timeout_s: float = 60.0) -> None:
@@ -240,6 +249,9 @@ def start_daemon(plan: ClusterPlan, name: str, *, timeout_s: float = 60.0) -> No
     """
     kind, _, node = name.partition("-")
     names = {"state": plan.state_dir, "conf": plan.conf_dir, "controller": CONTROLLER, "node": node}
+    if node:
+        slurm_name, host, _ = (plan.called(template)[node] for template in plan.habit.names)
+        names |= {"slurm_name": slurm_name, "host": host}
     # Nothing to quote: a plan refuses other paths.
     words, probe = (shlex.split(text.format(**names)) for text in _DAEMONS[kind])
     if not is_running(plan, name):
@@ -286,6 +298,8 @@ def add_users(plan: ClusterPlan, *, names: Sequence[str]) -> None:
     unknown = sorted(set(names) - {entry.pw_name for entry in pwd.getpwall()})
     if unknown:
         raise ClusterError(f"no such user on this machine: {', '.join(unknown)}", hint="useradd NAME makes one")
+    if not plan.uses_accounting or (plan.ready_file.exists() and "slurmdbd" in plan.habit.ended):
+        return
     listed = _sacctmgr(plan, "--noheader", "--parsable2", "show", "associations", f"account={_ACCOUNT}", "format=user")
     missing = [name for name in names if name not in listed.split()]
     if missing:
@@ -356,14 +370,15 @@ def wait_for_nodes(plan: ClusterPlan, names: Sequence[str], *, timeout_s: float 
 
 
 def _node_states(plan: ClusterPlan) -> dict[str, str]:
-    """Returns node name -> state; empty where slurmctld does not answer."""
+    """Returns node -> state; empty where slurmctld does not answer."""
     words = ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T"]
     try:
         text = run_command(words, extra=plan.environment, timeout_s=10)
     except ClusterError:
         return {}
-    pairs = [line.split() for line in text.splitlines()]
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+    states = dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
+    names = plan.called(plan.habit.names.slurm)
+    return {node: states[name] for node, name in names.items() if name in states}
 
 
 def missing_packages(search_path: str = system.SYSTEM_PATH) -> list[str]:
@@ -401,7 +416,7 @@ def require_free_place(plan: ClusterPlan) -> None:
     hosts, state_dir = system.read_hosts(), plan.state_dir
     others = ", ".join(sorted({str(path) for path in system.marked_hosts(hosts).values() if path != state_dir}))
     names = system.namespaces() | system.links() | system.names_of_others(hosts)
-    taken = ", ".join(sorted(names & {*plan.addresses, system.BRIDGE}))
+    taken = ", ".join(sorted(names & {*plan.addresses, *plan.hosts, system.BRIDGE}))
     route = system.overlapping_route(plan)
     closed = [str(one) for one in state_dir.parents if one.exists() and not one.stat().st_mode & 0o001]
     obstacles = (
@@ -481,28 +496,43 @@ def _build(plan: ClusterPlan, *, users: Sequence[str], say: Say) -> None:
     say(f"configuration, {plan.gpus} GPU devices per node, munge key -> {plan.state_dir}")
     _write_configuration(plan)
     say(f"bridge {system.BRIDGE} and namespaces {', '.join(plan.node_names)}")
-    system.update_hosts(plan.addresses, state_dir=plan.state_dir)
+    system.update_hosts(plan.hosts, state_dir=plan.state_dir)
     system.build_network(plan)
-    say("munged, mariadbd, slurmdbd: authentication and accounting")
+    start_daemon(plan, "munged")
+    if plan.uses_accounting:
+        say("mariadbd, slurmdbd: accounting")
+        _start_accounting(plan, users=users)
+    say(f"slurmctld and {plan.nodes} slurmd")
+    for name in ("slurmctld", *(f"slurmd-{node}" for node in plan.node_names)):
+        start_daemon(plan, name)
+    wait_for_nodes(plan, plan.node_names)
+    _run_lines(plan, "after.sh")
+    ended = [process for name in plan.habit.ended if (process := daemon_process(plan, name)) is not None]
+    system.end_processes(lambda: ended)
+    # Every user's plain `sbatch` finds the cluster by this link.
+    SYSTEM_SLURM_CONF.parent.mkdir(parents=True, exist_ok=True)
+    if not SYSTEM_SLURM_CONF.is_symlink():
+        SYSTEM_SLURM_CONF.symlink_to(plan.slurm_conf)
+    write_atomic(plan.ready_file, "", durable=False, mode=0o644)
+
+
+def _start_accounting(plan: ClusterPlan, *, users: Sequence[str]) -> None:
     # Root signs in to the database by its uid, over the socket, without a password.
     install = ["mariadb-install-db", f"--defaults-file={plan.conf_dir}/mariadb.cnf", "--skip-test-db"]
     run_command([*install, "--auth-root-authentication-method=socket"], extra=plan.environment, timeout_s=120)
-    for name in ("munged", "mariadbd", "slurmdbd"):
+    for name in ("mariadbd", "slurmdbd"):
         start_daemon(plan, name)
     for words in _ACCOUNTING:
         _sacctmgr(plan, *words.split())
     # `nobody`, and those whom Debian numbers as persons.
     people = [entry.pw_name for entry in pwd.getpwall() if entry.pw_uid >= _FIRST_HUMAN_UID]
     add_users(plan, names=list(dict.fromkeys(["root", *users, *people])))
-    say(f"slurmctld and {plan.nodes} slurmd")
-    for name in daemon_names(plan)[3:]:
-        start_daemon(plan, name)
-    wait_for_nodes(plan, plan.node_names)
-    # Every user's plain `sbatch` finds the cluster by this link.
-    SYSTEM_SLURM_CONF.parent.mkdir(parents=True, exist_ok=True)
-    if not SYSTEM_SLURM_CONF.is_symlink():
-        SYSTEM_SLURM_CONF.symlink_to(plan.slurm_conf)
-    write_atomic(plan.ready_file, "", durable=False, mode=0o644)
+
+
+def _run_lines(plan: ClusterPlan, name: str) -> None:
+    """Runs the shell lines of a habit, which are a file of the configuration."""
+    if (script := plan.conf_dir / name).exists():
+        run_command(["sh", "-e", str(script)], extra=plan.environment)
 
 
 def _write_configuration(plan: ClusterPlan) -> None:
@@ -519,9 +549,12 @@ def _write_configuration(plan: ClusterPlan) -> None:
     descriptor = os.open(plan.conf_dir / "munge.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(1024))
+    major, minor = plan.habit.gpu_numbers
     for index in range(plan.gpus):
         path = plan.state_dir / "devices" / f"gpu{index}"
-        os.mknod(path, 0o666 | stat.S_IFCHR, _NULL_DEVICE)
+        # /dev/null's numbers: a device that exists everywhere and harms nothing when a job opens its "GPU".
+        device = os.makedev(major, minor if (major, minor) == NULL_DEVICE else minor + index)
+        os.mknod(path, 0o666 | stat.S_IFCHR, device)
         path.chmod(0o666)
 
 

@@ -7,7 +7,9 @@ whatever a later step made, also when `up` was killed half way.
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import read_json
 from slurm_train.slurm.nodelist import compact_nodelist
+from slurm_train.tools.devcluster.habits import Habit, combined
 from slurm_train.verbs import DEVCLUSTER_STATE_DIR
 
 DEFAULT_STATE_DIR = Path(DEVCLUSTER_STATE_DIR)
@@ -49,9 +52,12 @@ class ClusterPlan:
     """Memory that each node claims, in MiB; nothing enforces it."""
     subnet: str = "10.98.76"
     """First three numbers of the bridge's /24 network; the controller is .1, node1 is .11."""
+    site: tuple[str, ...] = ()
+    """Habits of another site that it has, by their names in `HABITS`."""
 
     def __post_init__(self) -> None:
-        """Checks counts and path."""
+        """Checks counts, path and habits."""
+        combined(self.site)
         for flag, value, lowest, highest in (("--nodes", self.nodes, 1, 64), ("--gpus", self.gpus, 0, 16)):
             if not lowest <= value <= highest:
                 raise ClusterError(
@@ -64,15 +70,37 @@ class ClusterPlan:
             )
 
     @property
+    def habit(self) -> Habit:
+        """What is otherwise than usual."""
+        return combined(self.site)
+
+    @property
     def node_names(self) -> tuple[str, ...]:
-        """Host names in order: ("node1", "node2")."""
+        """Names of the nodes' namespaces in order, ("node1", "node2"); usually also what everybody calls the nodes."""
         return tuple(f"node{index}" for index in range(1, self.nodes + 1))
+
+    def called(self, template: str) -> dict[str, str]:
+        """Returns node -> its name by a template of `Names`, e.g. {"node1": "gpu1.cluster.example"}."""
+        return {name: template.format(index) for index, name in enumerate(self.node_names, start=1)}
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Host name -> IPv4 address, the controller's bridge first: {"node1": "10.98.76.11", ...}."""
-        nodes = {name: f"{self.subnet}.{10 + index}" for index, name in enumerate(self.node_names, start=1)}
-        return {CONTROLLER: f"{self.subnet}.1", **nodes}
+        """Node -> address, the controller's bridge first: {"node1": "10.98.76.11", ...}."""
+        ends = {CONTROLLER: 1, **{name: 10 + index for index, name in enumerate(self.node_names, start=1)}}
+        if self.habit.is_ipv6:
+            return {name: f"fd98:76::{end}" for name, end in ends.items()}
+        return {name: f"{self.subnet}.{end}" for name, end in ends.items()}
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Name -> address, as /etc/hosts has them."""
+        names = {CONTROLLER: CONTROLLER, **self.called(self.habit.names.dns)}
+        return {names[name]: address for name, address in self.addresses.items() if names[name]}
+
+    @property
+    def uses_accounting(self) -> bool:
+        """Whether Slurm keeps accounts."""
+        return "AccountingStorageType" not in self.habit.settings
 
     @property
     def plan_file(self) -> Path:
@@ -103,7 +131,8 @@ class ClusterPlan:
 
     def describe(self) -> str:
         """Returns the shape in words: "4 nodes x 8 GPUs"."""
-        return f"{self.nodes} node{'s' * (self.nodes != 1)} x {self.gpus} GPU{'s' * (self.gpus != 1)}"
+        shape = f"{self.nodes} node{'s' * (self.nodes != 1)} x {self.gpus} GPU{'s' * (self.gpus != 1)}"
+        return f"{shape}, {', '.join(self.site)}" if self.site else shape
 
     def json_text(self) -> str:
         """Returns the plan as it is stored; `load_plan` reads it back."""
@@ -116,8 +145,8 @@ def load_plan(state_dir: Path) -> ClusterPlan | None:
     """Returns the plan that a state directory holds, or None where there is none or only a part of one."""
     value = read_json(state_dir / "plan.json")
     try:
-        return None if value is None else ClusterPlan(state_dir=state_dir, **value)
-    except (TypeError, ClusterError):
+        return None if value is None else ClusterPlan(state_dir=state_dir, **{**value, "site": tuple(value["site"])})
+    except (KeyError, TypeError, ClusterError):
         return None
 
 
@@ -129,23 +158,46 @@ def configuration(plan: ClusterPlan, *, nsswitch: str = "", slurm: tuple[int, ..
         nsswitch: the machine's nsswitch.conf; the nodes get it with host names from /etc/hosts alone.
         slurm: version of Slurm, e.g. (24, 11).
     """
-    nodelist, sockets = compact_nodelist(plan.node_names), 2 if plan.cpus % 2 == 0 else 1
-    shape = f"CPUs={plan.cpus} Sockets={sockets} CoresPerSocket={plan.cpus // sockets} ThreadsPerCore=1"
-    shape += f" RealMemory={plan.memory_mb}" + (f" Gres=gpu:{plan.gpus}" if plan.gpus else "")
-    nodes = "".join(f"NodeName={name} NodeAddr={plan.addresses[name]} {shape}\n" for name in plan.node_names)
+    habit, cpus, memory_mb = plan.habit, plan.cpus, plan.memory_mb
+    if habit.is_real_size:
+        cpus, memory_mb = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 21
+    sockets, gpus = 2 if cpus % 2 == 0 else 1, plan.gpus if plan.habit.has_gres else 0
+    shape = f"CPUs={cpus} Sockets={sockets} CoresPerSocket={cpus // sockets} ThreadsPerCore=1"
+    shape += f" RealMemory={memory_mb}"
+    shape += f" Gres=gpu:{habit.gpu_type + ':' if habit.gpu_type else ''}{gpus}" if gpus else ""
+    names, hosts = plan.called(habit.names.slurm), plan.called(habit.names.host)
+    nodes = ""
+    for name in plan.node_names:
+        host = f" NodeHostname={hosts[name]}" if hosts[name] != names[name] else ""
+        nodes += f"NodeName={names[name]}{host} NodeAddr={plan.addresses[name]} {shape}\n"
+    nodelist = compact_nodelist(list(names.values()))
     values = {
         "state": plan.state_dir,
+        "conf": plan.conf_dir,
         "controller": CONTROLLER,
         "address": plan.addresses[CONTROLLER],
         "nodes": nodes,
         "nodelist": nodelist,
+        "gpu_type": f" Type={habit.gpu_type}" if habit.gpu_type else "",
         "gpu_files": compact_nodelist([f"gpu{index}" for index in range(plan.gpus)]),
+        "partitions": habit.partitions.format(nodelist=nodelist),
     }
     # Slurm before 21.08 stops at a key that it does not know.
-    left_out = {name for name, is_read in (("gres.conf", plan.gpus), ("cgroup.conf", slurm >= (21, 8))) if not is_read}
-    texts = {name: text.format(**values) for name, text in _TEMPLATES.items() if name not in left_out}
+    left_out = {name for name, is_read in (("gres.conf", gpus), ("cgroup.conf", slurm >= (21, 8))) if not is_read}
+    added = {**habit.files, "node.sh": habit.on_node, "after.sh": habit.after}
+    templates = {name: _TEMPLATES.get(name, "") + added.get(name, "") for name in {**_TEMPLATES, **added}}
+    texts = {name: text.format(**values) for name, text in templates.items() if text and name not in left_out}
+    texts["slurm.conf"] = _with_settings(texts["slurm.conf"], habit.settings)
     kept = [line for line in nsswitch.splitlines() if not line.startswith("hosts:")]
     return {"gres.conf": _HEAD, **texts, "nsswitch.conf": "\n".join([*kept, "hosts: files"]) + "\n"}
+
+
+def _with_settings(text: str, settings: Mapping[str, str]) -> str:
+    """Returns slurm.conf with other values of some keys; "" leaves one out."""
+    kept = [line for line in text.splitlines() if line.partition("=")[0] not in settings]
+    first = next(number for number, line in enumerate(kept) if line.startswith("NodeName="))
+    new = [f"{key}={value}" for key, value in settings.items() if value]
+    return "\n".join([*kept[:first], *new, *kept[first:]]) + "\n"
 
 
 _HEAD = "# Written by `slurm_train devcluster up`; gone after `down`.\n"
@@ -205,13 +257,13 @@ SlurmdLogFile={state}/log/slurmd-%n.log
 SlurmctldDebug=info
 SlurmdDebug=info
 
-{nodes}PartitionName=main Nodes={nodelist} Default=YES DefaultTime=01:00:00 MaxTime=1-00:00:00
+{nodes}{partitions}PartitionName=main Nodes={nodelist} Default=YES DefaultTime=01:00:00 MaxTime=1-00:00:00
 """,
     # Device files, since Slurm drains a node whose count of GPUs has no files.
     "gres.conf": _HEAD
     + """\
 AutoDetect=off
-NodeName={nodelist} Name=gpu File={state}/devices/{gpu_files}
+NodeName={nodelist} Name=gpu{gpu_type} File={state}/devices/{gpu_files}
 """,
     # Nothing here uses cgroups; the line keeps slurmd from looking for version 2.
     "cgroup.conf": _HEAD + "CgroupPlugin=cgroup/v1\n",

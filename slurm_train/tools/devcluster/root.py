@@ -8,6 +8,7 @@ installed packages; `stop` ends all of it and removes that layer, and the packag
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import slurm_train
 from slurm_train.errors import ClusterError
 from slurm_train.tools.devcluster import system
-from slurm_train.tools.devcluster.cluster import PACKAGES
+from slurm_train.tools.devcluster.cluster import PACKAGES, state_lock
 
 CACHE = Path("/var/cache/slurm-train-devcluster")
 # Debian's suites, oldest first: the Slurm of each and its libc. sid's grow; these are of the end of 2026.
@@ -30,14 +31,15 @@ SUITES = {
 }
 # What this machine's Python is linked against, by whatever name the suite has it: python3 depends on all of it.
 _FURTHER_PACKAGES = ("python3", "ca-certificates")
+_INSTALL_TIMEOUT_S = 900.0
 _MIRROR = "http://deb.debian.org/debian"
 _PIN = "Package: {}\\nPin: release n={}\\nPin-Priority: 1001\\n\\n"
-# $1 folder of the root, $2 its host name, then what of this machine it sees. SIGCHLD stays ignored after the exec, so
-# that the kernel reaps the orphans that process 1 inherits.
+# $1 folder of the root, $2 its host name, $3 the packages, then what of this machine it sees. SIGCHLD stays ignored
+# after the exec, so that the kernel reaps the orphans that process 1 inherits.
 _BECOME_ROOT = """
 set -eu
-cd "$1"; name=$2; shift 2
-mount -t overlay overlay -o lowerdir=tree,upperdir=upper,workdir=work root
+cd "$1"; name=$2; tree=$3; shift 3
+mount -t overlay overlay -o lowerdir="$tree",upperdir=upper,workdir=work root
 for folder; do mkdir -p "root$folder"; mount --rbind "$folder" "root$folder"; done
 mount --rbind /dev root/dev
 mount -t tmpfs tmpfs root/dev/shm
@@ -56,21 +58,27 @@ exec sleep infinity
 class Root(NamedTuple):
     """A Debian suite with Slurm.
 
-    In `folder`: `tree` has the packages; `upper` and `work` what was written while it ran; `init` names the process
-    that holds it together, `log` is what that one said.
+    In `folder`: `upper` and `work` have what was written while it ran; `init` names the process that holds it together,
+    `log` is what that one said.
     """
 
     suite: str
+    name: str = ""
+    """Tells apart several roots with the same packages."""
+
+    def __str__(self) -> str:
+        """Returns what `find_root` finds it by, e.g. "trixie" or "trixie/second"."""
+        return f"{self.suite}/{self.name}" if self.name else self.suite
 
     @property
     def folder(self) -> Path:
-        """The one directory that holds all of it."""
-        return CACHE / self.suite
+        """The one directory that holds all of it but the packages."""
+        return CACHE / (f"{self.suite}-{self.name}" if self.name else self.suite)
 
     @property
     def tree(self) -> Path:
         """The installed packages; complete where it exists."""
-        return self.folder / "tree"
+        return CACHE / self.suite / "tree"
 
     def init(self) -> system.ProcessRecord | None:
         """Returns process 1 of the root as this machine sees it, None where the root is not started."""
@@ -82,14 +90,17 @@ class Root(NamedTuple):
 
 
 def find_root(asked: str) -> Root:
-    """Returns the root of a suite ("trixie") or of a version of Slurm ("24.11").
+    """Returns the root of a suite ("trixie") or of a version of Slurm ("24.11"); "24.11/NAME" is another one beside it.
 
     Raises:
-        ClusterError: neither a suite nor a version that is known.
+        ClusterError: neither a suite nor a version that is known, or no name.
     """
+    slurm, slash, name = asked.partition("/")
+    if slash and not re.fullmatch(r"[a-z0-9-]{1,20}", name):
+        raise ClusterError(f"--slurm {asked}: {name!r} is no name of a root", hint="use small letters, digits and -")
     for suite, (version, _) in SUITES.items():
-        if asked in (suite, version):
-            return Root(suite)
+        if slurm in (suite, version):
+            return Root(suite, name)
     known = ", ".join(f"{version} ({suite})" for suite, (version, _) in SUITES.items())
     raise ClusterError(f"--slurm {asked}: no such Slurm", hint=f"one of {known}")
 
@@ -105,9 +116,7 @@ def start(root: Root, *, say: Callable[[str], None] = lambda _: None) -> None:
     """
     if root.init() is not None:
         return
-    if not root.tree.exists():
-        say(f"install Slurm of Debian {root.suite} into {root.tree}, once (600 MB, one to five minutes)")
-        _install(root)
+    _install(root, say=say)
     places = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *_folders_of_the_project())}
     # Parents first. A folder that the root has itself is its own: /, /usr, /root, /tmp.
     visible = [str(place) for place in sorted(places) if not (root.tree / place.relative_to("/")).exists()]
@@ -120,7 +129,18 @@ def start(root: Root, *, say: Callable[[str], None] = lambda _: None) -> None:
         (root.folder / name).mkdir(exist_ok=True)
     (root.folder / "log").unlink(missing_ok=True)
     namespaces = ["--mount", "--net", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
-    words = ["unshare", *namespaces, "sh", "-c", _BECOME_ROOT, "sh", str(root.folder), root.suite, *visible]
+    words = [
+        "unshare",
+        *namespaces,
+        "sh",
+        "-c",
+        _BECOME_ROOT,
+        "sh",
+        str(root.folder),
+        root.suite,
+        str(root.tree),
+        *visible,
+    ]
     system.spawn_daemon(words, record=root.folder / "init", log=root.folder / "log", extra={})
     outer = system.read_record(root.folder / "init")
     assert outer is not None
@@ -150,7 +170,7 @@ def enter(root: Root, words: Sequence[str]) -> int:
     if init is None:
         raise ClusterError(
             f"no cluster with Slurm of Debian {root.suite} is up",
-            hint=f"python -m slurm_train devcluster up --slurm {root.suite}",
+            hint=f"python -m slurm_train devcluster up --slurm {root}",
         )
     environment = {
         "PATH": f"{sys.prefix}/bin:{system.SYSTEM_PATH}",
@@ -174,13 +194,13 @@ def stop(root: Root) -> bool:
     # With process 1 of a process namespace the kernel ends all others, and with the last one every mount and network.
     ended = [process for process in (root.init(), system.read_record(root.folder / "init")) if process is not None]
     system.end_processes(lambda: ended)
-    rest = [entry for entry in root.folder.glob("*") if entry != root.tree]
+    rest = [entry for entry in root.folder.glob("*") if entry not in (root.tree, _unfinished(root))]
     for entry in rest:
         if entry.is_dir():
             shutil.rmtree(entry)
         else:
             entry.unlink()
-    if root.folder.exists() and not root.tree.exists():
+    if root.folder.exists() and not any(root.folder.iterdir()):
         root.folder.rmdir()
     return bool(rest)
 
@@ -189,21 +209,31 @@ def _folders_of_the_project() -> tuple[Path, Path]:
     return Path(slurm_train.__file__).parents[1], Path.cwd()
 
 
-def _install(root: Root) -> None:
-    """Makes the tree, under another name until it is complete."""
-    if shutil.which("mmdebstrap", path=system.SYSTEM_PATH) is None:
+def _unfinished(root: Root) -> Path:
+    return root.tree.with_suffix(".new")
+
+
+def _install(root: Root, *, say: Callable[[str], None]) -> None:
+    """Makes the tree unless it is there, under another name until it is complete; waits for another one's that does."""
+    if shutil.which("mmdebstrap", path=system.SYSTEM_PATH) is None and not root.tree.exists():
         raise ClusterError("devcluster up --slurm needs mmdebstrap", hint="apt-get install mmdebstrap")
-    unfinished = root.folder / "tree.new"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = _unfinished(root)
     root.folder.mkdir(parents=True, exist_ok=True)
-    # With this process's environment, in which a proxy may be named; it shows its progress.
-    code = subprocess.call(install_words(root.suite, target=unfinished, libc=_own_libc()), stdout=sys.stderr)
-    if code != 0:
-        raise ClusterError(
-            f"mmdebstrap could not install Slurm of Debian {root.suite}: exit code {code}, the reason is above",
-            hint=f"it downloads from {_MIRROR}; if this Debian release has no Slurm that installs now, use another",
-        )
-    unfinished.rename(root.tree)
+    with state_lock(CACHE / "any", timeout_s=_INSTALL_TIMEOUT_S):
+        if root.tree.exists():
+            return
+        say(f"install Slurm of Debian {root.suite} into {root.tree}, once (600 MB, one to five minutes)")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.parent.mkdir(exist_ok=True)
+        # With this process's environment, in which a proxy may be named; it shows its progress.
+        code = subprocess.call(install_words(root.suite, target=unfinished, libc=_own_libc()), stdout=sys.stderr)
+        if code != 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise ClusterError(
+                f"mmdebstrap could not install Slurm of Debian {root.suite}: exit code {code}, the reason is above",
+                hint=f"it downloads from {_MIRROR}; if this Debian release has no Slurm that installs now, use another",
+            )
+        unfinished.rename(root.tree)
 
 
 def install_words(suite: str, *, target: Path, libc: tuple[int, ...]) -> list[str]:

@@ -248,30 +248,32 @@ def update_hosts(names: Mapping[str, str], *, state_dir: Path) -> None:
         write_atomic(_HOSTS, text, mode=0o644)
 
 
-# c10d would try and warn about IPv6 on every connection; off before the interface comes up.
 _BRIDGE_SCRIPT = """\
 ip link add {bridge} type bridge
-ip address add {address}/24 dev {bridge}
+ip address add {address} dev {bridge}
 ip link set {bridge} up
 """
+# c10d would try and warn about IPv6 on every connection; off before the interface comes up.
 _NODE_SCRIPT = """\
 ip netns add {node}
-ip netns exec {node} sh -ec 'for one in all default; do echo 1 >/proc/sys/net/ipv6/conf/$one/disable_ipv6; done'
+ip netns exec {node} sh -ec 'for one in all default; do echo {no_ipv6} >/proc/sys/net/ipv6/conf/$one/disable_ipv6; done'
 ip link add {link} type veth peer name {interface} netns {node}
 ip link set {link} master {bridge} up
 ip -n {node} link set lo up
-ip -n {node} address add {address}/24 dev {interface}
+ip -n {node} address add {address} dev {interface}
 ip -n {node} link set {interface} up
 """
 
 
 def build_network(plan: ClusterPlan) -> None:
     """Makes one bridge, and for each node a network namespace with a veth on it; none of them may be there."""
-    addresses = plan.addresses
+    # Without a wait for others with the same address, in which it could not be used.
+    length = "/64 nodad" if plan.habit.is_ipv6 else "/24"
+    addresses = {name: f"{address}{length}" for name, address in plan.addresses.items()}
     script = _BRIDGE_SCRIPT.format(bridge=BRIDGE, address=addresses[CONTROLLER])
     for name in plan.node_names:
         names = {"node": name, "link": host_link(name), "interface": NODE_INTERFACE, "bridge": BRIDGE}
-        script += _NODE_SCRIPT.format(**names, address=addresses[name])
+        script += _NODE_SCRIPT.format(**names, address=addresses[name], no_ipv6=int(not plan.habit.is_ipv6))
     run_command(["sh", "-e"], text=script)
 
 

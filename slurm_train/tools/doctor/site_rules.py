@@ -113,6 +113,7 @@ HINTS = {
     "PARTITION_DOWN": "`sinfo -R` says why; name another one with cluster.partition",
     "TIME_LIMITS": "nothing: a run saves before its limit and is requeued; cluster.time_limit_min sets one",
     "USER_SIGNAL": "nothing: both mean that the ranks save now",
+    "SUBMIT_FILTER": "`plan` shows what it refuses; where it takes --requeue away, another job continues a run",
     "NO_REQUEUE": "nothing: submit.sh says --requeue; scripts of your own have to say it, too",
     "LOG_TRUNCATED": "nothing: submit.sh says --open-mode=append; scripts of your own have to say it, too",
     "JOB_ENDS": "a wrapper around your program has to end with `exec`",
@@ -132,6 +133,10 @@ _SETTINGS = (
     (
         *("PreemptParameters", "send_user_signal", "USER_SIGNAL"),
         "PreemptParameters=send_user_signal: a preempted job gets its warning signal instead of TERM",
+    ),
+    (
+        *("JobSubmitPlugins", "lua", "SUBMIT_FILTER"),
+        "JobSubmitPlugins=lua: a script of the site may change or refuse what a job asks for",
     ),
     ("JobRequeue", "0", "NO_REQUEUE", "JobRequeue=0: jobs are not requeued unless they ask for it"),
     ("JobFileAppend", "0", "LOG_TRUNCATED", "JobFileAppend=0: a requeue empties the log of a job"),
@@ -208,7 +213,8 @@ def _settings(view: SiteView) -> Iterator[Finding]:
     if view.settings:
         delay = f"{requeue_delay_s(view.settings):g} s at the earliest (cred_expire of AuthInfo)"
         yield note("REQUEUE_DELAY", f"a requeued job may start again after {delay}")
-    if view.settings.get("AccountingStorageType", "").endswith("/none"):
+    # Slurm 23.11 and later write "(null)" for none.
+    if view.settings.get("AccountingStorageType", "").endswith(("/none", "(null)")):
         seen = f"no accounting: {view.settings.get('MinJobAge', '5 min')} after its end Slurm has forgotten a job"
         yield warning("NO_ACCOUNTING", "", seen)
     elif any(problem.startswith(("accounts", "QOS")) for problem in view.facts.problems):

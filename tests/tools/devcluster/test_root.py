@@ -26,6 +26,14 @@ def test_a_root_is_named_by_version_or_suite(asked, suite):
     assert find_root(asked) == Root(suite)
 
 
+def test_roots_of_one_suite_share_its_packages_and_nothing_else():
+    first, second = find_root("24.11"), find_root("trixie/second")
+    assert second == Root("trixie", "second") and str(second) == "trixie/second"
+    assert first.tree == second.tree and first.folder != second.folder
+    with pytest.raises(ClusterError, match=r"'\.\./x' is no name of a root"):
+        find_root("trixie/../x")
+
+
 def test_an_unknown_slurm_is_refused_with_those_that_there_are():
     with pytest.raises(ClusterError, match=r"--slurm 23\.02: no such Slurm") as caught:
         find_root("23.02")

@@ -59,6 +59,8 @@ def test_the_devcluster_in_words() -> None:
         ({}, "ARRAY_SIZE", "note"),
         ({"SLURM_VERSION": "20.11.9"}, "OLD_SLURM", "warning"),
         ({"JobRequeue": "0"}, "NO_REQUEUE", "note"),
+        ({"JobSubmitPlugins": "lua"}, "SUBMIT_FILTER", "note"),
+        ({"AccountingStorageType": "(null)"}, "NO_ACCOUNTING", "warning"),
         ({"JobFileAppend": "0"}, "LOG_TRUNCATED", "note"),
         ({"ProctrackType": "proctrack/cgroup"}, "JOB_ENDS", "note"),
         ({"PreemptParameters": "send_user_signal"}, "USER_SIGNAL", "note"),

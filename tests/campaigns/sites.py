@@ -1,0 +1,268 @@
+"""What people type, at sites with other habits: each with a cluster of its own in a root of its own, one run each.
+
+The run is submitted, preempted, cancelled and resumed, with the site file that `init` has written there. `run` builds
+and removes the clusters; the words are typed inside, by this module as a program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from slurm_train.errors import SlurmTrainError
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.paths import RunDirectory
+from tests.campaigns.record import Tally
+from tests.campaigns.versions import devcluster, devcluster_process
+from tests.support.command_line import TINY, Done, Person
+from tests.support.slurm_runs import (
+    all_logs,
+    at_work,
+    command,
+    job_state,
+    losses,
+    wait_until_ended,
+    wait_until_finished,
+    wait_until_step,
+)
+from tests.support.waiting import wait_for
+
+PATIENCE_S = 240.0
+STAGES = ("submit", "preempt", "cancel", "resume")
+_SUITE = "bookworm"
+_STEPS = 100
+_WORDS = (*TINY, "train.threads=1", f"train.max_steps={_STEPS}", "checkpoint.every_steps=20", "model.step_s=0.3")
+
+
+class Site(NamedTuple):
+    """A cluster, and how people work there."""
+
+    habits: str = ""
+    """For `devcluster up --site`."""
+    shell: str = ""
+    """The shell that everything is typed in: "srun --pty", or "salloc" where that makes a shell on a node."""
+    refusal: str = ""
+    """Words of the error with which a submission is refused, as it should be; "" where it is not."""
+    words: tuple[str, ...] = ()
+    """What people add to their words there."""
+
+    @property
+    def name(self) -> str:
+        """How the table calls it."""
+        return " ".join([*filter(None, [self.habits]), *(f"`{one}`" for one in (self.shell, *self.words) if one)])
+
+
+GROUPS = {
+    "accounting": (
+        Site("no-accounting"),
+        Site("no-accounting,partition-requeue"),
+        Site("slurmdbd-away"),
+        Site("slurmdbd-hidden"),
+        Site("min-job-age"),
+        Site("federation", refusal="one of the federation fed"),
+    ),
+    "preemption": (
+        Site("partition-requeue"),
+        Site("partition-cancel"),
+        Site("partition-suspend"),
+        Site("no-requeue"),
+        Site("requeue-refused", refusal="set requeue.enabled=false"),
+    ),
+    "gpus": (
+        Site("typed-gpus"),
+        Site("gpu-3090"),
+        Site("gpus-per-task", words=("cluster.gpu_flag=none", "cluster.sbatch.gpus-per-task=1")),
+        Site("no-gres"),
+    ),
+    "processes": (
+        Site("no-scontrol"),
+        Site("affinity"),
+        Site("cgroup"),
+        Site(shell="srun --pty"),
+        Site("interactive-step", shell="salloc"),
+    ),
+    "names": (
+        Site("other-names"),
+        Site("no-dns"),
+        Site("fqdn"),
+        Site("ipv6"),
+        Site("loopback-name"),
+    ),
+}
+
+
+def run(group: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
+    """Types the life of a run at the first so many sites of a group; nothing is drawn from the seed."""
+    usual, _ = _type_at(Site(), group, folder, stages=0)
+    for site in GROUPS[group][:trials]:
+        lines, cells = _type_at(site, group, folder)
+        broken = [f"{stage}: {cell}" for stage, cell in cells.items() if cell.startswith(_BROKEN)]
+        tally.add(site.name, broken)
+        said = [line for line in lines if line not in usual]
+        tally.table[site.name] = {**cells, "said": "; ".join(said) or "-"}
+        for line in said:
+            print(f"   {line[:400]}", flush=True)
+        print(f"   {cells}", flush=True)
+    return {}
+
+
+accounting, preemption, gpus, processes, names = (partial(run, group) for group in GROUPS)
+_BROKEN = "broken: "
+
+
+def _type_at(site: Site, group: str, folder: Path, *, stages: int = len(STAGES)) -> tuple[list[str], dict[str, str]]:
+    """Returns what `init`, `doctor` and `plan` said, and how each stage went."""
+    slurm = ("--slurm", f"{_SUITE}/sites-{group}")
+    lines, cells = list[str](), dict.fromkeys(STAGES[:stages], f"{_BROKEN}not reached")
+    try:
+        habits = ("--site", site.habits) if site.habits else ()
+        up = devcluster("up", *slurm, "--nodes", "2", "--gpus", "2", *habits)
+        if up.returncode:
+            return lines, {**cells, "submit": f"{_BROKEN}no cluster: {up.stderr.strip()[-300:]}"}
+        inside = ("exec", *slurm, "--", "python", "-m", "tests.campaigns.sites", str(stages), json.dumps(site))
+        log = folder / f"errors-{site.habits or 'none'}"
+        with log.open("w") as errors, devcluster_process(*inside, stderr=errors) as process:
+            assert process.stdout is not None
+            for fact in map(json.loads, process.stdout):
+                lines += fact.get("lines", ())
+                cells |= {fact["stage"]: fact["cell"]} if "stage" in fact else {}
+    finally:
+        devcluster("down", *slurm)
+    return lines, cells
+
+
+# Inside
+
+
+@dataclass(frozen=True, slots=True)
+class _InAShell(Person):
+    """Somebody who types in a shell on a node, which has a terminal."""
+
+    shell: str = ""
+
+    def runs(self, *argv: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> Done:
+        """Opens the shell for one command."""
+        files = [self.folder / name for name in ("out", "err", "code")]
+        line = "{} >{} 2>{}; echo $? >{}".format(shlex.join(argv), *files)
+        (self.folder / "line.sh").write_text(f"{line}\n")
+        typed = "srun --pty bash line.sh" if self.shell == "srun --pty" else "salloc --quiet --nodes=1"
+        subprocess.run(
+            ["script", "--quiet", "--command", typed, "/dev/null"],
+            input="" if self.shell == "srun --pty" else "bash line.sh; exit\n",
+            cwd=self.folder,
+            env=self.environment() | (env or {}),
+            stdout=subprocess.DEVNULL,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        out, err, code = (path.read_text() for path in files)
+        for path in files:
+            path.unlink()
+        return Done(int(code), out, err)
+
+
+def type_here(stages: int, site: Site) -> None:
+    """Types at the cluster of this machine; prints a line of JSON with what was said, and one for each stage."""
+    with at_work(Path(tempfile.mkdtemp())) as plain:
+        person = _InAShell(plain.folder, shell=site.shell) if site.shell else plain
+        _say(lines=_lines(person))
+        life = _life(person, site)
+        for stage in STAGES[:stages]:
+            try:
+                _say(stage=stage, cell=next(life, "-"))
+            except (AssertionError, OSError, ValueError, subprocess.SubprocessError, SlurmTrainError) as err:
+                print(f"{stage}: {err}", file=sys.stderr, flush=True)
+                for path in plain.folder.glob("runs/*/*"):
+                    print(all_logs(RunDirectory(path)), file=sys.stderr, flush=True)
+                _say(stage=stage, cell=f"{_BROKEN}{str(err).strip().partition(chr(10))[0][:300]}")
+                return
+
+
+def _lines(person: Person) -> list[str]:
+    """Writes the site file, and returns the lines that `init`, `doctor` and `plan` print."""
+    done = {
+        "init": person.types("init", "here", "--yes", "--force"),
+        "doctor": person.types("doctor"),
+        "plan": person.types("plan", "+cluster=2x1", "site=here", *_WORDS),
+    }
+    file = Path.home() / ".config/slurm_train/site/here.yaml"
+    texts = {verb: one.err + (one.out if verb == "doctor" else "") for verb, one in done.items()}
+    texts["init"] += file.read_text() if file.exists() else ""
+    found = []
+    for verb, text in texts.items():
+        for line in text.splitlines():
+            # The estimated start and paths differ each time.
+            line = re.sub(r"\d{4}-\d\d-\d\dT[\d:]+|/tmp/\S+", "...", " ".join(line.split()))
+            found.append(f"`{verb}`: {line}")
+    return found
+
+
+def _life(person: Person, site: Site) -> Iterator[str]:
+    """Yields in words how each stage went."""
+    # Where a submission is refused, `init` may have been.
+    chosen = () if site.refusal else ("site=here",)
+    done = person.types("+cluster=2x1", *chosen, *_WORDS, "run.name=life", *site.words)
+    if site.refusal:
+        assert done.code == 2 and site.refusal in done.err, f"exit code {done.code}: {done.out}{done.err}"
+        said = [line for line in done.err.splitlines() if line.startswith(("error: ", "hint: "))]
+        yield "refused: " + "; ".join(line.partition(": ")[2] for line in said)
+        return
+    job, one = done.job_and_run
+    wait_until_step(one, 4, within_s=PATIENCE_S)
+    yield "trains"
+    yield _preempt(one, job)
+    done = person.types("cancel", one.name)
+    assert done.code == 0, done.out + done.err
+    entry = wait_until_ended(one)[-1]
+    wait_for(lambda: job_state(str(entry["job_id"])) in ("CANCELLED", ""), within_s=60, what="the end of the job")
+    assert "cancelled" in person.types("status", one.name).out, person.types("status", one.name).out
+    yield f"{entry['reason']}, saved at step {entry['last_committed']} of {entry['last_step']}"
+    assert person.types("resume", one.name).job_and_run[1].path == one.path
+    wait_until_finished(one, within_s=PATIENCE_S)
+    assert sorted(losses(one)) == list(range(1, _STEPS + 1)), "steps are missing"
+    yield f"goes on from step {read_ledger(one)[-1]['first_step']} to the end"
+
+
+def _preempt(one: RunDirectory, job: str) -> str:
+    by = command("scontrol", "show", "config").partition("PreemptType")[2].split()[1]
+    if by in ("preempt/none", "(null)"):
+        return "nobody preempts"
+    how = "--qos=urgent" if by == "preempt/qos" else "--partition=urgent"
+    # All CPUs: where jobs are suspended, partitions are shared by force, and --exclusive says nothing.
+    size = ("--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={command('sinfo', '-h', '-o', '%c').split()[0]}")
+    words = (how, *size, "--job-name=urgent", "--output=/dev/null", "--wrap=sleep 5")
+    urgent, seen = command("sbatch", "--parsable", *words), set[str]()
+
+    def has_run() -> bool:
+        seen.add(job_state(job))
+        return job_state(urgent) in ("COMPLETED", "")
+
+    wait_for(has_run, within_s=PATIENCE_S, what="the end of the job that preempts")
+    stopped_at = max(losses(one))
+    wait_until_step(one, stopped_at + 4, within_s=PATIENCE_S)
+    first, *later = read_ledger(one)
+    if not later:
+        assert "SUSPENDED" in seen, f"no new attempt, and the job was {', '.join(sorted(seen))}"
+        return "suspended; goes on in the same attempt"
+    again = first["last_step"] - later[0]["first_committed"]
+    same = "the same job" if str(first["job_id"]) == str(later[0]["job_id"]) else "another job"
+    steps = "no step done again" if not again else f"{again} steps done again"
+    return f"{first['reason']}; {same} goes on, {steps}" + (f"; {len(later)} attempts" if len(later) > 1 else "")
+
+
+def _say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    type_here(int(sys.argv[1]), Site(*json.loads(sys.argv[2])))
