@@ -165,7 +165,12 @@ def continue_texts(
     encoding, layout = encoding_of(rank.config, tokenizer), rank.layout
     turns = layout.world_size if layout.is_replicated else 1
     mine = range(rank.place.rank % turns, len(prompts), turns)
-    own = {number: continue_text(model, encoding, prompts[number], **how) for number in mine}
+    # Each token is a pass of the model, and progress for the hang watchdog.
+    hook = model.register_forward_pre_hook(lambda *_: rank.heartbeat.mark("evaluate"))
+    with in_precision(rank.device, rank.forward_autocast):
+        own = {number: continue_text(model, encoding, prompts[number], **how) for number in mine}
+    hook.remove()
+    rank.heartbeat.mark("gather")
     found: dict[int, str] = {}
     for others in gather(own):
         found |= others

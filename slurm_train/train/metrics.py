@@ -90,7 +90,6 @@ class Recorder:
         can_count = peak is not None and self._unit == "tokens"
         self._peak = peak * rank.place.world_size if can_count and peak else None
         self._flops, self._papers_flops = flops_per_token
-        self._gpu = GpuReader(rank.device, clock=time.monotonic) if rank.device.type == "cuda" else None
         self._attempt, self._world_size = rank.attempt, rank.place.world_size
         self._shown: tuple[float, int] | None = None
         self._newest: StepResult | None = None
@@ -133,7 +132,6 @@ class Recorder:
             f"{self._unit}_per_s": rate,
             "mfu": None if self._peak is None else rate * self._flops / self._peak,
             "mfu_6n_12ltc": rate * self._papers_flops / self._peak if self._peak and self._papers_flops else None,
-            **({} if self._gpu is None else self._gpu.read()),
             **({} if self._gpu is None else self._gpu.read()),
             **self._tail(),
         }
