@@ -21,7 +21,7 @@ from slurm_train.slurm.policy import Partition, Preemption
 from slurm_train.slurm.site import SiteFacts, default_qos, preempting_qos, preemption_in
 from slurm_train.tools.doctor.facts import error, merge, note, warning
 
-_OLDEST = (21, 8)
+_OLDEST = (20, 11)
 _SHORT_S = 60.0
 _DEFAULT_DELAY_S = 120.0
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -206,7 +206,7 @@ def _settings(view: SiteView) -> Iterator[Finding]:
     release = view.settings.get("SLURM_VERSION", "")
     match = re.match(r"(\d+)\.(\d+)", release)
     if match is not None and (int(match[1]), int(match[2])) < _OLDEST:
-        yield warning("OLD_SLURM", "", f"Slurm {release}; this toolkit was written for 21.08 and later")
+        yield warning("OLD_SLURM", "", f"Slurm {release}; this toolkit was tried on 20.11 and later")
     for name, value, code, seen in _SETTINGS:
         if value in view.settings.get(name, ""):
             yield note(code, seen)

@@ -57,7 +57,7 @@ def test_the_devcluster_in_words() -> None:
         ({}, "TIME_LIMITS", "note"),
         ({}, "REQUEUE_DELAY", "note"),
         ({}, "ARRAY_SIZE", "note"),
-        ({"SLURM_VERSION": "20.11.9"}, "OLD_SLURM", "warning"),
+        ({"SLURM_VERSION": "20.02.7"}, "OLD_SLURM", "warning"),
         ({"JobRequeue": "0"}, "NO_REQUEUE", "note"),
         ({"JobSubmitPlugins": "lua"}, "SUBMIT_FILTER", "note"),
         ({"AccountingStorageType": "(null)"}, "NO_ACCOUNTING", "warning"),
