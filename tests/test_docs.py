@@ -216,7 +216,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 
 @pytest.mark.skipif(bool(missing_browser()), reason=f"{missing_browser()}: apt-get install chromium chromium-driver")
 def test_the_search_finds_pages_when_the_site_is_opened_as_files(site: Path) -> None:
-    found = "return document.querySelector('.md-search-result__list a')?.href ?? ''"
+    found = "return [...document.querySelectorAll('.md-search-result__list a')].map(link => link.href)"
     typed = (
         "const box = document.querySelector('.md-search__input'); box.focus();"
         "box.value = 'preemption'; box.dispatchEvent(new Event('keyup'))"
@@ -225,7 +225,8 @@ def test_the_search_finds_pages_when_the_site_is_opened_as_files(site: Path) -> 
         browser.open(site / "index.html")
         browser.run(typed)
         wait_for(lambda: browser.run(found), within_s=60, what="a result of the search")
-        assert browser.run(found).startswith((site / "requeue-explained.html").as_uri())
+        page = (site / "requeue-explained.html").as_uri()
+        assert any(link.startswith(page) for link in browser.run(found))
         assert browser.complaints() == []
 
 

@@ -43,7 +43,7 @@ def test_down_removes_what_a_killed_up_left(sandbox):
           until grep -q "$1" /mnt/said; do sleep 0.02; done
           sleep 0.3; kill -9 $up; wait $up 2>/dev/null
         }
-        killed_when munged; devcluster down; check_no_trace "killed early"
+        killed_when mariadbd; devcluster down; check_no_trace "killed early"
         killed_when slurmctld; rm -rf /var/lib/slurm-train-devcluster; devcluster down; check_no_trace "killed late"
         """
     )
