@@ -33,6 +33,11 @@ def rank_in(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
+def size_of(group: ProcessGroup | None) -> int:
+    """Gives the number of processes in the group, 1 without one."""
+    return 1 if group is None else group.size()
+
+
 def on_rank_zero(group: ProcessGroup | None, work: Callable[[], Result]) -> Result:
     """Runs the work on rank 0 and gives its result on every rank. Collective.
 

@@ -162,18 +162,21 @@ class Place:
             fsync_directory(final.parent)
         return final
 
-    def claim(self) -> Search:
+    def claim(self, check: Callable[[Path], Manifest] | None = None) -> Search:
         """Makes the attempt the owner of what it goes on from, and returns the newest checkpoint that verifies.
 
         Older ones are claimed by marker and sizes. Those that do not hold keep their name: they count for nothing and
         are left for a person. To be called before anything is loaded or saved.
+
+        Args:
+            check: see `newest_verified`.
 
         Raises:
             CheckpointError: a later attempt has claimed it.
             OSError: the file system refuses.
         """
         self.trash_stale_staging()
-        while (search := newest_verified(self.root)).found is not None:
+        while (search := newest_verified(self.root, check)).found is not None:
             path, manifest = search.found
             own = self.claim_one(path)
             if own is not None:

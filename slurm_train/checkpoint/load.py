@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -24,13 +25,22 @@ import xxhash
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Fence, Place, no_fence
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest, check_hash
 from slurm_train.checkpoint.save import rank_file
-from slurm_train.checkpoint.verify import PassedOver, check_sizes, verify, wait_until_visible
-from slurm_train.errors import CheckpointError, RunError
-from slurm_train.rundir.files import fsync_directory, fsync_file, rename
+from slurm_train.checkpoint.verify import (
+    LOOKS_AT_STALE,
+    PassedOver,
+    is_stale,
+    read_manifest,
+    share_of,
+    verify,
+    verify_share,
+    wait_until_visible,
+)
+from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
+from slurm_train.rundir.files import ask_server, fsync_directory, fsync_file, rename
 
 MODEL = "model."
 _AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
@@ -56,6 +66,8 @@ def choose_checkpoint(
 ) -> Choice | None:
     """Chooses the newest checkpoint that verifies; None means that nothing was ever saved completely. Collective.
 
+    Rank 0 chooses; of what it looks at, each rank reads and hashes a share of the files.
+
     It is renamed to this attempt's number first, so that no earlier attempt can remove it any more, see `commit`.
 
     Args:
@@ -67,10 +79,13 @@ def choose_checkpoint(
     Raises:
         CheckpointError: all of them are damaged (starting over would hide the loss), a rank does not see the chosen
             one, another user owns it, or a later attempt does.
+        RunError: a rank finds files damaged that rank 0 finds whole.
     """
 
+    check = verify if size_of(group) == 1 else partial(_verify_together, group=group)
+
     def choose() -> Choice | None:
-        search = Place(root=root, attempt=attempt, fence=fence).claim()
+        search = Place(root=root, attempt=attempt, fence=fence).claim(check)
         if search.found is not None:
             return Choice(*search.found, search.passed_over)
         if search.passed_over:
@@ -82,9 +97,61 @@ def choose_checkpoint(
         return None
 
     choice = on_rank_zero(group, choose)
+    while isinstance(choice, _Question):
+        _verify_share(choice, group)
+        choice = on_rank_zero(group, choose)
     if choice is not None:
-        on_every_rank(group, lambda: _check_here(choice))
+        on_every_rank(group, lambda: _check_here(choice, group))
     return choice
+
+
+class _Question(NamedTuple):
+    """Rank 0 wants a checkpoint verified by all ranks."""
+
+    path: Path
+    manifest: Manifest
+
+
+def _verify_together(path: Path, *, group: ProcessGroup | None) -> Manifest:
+    """Returns what `verify` does; rank 0 calls it while the other ranks wait for its choice or for a question.
+
+    Raises:
+        CheckpointError: rank 0 sees the damage as well.
+        RunError: another rank finds something wrong that rank 0 does not: its node must not cost a good checkpoint.
+    """
+    question = on_rank_zero(group, lambda: _Question(path, read_manifest(path)))
+    found = dict(enumerate(_verify_share(question, group)))
+    problems = {number: problem for number, problem in found.items() if problem}
+    for number in problems:
+        verify_share(path, question.manifest, number=number, of=size_of(group))
+    if problems:
+        raise RunError(
+            f"{next(iter(problems.values()))}; rank 0 finds these files whole",
+            hint="look at that node: its memory, its mounts; or leave it out with cluster.exclude",
+        )
+    return question.manifest
+
+
+def _verify_share(question: _Question, group: ProcessGroup | None) -> list[str]:
+    """Returns what each rank finds wrong in its share of the files, "" for nothing. Collective."""
+    number, of = rank_in(group), size_of(group)
+
+    def find() -> str:
+        path, manifest = question
+        for look in range(LOOKS_AT_STALE):
+            try:
+                wait_until_visible(path / COMPLETE_FILE)
+                verify_share(path, manifest, number=number, of=of)
+            except Exception as err:  # whatever it is, rank 0 looks at the same files
+                if is_stale(err) and look + 1 < LOOKS_AT_STALE:
+                    ask_server(path)
+                    continue
+                text = err.message if isinstance(err, SlurmTrainError) else f"{type(err).__name__}: {err}"
+                return f"rank {number} on {socket.gethostname()}: {text}"
+            break
+        return ""
+
+    return on_every_rank(group, find)
 
 
 def load_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None = None) -> None:
@@ -149,7 +216,7 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the file is not the one that the manifest describes, as seen from this node.
     """
-    record = check_sizes(path).files.get(rank_file(rank))
+    record = read_manifest(path).files.get(rank_file(rank))
     if record is None:
         return None
     check_hash(path / rank_file(rank), record)
@@ -157,24 +224,28 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
     return state
 
 
-def _check_here(choice: Choice) -> None:
-    """Checks that this node sees the same checkpoint, and that nobody else could have written it."""
+def _check_here(choice: Choice, group: ProcessGroup | None) -> None:
+    """Checks that this node sees the same checkpoint, and that nobody else could have written this rank's share."""
     wait_until_visible(choice.path / COMPLETE_FILE)
-    if check_sizes(choice.path) != choice.manifest:
+    if read_manifest(choice.path) != choice.manifest:
         raise CheckpointError(
             f"{choice.path} is another checkpoint on this node than on rank 0",
             hint="the run directory must lie on a path that all nodes share: run.root=/shared/path",
         )
-    check_owners(choice.path, choice.manifest)
+    check_owners(choice.path, share_of(choice.manifest, rank_in(group), size_of(group)))
 
 
-def check_owners(path: Path, manifest: Manifest) -> None:
+def check_owners(path: Path, names: Iterable[str]) -> None:
     """Refuses a checkpoint that another user (root excepted) owns or may write, in whole or in part.
+
+    Args:
+        path: the checkpoint.
+        names: the files to look at.
 
     Raises:
         CheckpointError: naming the file and its owner.
     """
-    for member in [path, *(path / name for name in manifest.files)]:
+    for member in [path, *(path / name for name in names)]:
         status = member.lstat()
         if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise CheckpointError(
@@ -195,7 +266,7 @@ def read_model(path: Path, *, averaged: bool = False) -> tuple[Manifest, dict[st
         CheckpointError: the checkpoint does not verify, belongs to somebody else, or holds no model, or no average.
     """
     manifest = verify(path)
-    check_owners(path, manifest)
+    check_owners(path, manifest.files)
     tensors = _model_shapes(path)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensor of a model", hint="it was not written by the built-in trainer")

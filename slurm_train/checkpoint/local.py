@@ -169,10 +169,10 @@ def choose_reachable(held: Sequence[Mapping[str, Collection[str]]]) -> Reachable
     """
     found = [(Manifest.from_json(text), text) for text in {text for of_rank in held for text in of_rank}]
     for manifest, text in sorted(found, key=lambda one: (one[0].step, one[0].attempt), reverse=True):
-        able = {
-            name: [rank for rank, of_rank in enumerate(held) if name in of_rank.get(text, ())]
-            for name in sorted(manifest.files)
-        }
+        able: dict[str, list[int]] = {name: [] for name in sorted(manifest.files)}
+        for rank, of_rank in enumerate(held):
+            for name in of_rank.get(text, ()):
+                able[name].append(rank)
         if all(able.values()):
             return Reachable(manifest, {name: able[name][n % len(able[name])] for n, name in enumerate(able)})
     return None

@@ -32,7 +32,7 @@ from slurm_train.rundir.paths import list_checkpoints, name_of, parse_name
 
 VISIBLE_TIMEOUT_S = 120.0
 _NUM_HASHING_THREADS = 4
-_LOOKS_AT_STALE = 4
+LOOKS_AT_STALE = 4
 
 
 class PassedOver(NamedTuple):
@@ -79,23 +79,28 @@ def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path
                 save_id = name_of(path).save_id
                 now = next((other for other in list_checkpoints(root) if name_of(other).save_id == save_id), None)
                 looks += 1
-                if now == path and not (_is_stale(err) and looks < _LOOKS_AT_STALE):
+                if now == path and not (is_stale(err) and looks < LOOKS_AT_STALE):
                     yield path, err
                     break
                 path = now
 
 
-def _is_stale(err: BaseException | None) -> bool:
+def is_stale(err: BaseException | None) -> bool:
     """Returns whether an error goes back to ESTALE: a server that is back, or a change by another client."""
     while err is not None and getattr(err, "errno", None) != errno.ESTALE:
         err = err.__cause__
     return err is not None
 
 
-def newest_verified(root: Path) -> Search:
-    """Looks for the newest checkpoint that verifies; `root` may be absent."""
+def newest_verified(root: Path, check: Callable[[Path], Manifest] | None = None) -> Search:
+    """Looks for the newest checkpoint that verifies; `root` may be absent.
+
+    Args:
+        root: the directory of checkpoints.
+        check: `verify`, or what does the same together with other processes.
+    """
     passed_over: list[PassedOver] = []
-    for path, outcome in survey(root, verify):
+    for path, outcome in survey(root, check or verify):
         if isinstance(outcome, Manifest):
             return Search((path, outcome), tuple(passed_over))
         passed_over.append(PassedOver(path, outcome.message))
@@ -166,14 +171,37 @@ def verify(path: Path) -> Manifest:
     Raises:
         CheckpointError: naming directory, file and reason.
     """
-    manifest = check_sizes(path)
-    with _reasons_for(path):
-        # Several readers at once: a parallel file system gives one stream a fraction of its bandwidth.
-        with ThreadPoolExecutor(min(_NUM_HASHING_THREADS, max(1, len(manifest.files)))) as pool:
-            list(pool.map(lambda name: check_hash(path / name, manifest.files[name]), manifest.files))
-        if METADATA_FILE in manifest.files:
-            check_metadata(path, manifest.files)
+    manifest = read_manifest(path)
+    verify_share(path, manifest)
     return manifest
+
+
+def share_of(manifest: Manifest, number: int, of: int) -> list[str]:
+    """Returns the files that one of several readers checks: every file is one reader's, large ones are spread."""
+    return sorted(sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))[number::of])
+
+
+def verify_share(path: Path, manifest: Manifest, *, number: int = 0, of: int = 1) -> None:
+    """Reads every byte of a share of a checkpoint's files; the first reader also torch's description of its tensors.
+
+    Args:
+        path: the checkpoint.
+        manifest: what it holds.
+        number: which share, from 0.
+        of: how many shares there are.
+
+    Raises:
+        CheckpointError: naming directory, file and reason.
+    """
+    names = share_of(manifest, number, of)
+    with _reasons_for(path):
+        for name in names:
+            check_size(path / name, manifest.files[name])
+        # Several readers at once: a parallel file system gives one stream a fraction of its bandwidth.
+        with ThreadPoolExecutor(min(_NUM_HASHING_THREADS, max(1, len(names)))) as pool:
+            list(pool.map(lambda name: check_hash(path / name, manifest.files[name]), names))
+        if number == 0 and METADATA_FILE in manifest.files:
+            check_metadata(path, manifest.files)
 
 
 def wait_until_visible(path: Path) -> None:

@@ -60,6 +60,7 @@ _PASSES = re.compile(
 _COMMIT_S = 5.0
 """Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
 _NOTHING_TO_DO = -1
+_LAZY_FROM = 512
 
 
 def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: int) -> NoReturn:
@@ -161,6 +162,8 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:
     heartbeat = _start_heartbeat(run, attempt, config, place, env)
     code_dir = Path.cwd()
     env = _import_from_copy(run, place, env)
+    for name, value in gloo_environment(place.world_size).items():
+        os.environ.setdefault(name, value)
     # Relative paths in a user's code mean the directory that the run was submitted from, where the node has it.
     directory = str(plan.get("directory", ""))
     if directory and Path(directory).is_dir():
@@ -232,6 +235,19 @@ def allocator_environment(torch_version: str, env: Mapping[str, str]) -> dict[st
     return {former if (major, minor) < (2, 9) else present: "expandable_segments:True"}
 
 
+def gloo_environment(world_size: int) -> dict[str, str]:
+    """Returns the variable that makes gloo connect two ranks only when they exchange something (torch 2.8 and newer).
+
+    By itself each group connects every rank to every other: three descriptors per peer, and keys of the store that
+    grow with the square. Small worlds keep that: a lazy broadcast waits beyond its time-out for a rank that has never
+    been connected (seen with 2.13), so there the hang watchdog alone ends the ranks.
+
+    Args:
+        world_size: number of ranks.
+    """
+    return {"TORCH_GLOO_LAZY_INIT": "1"} if world_size >= _LAZY_FROM else {}
+
+
 def _start_heartbeat(
     run: RunDirectory, attempt: int, config: RunConfig, place: RankPlace, env: Mapping[str, str]
 ) -> Heartbeat:
@@ -244,7 +260,8 @@ def _start_heartbeat(
     job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
     step_id = f"{job}.{step}" if job and step else ""
     limits = limits_of(config)
-    heartbeat.start(run, attempt, rank=place.rank, host=place.host, limits=limits, step_id=step_id)
+    where = {"rank": place.rank, "local_rank": place.local_rank}
+    heartbeat.start(run, attempt, host=place.host, limits=limits, step_id=step_id, **where)
     return heartbeat
 
 

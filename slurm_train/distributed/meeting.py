@@ -596,6 +596,7 @@ class Search:
         self._candidates: list[_Candidate] = []
         # Of a large job not too many call the head node in one second.
         self._longest_pause_s = max(_LONGEST_PAUSE_S, place.world_size / _CALLERS_PER_S)
+        self._rare_pause_s = _RARELY * _LONGEST_PAUSE_S
         self.answers: dict[Target, str] = {}
 
     @property
@@ -606,6 +607,9 @@ class Search:
     def set_targets(self, targets: Sequence[Target]) -> None:
         """Searches among these from now on, the likeliest first; calls that are under way go on."""
         known = {one.target: one for one in self._candidates}
+        # Nor by calling at all the ports where it probably is not.
+        most_s = self._place.world_size * len(targets) / _CALLERS_PER_S
+        self._rare_pause_s = max(_RARELY * self._longest_pause_s, min(most_s, self._point.timeout_s / _RARELY))
         for target in known.keys() - set(targets):
             self._hang_up(known[target])
         later_s = time.monotonic() + _LONGEST_PAUSE_S
@@ -692,7 +696,7 @@ class Search:
         one.connect_s = min(one.connect_s * 1.5, _LONGEST_CONNECT_S)
         likely = self._likely
         rarely = rarely or not (is_doubtful or one is likely)
-        pause_s = self._longest_pause_s * _RARELY if rarely else one.pause_s
+        pause_s = self._rare_pause_s if rarely else one.pause_s
         one.next_s = time.monotonic() + pause_s * random.uniform(0.5, 1.5)  # spreads the callers
         one.pause_s = min(one.pause_s * 1.5, self._longest_pause_s)
         if is_doubtful and likely is not None and likely.tries == 0:

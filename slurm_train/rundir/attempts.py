@@ -39,7 +39,7 @@ from slurm_train.rundir.files import (
     rename,
     write_durable,
 )
-from slurm_train.rundir.paths import RunDirectory, existing_attempts, numbered_epochs
+from slurm_train.rundir.paths import RunDirectory, epochs_of, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account
 
 
@@ -196,12 +196,13 @@ def check_fence(run: RunDirectory, attempt: int) -> None:
     Raises:
         RunError: this attempt must write nothing more.
     """
-    if attempt <= max(numbered_epochs(run, "closed"), default=-1):
+    epochs = epochs_of(run)
+    if attempt <= max(epochs.get("closed", ()), default=-1):
         raise RunError(
             f"{run.path} was changed after attempt {attempt} began",
             hint="nothing to do: the next attempt carries on, this one ends without writing",
         )
-    newest = max(existing_attempts(run), default=attempt)
+    newest = max(epochs.get("attempt", ()), default=attempt)
     if newest > attempt:
         raise overtaken(run, attempt, newest)
 

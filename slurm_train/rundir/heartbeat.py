@@ -1,4 +1,4 @@
-"""Heartbeats: what each rank is doing, in a small file that anybody can read while the rank hangs.
+"""Heartbeats: what each rank is doing, in a small file of its node that anybody can read while the rank hangs.
 
 The loop only sets three fields (0.1 us); a thread writes them twice a second. So a rank that waits in a collective
 still beats, and one that was stopped, or whose interpreter is blocked, does not: the two look different from outside.
@@ -20,11 +20,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.frozen_class import frozen, frozen_positional
-from slurm_train.rundir.files import create_empty, listed, make_folder, open_file, read_record
+from slurm_train.rundir.files import create_empty, listed, make_folder, open_file, parse_lines, to_records
 from slurm_train.rundir.paths import RunDirectory
 
 _LOOK_AFTER_S = 0.25
@@ -100,13 +101,14 @@ class Pace(NamedTuple):
 
 _EVERY_S = 0.5
 _FLUSH_EVERY_S = 10.0
-# Overwritten in place: whatever a newer one is shorter by stays blank.
-_FILE_SIZE = 1024
+# Each rank of a node overwrites its own part of the node's file in place; whatever a newer record is shorter by stays
+# blank. A file per rank would cost the supervisor of a thousand nodes eight times as many look-ups for each look.
+_RECORD_SIZE = 1024
 
 
 @frozen
 class Beat:
-    """One reading of a rank's heartbeat file."""
+    """One reading of a rank's heartbeat."""
 
     rank: int
     host: str
@@ -182,7 +184,15 @@ class Heartbeat:
         self.marks += 1
 
     def start(
-        self, run: RunDirectory, attempt: int, *, rank: int, host: str, limits: Limits | None, step_id: str = ""
+        self,
+        run: RunDirectory,
+        attempt: int,
+        *,
+        rank: int,
+        host: str,
+        limits: Limits | None,
+        step_id: str = "",
+        local_rank: int | None = None,
     ) -> None:
         """Begins to write; called before anything slow.
 
@@ -193,9 +203,12 @@ class Heartbeat:
             host: its node.
             limits: after nine tenths of them the stacks are written down; None: never.
             step_id: Slurm's id of the step, e.g. "123.0"; "" without Slurm.
+            local_rank: its position on the node; None: that of the only node, which is its rank.
         """
         facts = {"rank": rank, "host": host, "pid": os.getpid(), "step_id": step_id}
-        writer = _Writer(self, run, attempt, limits, facts)
+        part = rank if local_rank is None else local_rank
+        path = run.heartbeats(attempt, rank - part)
+        writer = _Writer(self, run, attempt, limits, facts, path=path, part=part)
         self._thread = threading.Thread(target=writer.run, args=(self._done,), name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -210,14 +223,21 @@ class _Writer:
     """The thread's part."""
 
     def __init__(
-        self, heart: Heartbeat, run: RunDirectory, attempt: int, limits: Limits | None, facts: dict[str, Any]
+        self,
+        heart: Heartbeat,
+        run: RunDirectory,
+        attempt: int,
+        limits: Limits | None,
+        facts: dict[str, Any],
+        *,
+        path: Path,
+        part: int,
     ) -> None:
         self._heart, self._limits, self._facts, rank = heart, limits, facts, facts["rank"]
         self._stacks, self._flight = run.stacks(attempt, rank), run.flight(attempt, rank)
         self._main = threading.main_thread().ident or 0
-        path = run.heartbeat(attempt, rank)
         make_folder(path.parent)
-        self._file = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._file, self._part = open_file(path, os.O_WRONLY | os.O_CREAT), part
         self._beats = 0
         self._last = self._flushed = self._since = heart.clock()
         self._marks, self._dumped = -1, False
@@ -236,8 +256,9 @@ class _Writer:
         now = self._heart.clock()
         self._beats += 1
         self._write()
-        # A network file system keeps a file that stays open to itself for half a minute.
-        if now - self._flushed > _FLUSH_EVERY_S:
+        # A network file system keeps a file that stays open to itself for half a minute. One rank sends what all ranks
+        # of the node have written; where it does not run, the others' records come after that time.
+        if self._part == 0 and now - self._flushed > _FLUSH_EVERY_S:
             self._flushed = now
             os.fdatasync(self._file)
         self._look_at_own_progress(now)
@@ -257,7 +278,7 @@ class _Writer:
             "pace": heart.pace,
         }
         # One write: a reader sees the old or the new.
-        os.pwrite(self._file, json.dumps(beat).encode().ljust(_FILE_SIZE), 0)
+        os.pwrite(self._file, json.dumps(beat).encode().ljust(_RECORD_SIZE), self._part * _RECORD_SIZE)
 
     def _look_at_own_progress(self, now: float) -> None:
         # Time in which the job was suspended is not on the clock; other long absences do not count either.
@@ -295,8 +316,10 @@ def read_beats(run: RunDirectory, attempt: int) -> dict[int, Beat]:
     beats = {}
     with contextlib.suppress(OSError):
         for path in listed(run.attempt_logs(attempt)):
-            if re.fullmatch(r"heartbeat_\d+", path.name):
+            if re.fullmatch(r"heartbeats_\d+", path.name):
                 with contextlib.suppress(OSError):
-                    if (beat := read_record(path, Beat)) is not None:
+                    data = path.read_bytes()
+                    parts = (data[at : at + _RECORD_SIZE] for at in range(0, len(data), _RECORD_SIZE))
+                    for beat in to_records(Beat, parse_lines(parts)):
                         beats[beat.rank] = beat
     return dict(sorted(beats.items()))

@@ -7,6 +7,7 @@ that somebody else owns or may write is refused, not repaired: it could have bee
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
@@ -126,9 +127,9 @@ class RunDirectory:
         """Python, packages, driver and GPUs of one attempt, on the node of its batch script."""
         return self.attempt_logs(attempt) / "environment.json"
 
-    def heartbeat(self, attempt: int, rank: int) -> Path:
-        """What one rank is doing right now."""
-        return self.attempt_logs(attempt) / f"heartbeat_{rank}"
+    def heartbeats(self, attempt: int, first_rank: int) -> Path:
+        """What the ranks of the node whose first one is `first_rank` are doing right now."""
+        return self.attempt_logs(attempt) / f"heartbeats_{first_rank}"
 
     def account(self, attempt: int) -> Path:
         """What rank 0 has spent the time of one attempt on so far."""
@@ -176,15 +177,17 @@ def require_room(run: RunDirectory) -> None:
 
 def existing_attempts(run: RunDirectory) -> list[int]:
     """Returns the numbers of all attempts that were ever opened, ascending."""
-    return numbered_epochs(run, "attempt")
+    return epochs_of(run).get("attempt", [])
 
 
-def numbered_epochs(run: RunDirectory, kind: str) -> list[int]:
-    """Returns the numbers of the files of a kind in `epochs`, e.g. "attempt", ascending."""
-    if not run.epochs.is_dir():
-        return []
-    names = (re.fullmatch(rf"{kind}_(\d+)", entry.name) for entry in run.epochs.iterdir())
-    return sorted(int(match.group(1)) for match in names if match)
+def epochs_of(run: RunDirectory) -> dict[str, list[int]]:
+    """Returns the numbers of all files in `epochs` by kind, ascending, by one listing."""
+    found: dict[str, list[int]] = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(run.epochs):  # noqa: PTH208  # names alone
+            if match := re.fullmatch(r"([a-z]+)_(\d+)", name):
+                found.setdefault(match[1], []).append(int(match[2]))
+    return {kind: sorted(numbers) for kind, numbers in found.items()}
 
 
 class CheckpointName(NamedTuple):

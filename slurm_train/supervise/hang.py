@@ -245,7 +245,8 @@ class Observer:
         frozen = self._frozen(working)
         behind = frozen or _behind(working, stacks, flights)
         first = working[behind[0]]
-        others = [rank for rank in working if rank not in behind]
+        named = set(behind)
+        others = [rank for rank in working if rank not in named]
         several = len(behind) > 1
         state = f"{'do' if several else 'does'} not run (stopped or lost), " if frozen else "are " if several else "is "
         phase = _IN_WORDS.get(first.beat.phase, first.beat.phase)
@@ -279,7 +280,8 @@ def _point(beat: Beat) -> tuple[int, int]:
 def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> list[int]:
     """Returns the ranks at the earliest point; of several, those that have not come, or that are not in an exchange."""
     points = {rank: (*_point(seen.beat), seen.beat.marks) for rank, seen in working.items()}
-    earliest = [rank for rank, point in points.items() if point == min(points.values())]
+    first = min(points.values())
+    earliest = [rank for rank, point in points.items() if point == first]
     # Ranks that have begun fewer collectives than others which wait.
     furthest: dict[str, int] = {}
     for groups in flights.values():

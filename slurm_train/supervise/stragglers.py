@@ -7,6 +7,7 @@ comparison does not hide another. Only what holds for several windows in a row i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist, fmean, median
@@ -136,23 +137,35 @@ def outliers(values: Mapping[K, float], *, excess: float) -> set[K]:
     """
     if len(values) < 2:
         return set()
-    # Only what is above the middle can be far above the others, which spares most of the comparisons.
-    middle = median(values.values())
-    return {key for key, value in values.items() if value > middle and _stands_out(key, values, excess)}
+    # The others of one that is above the middle have the same median whichever of those it is: without it, the middle
+    # moves down by half a place. Their deviations from it differ by its own alone.
+    ordered = sorted(values.values())
+    middle = median(ordered)
+    usual = median(ordered[:-1])
+    deviations = sorted(abs(value - usual) for value in ordered)
+    floor = _FLOOR_OF_FEW if len(ordered) <= _FEW else _FLOOR
+    found = set()
+    for key, value in values.items():
+        if value <= middle or value < (1 + excess) * usual:
+            continue
+        spread = _TO_SIGMA * _median_without(deviations, value - usual)
+        if value - usual >= _SCORE * max(spread, floor * usual):
+            found.add(key)
+    return found
 
 
-def _stands_out(key: K, values: Mapping[K, float], excess: float) -> bool:
-    others = [value for other, value in values.items() if other != key]
-    usual = median(others)
-    spread = _TO_SIGMA * median([abs(value - usual) for value in others])
-    floor = _FLOOR_OF_FEW if len(others) < _FEW else _FLOOR
-    return values[key] >= (1 + excess) * usual and values[key] - usual >= _SCORE * max(spread, floor * usual)
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Returns the median of sorted values without one of them, which is in them."""
+    at, rest = bisect_left(ordered, value), len(ordered) - 1
+    low, high = ((ordered[n] if n < at else ordered[n + 1]) for n in ((rest - 1) // 2, rest // 2))
+    return (low + high) / 2
 
 
 def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Slowdown:
     """Returns the finding about ranks that hold the others up."""
-    theirs = [rank for rank in ranks if rank.rank in slow]
-    others = [rank for rank in ranks if rank.rank not in slow]
+    named = set(slow)
+    theirs = [rank for rank in ranks if rank.rank in named]
+    others = [rank for rank in ranks if rank.rank not in named]
     own_s, usual_s = median([rank.own_s for rank in theirs]), median([rank.own_s for rank in others])
     more_data_s = median([rank.data_s for rank in theirs]) - median([rank.data_s for rank in others])
     is_data = more_data_s >= 0.5 * (own_s - usual_s)

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import check_owners, load_tensors, require_fit, saved_weights, weights_digest
 from slurm_train.checkpoint.local import LocalSaves, NodePlace, open_private
 from slurm_train.checkpoint.save import BackgroundSaver
 from slurm_train.checkpoint.state import StagingBuffers, names_of_groups
-from slurm_train.checkpoint.verify import verify
+from slurm_train.checkpoint.verify import share_of, verify
 from slurm_train.config.batch import planned_lr, total_steps
 from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import stages_of
@@ -141,7 +141,7 @@ def evaluate_checkpoint(parts: Parts, path: Path) -> int:
     if asked is None and parts.heldout is None:
         raise DataError("the data have no held-out samples to evaluate", hint="set data.heldout, or take a `split`")
     manifest = on_rank_zero(group, lambda: verify(path))
-    on_every_rank(group, lambda: check_owners(path, manifest))
+    on_every_rank(group, lambda: check_owners(path, share_of(manifest, rank_in(group), size_of(group))))
     state = get_model_state_dict(parts.model)
     require_fit(path, state, is_stage=parts.pipeline is not None)
     load_tensors(path, {"model": state}, group=group)

@@ -9,10 +9,12 @@ import resource
 import signal
 import sys
 import traceback
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,12 +81,33 @@ def failure_scene(root: Path) -> None:
     verify(checkpoint_of(root, 1))
 
 
+def _refuse(path: Path, _record: Any) -> None:
+    raise CheckpointError(f"{path.name}: as a node with bad memory sees it", hint="")
+
+
+def _note_reads(patch: pytest.MonkeyPatch) -> list[str]:
+    """Returns the list of the files that this rank reads from now on."""
+    check_hash, read = verify_module.check_hash, list[str]()
+
+    def note(path: Path, record: Any) -> None:
+        read.append(path.name)
+        check_hash(path, record)
+
+    patch.setattr(verify_module, "check_hash", note)
+    return read
+
+
 def choose_scene(root: Path) -> None:
     """The newest is damaged for rank 0; then all are."""
     group = distributed.group.WORLD
     assert choose_checkpoint(root, group=group, attempt=1) is None
     for step in (1, 2):
         save(root, step, {"weights": torch.full((64,), float(step))})
+    with pytest.MonkeyPatch.context() as patch:
+        if distributed.get_rank() == 1:
+            patch.setattr(verify_module, "check_hash", _refuse)
+        error = error_of(lambda: choose_checkpoint(root, group=group, attempt=1), RunError)
+    assert "rank 1 on" in error and "rank 0 finds these files whole" in error, error
     for step in (2, 1):
         distributed.barrier()
         if distributed.get_rank() == 0:
@@ -93,8 +116,15 @@ def choose_scene(root: Path) -> None:
             data[len(data) // 2] ^= 1
             file.write_bytes(data)
         if step == 2:
-            choice = choose_checkpoint(root, group=group, attempt=1)
+            with pytest.MonkeyPatch.context() as patch:
+                read = _note_reads(patch)
+                choice = choose_checkpoint(root, group=group, attempt=1)
             assert choice is not None and choice.manifest.step == 1
+            shares: list[list[str]] = [[], []]
+            distributed.all_gather_object(shares, read)
+            times = Counter(shares[0] + shares[1])
+            assert all(2 <= times[name] <= 3 for name in choice.manifest.files), "what is damaged is read again"
+            assert all(len(read) < 2 * len(choice.manifest.files) for read in shares), "all ranks share the reading"
             assert [name_of(item.path).step for item in choice.passed_over] == [2]
     error = error_of(lambda: choose_checkpoint(root, group=group, attempt=1))
     assert "none of the 2 checkpoints" in error and "start from the beginning" in error, error

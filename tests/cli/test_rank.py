@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.cli.rank import allocator_environment, place_of
+from slurm_train.cli.rank import allocator_environment, gloo_environment, place_of
 
 
 def raised(err: BaseException) -> BaseException:
@@ -47,3 +47,8 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(
     version: str, env: dict[str, str], expected: str | None
 ) -> None:
     assert allocator_environment(version, env) == ({expected: "expandable_segments:True"} if expected else {})
+
+
+def test_only_large_worlds_leave_the_connections_of_gloo_to_the_first_exchange() -> None:
+    assert gloo_environment(32) == {}
+    assert gloo_environment(1024) == {"TORCH_GLOO_LAZY_INIT": "1"}

@@ -62,9 +62,20 @@ def test_files_that_are_none_are_passed_over(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert read_beats(run, 0) == {}
     run.attempt_logs(0).mkdir(parents=True)
-    run.heartbeat(0, 1).write_bytes(b"")
-    run.heartbeat(0, 2).write_bytes(b"x" * 512)
+    run.heartbeats(0, 1).write_bytes(b"")
+    run.heartbeats(0, 2).write_bytes(b"x" * 512)
     assert read_beats(run, 0) == {}
+
+
+def test_the_ranks_of_a_node_share_a_file_and_one_that_has_not_begun_is_left_out(tmp_path: Path) -> None:
+    run, hearts = RunDirectory(tmp_path), {2: Heartbeat(), 0: Heartbeat()}
+    for local_rank, heart in hearts.items():
+        heart.start(run, 0, rank=8 + local_rank, host="n1", limits=None, local_rank=local_rank)
+    hearts[0].mark("save")
+    for heart in hearts.values():
+        heart.stop()
+    assert {rank: beat.phase for rank, beat in read_beats(run, 0).items()} == {8: "save", 10: "start"}
+    assert [path.name for path in run.attempt_logs(0).iterdir()] == ["heartbeats_8"]
 
 
 def test_a_mark_costs_less_than_a_microsecond() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import pytest
 
@@ -177,3 +178,21 @@ def test_all_ranks_waiting_for_data_is_nobodys_fault_and_said() -> None:
     assert finding is not None and finding.sentence.startswith("all ranks wait for data 38% of each step (40 ms)")
     assert find_data(ranks([0.1] * 4, data_s=0.01)) is None
     assert [len(found) for found in judged(lambda _: ranks([0.1] * 4, data_s=0.04), 4)] == [0, 0, 1, 1]
+
+
+def test_outliers_are_those_of_a_comparison_with_each_ones_own_others() -> None:
+    chance = random.Random(3)
+    found = 0
+    for _ in range(300):
+        values = {key: chance.choice([1.0, chance.uniform(0.9, 1.4)]) for key in range(chance.randint(2, 12))}
+        expected = set()
+        for key, value in values.items():
+            others = [other for one, other in values.items() if one != key]
+            usual = median(others)
+            spread = 1.4826 * median([abs(other - usual) for other in others])
+            floor = 0.05 if len(others) < 4 else 0.02
+            if value >= (1 + EXCESS) * usual and value - usual >= 5 * max(spread, floor * usual):
+                expected.add(key)
+        assert outliers(values, excess=EXCESS) == expected
+        found += len(expected)
+    assert found > 50

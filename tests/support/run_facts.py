@@ -64,7 +64,7 @@ class RunFacts:
             (run.logs / name).parent.mkdir(parents=True, exist_ok=True)
             (run.logs / name).write_text(text)
         for beat in self.beats:
-            write_record(run.heartbeat(existing_attempts(run)[-1], beat.rank), beat)
+            write_record(run.heartbeats(existing_attempts(run)[-1], beat.rank), beat)
         if self.result is not None:
             run.result.write_text(json.dumps(self.result))
         if self.script is not None and self.cluster:

@@ -43,7 +43,7 @@ from slurm_train.distributed.rendezvous import allow_files, require_files
 from slurm_train.errors import PreflightError
 from slurm_train.formatting import columns
 from slurm_train.rundir.events import Finding, errors_of, findings_of, write_preflight
-from slurm_train.rundir.files import read_json, to_records, write_atomic
+from slurm_train.rundir.files import listed, read_json, to_records, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.tools.doctor import gather
@@ -74,11 +74,13 @@ _FEW_NODES = 8
 _ROUNDS = 3
 _REPORT_S = 10.0
 _LOOK_EVERY_S = 0.5
+_LOOKS_PER_S = 2000
 _TROUBLE_AFTER_S = 2.0
 _CONNECT_S = 1.0
 _BELIEVED_TRIES = 2
 _GRACE_S = 2.0
 _MOST_TRIED = 4
+_TROUBLE = "trouble"
 # Slow starts are common: a node that is waited for is mentioned only after this time.
 _WAITED_S = 20.0
 _NOT_UNDER_TORCHRUN = (
@@ -226,22 +228,28 @@ class Preflight:
         addresses = gather.resolve(self.point.master_addr)[0] if self.place.spans_nodes else []
         return socket.AF_INET6 if addresses and ":" in addresses[0] else socket.AF_INET
 
-    def write(self, **more: Any) -> None:
+    def write(self, kind: str = "node", **more: Any) -> None:
         """Puts this node's report into the shared folder; where it cannot be written, the others see that."""
         if self.report["node"] is not None:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(mode=0o700, exist_ok=True)
-                write_atomic(self._file(self.place.node_rank), json.dumps({**self.report, **more}), durable=False)
+                text = json.dumps({**self.report, **more})
+                write_atomic(self._file(self.place.node_rank, kind), text, durable=False)
 
-    def read(self, node_rank: int) -> dict[str, Any]:
+    def read(self, node_rank: int, kind: str = "node") -> dict[str, Any]:
         """Returns what a node has written into the shared folder, {} where that is not visible."""
         try:
-            return read_json(self._file(node_rank)) or {}
+            return read_json(self._file(node_rank, kind)) or {}
         except OSError:
             return {}
 
-    def _file(self, node_rank: int) -> Path:
-        return self._folder / f"node_{node_rank}.json"
+    def troubled(self) -> set[int]:
+        """Returns the nodes that have written into the shared folder that they do not reach rank 0: one look."""
+        names = (path.stem.partition("_") for path in listed(self._folder) if path.suffix == ".json")
+        return {int(number) for kind, _, number in names if kind == _TROUBLE and number.isdigit()}
+
+    def _file(self, node_rank: int, kind: str = "node") -> Path:
+        return self._folder / f"{kind}_{node_rank}.json"
 
     def _answer(self, question: str, peers: Sequence[Peer]) -> dict[str, Any]:
         """Returns what this node finds when it does what rank 0 has asked for: "probe", "measure" or "gpus"."""
@@ -275,23 +283,27 @@ class Preflight:
         """Returns a channel to rank 0; while there is none, the first rank of a node writes why into its file."""
         point, began_s = self.point, time.monotonic()
         ends_s, written_s = began_s + point.timeout_s, began_s
+        # Of a large job not too many ask the file server and the name server in one second.
+        look_every_s = max(_LOOK_EVERY_S, self.place.world_size / _LOOKS_PER_S)
+        addresses, error = [] if self.place.spans_nodes else ["127.0.0.1"], ""
         search = Search(self.place, point)
         with contextlib.closing(search):
             while (now_s := time.monotonic()) < ends_s:
-                addresses, error = gather.resolve(point.master_addr) if self.place.spans_nodes else (["127.0.0.1"], "")
+                if not addresses:
+                    addresses, error = gather.resolve(point.master_addr)
                 bound = int(self.read(0).get("listens", 0))
                 # The port that rank 0 has written down; while none is visible, any.
                 ports = [bound] if bound else point.ports
                 search.set_targets([(address, port) for port in ports for address in addresses])
-                found = search.run(until=min(now_s + _LOOK_EVERY_S, ends_s))
+                found = search.run(until=min(now_s + look_every_s, ends_s))
                 if found is not None:
                     return found
                 now_s = time.monotonic()
-                if now_s - began_s > _TROUBLE_AFTER_S and now_s - written_s > _LOOK_EVERY_S:
+                if now_s - began_s > _TROUBLE_AFTER_S and now_s - written_s >= look_every_s:
                     if addresses:
                         tries, error = search.tries, search.answers.get((addresses[0], ports[0]), "")
                     else:
-                        tries = round((now_s - began_s) / _LOOK_EVERY_S)
+                        tries = round((now_s - began_s) / look_every_s)
                     self._write_trouble(tries, addresses, bound, error)
                     written_s = now_s
         return None
@@ -318,7 +330,7 @@ class Preflight:
             reached=reached[True],
             unreached=reached[False],
         )
-        self.write(trouble=asdict(trouble))
+        self.write(_TROUBLE, trouble=asdict(trouble))
 
     # Rank 0.
 
@@ -359,7 +371,7 @@ class Preflight:
         job.mute = self.nodes_of([rank for rank in range(meeting.world_size) if rank not in known])
         missing, came = self.nodes_of(missing_ranks), {node.node for node in job.nodes}
         job.troubles = [trouble for trouble in absent.believed if trouble.node in missing]
-        job.nodes += [node for name, node in absent.facts.items() if name in missing and name not in came]
+        job.nodes += [node for name in missing if name not in came for node in absent.facts_of(name)]
         if not job.troubles:
             job.silent = missing
 
@@ -453,8 +465,8 @@ class AbsentNodes:
         self._first_tries: dict[str, int] = {}
         self._believed_since_s: float | None = None
         self._is_mentioned = False
+        self._numbers = {name: number for number, name in enumerate(preflight.nodes)}
         self.believed: list[Trouble] = []
-        self.facts: dict[str, NodeFacts] = {}
 
     def is_enough(self) -> bool:
         """Returns whether the ranks that are missing will not come."""
@@ -462,7 +474,10 @@ class AbsentNodes:
         if now_s - self._looked_s < _LOOK_EVERY_S:
             return False
         missing = self._preflight.nodes_of(self._meeting.missing)
-        self.believed = [trouble for name in missing for trouble in self._read(name)]
+        # A node that is merely slow has no such file, so waiting for thousands costs one listing.
+        troubled = self._preflight.troubled()
+        known = (name for name in missing if self._numbers[name] in troubled)
+        self.believed = [trouble for name in known for trouble in self._read(name)]
         # A slow file system must not take all the time from those who call.
         self._looked_s = time.monotonic()
         if now_s - self._began_s > _WAITED_S and not self._is_mentioned:
@@ -477,10 +492,12 @@ class AbsentNodes:
         # What is wrong with one node is often wrong with others; they get a moment to report it.
         return {trouble.node for trouble in self.believed} >= set(missing) or now_s - self._believed_since_s > _GRACE_S
 
+    def facts_of(self, name: str) -> list[NodeFacts]:
+        """Returns what a node that has not connected has written about itself, if it has."""
+        return to_records(NodeFacts, [self._preflight.read(self._numbers[name]).get("node")])
+
     def _read(self, name: str) -> Iterator[Trouble]:
-        value = self._preflight.read(self._preflight.nodes.index(name))
-        for facts in to_records(NodeFacts, [value.get("node")]):
-            self.facts[name] = facts
+        value = self._preflight.read(self._numbers[name], _TROUBLE)
         for trouble in to_records(Trouble, [value.get("trouble")]):
             first = self._first_tries.setdefault(name, trouble.tries)
             if trouble.port in (0, self._job.bound_port) and trouble.tries >= first + _BELIEVED_TRIES:

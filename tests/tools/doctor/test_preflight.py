@@ -174,7 +174,7 @@ class TwoNodes:
 
     def writes(self, **trouble: Any) -> None:
         facts = Trouble(**{"node": "node2", "address": "10.0.0.1", "port": 20_001, **trouble})
-        self.second.write(trouble=asdict(facts))
+        self.second.write("trouble", trouble=asdict(facts))
 
     def is_enough(self) -> bool:
         self.absent._looked_s -= 1.0
@@ -225,5 +225,13 @@ def test_a_node_that_wrote_nothing_is_waited_for_and_mentioned_once(
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"node": 7}', '{"trouble": {"node": "node2"}}'])
 def test_a_damaged_file_is_passed_over(two_nodes: TwoNodes, run: RunDirectory, content: str) -> None:
     run.preflight_folder(0).mkdir()
-    (run.preflight_folder(0) / "node_1.json").write_text(content)
+    (run.preflight_folder(0) / "trouble_1.json").write_text(content)
+    assert not two_nodes.is_enough()
+
+
+def test_a_node_that_is_merely_slow_costs_no_look_into_a_file(
+    two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_nodes.second.write()
+    monkeypatch.setattr(two_nodes.first, "read", lambda *_: pytest.fail("a file was read"))
     assert not two_nodes.is_enough()
