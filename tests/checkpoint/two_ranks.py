@@ -6,6 +6,7 @@ Each scene asserts on both ranks; what it finds wrong is written to FOLDER/SCENE
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 import sys
 import traceback
@@ -98,7 +99,7 @@ def _note_reads(patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def choose_scene(root: Path) -> None:
-    """The newest is damaged for rank 0; then all are."""
+    """The newest is damaged, its manifest or a file; then all are."""
     group = distributed.group.WORLD
     assert choose_checkpoint(root, group=group, attempt=1) is None
     for step in (1, 2):
@@ -108,6 +109,16 @@ def choose_scene(root: Path) -> None:
             patch.setattr(verify_module, "check_hash", _refuse)
         error = error_of(lambda: choose_checkpoint(root, group=group, attempt=1), RunError)
     assert "rank 1 on" in error and "rank 0 finds these files whole" in error, error
+    save(root, 3, {"weights": torch.full((64,), 3.0)})
+    if distributed.get_rank() == 0:
+        (checkpoint_of(root, 3) / "manifest.json").write_text("{")
+    distributed.barrier()
+    choice = choose_checkpoint(root, group=group, attempt=1)
+    assert choice is not None and choice.manifest.step == 2
+    assert [name_of(item.path).step for item in choice.passed_over] == [3]
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        shutil.rmtree(checkpoint_of(root, 3))
     for step in (2, 1):
         distributed.barrier()
         if distributed.get_rank() == 0:
@@ -123,7 +134,9 @@ def choose_scene(root: Path) -> None:
             shares: list[list[str]] = [[], []]
             distributed.all_gather_object(shares, read)
             times = Counter(shares[0] + shares[1])
-            assert all(2 <= times[name] <= 3 for name in choice.manifest.files), "what is damaged is read again"
+            # Those whose turn comes after the damaged one are not read any more.
+            assert all(1 <= times[name] <= 3 for name in choice.manifest.files)
+            assert times["__0_0.distcp"] == 3, "what is damaged is read again"
             assert all(len(read) < 2 * len(choice.manifest.files) for read in shares), "all ranks share the reading"
             assert [name_of(item.path).step for item in choice.passed_over] == [2]
     error = error_of(lambda: choose_checkpoint(root, group=group, attempt=1))
