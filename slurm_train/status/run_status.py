@@ -87,7 +87,7 @@ RESUMABLE = tuple(
 
 _STATES = {state.value: state for state in RunState}
 # Reasons of the ledger that are called otherwise here.
-_OF_REASON = {"done": "completed", "time_limit": "timeout", "file_system": "failed"}
+_OF_REASON = {"done": "completed", "time_limit": "timeout", "file_system": "failed", "signalled": "stopped"}
 # Other words that people use for them.
 _ALIASES = {"missing": RunState.NOT_STARTED, "time_limit": RunState.TIMEOUT, "pending": RunState.QUEUED}
 _CAME_BACK = {
@@ -96,6 +96,7 @@ _CAME_BACK = {
     "node_failure": "a node was lost",
     "failed": "failed",
     "requeued": "was requeued",
+    "signalled": "was signalled to stop",
     "file_system": "could not be started: the file system refused",
 }
 _HALTED = {"SUSPENDED": "Slurm has suspended the job", "STOPPED": "the job's processes are stopped"}

@@ -33,6 +33,7 @@ _KINDS = {
     "lost": "node_failure",
     "preempted": "preempted",
     "requeued": "preempted",
+    "signalled": "preempted",
     "file_system": "file_system",
 }
 # A limit that is too short stays too short. Nodes fail by themselves now and then. Preemptions are not the run's fault:
@@ -71,6 +72,7 @@ Reason = Literal[
     "preempted",
     "time_limit",
     "requeued",
+    "signalled",
     "node_failure",
     "cancelled",
     "stopped",
@@ -106,6 +108,10 @@ class Outcome:
     """Whether the ranks may be started again in this allocation: they resume by themselves."""
     fruitless_failures: int
     """Failures in a row, this one included, that ended without a new checkpoint."""
+    asked_by: str = ""
+    """How rank 0 was asked to stop: "TERM", "USR2", "clock", "file", "another rank"; "" if it was not, or not known."""
+    is_early: bool = False
+    """Whether the time limit was further away than any warning of it."""
     fruitless_ends: Mapping[str, int] | None = None
     """Earlier attempts in a row without a new checkpoint, by what ended them, from `fruitless_ends`; None if this
     attempt saved one, or it is not known."""
@@ -152,7 +158,7 @@ def decide(outcome: Outcome) -> Decision:
     if reason in ("requeued", "node_failure"):
         what = f"{outcome.cause}; " if reason == "node_failure" else ""
         return Decision(reason, "leave", f"{what}Slurm has requeued the job itself")
-    if reason in ("preempted", "time_limit"):
+    if reason in ("preempted", "time_limit", "signalled"):
         return _decide_return(outcome, reason)
     if reason == "unknown":
         return Decision(
@@ -181,7 +187,10 @@ def _reason(outcome: Outcome) -> Reason:
         return "failed"
     if outcome.job is None:
         return "unknown" if outcome.has_slurm else "stopped"
-    # The ranks saved because of the warning signal, and nothing else is on record: the limit is near.
+    # Nothing is on record. The warning of the limit is USR2; a TERM without a record is somebody's `scancel --signal`,
+    # or the late end of a lost node's step, which may reach the others first.
+    if outcome.asked_by == "TERM" or (outcome.asked_by == "another rank" and outcome.is_early):
+        return "signalled"
     return "time_limit"
 
 
@@ -225,7 +234,8 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
         if why := used_up(counts, reason=reason, max_returns=most, course=outcome.course):
             return Decision(reason, "stop", f"{reason}; {why}")
     is_over = outcome.job is not None and is_over_its_limit(outcome.job)
-    note = f"{reason}; the job is requeued and continues from its checkpoint"
+    what = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
+    note = f"{what}; the job is requeued and continues from its checkpoint"
     return Decision(reason, "requeue", note, is_over=is_over)
 
 

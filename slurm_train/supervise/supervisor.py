@@ -48,6 +48,7 @@ from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, releas
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account
 from slurm_train.slurm.job_variables import node_name
+from slurm_train.slurm.records import end_and_limit
 from slurm_train.supervise.decision import (
     CANCELLED,
     Decision,
@@ -324,6 +325,8 @@ class Supervisor:
             # Nobody's own code has run where the nodes were found unfit before.
             can_relaunch=self._settings.enabled and scheduler.can_relaunch and not (self._is_own_code and has_begun),
             fruitless_failures=before["failed"] + 1 if in_vain else 0,
+            asked_by=str(stop.get("asked_by", "")),
+            is_early=job is not None and self._is_early(job, end_unix_s),
             fruitless_ends=before if in_vain and self._committed_step is not None else None,
             course=course_of({"time_unix_s": start_unix_s, **seconds, "end_time_unix_s": end_unix_s}),
             # A node does not leave the program's own exception twice.
@@ -342,6 +345,14 @@ class Supervisor:
             lacks_room=not has_begun and any(finding.code == _DISK_FULL for finding in errors),
             not_saved=known("the event of the stop", lambda: _why_not_saved(stop), ""),
         )
+
+    def _is_early(self, job: Mapping[str, str], now_unix_s: float) -> bool:
+        """Returns whether a job's limit is further away than any warning of it: `auto` is at most half of the limit."""
+        (end_unix_s, limit_s), warning = end_and_limit(job), self._settings.warn_before_limit_s
+        if end_unix_s is None or limit_s is None:
+            return False
+        # Slurm may send it a minute early.
+        return end_unix_s - now_unix_s > 60.0 + max(limit_s / 2, warning if isinstance(warning, int) else 0.0)
 
     def _decide(self, end: _End) -> Decision:
         """Returns what follows; ranks that are to be started again have room for it when it returns."""

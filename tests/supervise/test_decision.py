@@ -46,6 +46,11 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "preempted": ("preempted requeue", {"job": PREEMPTED}),
     "preempted, srun says 0": ("preempted requeue", {"job": PREEMPTED, "exit_code": 0}),
     "warned before the limit": ("time_limit requeue", {}),
+    "signalled by somebody": ("signalled requeue", {"asked_by": "TERM"}),
+    "the late end of a lost node's step": ("signalled requeue", {"asked_by": "another rank", "is_early": True}),
+    "warned, and another rank saw it first": ("time_limit requeue", {"asked_by": "another rank"}),
+    "warned by hand, long before the limit": ("time_limit requeue", {"asked_by": "USR2", "is_early": True}),
+    "signalled while it was being preempted": ("preempted requeue", {"asked_by": "TERM", "job": PREEMPTED}),
     "a script that dies of the warning": ("time_limit requeue", {"exit_code": 140, "can_relaunch": False}),
     "one rank dies of the warning, the others of its end": (
         "time_limit requeue",
@@ -132,6 +137,8 @@ outcomes = st.builds(
     has_slurm=st.booleans(),
     job=st.sampled_from([None, RUNNING, PREEMPTED, TIME_LIMIT, CANCELLED, REQUEUED, {}]),
     restart_count=st.integers(0, 2),
+    asked_by=st.sampled_from(["", "TERM", "USR2", "another rank"]),
+    is_early=st.booleans(),
     can_relaunch=st.booleans(),
     bad_node=st.sampled_from(["", "node2"]),
     fruitless_failures=st.integers(0, 9),
@@ -146,7 +153,7 @@ def test_a_job_comes_back_only_where_slurm_said_why(outcome: Outcome) -> None:
     assert bool(decision.exclude) <= (decision.action == "requeue" and bool(outcome.bad_node))
     if decision.action in ("requeue", "leave") and not decision.exclude:
         assert outcome.job is not None and not outcome.stop_asked
-        assert decision.reason in ("preempted", "time_limit", "requeued", "node_failure")
+        assert decision.reason in ("preempted", "time_limit", "requeued", "signalled", "node_failure")
     if decision.action == "requeue":
         assert outcome.settings.enabled
     if decision.action == "relaunch":

@@ -343,8 +343,26 @@ def test_the_ledger_has_who_asked_and_whether_it_was_saved(asked_by: str, saved:
         return 75
 
     world.supervise(launch)
-    note = f"time_limit; the job is requeued and continues from its checkpoint{more}"
+    what = "signalled to stop, and Slurm has no reason on record" if asked_by == "TERM" else "time_limit"
+    note = f"{what}; the job is requeued and continues from its checkpoint{more}"
     assert newest(world)["asked_by"] == asked_by and str(newest(world)["note"]).startswith(note)
+
+
+@pytest.mark.parametrize(("left_min", "reason"), [(50, "signalled"), (25, "time_limit"), (None, "time_limit")])
+def test_a_stop_that_another_rank_saw_first_is_the_limits_only_where_a_warning_may_have_come(
+    left_min: int | None, reason: str, world: World
+) -> None:
+    def launch(attempt: int) -> int:
+        append_event(world.run, "stop", attempt=attempt, asked_by="another rank")
+        return 75
+
+    if left_min is not None:
+        end_unix_s = time.time() + 60 * left_min
+        times = {"StartTime": end_unix_s - 3600, "EndTime": end_unix_s}
+        written = {key: time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at)) for key, at in times.items()}
+        world.jobs = [{**RUNNING, **written}]
+    world.supervise(launch)
+    assert newest(world)["reason"] == reason
 
 
 def test_the_supervisor_outlives_the_signals_that_stop_the_ranks() -> None:
