@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,8 @@ from tests.campaigns.record import Tally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 _BEGIN = "<!-- written by `python -m tests.campaigns versions-VERSION --keep` -->\n\n"
-_BEGIN_SITES = "<!-- written by `python -m tests.campaigns sites-GROUP --keep` -->\n\n"
+_BEGIN_SITES = "<!-- written by `python -m tests.campaigns sites-HABIT --keep` -->\n\n"
+_BEGIN_SAID = "<!-- written by `python -m tests.campaigns sites --keep` -->\n\n"
 _END = "\n<!-- end of what is written -->\n"
 
 _HEAD = """# What was promised, and how often it was tried
@@ -31,7 +34,8 @@ class Campaign(NamedTuple):
     Args:
         promise: in one sentence, for the page.
         trial: "<module here>:<function>", a function `(tally, *, seed, trials, folder)` that counts trials and returns
-            what was measured, by name, in words for the page, e.g. {"latency, median": "0.4 s"}.
+            what was measured, by name, in words for the page, e.g. {"latency, median": "0.4 s"}. A word after it is
+            its first argument.
         trials: of the full campaign.
         needs_cluster: whether it runs on the one-machine Slurm cluster.
     """
@@ -44,9 +48,9 @@ class Campaign(NamedTuple):
     @property
     def function(self) -> Callable[..., Mapping[str, str]]:
         """What puts it to the test."""
-        module, _, name = self.trial.partition(":")
+        module, name, *words = re.split("[: ]", self.trial)
         function: Callable[..., Mapping[str, str]] = getattr(importlib.import_module(f"tests.campaigns.{module}"), name)
-        return function
+        return partial(function, *words) if words else function
 
     def run(self, *, seed: int, trials: int, folder: Path) -> Tally:
         """Makes so many trials and returns what was found."""
@@ -236,22 +240,27 @@ CAMPAIGNS: dict[str, Campaign] = {
     **{
         f"versions-{version}": Campaign(
             f"the main flows on Slurm {version}, of Debian {suite} ([table](slurm.md#versions-of-slurm))",
-            f"versions:{suite}",
+            f"versions:run {suite}",
             15,
             needs_cluster=False,
         )
         for suite, (version, _) in SUITES.items()
     },
     **{
-        f"sites-{group}": Campaign(
-            f"a run is submitted, preempted, cancelled and resumed at sites with other habits: {group} "
-            "([table](slurm.md#habits-of-sites))",
-            f"sites:{group}",
-            len(members),
+        f"sites-{site.name}": Campaign(
+            "a run is submitted, preempted, cancelled and resumed at a site with another habit",
+            f"sites:live {site.name}",
+            1,
             needs_cluster=False,
         )
-        for group, members in sites.GROUPS.items()
+        for site in sites.SITES
     },
+    "sites": Campaign(
+        "`init`, `doctor` and `plan` say what a site does otherwise ([table](slurm.md#what-is-said-of-a-habit))",
+        "sites:listen",
+        len(sites.SITES),
+        needs_cluster=False,
+    ),
     "secrets": Campaign(
         "a canary in environment, words and configuration is nowhere in run directory, script, logs, manifests",
         "secrets:run",
@@ -264,7 +273,8 @@ def pages(records: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     """Returns the text of every page that has results of campaigns."""
     slurm = PAGE.with_name("slurm.md")
     text = slurm.read_text(encoding="utf-8")
-    for begin, table in ((_BEGIN, _versions(records)), (_BEGIN_SITES, _sites(records))):
+    tables = {_BEGIN: _versions(records), _BEGIN_SITES: _sites(records), _BEGIN_SAID: _said(records)}
+    for begin, table in tables.items():
         before, _, rest = text.partition(begin)
         text = before + begin + table + _END + rest.partition(_END)[2]
     return {PAGE: render(records), slurm: text}
@@ -285,11 +295,18 @@ def _sites(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the table of habits of sites, and what became of a run there."""
     found = [records[name] for name in CAMPAIGNS if name.startswith("sites-") and name in records]
     rows = [
-        (f"`{site}`" if "`" not in site else site, *(cells[stage] for stage in sites.STAGES), one["date"])
+        (site, *(cells[stage] for stage in sites.STAGES), f"{one['date']}, `{one['revision']}`")
         for one in found
         for site, cells in one["result"]["table"].items()
     ]
-    return _table(("site", *sites.STAGES, "date"), *rows)
+    return _table(("site", *sites.STAGES, "date, commit"), *rows)
+
+
+def _said(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the table of what the verbs say of each habit."""
+    cells = records["sites"]["result"]["table"] if "sites" in records else {}
+    rows = [(site, *(said[verb].replace("|", "\\|") for verb in sites.VERBS)) for site, said in cells.items()]
+    return _table(("site", *(f"`{verb}`" for verb in sites.VERBS)), *rows)
 
 
 def _table(head: Sequence[str], *rows: Sequence[str]) -> str:
@@ -301,6 +318,8 @@ def render(records: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [_HEAD, "| campaign | promise | held | figures | date, seed, time |", "|---|---|---|---|---|"]
     ends = []
     for name, campaign in CAMPAIGNS.items():
+        if name.startswith("sites-"):
+            continue  # in a table of their own
         what = f"| `{name}`{'' if campaign.needs_cluster else ' (local)'} | {campaign.promise} |"
         if (record := records.get(name)) is None:
             lines.append(f"{what} not run | | |")

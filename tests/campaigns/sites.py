@@ -1,7 +1,8 @@
 """What people type, at sites with other habits: each with a cluster of its own in a root of its own, one run each.
 
-The run is submitted, preempted, cancelled and resumed, with the site file that `init` has written there. `run` builds
-and removes the clusters; the words are typed inside, by this module as a program.
+`live` has a run submitted, preempted, cancelled and resumed, with the site file that `init` has written there;
+`listen` asks what `init`, `doctor` and `plan` say of the site. Both build and remove the clusters; the words are typed
+inside, by this module as a program.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.attempts import read_ledger
@@ -38,6 +38,7 @@ from tests.support.waiting import wait_for
 
 PATIENCE_S = 240.0
 STAGES = ("submit", "preempt", "cancel", "resume")
+VERBS = ("init", "doctor", "plan")
 _SUITE = "bookworm"
 _STEPS = 100
 _WORDS = (*TINY, "train.threads=1", f"train.max_steps={_STEPS}", "checkpoint.every_steps=20", "model.step_s=0.3")
@@ -54,90 +55,108 @@ class Site(NamedTuple):
     """Words of the error with which a submission is refused, as it should be; "" where it is not."""
     words: tuple[str, ...] = ()
     """What people add to their words there."""
+    urgent: tuple[str, ...] = ()
+    """What the job that preempts has to ask for there."""
 
     @property
     def name(self) -> str:
-        """How the table calls it."""
-        return " ".join([*filter(None, [self.habits]), *(f"`{one}`" for one in (self.shell, *self.words) if one)])
+        """What its campaign is called by, e.g. "typed-gpus"."""
+        return self.habits or "srun-pty"
+
+    @property
+    def label(self) -> str:
+        """How the tables call it."""
+        words = (self.habits, self.shell, *self.words)
+        return " ".join(f"`{one}`" for one in words if one)
 
 
-GROUPS = {
-    "accounting": (
-        Site("no-accounting"),
-        Site("no-accounting,partition-requeue"),
-        Site("slurmdbd-away"),
-        Site("slurmdbd-hidden"),
-        Site("min-job-age"),
-        Site("federation", refusal="one of the federation fed"),
+SITES = (
+    Site("no-accounting"),
+    Site("no-accounting,partition-requeue"),
+    Site("slurmdbd-away"),
+    Site("slurmdbd-hidden"),
+    Site("min-job-age"),
+    Site("federation", refusal="one of the federation fed"),
+    Site("slurm-user"),
+    Site("partition-requeue"),
+    Site("partition-cancel"),
+    Site("partition-suspend"),
+    Site("no-requeue"),
+    Site("requeue-refused", refusal="set requeue.enabled=false"),
+    Site("typed-gpus", urgent=("--gres=gpu:a100:1",)),
+    Site("gpu-3090"),
+    Site(
+        "gpus-per-task",
+        words=("cluster.gpu_flag=none", "cluster.sbatch.gpus-per-task=1"),
+        urgent=("--gpus-per-task=1",),
     ),
-    "preemption": (
-        Site("partition-requeue"),
-        Site("partition-cancel"),
-        Site("partition-suspend"),
-        Site("no-requeue"),
-        Site("requeue-refused", refusal="set requeue.enabled=false"),
-    ),
-    "gpus": (
-        Site("typed-gpus"),
-        Site("gpu-3090"),
-        Site("gpus-per-task", words=("cluster.gpu_flag=none", "cluster.sbatch.gpus-per-task=1")),
-        Site("no-gres"),
-    ),
-    "processes": (
-        Site("no-scontrol"),
-        Site("affinity"),
-        Site("cgroup"),
-        Site(shell="srun --pty"),
-        Site("interactive-step", shell="salloc"),
-    ),
-    "names": (
-        Site("other-names"),
-        Site("no-dns"),
-        Site("fqdn"),
-        Site("ipv6"),
-        Site("loopback-name"),
-    ),
-}
+    Site("no-gres"),
+    Site("no-scontrol"),
+    Site("affinity"),
+    Site("cgroup"),
+    Site(shell="srun --pty"),
+    Site("interactive-step", shell="salloc"),
+    Site("other-names"),
+    Site("no-dns"),
+    Site("fqdn"),
+    Site("ipv6"),
+    Site("loopback-name"),
+    Site("many-nodes,partition-requeue"),
+)
+_BROKEN = "broken: "
 
 
-def run(group: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
-    """Types the life of a run at the first so many sites of a group; nothing is drawn from the seed."""
-    usual, _ = _type_at(Site(), group, folder, stages=0)
-    for site in GROUPS[group][:trials]:
-        lines, cells = _type_at(site, group, folder)
-        broken = [f"{stage}: {cell}" for stage, cell in cells.items() if cell.startswith(_BROKEN)]
-        tally.add(site.name, broken)
-        said = [line for line in lines if line not in usual]
-        tally.table[site.name] = {**cells, "said": "; ".join(said) or "-"}
-        for line in said:
-            print(f"   {line[:400]}", flush=True)
+def live(name: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
+    """Types the life of one run at a site; nothing is drawn from the seed, and there is one trial."""
+    site = next(one for one in SITES if one.name == name)
+    cells = dict.fromkeys(STAGES, f"{_BROKEN}not reached")
+    for fact in _typed_at(site, "life", folder):
+        cells |= {fact["stage"]: fact["cell"]} if "stage" in fact else {}
+        cells |= {STAGES[0]: f"{_BROKEN}{fact['problem']}"} if "problem" in fact else {}
+    tally.add(site.name, [f"{stage}: {cell}" for stage, cell in cells.items() if cell.startswith(_BROKEN)])
+    tally.table[site.label] = cells
+    print(f"   {cells}", flush=True)
+    return {}
+
+
+def listen(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
+    """Types `init`, `doctor` and `plan` at the first so many sites, and keeps what they say there and not elsewhere."""
+    usual = _said_at(Site(), folder)
+    for site in SITES[:trials]:
+        # What is said does not depend on the shell.
+        said = _said_at(site, folder) if site.habits else usual
+        cells = {verb: [line for line in said[verb] if line not in usual[verb]] for verb in VERBS}
+        is_silent = not any(cells.values()) and bool(site.habits)
+        tally.add(site.name, ["nothing is said of it"] if is_silent else [])
+        tally.table[site.label] = {verb: "; ".join(lines) or "-" for verb, lines in cells.items()}
         print(f"   {cells}", flush=True)
     return {}
 
 
-accounting, preemption, gpus, processes, names = (partial(run, group) for group in GROUPS)
-_BROKEN = "broken: "
+def _said_at(site: Site, folder: Path) -> dict[str, list[str]]:
+    said = {verb: list[str]() for verb in VERBS}
+    for fact in _typed_at(site, "said", folder):
+        said |= fact.get("said", {})
+        said |= {VERBS[0]: [f"{_BROKEN}{fact['problem']}"]} if "problem" in fact else {}
+    return said
 
 
-def _type_at(site: Site, group: str, folder: Path, *, stages: int = len(STAGES)) -> tuple[list[str], dict[str, str]]:
-    """Returns what `init`, `doctor` and `plan` said, and how each stage went."""
-    slurm = ("--slurm", f"{_SUITE}/sites-{group}")
-    lines, cells = list[str](), dict.fromkeys(STAGES[:stages], f"{_BROKEN}not reached")
+def _typed_at(site: Site, what: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields what `type_here` prints in a cluster of such a site, or the "problem" that there is none."""
+    slurm = ("--slurm", f"{_SUITE}/sites")
     try:
         habits = ("--site", site.habits) if site.habits else ()
         up = devcluster("up", *slurm, "--nodes", "2", "--gpus", "2", *habits)
         if up.returncode:
-            return lines, {**cells, "submit": f"{_BROKEN}no cluster: {up.stderr.strip()[-300:]}"}
-        inside = ("exec", *slurm, "--", "python", "-m", "tests.campaigns.sites", str(stages), json.dumps(site))
-        log = folder / f"errors-{site.habits or 'none'}"
+            yield {"problem": f"no cluster: {up.stderr.strip()[-300:]}"}
+            return
+        inside = ("exec", *slurm, "--", "python", "-m", "tests.campaigns.sites", what, json.dumps(site))
+        log = folder / f"errors-{site.name}"
         with log.open("w") as errors, devcluster_process(*inside, stderr=errors) as process:
             assert process.stdout is not None
-            for fact in map(json.loads, process.stdout):
-                lines += fact.get("lines", ())
-                cells |= {fact["stage"]: fact["cell"]} if "stage" in fact else {}
+            yield from map(json.loads, process.stdout)
     finally:
         devcluster("down", *slurm)
-    return lines, cells
 
 
 # Inside
@@ -153,11 +172,15 @@ class _InAShell(Person):
         """Opens the shell for one command."""
         files = [self.folder / name for name in ("out", "err", "code")]
         line = "{} >{} 2>{}; echo $? >{}".format(shlex.join(argv), *files)
-        (self.folder / "line.sh").write_text(f"{line}\n")
-        typed = "srun --pty bash line.sh" if self.shell == "srun --pty" else "salloc --quiet --nodes=1"
+        script = self.folder / "line.sh"
+        script.write_text(f"#!/bin/bash\n{line}\n")
+        script.chmod(0o700)
+        # The shell of an interactive step is $SHELL.
+        is_srun = self.shell == "srun --pty"
+        typed = f"srun --pty {script}" if is_srun else f"SHELL={script} salloc --quiet --nodes=1"
         subprocess.run(
             ["script", "--quiet", "--command", typed, "/dev/null"],
-            input="" if self.shell == "srun --pty" else "bash line.sh; exit\n",
+            input="",
             cwd=self.folder,
             env=self.environment() | (env or {}),
             stdout=subprocess.DEVNULL,
@@ -171,13 +194,17 @@ class _InAShell(Person):
         return Done(int(code), out, err)
 
 
-def type_here(stages: int, site: Site) -> None:
-    """Types at the cluster of this machine; prints a line of JSON with what was said, and one for each stage."""
+def type_here(what: str, site: Site) -> None:
+    """Types at the cluster of this machine; prints a line of JSON with what was said, or one per stage of a life."""
     with at_work(Path(tempfile.mkdtemp())) as plain:
         person = _InAShell(plain.folder, shell=site.shell) if site.shell else plain
-        _say(lines=_lines(person))
+        if what == "said":
+            _say(said=_said(plain))
+            return
+        # Writes the site file.
+        person.types("init", "here", "--yes", "--force")
         life = _life(person, site)
-        for stage in STAGES[:stages]:
+        for stage in STAGES:
             try:
                 _say(stage=stage, cell=next(life, "-"))
             except (AssertionError, OSError, ValueError, subprocess.SubprocessError, SlurmTrainError) as err:
@@ -188,23 +215,22 @@ def type_here(stages: int, site: Site) -> None:
                 return
 
 
-def _lines(person: Person) -> list[str]:
-    """Writes the site file, and returns the lines that `init`, `doctor` and `plan` print."""
-    done = {
-        "init": person.types("init", "here", "--yes", "--force"),
-        "doctor": person.types("doctor"),
-        "plan": person.types("plan", "+cluster=2x1", "site=here", *_WORDS),
-    }
+def _said(person: Person) -> dict[str, list[str]]:
+    """Returns the lines of what each verb says, the site file that `init` writes among them."""
+    done = person.types("init", "here", "--yes", "--force")
     file = Path.home() / ".config/slurm_train/site/here.yaml"
-    texts = {verb: one.err + (one.out if verb == "doctor" else "") for verb, one in done.items()}
-    texts["init"] += file.read_text() if file.exists() else ""
-    found = []
-    for verb, text in texts.items():
-        for line in text.splitlines():
-            # The estimated start and paths differ each time.
-            line = re.sub(r"\d{4}-\d\d-\d\dT[\d:]+|/tmp/\S+", "...", " ".join(line.split()))
-            found.append(f"`{verb}`: {line}")
-    return found
+    texts = {"init": done.err + (file.read_text() if file.exists() else "")}
+    found = json.loads(person.types("doctor", "--json").out)
+    rows = [f"{name}: {value}" for name, value in found.get("site", {}).items()]
+    findings = [f"{one['level']}: {one['code']}: {one['seen']}" for one in found["findings"]]
+    texts["doctor"] = "\n".join([*rows, *found.get("in_words", ()), *findings])
+    texts["plan"] = person.types("plan", "+cluster=2x1", *(("site=here",) if file.exists() else ()), *_WORDS).err
+    # The estimated start and paths differ each time.
+    changing = re.compile(r"\d{4}-\d\d-\d\dT[\d:]+|/tmp/\S+")
+    return {
+        verb: [changing.sub("...", " ".join(line.split())) for line in text.splitlines() if line.strip()]
+        for verb, text in texts.items()
+    }
 
 
 def _life(person: Person, site: Site) -> Iterator[str]:
@@ -220,7 +246,7 @@ def _life(person: Person, site: Site) -> Iterator[str]:
     job, one = done.job_and_run
     wait_until_step(one, 4, within_s=PATIENCE_S)
     yield "trains"
-    yield _preempt(one, job)
+    yield _preempt(one, job, site)
     done = person.types("cancel", one.name)
     assert done.code == 0, done.out + done.err
     entry = wait_until_ended(one)[-1]
@@ -233,14 +259,14 @@ def _life(person: Person, site: Site) -> Iterator[str]:
     yield f"goes on from step {read_ledger(one)[-1]['first_step']} to the end"
 
 
-def _preempt(one: RunDirectory, job: str) -> str:
+def _preempt(one: RunDirectory, job: str, site: Site) -> str:
     by = command("scontrol", "show", "config").partition("PreemptType")[2].split()[1]
     if by in ("preempt/none", "(null)"):
         return "nobody preempts"
     how = "--qos=urgent" if by == "preempt/qos" else "--partition=urgent"
     # All CPUs: where jobs are suspended, partitions are shared by force, and --exclusive says nothing.
     size = ("--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={command('sinfo', '-h', '-o', '%c').split()[0]}")
-    words = (how, *size, "--job-name=urgent", "--output=/dev/null", "--wrap=sleep 5")
+    words = (how, *size, *site.urgent, "--job-name=urgent", "--output=/dev/null", "--wrap=sleep 5")
     urgent, seen = command("sbatch", "--parsable", *words), set[str]()
 
     def has_run() -> bool:
@@ -265,4 +291,4 @@ def _say(**facts: object) -> None:
 
 
 if __name__ == "__main__":
-    type_here(int(sys.argv[1]), Site(*json.loads(sys.argv[2])))
+    type_here(sys.argv[1], Site(*json.loads(sys.argv[2])))

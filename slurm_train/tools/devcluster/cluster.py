@@ -498,6 +498,7 @@ def _build(plan: ClusterPlan, *, users: Sequence[str], say: Say) -> None:
     say(f"bridge {system.BRIDGE} and namespaces {', '.join(plan.node_names)}")
     system.update_hosts(plan.hosts, state_dir=plan.state_dir)
     system.build_network(plan)
+    _run_lines(plan, "before.sh")
     start_daemon(plan, "munged")
     if plan.uses_accounting:
         say("mariadbd, slurmdbd: accounting")

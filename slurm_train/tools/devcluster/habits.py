@@ -37,6 +37,8 @@ class Habit(NamedTuple):
     """Lines of slurm.conf before the one of the partition `main`."""
     files: Mapping[str, str] = {}
     """Name of a file in `etc` -> lines to add to it."""
+    before: str = ""
+    """Shell lines run before the first daemon."""
     on_node: str = ""
     """Shell lines run on every node, in its own mounts and network, before its slurmd."""
     after: str = ""
@@ -44,6 +46,8 @@ class Habit(NamedTuple):
     ended: tuple[str, ...] = ()
     """Daemons that are away: ended when all nodes are idle, or never started where Slurm does not use them."""
     names: Names = Names()
+    num_known: int = 0
+    """Nodes that Slurm knows of; those that the cluster does not have are down."""
     gpu_type: str = ""
     """What the GPUs are called, e.g. "a100"."""
     has_gres: bool = True
@@ -202,6 +206,25 @@ HABITS = {
         on_node='sed "s/^[0-9.]*\\t$(hostname) /127.0.1.1\\t$(hostname) /" /etc/hosts >{state}/run/hosts.$(hostname)\n'
         "mount --bind {state}/run/hosts.$(hostname) /etc/hosts\n",
     ),
+    "many-nodes": Habit(
+        "Slurm knows 200 nodes, and all but those of `--nodes` are down",
+        names=Names(slurm="rack1-n{:03}"),
+        num_known=200,
+    ),
+    "slurm-user": Habit(
+        "slurmctld and slurmdbd belong to the user slurm",
+        settings={"SlurmUser": "slurm"},
+        files={
+            "slurmdbd.conf": "SlurmUser=slurm\nStorageUser=slurm\n",
+            "mariadb.cnf": "init_file={conf}/users.sql\n",
+            "users.sql": "CREATE USER IF NOT EXISTS slurm@localhost IDENTIFIED VIA unix_socket;\n"
+            "GRANT ALL ON slurm_acct_db.* TO slurm@localhost;\n",
+        },
+        # munged wants the folders to be root's.
+        before="mkdir {state}/spool/slurmctld\n"
+        "touch {state}/log/slurmctld.log {state}/log/slurmdbd.log {state}/run/slurmctld.pid {state}/run/slurmdbd.pid\n"
+        "chown slurm {state}/spool/slurmctld {state}/log/* {state}/run/* {conf}/slurmdbd.conf\n",
+    ),
     "federation": Habit(
         "the cluster is one of a federation",
         after="sacctmgr --immediate --quiet add federation fed clusters=devcluster\n",
@@ -226,7 +249,7 @@ def combined(names: Sequence[str]) -> Habit:
         elif field == "files":
             files = dict.fromkeys(name for one in values for name in one)
             merged[field] = {name: "".join(one.get(name, "") for one in values) for name in files}
-        elif field in ("partitions", "on_node", "after", "ended"):
+        elif field in ("partitions", "before", "on_node", "after", "ended"):
             merged[field] = type(plain)().join(values) if isinstance(plain, str) else sum(values, ())
         elif len(values) > 1:
             raise ClusterError(f"--site {','.join(names)}: two of them change {field}", hint="take one of them")

@@ -170,7 +170,10 @@ def configuration(plan: ClusterPlan, *, nsswitch: str = "", slurm: tuple[int, ..
     for name in plan.node_names:
         host = f" NodeHostname={hosts[name]}" if hosts[name] != names[name] else ""
         nodes += f"NodeName={names[name]}{host} NodeAddr={plan.addresses[name]} {shape}\n"
-    nodelist = compact_nodelist(list(names.values()))
+    gpu_nodes = compact_nodelist(list(names.values()))
+    absent = [habit.names.slurm.format(index) for index in range(plan.nodes + 1, habit.num_known + 1)]
+    nodelist = compact_nodelist([*names.values(), *absent])
+    nodes += f"NodeName={compact_nodelist(absent)} {shape} State=DOWN\n" if absent else ""
     values = {
         "state": plan.state_dir,
         "conf": plan.conf_dir,
@@ -178,13 +181,14 @@ def configuration(plan: ClusterPlan, *, nsswitch: str = "", slurm: tuple[int, ..
         "address": plan.addresses[CONTROLLER],
         "nodes": nodes,
         "nodelist": nodelist,
+        "gpu_nodes": gpu_nodes,
         "gpu_type": f" Type={habit.gpu_type}" if habit.gpu_type else "",
         "gpu_files": compact_nodelist([f"gpu{index}" for index in range(plan.gpus)]),
         "partitions": habit.partitions.format(nodelist=nodelist),
     }
     # Slurm before 21.08 stops at a key that it does not know.
     left_out = {name for name, is_read in (("gres.conf", gpus), ("cgroup.conf", slurm >= (21, 8))) if not is_read}
-    added = {**habit.files, "node.sh": habit.on_node, "after.sh": habit.after}
+    added = {**habit.files, "before.sh": habit.before, "node.sh": habit.on_node, "after.sh": habit.after}
     templates = {name: _TEMPLATES.get(name, "") + added.get(name, "") for name in {**_TEMPLATES, **added}}
     texts = {name: text.format(**values) for name, text in templates.items() if text and name not in left_out}
     texts["slurm.conf"] = _with_settings(texts["slurm.conf"], habit.settings)
@@ -263,7 +267,7 @@ SlurmdDebug=info
     "gres.conf": _HEAD
     + """\
 AutoDetect=off
-NodeName={nodelist} Name=gpu{gpu_type} File={state}/devices/{gpu_files}
+NodeName={gpu_nodes} Name=gpu{gpu_type} File={state}/devices/{gpu_files}
 """,
     # Nothing here uses cgroups; the line keeps slurmd from looking for version 2.
     "cgroup.conf": _HEAD + "CgroupPlugin=cgroup/v1\n",

@@ -45,6 +45,13 @@ def test_names_of_one_node_differ():
     assert plan.hosts["gpu1.cluster.example"] == "10.98.76.11" and plan.node_names == ("node1", "node2")
 
 
+def test_nodes_that_are_not_there_are_known_and_down():
+    lines = of("many-nodes", "partition-requeue")["slurm.conf"].splitlines()
+    nodes = [line for line in lines if line.startswith("NodeName=")]
+    assert len(nodes) == 3 and nodes[2].startswith("NodeName=rack1-n[003-200] ") and nodes[2].endswith(" State=DOWN")
+    assert [line.split()[1] for line in lines if line.startswith("PartitionName=")] == ["Nodes=rack1-n[001-200]"] * 2
+
+
 def test_an_unknown_habit_is_refused_with_those_that_there_are():
     with pytest.raises(ClusterError, match="--site no-grace: no such habit") as caught:
         combined(["no-grace"])
