@@ -110,6 +110,10 @@ class ParallelLayout:
     def _strides(self) -> list[int]:
         return [math.prod(self.degrees[axis + 1 :]) for axis in range(len(AXES))]
 
+    def cuts_vocabulary(self, num_ids: int) -> bool:
+        """Returns whether ranks of `tp` have a part of the rows of an embedding and a head each: equal parts only."""
+        return self.tp > 1 and num_ids % (self.tp * self.shard_size) == 0
+
     def data_parallel_index(self, rank: int) -> int:
         """Returns whose samples a rank reads, 0 to `data_parallel_size` - 1."""
         own = self.coordinates(rank)

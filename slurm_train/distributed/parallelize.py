@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import ParallelSection
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+_BY_IDS = "vocabulary"
+_POSITIONS_GROUP = "_positions_group"
 _OWN_METHODS = ("training_loss", "evaluation_sums")
 
 
@@ -85,7 +87,7 @@ def parallelize(
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if layout.tp > 1:
         require_equal_parts(model, tp=layout.tp)
-        cut_matrices(model, mesh=mesh, roots=roots, splits_positions=settings.sequence_parallel)
+        cut_matrices(model, mesh=mesh, layout=layout, roots=roots, splits_positions=settings.sequence_parallel)
     if layout.cp > 1:
         share_context(model, roots=roots, mesh=mesh["cp"])
     prepare_blocks(model, settings=settings, compiles=compiles)
@@ -94,13 +96,19 @@ def parallelize(
 
 
 def cut_matrices(
-    model: nn.Module, *, mesh: DeviceMesh, roots: Sequence[nn.Module] = (), splits_positions: bool = False
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    layout: ParallelLayout,
+    roots: Sequence[nn.Module] = (),
+    splits_positions: bool = False,
 ) -> None:
     """Cuts the matrices that the model's plan names over the `tp` axis; the inputs and outputs of each pair are whole.
 
     Args:
         model: all that this rank has.
         mesh: what `build_mesh` gave.
+        layout: the degrees.
         roots: what is called: the model itself, or its stages.
         splits_positions: whether inputs and outputs are of a part of the positions each (sequence parallelism).
 
@@ -114,10 +122,13 @@ def cut_matrices(
     rowwise = RowwiseParallel(output_layouts=own_positions) if splits_positions else RowwiseParallel()
     styles: dict[str, ParallelStyle] = {"colwise": ColwiseParallel(), "rowwise": rowwise}
     found: dict[str, ParallelStyle] = {}
-    for name, way in _ways_of(model, "tensor_parallel_plan", key="parallel.tp", ways=styles).items():
-        found[name] = copy.copy(styles[way])
+    ways = _ways_of(model, "tensor_parallel_plan", key="parallel.tp", ways=(*styles, _BY_IDS))
+    for name, way in ways.items():
+        if way != _BY_IDS:
+            found[name] = copy.copy(styles[way])
+    _spread_ids([name for name, way in ways.items() if way == _BY_IDS], model, mesh=mesh["tp"], layout=layout)
     if splits_positions:
-        found |= _position_styles(model, found)
+        found |= _position_styles(model, found, group=mesh["tp"].get_group().group_name)
         for root in roots:
             if root is not model:
                 # What another stage has is passed through here, split and gathered all the same.
@@ -130,7 +141,25 @@ def cut_matrices(
             setattr(module, "score_group", mesh["tp"].get_group().group_name)  # noqa: B010  # no tensor, no module
 
 
-def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+def _spread_ids(names: Sequence[str], model: nn.Module, *, mesh: DeviceMesh, layout: ParallelLayout) -> None:
+    """Spreads the rows of embeddings and heads, one for each token id, over `tp`, if they give equal parts."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    spread: dict[Tensor, nn.Parameter] = {}
+    for module in map(model.get_submodule, names):
+        weight: Any = getattr(module, "weight", None)
+        if weight is None or not layout.cuts_vocabulary(len(weight)):
+            continue
+        if weight not in spread:
+            # All ranks have the same, or nothing yet.
+            own = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+            spread[weight] = nn.Parameter(own, requires_grad=weight.requires_grad)
+            vars(spread[weight]).update(vars(weight))
+        # Tied weights stay one.
+        module.register_parameter("weight", spread[weight])
+
+
+def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle], *, group: str) -> dict[str, ParallelStyle]:
     """Returns what is done around each part that the model's `sequence_parallel_plan` names.
 
     Between cut matrices the ranks of `tp` then have a part of the positions each: what a rank keeps of norms, residuals
@@ -140,9 +169,10 @@ def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle]) -> dict
     Args:
         model: all that this rank has.
         cut: the matrices that are cut, by name.
+        group: name of the ranks of `tp`.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleOutput, SequenceParallel
+    from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleOutput
 
     own_positions = Shard(POSITIONS_DIM)
 
@@ -169,16 +199,21 @@ def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle]) -> dict
     def style(name: str, way: str) -> ParallelStyle:
         if way == "gather":
             return GatherFirst(stays_spread=any(one.startswith(f"{name}.") for one in cut))
-        if way == "own":
-            return SequenceParallel(sequence_dim=POSITIONS_DIM, use_local_output=True)
         return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=own_positions)
 
     key, parts = "parallel.sequence_parallel", dict(model.named_modules())
     ways = _ways_of(model, "sequence_parallel_plan", key=key, ways=("gather", "own", "split"))
+    for name in (name for name, way in ways.items() if way == "own"):
+        setattr(parts[name], _POSITIONS_GROUP, group)
     # Stages send whole sequences to each other: a part that is passed through splits and gathers, too.
-    return {
-        name: style(name, way) for name, way in ways.items() if way != "own" or not isinstance(parts[name], PassThrough)
-    }
+    return {name: style(name, way) for name, way in ways.items() if way != "own"}
+
+
+def own_positions(model: nn.Module) -> tuple[set[Tensor], str]:
+    """Returns the parameters whose gradients are of a rank's own positions, and the name of the group that has all."""
+    parts = [module for module in model.modules() if hasattr(module, _POSITIONS_GROUP)]
+    group = getattr(parts[0], _POSITIONS_GROUP) if parts else ""
+    return {parameter for part in parts for parameter in part.parameters()}, group
 
 
 def _ways_of(model: nn.Module, method: str, *, key: str, ways: Iterable[str]) -> dict[str, str]:

@@ -107,9 +107,15 @@ class GptShape:
         """Numbers in one block's matrices that a rank holds."""
         return sum(part.numbers for part in block_parts(self, tp) if part.dims == 2)
 
-    def end_parts(self, *, is_first: bool, is_last: bool) -> list[Part]:
-        """What a stage holds of the embeddings (first stage), and of the last norm and the head (last)."""
-        table = self.vocab_size * self.width
+    def end_parts(self, *, is_first: bool, is_last: bool, id_parts: int = 1) -> list[Part]:
+        """What a stage holds of the embeddings (first stage), and of the last norm and the head (last).
+
+        Args:
+            is_first: of a pipeline.
+            is_last: of a pipeline.
+            id_parts: ranks that have a part of the token ids each.
+        """
+        table = self.vocab_size * self.width // id_parts
         places = self.context * self.width if self.positions == "learned" else 0
         first = [Part("embedding.weight", 2, table), Part("embedding.positions.weight", 2, places)]
         last = [
@@ -161,6 +167,11 @@ class LayoutFacts:
         return self.batch.local_size * self.positions // self.layout.cp
 
     @property
+    def id_parts(self) -> int:
+        """Ranks that have a part of the token ids each, in the embedding and in the head."""
+        return self.layout.tp if self.layout.cuts_vocabulary(self.shape.vocab_size) else 1
+
+    @property
     def gathered_size(self) -> int:
         """Bytes of a number of a shard's parameters once they are gathered."""
         asked = self.settings.gather_dtype
@@ -180,7 +191,12 @@ class LayoutFacts:
 
     def ends(self, stage: int) -> int:
         """Numbers of embeddings, last norm and head that such a rank holds without sharding."""
-        return self.shape.end_parameters(is_first=stage == 0, is_last=stage == self.layout.pp - 1)
+        return sum(part.numbers for part in self.end_parts(stage))
+
+    def end_parts(self, stage: int) -> list[Part]:
+        """What they are of."""
+        is_last = stage == self.layout.pp - 1
+        return self.shape.end_parts(is_first=stage == 0, is_last=is_last, id_parts=self.id_parts)
 
     def held(self, stage: int) -> int:
         """Numbers that such a rank would hold without sharding."""
@@ -188,9 +204,8 @@ class LayoutFacts:
 
     def kept_by_optimizer(self, stage: int) -> int:
         """Numbers that the optimizer of such a rank would keep without sharding."""
-        ends = self.shape.end_parts(is_first=stage == 0, is_last=stage == self.layout.pp - 1)
         parts = [(self.blocks(stage), part) for part in block_parts(self.shape, self.layout.tp)]
-        parts += [(1, part) for part in ends]
+        parts += [(1, part) for part in self.end_parts(stage)]
         return sum(many * part.numbers * self.optim.num_kept(part.name, dims=part.dims) for many, part in parts)
 
     def kept_in_block(self, recompute: str) -> float:
@@ -236,32 +251,37 @@ class LayoutFacts:
     @property
     def scores(self) -> int:
         """Scores of a micro-batch on a rank; each exists for a moment only if they come in chunks."""
-        return self.tokens * self.shape.vocab_size
+        return self.tokens * self.shape.vocab_size // self.id_parts
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether they do."""
+        return self.id_parts > 1 or self.scores > PLAIN_SCORES
 
     def kept_at_end(self) -> int:
         """Bytes that last norm, head and loss keep of a micro-batch, with the input and target tokens."""
         kept = self.tokens * (self._kept_in_norm + self.kept_size * self.shape.width + INDEX)
-        if self.scores <= PLAIN_SCORES:
+        if not self.has_chunks:
             return kept + self.tokens * INDEX + FLOAT * self.scores
         # In chunks the forward pass ends with both gradients, and the targets are not needed again.
-        return kept + FLOAT * self._table
+        return kept + FLOAT * self.table
 
     def passing_at_end(self) -> tuple[int, int]:
         """Bytes held for a moment: when the loss is differentiated beside what is kept, and in the head's backward."""
         behind = FLOAT * self.tokens * 2 * self.shape.width
-        if self.scores <= PLAIN_SCORES:
+        if not self.has_chunks:
             return 2 * FLOAT * self.scores, behind + FLOAT * self.scores
         one_chunk = min(self.scores, CHUNK_SCORES) * (self.kept_size + FLOAT)
-        copy = HALF * self._table if self.half else 0
+        copy = HALF * self.table if self.half else 0
         # The kept gradient of the weight is multiplied, which makes another.
-        return max(one_chunk + copy, FLOAT * self._table), behind + FLOAT * self._table
+        return max(one_chunk + copy, FLOAT * self.table), behind + FLOAT * self.table
 
     def casts(self, stage: int) -> int:
         """Bytes of the bfloat16 copies of matrices that autocast keeps for the backward pass."""
         if not self.half or self.gathered_size == HALF:
             return 0
-        keeps_head = stage == self.layout.pp - 1 and self.scores <= PLAIN_SCORES
-        head = self._table if keeps_head else 0
+        keeps_head = stage == self.layout.pp - 1 and not self.has_chunks
+        head = self.table if keeps_head else 0
         return HALF * (self.blocks(stage) * self.shape.matrices_in_block(tp=self.layout.tp) + head)
 
     def in_flight(self, stage: int) -> float:
@@ -277,8 +297,9 @@ class LayoutFacts:
         return min(self.batch.accumulation, ranks - stage)
 
     @property
-    def _table(self) -> int:
-        return self.shape.vocab_size * self.shape.width
+    def table(self) -> int:
+        """Numbers of an embedding or a head on a rank."""
+        return self.shape.vocab_size * self.shape.width // self.id_parts
 
     @property
     def _kept_in_norm(self) -> int:
@@ -458,11 +479,11 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
 
 def _gathered(facts: LayoutFacts, stage: int, *, num_blocks: int) -> int:
     """Returns the bytes of whole parameters; `num_blocks` 0 stands for the head."""
-    shape, size, block = facts.shape, facts.gathered_size, facts.shape.block_parameters(tp=facts.layout.tp)
+    size, block = facts.gathered_size, facts.shape.block_parameters(tp=facts.layout.tp)
     if facts.layout.shard_size == 1:
         return 0
     if facts.layout.pp > 1:  # gathered parameters stay, and whole gradients add up beside them
         return (size + FLOAT) * facts.held(stage) + size * block
     if not facts.settings.reshard_after_forward:
         return size * (facts.held(stage) + block)
-    return size * (num_blocks * block or facts.ends(stage) + shape.vocab_size * shape.width)
+    return size * (num_blocks * block or facts.ends(stage) + facts.table)

@@ -72,7 +72,7 @@ class BlockShape:
         """Returns what makes the residual stream of token ids."""
         if self.positions == "learned":
             return LearnedPositions(vocab_size, self.width, context=context)
-        return nn.Embedding(vocab_size, self.width)
+        return TokenEmbedding(vocab_size, self.width)
 
     def build_angles(
         self, context: int, *, theta: float, scaling: Mapping[str, float] | None
@@ -83,7 +83,28 @@ class BlockShape:
         return rotary_table(context, self.head_width, theta=theta, scaling=scaling)
 
 
-class LearnedPositions(nn.Embedding):
+class TokenEmbedding(nn.Embedding):
+    """An embedding whose rows tensor parallelism may spread over its ranks: all of them get all vectors."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Returns (B, T, C)."""
+        weight: Any = self.weight
+        if not hasattr(weight, "placements"):
+            return super().forward(tokens_BT)
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        own_VC, mesh = weight.to_local(), weight.device_mesh
+        torch._assert_async(((tokens_BT >= 0) & (tokens_BT < len(weight))).all(), "a token is no id of the vocabulary")
+        own_BT = tokens_BT - mesh.get_local_rank() * len(own_VC)
+        is_here_BT = (own_BT >= 0) & (own_BT < len(own_VC))
+        # One rank adds a vector, the others nothing.
+        part_BTC = functional.embedding(own_BT.where(is_here_BT, 0), own_VC) * is_here_BT.unsqueeze(-1)
+        parts = DTensor.from_local(part_BTC, mesh, [Partial()], run_check=False)
+        embedded_BTC: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
+        return embedded_BTC
+
+
+class LearnedPositions(TokenEmbedding):
     """An embedding of tokens to which one of their positions is added: one part, so that one stage has both.
 
     Args:

@@ -141,12 +141,14 @@ class GPT(nn.Module):
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Returns which matrices may be cut, by pattern of names: "colwise" by outputs, "rowwise" by inputs.
 
-        Attention is cut by heads. Embedding, norms and head stay whole.
+        Attention is cut by heads, embedding and head by ids ("vocabulary") if they give equal parts. Norms stay whole.
         """
         gate = ("feed_forward.gate",) if self.shape.activation == "swiglu" else ()
         by_outputs = ("attention.q", "attention.k", "attention.v", "feed_forward.up", *gate)
         by_inputs = ("attention.out", "feed_forward.out")
         return {
+            "embedding": "vocabulary",
+            "head": "vocabulary",
             **{f"blocks.*.{name}": "colwise" for name in by_outputs},
             **{f"blocks.*.{name}": "rowwise" for name in by_inputs},
         }

@@ -9,7 +9,8 @@ On a GPU the vocabulary is padded to a multiple of 64 inside, so that the produc
 of zeros and is left out of the sums: it has no probability and no gradient, and no tensor outside knows of it.
 
 With tensor parallelism each rank computes the scores of a part of the ids; the ranks exchange two numbers per token
-and the gradients.
+and the gradients of what goes in. The weight is spread over them, or whole if the ids give no equal parts; its gradient
+is exchanged then, too.
 
 torch 2.13 has `torch.nn.functional.linear_cross_entropy`, which warns and stays eager under torch.compile, and knows no
 part of a vocabulary.
@@ -46,7 +47,7 @@ class Head(nn.Linear):
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__(width, vocab_size, bias=False)
         self.score_group = ""
-        """Name of the process group whose ranks share the work on scores; all have the same input and weight."""
+        """Name of the process group whose ranks share the work on scores; all have the same input."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Returns scores (..., V); with targets what `linear_cross_entropy` gives.
@@ -55,9 +56,15 @@ class Head(nn.Linear):
             x: (..., C).
             targets: whole numbers (...), -100 where an item does not count.
         """
+        weight: Any = self.weight
+        is_part = hasattr(weight, "placements")
         if targets is None:
-            return super().forward(x)
-        return linear_cross_entropy(x, self.weight, targets, counts=not self.training, group=self.score_group)
+            return _scores_of_parts(x, weight) if is_part else super().forward(x)
+        if is_part:
+            weight = weight.to_local()
+        return linear_cross_entropy(
+            x, weight, targets, counts=not self.training, group=self.score_group, is_part=is_part
+        )
 
 
 def linear_cross_entropy(
@@ -67,6 +74,7 @@ def linear_cross_entropy(
     *,
     counts: bool,
     group: str = "",
+    is_part: bool = False,
 ) -> Tensor:
     """Returns (1,), the sum of the cross entropy, or (2,), also how many targets have the highest score.
 
@@ -79,6 +87,7 @@ def linear_cross_entropy(
         counts: whether the second number is asked; it has no gradient.
         group: name of a process group whose ranks have the same arguments and take a part of the ids each; "" for one
             rank. Collective along it.
+        is_part: the weight has this rank's part of the ids alone; all have equally many.
 
     Raises:
         ConfigError: there is not one whole-number target for each vector.
@@ -88,7 +97,7 @@ def linear_cross_entropy(
             f"the last layer got {tuple(x.shape)} and targets of {tuple(targets.shape)}, {targets.dtype}",
             hint="give one token id per position as a target, or define training_loss(batch) on the model",
         )
-    if targets.numel() * len(weight_VC) <= _PLAIN_SCORES:
+    if not is_part and targets.numel() * len(weight_VC) <= _PLAIN_SCORES:
         scores = functional.linear(x, weight_VC)
         if not counts:
             return default_loss(scores, targets)[0].reshape(1)
@@ -102,6 +111,7 @@ def linear_cross_entropy(
         targets.flatten().long(),
         torch.get_autocast_dtype(kind) if is_lowered else x.dtype,
         group,
+        is_part,
         counts,
         torch.is_grad_enabled(),
         # In a graph this operation is one node; what it does to a chunk of scores is compiled apart.
@@ -113,8 +123,8 @@ def linear_cross_entropy(
 @torch.library.custom_op(
     "slurm_train::linear_cross_entropy",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor targets, ScalarType dtype, str group, bool counts, bool differentiates, "
-    "bool compiles) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor targets, ScalarType dtype, str group, bool is_part, bool counts, "
+    "bool differentiates, bool compiles) -> (Tensor, Tensor, Tensor)",
 )
 def _sums_and_gradients(
     x_NC: Tensor,
@@ -122,6 +132,7 @@ def _sums_and_gradients(
     targets_N: Tensor,
     dtype: torch.dtype,
     group: str,
+    is_part: bool,
     counts: bool,
     differentiates: bool,
     compiles: bool,
@@ -134,16 +145,17 @@ def _sums_and_gradients(
         targets_N: int64.
         dtype: of the products.
         group: as for `linear_cross_entropy`.
+        is_part: as for `linear_cross_entropy`.
         counts: as for `linear_cross_entropy`.
         differentiates: whether gradients are computed; else they are empty.
         compiles: whether what is done to a chunk of scores is compiled.
     """
     is_counted_N = targets_N != IGNORED
-    known = ~is_counted_N | ((targets_N >= 0) & (targets_N < len(weight_VC)))
+    bounds, rank = _bounds(len(weight_VC), group, is_part)
+    known = ~is_counted_N | ((targets_N >= 0) & (targets_N < bounds[-1]))
     torch._assert_async(known.all(), "a target is no id of the vocabulary")
     precise = torch.promote_types(dtype, torch.float32)
-    bounds, rank = _bounds(len(weight_VC), group)
-    first, own_VC = bounds[rank], weight_VC[bounds[rank] : bounds[rank + 1]]
+    first, own_VC = bounds[rank], weight_VC if is_part else weight_VC[bounds[rank] : bounds[rank + 1]]
     weight_PC = _padded(own_VC, dtype)
     sums = x_NC.new_zeros(1 + counts, dtype=precise)
     grad_x_NC = x_NC.new_empty(x_NC.shape if differentiates else 0, dtype=dtype)
@@ -179,7 +191,8 @@ def _sums_and_gradients(
                 grad_PC += scores_nP.T @ x_nC
     grad_VC = grad_PC[: len(own_VC)].to(weight_VC.dtype)
     if group and differentiates:
-        dist.all_reduce(grad_x_NC, group=_resolved(group))
+        dist.all_reduce(grad_x_NC, group=group_named(group))
+    if group and differentiates and not is_part:
         sizes = [after - before for before, after in itertools.pairwise(bounds)]
         # Ranks with one row fewer send one that nobody uses.
         parts = _gathered(functional.pad(grad_VC, (0, 0, 0, max(sizes) - len(own_VC))), group)
@@ -194,6 +207,7 @@ def _shapes(
     _targets_N: Tensor,
     dtype: torch.dtype,
     _group: str,
+    _is_part: bool,
     counts: bool,
     differentiates: bool,
     _compiles: bool,
@@ -213,7 +227,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _multiply(ctx: Any, factors: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     grad_x_NC, grad_VC = ctx.saved_tensors
-    return grad_x_NC.to(ctx.x_dtype) * factors[0], grad_VC * factors[0], *[None] * 6
+    return grad_x_NC.to(ctx.x_dtype) * factors[0], grad_VC * factors[0], *[None] * 7
 
 
 _sums_and_gradients.register_autograd(_multiply, setup_context=_keep_gradients)
@@ -275,24 +289,38 @@ def _joined(group: str, log_n: Tensor, score_n: Tensor, *best: Tensor, first: in
     return logs.logsumexp(dim=0).to(log_n.dtype), scores.sum(dim=0).to(log_n.dtype), *ids
 
 
-def _bounds(num_ids: int, group: str) -> tuple[list[int], int]:
+def _scores_of_parts(x: Tensor, weight: Any) -> Tensor:
+    """Returns the scores of all ids, from a weight whose rows are spread over a mesh of one axis. Collective."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh = weight.device_mesh
+    # The gradients of what goes in are added up.
+    x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    own = DTensor.from_local(functional.linear(x, weight.to_local()), mesh, [Shard(x.dim() - 1)], run_check=False)
+    scores: Tensor = own.redistribute(placements=[Replicate()]).to_local()
+    return scores
+
+
+def _bounds(num_ids: int, group: str, is_part: bool) -> tuple[list[int], int]:
     """Returns where each rank's ids begin, and the end, and this rank's place in the group."""
     if not group:
         return [0, num_ids], 0
-    found = _resolved(group)
+    found = group_named(group)
     world = dist.get_world_size(found)
+    num_ids *= world if is_part else 1
     return [num_ids * place // world for place in range(world + 1)], dist.get_rank(found)
 
 
 def _gathered(own: Tensor, group: str) -> list[Tensor]:
     """Returns the tensors of all ranks, in order."""
-    found = _resolved(group)
+    found = group_named(group)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(found))]
     dist.all_gather(parts, own, group=found)
     return parts
 
 
-def _resolved(group: str) -> dist.ProcessGroup:
+def group_named(name: str) -> dist.ProcessGroup:
+    """Returns the process group of a name, which a graph can hold."""
     distributed: Any = dist.distributed_c10d
-    resolved: dist.ProcessGroup = distributed._resolve_process_group(group)
+    resolved: dist.ProcessGroup = distributed._resolve_process_group(name)
     return resolved

@@ -30,9 +30,11 @@ from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import DdpSection
 from slurm_train.data.batches import MicroBatch
 from slurm_train.data.source import IGNORED, Batch, map_tensors
+from slurm_train.distributed.parallelize import own_positions
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError
+from slurm_train.models.head import group_named
 from slurm_train.train.context import Rank
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import LR_SCALE, Update
@@ -289,6 +291,8 @@ class ShardPasses(Passes):
         self._autocast, self._factor = rank.forward_autocast, factor
         self._counts = layout.owns_items(rank.place.rank)
         self._shares = [_weight(parameter, layout) for parameter in parameters]
+        of_positions, self._positions_group = own_positions(model)
+        self._of_positions = {number for number, parameter in enumerate(parameters) if parameter in of_positions}
         self._found: list[int] = []
         self._values = self._no_values()
 
@@ -318,6 +322,10 @@ class ShardPasses(Passes):
             values[STOP] = 1.0
         found = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         gradients = [local_part(_settled(parameters[number])) for number in found]
+        if self._of_positions:
+            self._add_positions(
+                [one for number, one in zip(found, gradients, strict=True) if number in self._of_positions]
+            )
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients)).double()
             if found != self._found:
@@ -327,6 +335,15 @@ class ShardPasses(Passes):
             values[SQUARES] = (norms.square() * self._weights).sum().to(values.device)
         dist.all_reduce(values)
         return gradients, values[:SQUARES] / self.num_averaged, values[SQUARES].sqrt()
+
+    def _add_positions(self, gradients: Sequence[Tensor]) -> None:
+        """Adds up, in place and in one exchange, gradients that are of this rank's positions alone."""
+        # Those that are offloaded are on the host.
+        whole = torch.cat([one.flatten() for one in gradients]).to(self._device)
+        dist.all_reduce(whole, group=group_named(self._positions_group))
+        parts = torch.split(whole, [one.numel() for one in gradients])
+        for one, part in zip(gradients, parts, strict=True):
+            one.copy_(part.view_as(one))
 
     def _no_values(self) -> Tensor:
         return torch.zeros(5, dtype=torch.float64, device=self._device)
@@ -485,7 +502,7 @@ def without_traces(module: nn.Module) -> Iterator[None]:
 def _settled(parameter: Tensor) -> Tensor:
     """Returns the gradient of a parameter, laid out as the parameter is.
 
-    That of a norm which saw a part of the positions is a part of a sum; FSDP adds such up itself, else it is done here.
+    That of a bias behind a sum by positions is a part of a sum; FSDP adds such up itself, else it is done here.
     """
     gradient: Any = parameter.grad
     placements = getattr(parameter, "placements", None)

@@ -192,6 +192,10 @@ import torch, torch.distributed as dist
 from torch.nn import functional
 from slurm_train.models import head
 from slurm_train.models.head import Head
+from torch.distributed.device_mesh import init_device_mesh
+from slurm_train.config.parallel import ParallelLayout
+from slurm_train.distributed.parallelize import _spread_ids
+from slurm_train.models.gpt import GPT
 
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -213,6 +217,24 @@ for ours, theirs in zip(
     (expected, *torch.autograd.grad(functional.cross_entropy(layer(x), targets, reduction="sum"), (x, layer.weight))),
 ):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+# The weight of 102 ids spread over the ranks, and that of an embedding that is tied to it.
+model = GPT(vocab_size=102, context=8, num_layers=1, num_heads=2, width=16).double()
+tokens, targets = torch.randint(0, 102, (2, 2, 8))
+def results():
+    loss = model(tokens, targets)[0]
+    loss.backward()
+    return [loss, model.eval()(tokens), model(tokens, targets), *(one.grad for one in model.train().parameters())]
+whole = results()
+model.zero_grad()
+mesh, layout = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), ParallelLayout(tp=world)
+_spread_ids(["embedding", "head"], model, mesh=mesh, layout=layout)
+model.head.score_group = mesh.get_group().group_name
+assert model.head.weight is model.embedding.weight and model.head.weight.to_local().shape == (34, 16)
+for ours, theirs in zip(results(), whole):
+    ours = ours.full_tensor() if hasattr(ours, "placements") else ours
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+model(tokens).sum().backward()
 print("alike", flush=True)
 os._exit(0)
 """

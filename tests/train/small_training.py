@@ -114,7 +114,7 @@ class DoubleGPT(GPT):
         self.signal_at, self.only_in, self.bad_at, self.passes = signal_at, only_in, bad_at, 0
         self.in_evaluation = in_evaluation
         if in_chunks:
-            head._PLAIN_SCORES, head._CHUNK_SCORES_ON_CPU, head._ALIGNMENT_ON_CPU = 0, 200, 8
+            head._PLAIN_SCORES, head._CHUNK_SCORES_ON_CPU, head._ALIGNMENT_ON_CPU = 0, 200, 5
         self.is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
     def forward(self, tokens_BT: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -143,7 +143,7 @@ def double_llama() -> nn.Module:
     return causal_lm(model_type="llama", config={"vocab_size": 13, "num_key_value_heads": 2, **shape}).double()
 
 
-TINY: dict[str, Any] = {"vocab_size": 13, "context": 8, "num_layers": 4, "num_heads": 4, "width": 16, "hidden": 32}
+TINY: dict[str, Any] = {"vocab_size": 16, "context": 8, "num_layers": 4, "num_heads": 4, "width": 16, "hidden": 32}
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
