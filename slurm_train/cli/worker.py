@@ -17,6 +17,10 @@ from slurm_train.train.signals import StopFlag, hold_continue, install
 def main(words: Sequence[str]) -> NoReturn:
     """Runs one rank and ends the process with its exit code; an unexpected error leaves its traceback."""
     parent = os.getppid()
+    if stage := os.environ.get("SLURM_TRAIN_STAGE"):
+        from slurm_train.launch.imports import import_from_stage
+
+        import_from_stage(stage)
     stop = StopFlag()
     install(stop)
     hold_continue()

@@ -475,6 +475,9 @@ class ClusterSection:
     """Shell lines before the ranks start, e.g. ["module load cuda/12.4"]."""
     python: str | None = None
     """Interpreter in the job; default: the one that submits."""
+    stage_python: str | None = None
+    """Folder on each node's own disk, e.g. "/tmp": Python's packages are copied there once per node, and the ranks
+    import them from there; default: from where they are installed."""
     sbatch: dict[str, Any] = field(default_factory=dict)
     """Further sbatch flags by their long names, e.g. {reservation: maint}; true: a flag without a value."""
     srun: dict[str, Any] = field(default_factory=dict)

@@ -100,6 +100,8 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
         raise ConfigError(
             f"cluster.python={python!r} is not an absolute path", hint="name the interpreter with its full path"
         )
+    if cluster.stage_python is not None:
+        _check_stage(cluster.stage_python, plan.config)
     ranks, exports = RankCommand(plan.config, plan.run, plan.directory, package), job_environment(plan.config)
     components = []
     for flags in sbatch_components(plan):
@@ -127,6 +129,19 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
         srun=" ".join(["srun", *srun, *_container_words(ranks.step_flags(exports), cluster.srun)]),
         worker=" ".join(map(_quoted, ranks.words(python=python))),
     )
+
+
+def _check_stage(folder: str, config: RunConfig) -> None:
+    if not folder.startswith("/") or not folder.isprintable():
+        raise ConfigError(
+            f"cluster.stage_python={folder!r} is not an absolute path",
+            hint="name a folder on the nodes' own disks: cluster.stage_python=/tmp",
+        )
+    if config.container is not None:
+        raise ConfigError(
+            f"cluster.stage_python={folder} copies the host's packages, but the ranks import those of container.image",
+            hint="leave cluster.stage_python out: an image is read once per node anyway",
+        )
 
 
 def _guarded(what: str, guard: Callable[..., str], *values: Any) -> str:

@@ -124,6 +124,26 @@ def built_modules(folder: str, names: Iterable[str]) -> list[str]:
 # --- in the job ---
 
 
+def installed_paths() -> list[str]:
+    """Returns the folders that installed packages are imported from, the standard library's among them."""
+    return [path for path in own_paths() if is_installed(path) and os.path.isdir(path)]
+
+
+def import_from_stage(stage: str) -> None:
+    """Makes this process import installed packages from the copies on this node's own disk, where there are any.
+
+    A variable for Python itself would reach every other Python that a rank starts.
+
+    Args:
+        stage: folder of the copies, each at its path below it.
+    """
+    sys.path[:] = [stage + path if is_installed(path) and os.path.isdir(stage + path) else path for path in sys.path]
+    # This package was imported before.
+    own = sys.modules["slurm_train"].__path__
+    own[:0] = [stage + path for path in own if os.path.isdir(stage + path)]
+    importlib.invalidate_caches()
+
+
 def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]:
     """Makes this process import the user's packages from a run's snapshot.
 

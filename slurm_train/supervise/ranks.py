@@ -27,7 +27,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import het_job_ids
-from slurm_train.slurm.commands import SlurmCommands, is_away, run_program
+from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 
 # --- does every node see the run ---
 
@@ -111,17 +111,11 @@ def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: s
 
     Asks again while there are no answers at all because Slurm's controller is away and no step can be made.
     """
-    # The working directory may be what is missing, so the step starts at the root.
-    question = ["--chdir=/", "/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
-    flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
-    if components := het_job_ids(env):
-        # Each has a number of nodes of its own. 20.11 refuses a command for each, so one for all ranks asks.
-        flags = [f"--het-group={','.join(map(str, range(len(components))))}"]
-    command = ["srun", *flags, *question]
+    question = ["/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            done = run_program(command, env=env, timeout_s=_TIMEOUT_S, cwd="/")
+            done = run_on_each_node(question, num_nodes, env, timeout_s=_TIMEOUT_S)
             output, errors, may_be_away = done.stdout, done.stderr, is_away(done.stderr)
         except subprocess.TimeoutExpired as err:
             output, errors = (_text(part) for part in (err.stdout, err.stderr))
@@ -133,6 +127,23 @@ def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: s
             said = errors.strip().splitlines()
             return answers, f"; it said: {said[-1]}" if said else ""
         time.sleep(1.0)
+
+
+def run_on_each_node(words: Sequence[str], num_nodes: int, env: Mapping[str, str], *, timeout_s: float) -> Finished:
+    """Runs a command once on each node of the job and returns how the step ended, with what all of them have said.
+
+    Where the components of a heterogeneous job have several ranks per node, it runs once for each of them.
+
+    Raises:
+        OSError: srun cannot be started.
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    if components := het_job_ids(env):
+        # Each has a number of nodes of its own. 20.11 refuses a command for each, so one for all ranks asks.
+        flags = [f"--het-group={','.join(map(str, range(len(components))))}"]
+    # The working directory may be missing there, so the step starts at the root.
+    return run_program(["srun", *flags, "--chdir=/", *words], env=env, timeout_s=timeout_s, cwd="/")
 
 
 def _text(part: str | bytes | None) -> str:

@@ -42,6 +42,7 @@ from slurm_train.supervise.monitor import (
 )
 from slurm_train.supervise.ranks import LINGER_S, ORPHAN_LINGER_S, require_seen_by_all, run_step
 from slurm_train.supervise.scheduler import SlurmJob
+from slurm_train.supervise.staging import stage_python
 from slurm_train.supervise.supervisor import refused_code
 
 
@@ -136,8 +137,10 @@ class SrunLaunch:
                 monitor.add(task)
             filled = (word.replace("{attempt}", str(attempt)) for word in self.command)
             words = [word.replace("{nodes}", str(len(nodes))) for word in filled]
+            stage = self.config.cluster.stage_python if self.config.cluster is not None else None
             env = {
                 **self.env,
+                **(stage_python(stage, run.path.parent.parent, nodes, self.env) if stage else {}),
                 "SLURM_TRAIN_ATTEMPT": str(attempt),
                 "MASTER_ADDR": _address(nodes[0], self.job),
                 "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=self.env)),

@@ -43,9 +43,11 @@ def import_from_copy(run_directory: str) -> None:
     """Has the script import the user's packages from the run's copy of the code; the worker has said so already."""
     # The first entry is the folder of this file; the package itself is found from its parent, wherever that is.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
-    from slurm_train.launch.imports import import_from_snapshot
+    from slurm_train.launch.imports import import_from_snapshot, import_from_stage
 
     del sys.path[0]
+    if stage := os.environ.get("SLURM_TRAIN_STAGE"):
+        import_from_stage(stage)
     import_from_snapshot(run_directory, python_path="")
 
 

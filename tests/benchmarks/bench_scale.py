@@ -319,16 +319,37 @@ def group(size: int, folder: Path) -> Cost:
 # What is read and written while they train.
 
 
-def starting(size: int, folder: Path) -> Cost:
+_START = """
+import os, sys
+stage, n = os.environ.get("SLURM_TRAIN_STAGE") or "/none", [0]
+sys.addaudithook(lambda event, args: n.__setitem__(0, n[0] + (event == "open" and not str(args[0]).startswith(stage))))
+import slurm_train
+if stage != "/none":
+    from slurm_train.launch.imports import import_from_stage
+    import_from_stage(stage)
+import slurm_train.cli.rank, slurm_train.train.build, slurm_train.checkpoint.tensors
+print(n[0])
+"""
+
+
+def starting(size: int, folder: Path, *, variables: Mapping[str, str] | None = None) -> Cost:
     """What a rank opens until it can train: its imports; the same at every size."""
-    code = (
-        "import sys; n = [0]\n"
-        "sys.addaudithook(lambda event, args: n.__setitem__(0, n[0] + (event == 'open')))\n"
-        "import slurm_train.cli.rank, slurm_train.train.build, slurm_train.checkpoint.tensors\n"
-        "print(n[0])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    env = {**os.environ, **(variables or {})}
+    done = subprocess.run([sys.executable, "-c", _START], env=env, capture_output=True, text=True, check=True)
     return Cost(calls=int(done.stdout))
+
+
+def starting_staged(size: int, folder: Path) -> Cost:
+    """The same with `cluster.stage_python`; what lies on the node's own disk is not counted. Copies this Python."""
+    from slurm_train.supervise.staging import stage_python
+
+    srun = folder / "srun"
+    srun.write_text('#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\nSLURMD_NODENAME=node0 exec "$@"\n')
+    srun.chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    variables = stage_python(str(folder / "disk"), folder, ("node0",), env)
+    assert variables, "the packages were not staged"
+    return starting(size, folder, variables=variables)
 
 
 def training(size: int, folder: Path) -> Cost:
@@ -570,6 +591,7 @@ PARTS = (
     Part("preflight_look", "F: preflight, one look for absent nodes", preflight_look, False, limit_s=1.0),
     Part("preflight_verdict", "G: preflight, the verdict", preflight_verdict, False),
     Part("starting", "H: start of a rank, its imports", starting, True, limit_s=60.0),
+    Part("starting_staged", "H: the same, cluster.stage_python", starting_staged, True, limit_s=300.0),
     Part("training", "I: a minute of training", training, True, limit_s=0.6),
     Part("one_look", "J: one look at the heartbeats", one_look, False, limit_s=5.0),
     Part("hang_found", "J: a hang is found", hang_found, False, "s until it is found", limit_s=60.0),

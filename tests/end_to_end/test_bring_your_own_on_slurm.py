@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +41,26 @@ def test_torchrun_style_script(person: Person) -> None:
     wait_until_finished(run)
     for rank in range(4):
         assert f"rank {rank} of 4 (local rank {rank % 2})" in run.rank_log(0, rank).read_text()
+
+
+def test_packages_come_from_the_nodes_own_disk(person: Person, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By a copy of this Python with few packages: what it is copied for is large."""
+    small, disk = tmp_path_factory.mktemp("small"), tmp_path_factory.mktemp("disk")
+    packages = Path(sysconfig.get_path("purelib"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", small], check=True)
+    copied = small / packages.relative_to(sys.prefix)
+    for name in ("hydra", "omegaconf", "antlr4", "yaml", "submitit", "cloudpickle", "xxhash", "packaging", "numpy"):
+        shutil.copytree(packages / name, copied / name)
+    for file in [*packages.glob("*.pth"), *packages.glob("typing_extensions.py")]:
+        shutil.copy(file, copied)
+    (person.folder / "where.py").write_text("import wave, yaml\nprint([one.__file__ for one in (wave, yaml)])\n")
+    asked = (f"cluster.python={small}/bin/python", f"cluster.stage_python={disk}")
+    _, run = person.types("+cluster=2x2", "script=[where.py]", *asked).job_and_run
+    wait_until_finished(run)
+    assert f"Python's packages are in {disk} on 2 of 2 nodes" in (run.logs / "batch.log").read_text()
+    for rank in range(4):
+        line = run.rank_log(0, rank).read_text().splitlines()[-1]
+        assert line.count(f"'{disk}/slurm_train_") == 2, line
 
 
 def test_a_script_that_fails_is_told_apart(person: Person) -> None:

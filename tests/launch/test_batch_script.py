@@ -130,6 +130,7 @@ def test_no_field_brings_a_control_character_into_the_script(sections: dict[str,
     ("cluster", "message"),
     [
         ({"python": "bin/python"}, "is not an absolute path"),
+        ({"stage_python": "tmp"}, "is not an absolute path"),
         ({"sbatch": {"reservation": ["a"]}}, "is not a single value"),
         ({"srun": {"mpi": {"a": 1}}}, "is not a single value"),
     ],

@@ -108,3 +108,23 @@ def test_without_a_copy_nothing_changes(tmp_path: Path) -> None:
     before = list(sys.path)
     assert import_from_snapshot(str(tmp_path), python_path="/a:/b") == ("/a:/b", [])
     assert sys.path == before
+
+
+def test_installed_packages_come_from_the_stage_where_they_are_there(tmp_path: Path) -> None:
+    installed, stage = tmp_path / "env" / "site-packages", tmp_path / "stage"
+    copied = Path(f"{stage}{installed}")
+    for folder in (installed, copied):
+        folder.mkdir(parents=True)
+        (folder / "mine.py").touch()
+        (folder / "slurm_train").symlink_to(Path(__file__).parents[2] / "slurm_train")
+    code = (
+        "import json, sys\nfrom slurm_train.launch.imports import import_from_stage\nimport_from_stage(sys.argv[1])\n"
+    )
+    code += "import mine, json.tool, slurm_train.rundir.paths as paths\n"
+    code += "print(json.dumps([mine.__file__, json.tool.__file__, paths.__file__]))"
+    words = [sys.executable, "-S", "-c", code, str(stage)]
+    env = {"PYTHONPATH": f"{installed}:{sysconfig.get_path('purelib')}"}
+    done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, check=True)
+    mine, tool, own = json.loads(done.stdout)
+    assert mine == f"{copied}/mine.py" and own == f"{copied}/slurm_train/rundir/paths.py"
+    assert tool.startswith(sysconfig.get_path("stdlib")), "what is not there comes from where it is installed"
