@@ -64,7 +64,7 @@ _UNUSED: Mapping[str, Mapping[str, Any]] = {
     "batch": {"by_length": False, "pool": 64, "growth": {}},
     "optim": {"_target_": "torch.optim.AdamW", "groups": [], "decay_samples": None},
     "ddp": {"comm": "none", "comm_start_step": 100, "powersgd_rank": 2, "average_every_steps": 8},
-    "train": {"max_epochs": None, "evaluate_from": None, "generate": None},
+    "train": {"max_epochs": None, "evaluate_from": None, "generate": None, "param_dtype": "float32"},
 }
 
 ID_DIGITS = 12
@@ -278,10 +278,10 @@ def _is_left_out(key: str) -> bool:
 def _kind_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Kind:
     target = old.get("model._target_")
     is_shape = key.removeprefix("model.") in _SHAPES.get(str(target), ())
-    # Nor would the state of one optimizer fit another.
+    # Nor would the state of one optimizer fit another, or that of one type parameters of another.
     if (
         is_shape
-        or key == "optim._target_"
+        or key in ("optim._target_", "train.param_dtype")
         or (key == "model._target_" and target in _SHAPES and new.get(key) in _SHAPES)
     ):
         return "impossible"

@@ -203,6 +203,9 @@ class TrainSection:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Autocast type; float16 uses dynamic loss scaling. auto is the fastest that all GPUs of the run have: bfloat16
     (Ampere and later), float16 (Volta, Turing), else float32; on CPUs float32."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters, and with it that of gradients, moments and checkpoints. bfloat16 takes half of the memory
+    and computes in bfloat16 everywhere, but small updates are rounded away."""
     compile: bool | Literal["auto"] = "auto"
     """Compiles model and loss with torch.compile; auto: on GPUs. The first step of each attempt then takes longer."""
     deterministic: bool = False

@@ -48,6 +48,7 @@ _SETTINGS = {
     "train.precision=bfloat16": "bf16 precision mixed_precision amp dtype torch_dtype mixed_precision_param",
     "train.precision=float16": "fp16 float16 half 16-mixed",
     "train.precision=float32": "fp32 float32 full_precision",
+    "train.param_dtype=bfloat16": "pure_bf16 full_bf16 bf16_params model_dtype param_dtype",
     "train.compile=true": "torch_compile compile use_compile compile.enable",
     "train.deterministic=true": "deterministic full_determinism",
     "train.log_every_steps={10}": "logging_steps log_every_n_steps log_interval log_freq steps_per_print",

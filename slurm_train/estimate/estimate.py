@@ -16,7 +16,15 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
-from slurm_train.estimate.memory import FLOAT, RankMemory, facts_of, fullest_rank, num_averages, replica_memory
+from slurm_train.estimate.memory import (
+    FLOAT,
+    RankMemory,
+    facts_of,
+    fullest_rank,
+    num_averages,
+    param_size,
+    replica_memory,
+)
 from slurm_train.formatting import byte_size, duration, number
 from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.launch.placement import count_local_gpus, spans_nodes
@@ -242,7 +250,8 @@ def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:
 
 def in_half(config: RunConfig, *, on_gpu: bool) -> bool:
     """Returns whether matrix products will be in a type of two bytes."""
-    return config.train.precision in ("bfloat16", "float16") or (config.train.precision == "auto" and on_gpu)
+    asked = config.train.precision
+    return asked in ("bfloat16", "float16") or (asked == "auto" and on_gpu) or config.train.param_dtype == "bfloat16"
 
 
 def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -258,7 +267,8 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
     classes = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
     if unknown := [name for name in classes if name not in ("AdamW", "Adam", "SGD", "Muon")]:
         note = "; ".join(filter(None, [note, f"of {', '.join(unknown)}, 2 numbers per parameter are assumed"]))
-    averages = num_averages(config)
+    # Averages are float32: as many of the parameters' own type.
+    averages = num_averages(config) * FLOAT // param_size(config)
     if measured is not None and layout.is_replicated:
         if "trained_bytes" not in measured:
             return {"memory_note": measured["problem"]}
@@ -281,7 +291,7 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
             return {"memory_note": "`plan --measure` builds your model without its memory and looks"}
         if facts is None:
             return {"memory_note": "no formula for this model in a layout; only the shipped GPT has one"}
-        trained, other = FLOAT * facts.shape.parameters, facts.shape.buffer_bytes
+        trained, other = facts.param_size * facts.shape.parameters, facts.shape.buffer_bytes
         stage, memory = fullest_rank(facts)
         rank, sent = f"rank of stage {stage}" if layout.pp > 1 else "rank", []
         for axis, num_bytes in traffic(facts).items():

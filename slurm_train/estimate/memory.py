@@ -1,6 +1,6 @@
 """How large the shipped GPT is, and how much memory a rank needs at the fullest moment of a step. Imports no torch.
 
-Formulas from the configuration alone. Parameters, gradients and what the optimizer keeps of each parameter are float32;
+Formulas from the configuration alone. Parameters, gradients and what the optimizer keeps of them are of one type;
 a data-parallel replica is a layout with one axis. Of activations it counts what autograd keeps of a micro-batch until
 the backward pass has used it, operation by operation as the model's `forward` has them. The way of counting is that of
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.1; the
@@ -154,12 +154,14 @@ class LayoutFacts:
     batch: BatchPlan
     settings: ParallelSection
     half: bool
-    """Whether matrix products are in bfloat16; the parameters stay float32."""
+    """Whether matrix products are in bfloat16; the parameters need not be."""
     positions: int
     """Of one sample: the data's, which may be shorter than the model's context."""
     optim: OptimSection = field(default_factory=OptimSection)
     num_averages: int = 0
-    """Averages of the parameters, e.g. of a callback `EMA`."""
+    """Averages of the parameters, e.g. of a callback `EMA`; they are float32."""
+    param_size: int = FLOAT
+    """Bytes of a number of the parameters, of their gradients and of what the optimizer keeps."""
 
     @property
     def tokens(self) -> int:
@@ -176,7 +178,7 @@ class LayoutFacts:
         """Bytes of a number of a shard's parameters once they are gathered."""
         asked = self.settings.gather_dtype
         is_half = asked == "bfloat16" or (asked == "auto" and self.half)
-        return HALF if is_half and self.layout.shard_size > 1 else FLOAT
+        return HALF if is_half and self.layout.shard_size > 1 else self.param_size
 
     @property
     def kept_size(self) -> int:
@@ -309,7 +311,8 @@ class LayoutFacts:
     @property
     def _scale(self) -> float:
         # Parameters that are gathered in bfloat16 make all that is computed with them bfloat16.
-        return self.gathered_size / FLOAT
+        # In a whole replica autocast makes the norms float32 all the same.
+        return 1.0 if self.layout.is_replicated else self.gathered_size / FLOAT
 
 
 def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, half: bool) -> LayoutFacts | None:
@@ -327,7 +330,13 @@ def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, hal
         positions=positions,
         optim=config.optim,
         num_averages=num_averages(config),
+        param_size=param_size(config),
     )
+
+
+def param_size(config: RunConfig) -> int:
+    """Returns the bytes of a number of the parameters."""
+    return HALF if config.train.param_dtype == "bfloat16" else FLOAT
 
 
 def num_averages(config: RunConfig) -> int:
@@ -411,10 +420,11 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
         loss, behind = facts.passing_at_end()
         moments += [(kept + facts.kept_at_end() + loss, 2, before), (kept + behind, 0, before)]
     own, optimizer = (
-        FLOAT * -(-numbers // layout.shard_size) for numbers in (facts.held(stage), facts.kept_by_optimizer(stage))
+        facts.param_size * -(-numbers // layout.shard_size)
+        for numbers in (facts.held(stage), facts.kept_by_optimizer(stage))
     )
     is_here = not facts.settings.cpu_offload
-    on_device = own * is_here
+    on_device, averages = own * is_here, own * facts.num_averages * FLOAT // facts.param_size
     activations, gathered, copies = max(
         ((int(kept), _gathered(facts, stage, num_blocks=count), copies) for kept, count, copies in moments),
         key=lambda moment: moment[0] + moment[1] + moment[2] * on_device,
@@ -423,10 +433,10 @@ def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
         weight_bytes=on_device + (shape.buffer_bytes if layout.is_replicated else 0),
         gradient_bytes=copies * on_device,
         optimizer_bytes=optimizer * is_here,
-        average_bytes=facts.num_averages * on_device,
+        average_bytes=averages * is_here,
         gathered_bytes=gathered,
         activation_bytes=activations,
-        offloaded_bytes=0 if is_here else (1 + facts.num_averages + copies) * own + optimizer,
+        offloaded_bytes=0 if is_here else (1 + copies) * own + averages + optimizer,
     )
 
 

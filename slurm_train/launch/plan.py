@@ -273,6 +273,14 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         f"ddp.comm={ddp.comm} does not go with the loss scale of train.precision=float16",
         f"set ddp.comm to {' or '.join(SCALABLE_COMMS)}, or choose another precision",
     )
+    if config.train.param_dtype == "bfloat16":
+        because = "train.param_dtype=bfloat16 has parameters and gradients of two bytes each"
+        for is_asked, what, instead in (
+            (config.train.precision not in ("auto", "bfloat16"), f"train.precision={config.train.precision}", "auto"),
+            (config.parallel.gather_dtype == "float32", "parallel.gather_dtype=float32", "auto"),
+            (ddp.comm != "none", f"ddp.comm={ddp.comm}", "none"),
+        ):
+            yield is_asked, f"{what} was asked, but {because}", f"set {what.partition('=')[0]}={instead}"
     if ddp.comm == "post_local_sgd":
         # The nodes' parameters differ between two averages, and a gradient may be infinite on one node only.
         every = health.check_replicas_every_steps

@@ -94,6 +94,24 @@ def begin_with(parameter: Tensor, read: Read) -> None:
             parameter.copy_(read(tuple(slice(0, size) for size in parameter.shape)))
 
 
+def lower_parameters(model: nn.Module) -> None:
+    """Makes float32 parameters bfloat16, in place, with memory or without; buffers stay as they are.
+
+    Raises:
+        ConfigError: the model has running statistics, which would be of another type than the parameters beside them.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ConfigError(
+                f"train.param_dtype=bfloat16 was asked, but {name} of {type(model).__name__} keeps running statistics, "
+                "which have to be precise",
+                hint="leave train.param_dtype=float32; train.precision=bfloat16 computes in bfloat16 all the same",
+            )
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.bfloat16()
+
+
 def first_values(model: nn.Module) -> dict[str, Read]:
     """Returns what gives the values of each parameter and buffer without memory, by name; for a model that is whole.
 

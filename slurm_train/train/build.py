@@ -45,7 +45,7 @@ from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError
 from slurm_train.metrics.progress import Display, open_display
-from slurm_train.models.first_weights import build_without_memory, fill, first_values
+from slurm_train.models.first_weights import build_without_memory, fill, first_values, lower_parameters
 from slurm_train.models.head import Head
 from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.attempts import check_fence
@@ -232,12 +232,15 @@ def build_model(config: RunConfig, *, note: Callable[[str], None] = lambda _text
         return model
 
     try:
-        return build_without_memory(build, seed=config.seed)
+        model = build_without_memory(build, seed=config.seed)
     except ConfigError:
         raise
     except Exception as err:  # a constructor that looks at values fails in many ways
         note(f"each rank builds all of {settings[TARGET]} in host memory: {type(err).__name__}: {err}")
-        return build()
+        model = build()
+    if config.train.param_dtype == "bfloat16":
+        lower_parameters(model)
+    return model
 
 
 def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory) -> None:

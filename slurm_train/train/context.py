@@ -102,6 +102,8 @@ class Rank:
     @property
     def autocast(self) -> torch.dtype | None:
         """Type of the forward pass's matrix products, None for the parameters' own; with auto known after `join`."""
+        if self.config.train.param_dtype == "bfloat16":
+            return torch.bfloat16
         return _AUTOCAST[self.precision if self.config.train.precision == "auto" else self.config.train.precision]
 
     @property

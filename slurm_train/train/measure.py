@@ -23,6 +23,7 @@ from slurm_train.config.target import TARGET, instantiate
 from slurm_train.data.batches import BatchStream
 from slurm_train.data.build import build_source
 from slurm_train.data.source import Batch, Draw, map_tensors
+from slurm_train.models.first_weights import lower_parameters
 from slurm_train.models.objective import Objective
 
 _TEXT = ("slurm_train.data.text.build", "slurm_train.data.stdlib.build")
@@ -53,6 +54,8 @@ def measure_model(config: RunConfig, *, batch_size: int, half: bool) -> dict[str
     batch = _example(config, batch_size)
     with FakeTensorMode() as mode:
         model = instantiate(config.model or {})
+        if config.train.param_dtype == "bfloat16":
+            lower_parameters(model)
     objective = Objective(model)
     # Tensors without numbers would not tell what the labels are.
     objective.look_at(batch)

@@ -255,7 +255,7 @@ class ReplicaPasses(Passes):
         assert numbers is not None
         # What torch.nn.utils.get_total_norm computes for one device, without sorting the gradients by device and type
         # again at every step (30 us).
-        return gradients, numbers, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return gradients, numbers, torch.linalg.vector_norm(_norms(gradients))
 
     def forget(self) -> None:
         """Drops the numbers."""
@@ -327,7 +327,7 @@ class ShardPasses(Passes):
                 [one for number, one in zip(found, gradients, strict=True) if number in self._of_positions]
             )
         if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients)).double()
+            norms = _norms(gradients).double()
             if found != self._found:
                 # Kept, since a copy to a GPU is waited for. Gradients that are offloaded are on the host.
                 shares = [self._shares[number] for number in found]
@@ -497,6 +497,12 @@ def without_traces(module: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 buffer.copy_(before)
         set_rng_state(streams)
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """Returns the norm of each gradient; of those in bfloat16 in float32, since they decide about clipping."""
+    lowered = gradients[0].dtype == torch.bfloat16
+    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if lowered else None))
 
 
 def _settled(parameter: Tensor) -> Tensor:

@@ -164,6 +164,15 @@ def test_averages_are_divided_as_the_parameters_are() -> None:
         assert memory.total_bytes == rank_memory(facts_of(layout), stage=0).total_bytes + memory.average_bytes
 
 
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(dp_shard=4), ParallelLayout(tp=2, dp_shard=2)])
+def test_parameters_of_two_bytes_halve_what_is_held_of_them_but_averages(layout: ParallelLayout) -> None:
+    four = replace(facts_of(layout), num_averages=1)
+    one, two = (rank_memory(facts, stage=0) for facts in (four, replace(four, param_size=2)))
+    buffers = four.shape.buffer_bytes if layout.is_replicated else 0
+    assert 2 * (two.weight_bytes - buffers) == one.weight_bytes - buffers
+    assert 2 * two.optimizer_bytes == one.optimizer_bytes and two.average_bytes == one.average_bytes
+
+
 def test_a_whole_model_holds_gradients_twice_where_micro_batches_add_up() -> None:
     one, four = (
         replica_memory(trained=10, other=1, activations=50, accumulation=count, optimizer=20) for count in (1, 4)

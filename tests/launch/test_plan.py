@@ -93,6 +93,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"train": {"precision": "float16"}, "ddp": {"comm": "powersgd"}},
         "ddp.comm=powersgd does not go with the loss scale of train.precision=float16",
     ),
+    *(
+        (
+            {"train": {"param_dtype": "bfloat16", **train}, **sections},
+            f"{asked} was asked, but train.param_dtype=bfloat16 has parameters and gradients of two bytes each",
+        )
+        for train, sections, asked in (
+            ({"precision": "float32"}, {}, "train.precision=float32"),
+            ({"precision": "float16"}, {}, "train.precision=float16"),
+            ({}, {"parallel": {"gather_dtype": "float32"}}, "parallel.gather_dtype=float32"),
+            ({}, {"ddp": {"comm": "powersgd"}}, "ddp.comm=powersgd"),
+        )
+    ),
     ({"parallel": {"dp_shard": -1}}, "parallel asks for dp_replicate -1 x dp_shard -1"),
     *(
         ({"run": {"name": name}}, f"run.name={name!r} cannot be the name of a folder and of a job")

@@ -358,3 +358,11 @@ class Stopper(Callback):
         # With the next step's exchange the ranks agree.
         if trainer.position.step + 1 in self.steps and place.rank == place.world_size - 1:
             trainer.rank.stop.request()
+
+
+class WithStatistics(Net):
+    """A model that keeps running statistics."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(**faults)
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from slurm_train.assets import read_asset
 from slurm_train.checkpoint.load import weights_digest
+from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.checkpoint.verify import read_manifest
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.small_checkpoints import checkpoint_of
@@ -324,6 +326,43 @@ def test_what_needs_numbered_samples_is_refused_for_a_stream(tmp_path: Path, sec
     ((name, section),) = sections.items()
     text = run_to_end(tmp_path / "run", config, ranks=1, code=1)
     assert f"{name}.{next(iter(section))} was asked, and the data are a stream" in text
+
+
+# "float32": the type of which the parameters are made.
+IN_TWO_BYTES: dict[str, Parallel] = {
+    "one rank": {},
+    "DDP": {"dp_replicate": 2},
+    "FSDP2 x TP2 by positions": {"dp_shard": 2, **BY_POSITIONS},
+    "FSDP2 from the host": {"dp_shard": 2, "cpu_offload": True},
+}
+
+
+def test_parameters_of_two_bytes_train_alike_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    def two_bytes(name: str, parallel: Parallel, **facts: Any) -> str:
+        config = layout_config(parallel, tied=False, dtype="float32", **{"signal_at": 0, **facts.pop("model", {})})
+        config["train"]["param_dtype"] = "bfloat16"
+        return run_to_end(tmp_path / name, config, ranks=ranks_of(parallel), **facts)
+
+    train(tmp_path / "precise", {}, tied=False, dtype="float32")
+    expected = [line["loss"] for line in steps_of(tmp_path / "precise")]
+    for name, parallel in IN_TWO_BYTES.items():
+        two_bytes(name, parallel)
+        assert [line["loss"] for line in steps_of(tmp_path / name)] == pytest.approx(expected, rel=0.02), name
+        assert expected[-1] < expected[0] - 0.1
+        found = tensor_shapes(checkpoint_of(tmp_path / name / "checkpoints", 20))
+        kept = [one.dtype for key, one in found.items() if key.endswith(("exp_avg", "exp_avg_sq", "weight"))]
+        assert len(kept) > 100 and set(kept) == {torch.bfloat16}, name
+    name = "FSDP2 x TP2 by positions"
+    model = {"signal_at": 7, "only_in": str(tmp_path / "sent")}
+    two_bytes("cut", IN_TWO_BYTES[name], code=75, model=model)
+    two_bytes("cut", IN_TWO_BYTES[name], attempt=1, model=model)
+    assert digest_of(tmp_path / "cut") == digest_of(tmp_path / name)
+
+
+def test_running_statistics_are_refused_with_parameters_of_two_bytes(tmp_path: Path) -> None:
+    config = config_of(model={"_target_": "small_training.WithStatistics"}, train={"param_dtype": "bfloat16"})
+    text = run_to_end(tmp_path / "run", config, ranks=1, code=1)
+    assert "train.param_dtype=bfloat16 was asked, but layers.1 of WithStatistics keeps running statistics" in text
 
 
 def test_dropout_belongs_to_the_samples_not_to_the_ranks(tmp_path: Path) -> None:
