@@ -24,7 +24,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigErro
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.site import gather_facts, login_name
+from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
 from slurm_train.tools.doctor.site_rules import (
     Mount,
     SiteView,
@@ -50,14 +50,21 @@ def main(words: Sequence[str]) -> int:
     if commands.is_available():
         runtimes = [name for name in _RUNTIMES if shutil.which(name)]
         try:
-            view = SiteView(facts=gather_facts(commands, user=login_name()), runtimes=runtimes)
+            facts = gather_facts(commands, user=login_name())
+            view = SiteView(
+                facts=facts,
+                runtimes=runtimes,
+                nodes=commands.node_names(),
+                federation=commands.federation(),
+                filtered=_filtered(facts, commands),
+            )
         except ClusterError as err:
             view = SiteView(away=err.message)
     findings = find_site_facts(replace(view, mount=_mount_here()))
     table, sentences = (site_table(view), in_words(view)) if view.settings else ({}, [])
     if arguments.json:
-        facts = {"site": table, "in_words": sentences} if table else {}
-        print(json.dumps({**facts, "findings": [finding.as_json() for finding in findings]}, indent=2))
+        told = {"site": table, "in_words": sentences} if table else {}
+        print(json.dumps({**told, "findings": [finding.as_json() for finding in findings]}, indent=2))
     else:
         for name, value in table.items():
             print(f"  {name:<14} {value}")
@@ -69,6 +76,16 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.flush()
         note("the nodes themselves: python -m slurm_train doctor +cluster=NxG")
     return EXIT_FAILURE if any(finding.level == "error" for finding in findings) else EXIT_DONE
+
+
+def _filtered(facts: SiteFacts, commands: SlurmCommands) -> str:
+    """Returns with which words a submit filter refuses a plain job, "" where it does not or there is none."""
+    from slurm_train.launch.acceptance import slurm_verdict
+
+    if facts.settings.get("JobSubmitPlugins", "(null)") == "(null)":
+        return ""
+    verdict = slurm_verdict("#!/bin/sh\n#SBATCH --requeue\ntrue\n", commands)
+    return "" if verdict.is_accepted else verdict.message
 
 
 def _mount_here() -> Mount | None:

@@ -227,12 +227,16 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
 
 def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
     """Returns what Slurm "says" about a script, in words, and where there is a verdict what it holds."""
-    from slurm_train.launch.acceptance import advice, slurm_verdict, too_long, unchecked
+    from slurm_train.launch.acceptance import advice, require_slurm, slurm_verdict, too_long, unchecked
     from slurm_train.slurm.commands import SlurmCommands
 
     commands = SlurmCommands(env)
     if not commands.is_available():
         return {"says": "not here: no sbatch on the PATH, so the script is not checked"}
+    try:
+        require_slurm(commands, env)
+    except ClusterError as err:
+        return {"says": f"is not asked: {err.message}; {err.hint}"}
     try:
         verdict = slurm_verdict(script, commands)
         waits = too_long(plan, commands) if verdict.is_accepted else None

@@ -463,8 +463,8 @@ class ClusterSection:
     """Nodes that the job must not use."""
     constraint: str | None = None
     """Node features, e.g. "h100"."""
-    gpu_flag: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How GPUs are requested at this site; none: no GPUs (CPU ranks)."""
+    gpu_flag: Literal["gpus-per-node", "gres", "gpus-per-task", "none"] = "gpus-per-node"
+    """How GPUs are requested at this site; gpus-per-task: where a submit filter wants it; none: no GPUs (CPU ranks)."""
     gpu_type: str | None = None
     """Type of GPU as Slurm names it, e.g. "a100"; default: any."""
     network_interface: str | None = None

@@ -59,6 +59,8 @@ class SiteFile:
     slurm_version: str = ""
     requeue: str = ""
     """How a run comes back here, in words."""
+    refuses_requeue: bool = False
+    """Whether a submit filter refuses --requeue: runs here have requeue.enabled=false."""
     kill_wait_s: float | None = None
     """From the last TERM to KILL."""
     cluster: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +144,10 @@ def settle_site(mapping: dict[Any, Any], choices: Mapping[str, str | None], over
     mapping[GROUP] = name
     # Without a cluster the run trains here, and the site's values apply to nothing.
     if isinstance(mapping.get("cluster"), Mapping):
-        mapping["cluster"] = with_site(mapping["cluster"], site, typed={split_word(word)[1] for word in overrides})
+        typed = {split_word(word)[1] for word in overrides}
+        mapping["cluster"] = with_site(mapping["cluster"], site, typed=typed)
+        if site.refuses_requeue and not typed & {"requeue", "requeue.enabled"}:
+            mapping["requeue"] = {**(mapping.get("requeue") or {}), "enabled": False}
 
 
 def _default_site() -> tuple[Any, str | None]:

@@ -284,6 +284,9 @@ def srun_flags(plan: RunPlan) -> Flags:
         "export": "ALL",
         "output": str(plan.run.logs / "attempt_{attempt}" / task_log(plan.config, plan.world)),
     }
+    if cluster.gpu_flag == "gpus-per-task":
+        # Slurm would narrow each rank to one device, which cuts peer access.
+        flags["gpu-bind"] = "none"
     if is_torchrun and len(groups) > 1:
         # The components' tasks have different numbers of cores, and srun takes one number.
         flags["cpu-bind"] = "none"

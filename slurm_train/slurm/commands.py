@@ -278,6 +278,11 @@ class SlurmCommands:
         lines = self._run(["sinfo", "-h", "-N", "-n", name, "-O", "NodeAddr:255"]).split()
         return lines[0] if lines else ""
 
+    def node_names(self) -> list[tuple[str, str, str]]:
+        """Returns NodeName, NodeAddr and host name of every node that this user can see."""
+        rows = records.split_rows(self._run(["sinfo", "-h", "-N", "-o", "%N|%o|%n"]), 3)
+        return [(name, address, host) for name, address, host in dict.fromkeys(map(tuple, rows))]
+
     def show_partition(self, name: str) -> dict[str, str]:
         """Returns the fields of `scontrol show partition`, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE", ...}."""
         return records.parse_record(self._run(["scontrol", "show", "partition", name]))

@@ -32,13 +32,18 @@ def resource_flags(cluster: ClusterSection, *, per_node: int) -> Flags:
         cluster: the settings, e.g. of partition "gpu": {"gpus-per-node": "8", "partition": "gpu"}.
         per_node: ranks, and so GPUs, of each node.
     """
-    gpus = f"{cluster.gpu_type}:{per_node}" if cluster.gpu_type else str(per_node)
+    # Under torchrun one task has all ranks of its node.
+    per_task = per_node if cluster.launcher == "torchrun" else 1
+    gpus, task_gpus = (
+        f"{cluster.gpu_type}:{number}" if cluster.gpu_type else str(number) for number in (per_node, per_task)
+    )
     memory_gb = cluster.memory_gb_per_node
     if memory_gb is None and cluster.memory_gb_per_gpu is not None:
         memory_gb = cluster.memory_gb_per_gpu * per_node
     values = {
         "gres": f"gpu:{gpus}" if cluster.gpu_flag == "gres" else None,
-        "gpus-per-node": gpus if cluster.gpu_flag not in ("gres", "none") else None,
+        "gpus-per-node": gpus if cluster.gpu_flag == "gpus-per-node" else None,
+        "gpus-per-task": task_gpus if cluster.gpu_flag == "gpus-per-task" else None,
         "cpus-per-task": cluster.cpus_per_gpu,
         # --mem=0 means all memory of the node; a unit would be wrong there.
         "mem": None if memory_gb is None else f"{memory_gb}G" if memory_gb else "0",

@@ -16,7 +16,7 @@ from slurm_train.config.schema import ClusterSection, build_config
 from slurm_train.config.site_profile import SiteFile, SitePartition, SiteQos, with_site
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen_positional
-from slurm_train.slurm.flags import flag_word, resource_flags
+from slurm_train.slurm.flags import Flags, flag_word, resource_flags
 from slurm_train.slurm.policy import (
     Association,
     NodeGroup,
@@ -314,7 +314,7 @@ def _number(text: str | None) -> int | None:
 
 
 def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | None = None) -> str:
-    """Returns a batch script that asks for one whole node of a partition, as a run would.
+    """Returns a batch script that asks for one whole node of a partition and to be requeued, as a run would.
 
     Args:
         site: the site.
@@ -326,7 +326,8 @@ def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | No
     given = {key: value for key, value in settings.items() if value is not None}
     per_node = site.partitions[partition].gpus_per_node or 1
     flags = resource_flags(build_config(ClusterSection, given), per_node=per_node)
-    flags = {"nodes": "1", "ntasks-per-node": str(per_node), **flags}
+    returns: Flags = {} if site.refuses_requeue else {"requeue": True}
+    flags = {"nodes": "1", "ntasks-per-node": str(per_node), **flags, **returns}
     return "\n".join(["#!/bin/sh", *(f"#SBATCH {flag_word(*flag)}" for flag in flags.items()), "true", ""])
 
 
@@ -343,6 +344,9 @@ def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> t
         changes, reason = None, ""
         for variant in _variants(site, name, partitions.get(name)):
             verdict = ask(trial_script(site, name, variant))
+            if verdict.refusal is Refusal.REQUEUE and not site.refuses_requeue:
+                site = replace(site, refuses_requeue=True, requeue="refused here: a run comes back by `resume` alone")
+                verdict = ask(trial_script(site, name, variant))
             if verdict.is_accepted:
                 changes = variant
                 break
@@ -388,7 +392,7 @@ def _spellings(site: SiteFile, name: str, partition: Partition | None) -> Iterat
     known = {group.gpu_type for group in partition.groups if group.gpus_per_node} - {""} if partition else set()
     types = [kind, *sorted(known - {kind})] if kind else [None, *sorted(known)]
     other = "gres" if flag == "gpus-per-node" else "gpus-per-node"
-    for spelled in (flag, other):
+    for spelled in (flag, other, "gpus-per-task"):
         for one in types[:2]:
             if (spelled, one) != (flag, kind):
                 yield {"gpu_flag": spelled, "gpu_type": one}
@@ -429,7 +433,12 @@ def render_site(site: SiteFile, *, name: str, problems: list[str]) -> str:
     def dump(values: Mapping[str, Any]) -> str:
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6) if values else ""
 
-    head = _known(slurm_version=site.slurm_version, requeue=site.requeue, kill_wait_s=site.kill_wait_s)
+    head = _known(
+        slurm_version=site.slurm_version,
+        requeue=site.requeue,
+        refuses_requeue=site.refuses_requeue or None,
+        kill_wait_s=site.kill_wait_s,
+    )
     sections = {
         "cluster": site.cluster,
         "partitions": {key: _known(**asdict(one)) for key, one in site.partitions.items()},

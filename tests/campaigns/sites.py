@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from tests.support.waiting import wait_for
 
 PATIENCE_S = 240.0
 STAGES = ("submit", "preempt", "cancel", "resume")
-VERBS = ("init", "doctor", "plan")
+VERBS = ("init", "doctor", "plan", "doctor +cluster=2x1")
 _SUITE = "bookworm"
 _STEPS = 100
 _WORDS = (*TINY, "train.threads=1", f"train.max_steps={_STEPS}", "checkpoint.every_steps=20", "model.step_s=0.3")
@@ -82,12 +82,11 @@ SITES = (
     Site("partition-cancel"),
     Site("partition-suspend"),
     Site("no-requeue"),
-    Site("requeue-refused", refusal="set requeue.enabled=false"),
+    Site("requeue-refused"),
     Site("typed-gpus", urgent=("--gres=gpu:a100:1",)),
     Site("gpu-3090"),
     Site(
         "gpus-per-task",
-        words=("cluster.gpu_flag=none", "cluster.sbatch.gpus-per-task=1"),
         urgent=("--gpus-per-task=1",),
     ),
     Site("no-gres"),
@@ -222,20 +221,28 @@ def _said(person: Person) -> dict[str, list[str]]:
     texts = {"init": done.err + (file.read_text() if file.exists() else "")}
     found = json.loads(person.types("doctor", "--json").out)
     rows = [f"{name}: {value}" for name, value in found.get("site", {}).items()]
-    findings = [f"{one['level']}: {one['code']}: {one['seen']}" for one in found["findings"]]
+    findings = [_in_a_line(one) for one in found["findings"]]
     texts["doctor"] = "\n".join([*rows, *found.get("in_words", ()), *findings])
-    texts["plan"] = person.types("plan", "+cluster=2x1", *(("site=here",) if file.exists() else ()), *_WORDS).err
-    # The estimated start and paths differ each time.
-    changing = re.compile(r"\d{4}-\d\d-\d\dT[\d:]+|/tmp/\S+")
+    chosen = ("site=here",) if file.exists() else ()
+    texts["plan"] = person.types("plan", "+cluster=2x1", *chosen, *_WORDS).err
+    looked = person.types("doctor", "--json", "+cluster=2x1", *chosen, *_WORDS, timeout_s=PATIENCE_S)
+    on_nodes = json.loads(looked.out)["findings"] if looked.out else []
+    texts[VERBS[-1]] = "\n".join(_in_a_line(one) for one in on_nodes) or looked.err
+    # The estimated start, paths and numbers of jobs differ each time.
+    changing = re.compile(r"\d{4}-\d\d-\d\dT[\d:]+|/tmp/\S+|job \d+")
     return {
         verb: [changing.sub("...", " ".join(line.split())) for line in text.splitlines() if line.strip()]
         for verb, text in texts.items()
     }
 
 
+def _in_a_line(finding: Mapping[str, str]) -> str:
+    return f"{finding['level']}: {finding['code']} {finding['node']}: {finding['seen']}".replace(" :", ":")
+
+
 def _life(person: Person, site: Site) -> Iterator[str]:
     """Yields in words how each stage went."""
-    # Where a submission is refused, `init` may have been.
+    # Where a submission is refused, `init` has been.
     chosen = () if site.refusal else ("site=here",)
     done = person.types("+cluster=2x1", *chosen, *_WORDS, "run.name=life", *site.words)
     if site.refusal:
@@ -246,7 +253,7 @@ def _life(person: Person, site: Site) -> Iterator[str]:
     job, one = done.job_and_run
     wait_until_step(one, 4, within_s=PATIENCE_S)
     yield "trains"
-    yield _preempt(one, job, site)
+    yield _preempt(person, one, job, site)
     done = person.types("cancel", one.name)
     assert done.code == 0, done.out + done.err
     entry = wait_until_ended(one)[-1]
@@ -259,7 +266,7 @@ def _life(person: Person, site: Site) -> Iterator[str]:
     yield f"goes on from step {read_ledger(one)[-1]['first_step']} to the end"
 
 
-def _preempt(one: RunDirectory, job: str, site: Site) -> str:
+def _preempt(person: Person, one: RunDirectory, job: str, site: Site) -> str:
     by = command("scontrol", "show", "config").partition("PreemptType")[2].split()[1]
     if by in ("preempt/none", "(null)"):
         return "nobody preempts"
@@ -274,7 +281,9 @@ def _preempt(one: RunDirectory, job: str, site: Site) -> str:
         return job_state(urgent) in ("COMPLETED", "")
 
     wait_for(has_run, within_s=PATIENCE_S, what="the end of the job that preempts")
-    stopped_at = max(losses(one))
+    stopped_at, is_over = max(losses(one)), read_ledger(one)[0].get("action") == "stop"
+    if is_over:
+        assert person.types("resume", one.name).job_and_run[1].path == one.path
     wait_until_step(one, stopped_at + 4, within_s=PATIENCE_S)
     first, *later = read_ledger(one)
     if not later:
@@ -283,6 +292,7 @@ def _preempt(one: RunDirectory, job: str, site: Site) -> str:
     again = first["last_step"] - later[0]["first_committed"]
     same = "the same job" if str(first["job_id"]) == str(later[0]["job_id"]) else "another job"
     steps = "no step done again" if not again else f"{again} steps done again"
+    same = f"waits for `resume`, then {same}" if is_over else same
     return f"{first['reason']}; {same} goes on, {steps}" + (f"; {len(later)} attempts" if len(later) > 1 else "")
 
 

@@ -95,6 +95,15 @@ def test_memory_per_node_replaces_memory_per_gpu() -> None:
     assert cluster_of("site=big", "cluster.memory_gb_per_node=0").memory_gb_per_gpu is None
 
 
+@pytest.mark.parametrize(("words", "comes_back"), [((), False), (("requeue.enabled=true",), True)])
+def test_a_site_that_refuses_requeue_has_runs_that_wait_for_resume(
+    words: tuple[str, ...], comes_back: bool, home: Path
+) -> None:
+    (home / ".config/slurm_train/site/strict.yaml").write_text("refuses_requeue: true\n")
+    settings = composed("+cluster=1x8", "site=strict", *words)
+    assert settings.config.requeue.enabled is comes_back
+
+
 def test_each_point_of_a_sweep_gets_the_values_of_its_partition() -> None:
     words = read_words(["-m", "+cluster=1x8", "site=big"])
     points = [[*words.overrides, f"cluster.partition={name}"] for name in ("a100", "debug")]

@@ -89,6 +89,9 @@ class FakeSlurmCommands:
             raise ClusterError(f"`scontrol show job {job_id}` ended with exit code 1: Invalid job id specified")
         return dict(self.fields[job_id])
 
+    def node_names(self) -> list[tuple[str, str, str]]:
+        return []
+
     def federation(self) -> str:
         return ""
 

@@ -167,6 +167,8 @@ KEYS = [
     ({"memory_gb_per_gpu": 60, "memory_gb_per_node": 0}, "mem", "0"),
     ({"gpu_flag": "gres", "gpus_per_node": 4}, "gres", "gpu:4"),
     ({"gpu_flag": "gres", "gpu_type": "a100", "gpus_per_node": 4}, "gres", "gpu:a100:4"),
+    ({"gpu_flag": "gpus-per-task", "gpu_type": "a100", "gpus_per_node": 4}, "gpus-per-task", "a100:1"),
+    ({"gpu_flag": "gpus-per-task", "launcher": "torchrun", "gpus_per_node": 4}, "gpus-per-task", "4"),
     ({"gpu_type": "a100_3g.20gb", "gpus_per_node": 4}, "gpus-per-node", "a100_3g.20gb:4"),
     ({"sbatch": {"nice": 100}}, "nice", "100"),
     ({"sbatch": {"exclusive": False}}, "exclusive", None),
@@ -180,12 +182,16 @@ def test_a_key_becomes_its_sbatch_flag(cluster: dict[str, Any], flag: str, value
 
 
 @pytest.mark.parametrize(
-    ("gpu_flag", "present"), [("gpus-per-node", "gpus-per-node"), ("gres", "gres"), ("none", None)]
+    ("gpu_flag", "present"),
+    [("gpus-per-node", "gpus-per-node"), ("gres", "gres"), ("gpus-per-task", "gpus-per-task"), ("none", None)],
 )
 def test_gpus_are_asked_for_in_one_way_only(gpu_flag: str, present: str | None) -> None:
     sbatch, srun = flags_of(gpu_flag=gpu_flag, gpus_per_node=2)
     assert {"gpus-per-node", "gres", "gpus", "gpus-per-task"} & set(sbatch) == ({present} if present else set())
-    assert not {"gpus-per-task", "gpu-bind"} & set(srun), "narrowing ranks to one device cuts peer access"
+    assert "gpus-per-task" not in srun
+    assert srun.get("gpu-bind") == ("none" if gpu_flag == "gpus-per-task" else None), (
+        "narrowing ranks to one device cuts peer access"
+    )
 
 
 PROTECTED = [

@@ -229,6 +229,12 @@ def test_a_federation_is_known_by_its_name(said: str, name: str) -> None:
     assert SlurmCommands({}, runner=Script(scontrol=ok(said))).federation() == name
 
 
+def test_a_node_of_two_partitions_is_named_once() -> None:
+    said = "n001|10.98.76.11|blade1\nn001|10.98.76.11|blade1\nn002|10.98.76.12|blade2\n"
+    names = [("n001", "10.98.76.11", "blade1"), ("n002", "10.98.76.12", "blade2")]
+    assert SlurmCommands({}, runner=Script(sinfo=ok(said))).node_names() == names
+
+
 def test_the_fake_has_the_methods_of_the_real_thing() -> None:
     for name, method in inspect.getmembers(SlurmCommands, inspect.isfunction):
         if not name.startswith("_"):

@@ -173,7 +173,10 @@ def configuration(plan: ClusterPlan, *, nsswitch: str = "", slurm: tuple[int, ..
     gpu_nodes = compact_nodelist(list(names.values()))
     absent = [habit.names.slurm.format(index) for index in range(plan.nodes + 1, habit.num_known + 1)]
     nodelist = compact_nodelist([*names.values(), *absent])
-    nodes += f"NodeName={compact_nodelist(absent)} {shape} State=DOWN\n" if absent else ""
+    if absent:
+        # Addresses of documentation: Slurm wants each to resolve, and nobody is there.
+        ends = f"NodeAddr=192.0.2.[{plan.nodes + 1}-{habit.num_known}]"
+        nodes += f"NodeName={compact_nodelist(absent)} {ends} {shape} State=DOWN\n"
     values = {
         "state": plan.state_dir,
         "conf": plan.conf_dir,

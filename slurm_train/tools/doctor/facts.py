@@ -113,6 +113,9 @@ class NodeFacts:
     """Folders of the configured data with nothing in them, as a mount point without its mount."""
     disks: list[DiskFacts] = field(default_factory=list)
 
+    lacks_scontrol: bool = False
+    """Whether the job's own Slurm has no scontrol here."""
+
     gpus: list[GpuFacts] | None = None
     """None where there is no NVML."""
     num_gpus: int | None = None

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import string
 import struct
@@ -114,6 +115,8 @@ def read_node(
         gpus=gpus,
         num_gpus=num_gpus,
         gpu_errors=logged_errors(),
+        # A container has none, and the supervisor, who calls it, is outside.
+        lacks_scontrol="SLURM_JOB_ID" in env and config.container is None and shutil.which("scontrol") is None,
     )
 
 

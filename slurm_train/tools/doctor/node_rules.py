@@ -38,6 +38,7 @@ HINTS = {
     "CODE_DRIFT": "the node has another copy of the run directory: look at its mounts",
     "CONFIG_DRIFT": "compare the files from both nodes; a mount or a cache there is old",
     "DATA_MISSING": "mount the same data there, or name a path that every node sees",
+    "NO_SCONTROL": "nothing; with it a job keeps its id and its place: ask for Slurm's commands on the nodes",
     "VERSION_DRIFT": "install the same environment on every node, or use one on a path that all share",
     "FS_STALE": "the path is not shared, or its cache is late: see `findmnt -T RUN_DIRECTORY` on both nodes",
     "DISK_FULL": "free some room, lower checkpoint.keep, or name another place",
@@ -329,6 +330,12 @@ def _odd_nodes(job: Job) -> Iterator[Finding]:
                 yield warning("VERSION_DRIFT", name, seen)
 
 
+def _missing_scontrol(job: Job) -> Iterator[Finding]:
+    for node in job.nodes:
+        if node.lacks_scontrol:
+            yield warning("NO_SCONTROL", node.node, "has no scontrol: a run that is preempted goes on as another job")
+
+
 def _unwritable_places(job: Job) -> Iterator[Finding]:
     for node, disk in ((one.node, disk) for one in job.nodes for disk in one.disks):
         full_mb, low_mb = _FULL_MB.get(disk.role, (0, 0))
@@ -439,7 +446,16 @@ def _speeds_of(gpus: Iterable[GpuSpeed]) -> list[tuple[float, float]]:
 
 _RULES = (
     *(_mismatched_ranks, _scarce_resources, _unreached_rank_0, _taken_port, _absent_nodes, _misleading_interfaces),
-    *(_between_nodes, _other_files, _odd_nodes, _unwritable_places, _faulty_gpus, _slow_gpus, slow_nodes),
+    *(
+        _between_nodes,
+        _other_files,
+        _odd_nodes,
+        _missing_scontrol,
+        _unwritable_places,
+        _faulty_gpus,
+        _slow_gpus,
+        slow_nodes,
+    ),
 )
 
 

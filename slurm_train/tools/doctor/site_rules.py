@@ -17,7 +17,7 @@ from pathlib import PurePath
 from slurm_train.formatting import duration, shorten
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import Finding
-from slurm_train.slurm.policy import Partition, Preemption
+from slurm_train.slurm.policy import Partition, Preemption, duration_s
 from slurm_train.slurm.site import SiteFacts, default_qos, preempting_qos, preemption_in
 from slurm_train.tools.doctor.facts import error, merge, note, warning
 
@@ -76,6 +76,12 @@ class SiteView:
     facts: SiteFacts = field(default_factory=SiteFacts)
     runtimes: Sequence[str] = ()
     """Container runtimes on the PATH."""
+    nodes: Sequence[tuple[str, str, str]] = ()
+    """NodeName, NodeAddr and host name of each node."""
+    federation: str = ""
+    """The federation that the cluster is one of."""
+    filtered: str = ""
+    """With which words a submit filter refuses a plain job that asks for --requeue, "" where it does not."""
     mount: Mount | None = None
     """The file system of the folder that runs are submitted from."""
 
@@ -114,6 +120,13 @@ HINTS = {
     "TIME_LIMITS": "nothing: a run saves before its limit and is requeued; cluster.time_limit_min sets one",
     "USER_SIGNAL": "nothing: both mean that the ranks save now",
     "SUBMIT_FILTER": "`plan` shows what it refuses; where it takes --requeue away, another job continues a run",
+    "FILTER_REFUSES": "`init` tries what it takes: how GPUs are asked for, and requeue.enabled=false",
+    "FEDERATION": "use a cluster that is in none: status, cancel and requeues ask one cluster alone",
+    "HIDDEN_ACCOUNTING": "nothing: a save is not left out for want of time, and a lost attempt may be called `lost`",
+    "MIN_JOB_AGE": "nothing: `status` reads the run's own files, and asks accounting where there is one",
+    "INTERACTIVE_STEP": "nothing: what is typed there is the same as on a login node",
+    "CPU_BINDING": "cluster.cpus_per_gpu says how many CPUs each rank and its data workers get",
+    "NODE_NAMES": "nothing: ranks meet at the address that Slurm itself uses where a name does not resolve",
     "NO_REQUEUE": "nothing: submit.sh says --requeue; scripts of your own have to say it, too",
     "LOG_TRUNCATED": "nothing: submit.sh says --open-mode=append; scripts of your own have to say it, too",
     "JOB_ENDS": "a wrapper around your program has to end with `exec`",
@@ -138,6 +151,11 @@ _SETTINGS = (
         *("JobSubmitPlugins", "lua", "SUBMIT_FILTER"),
         "JobSubmitPlugins=lua: a script of the site may change or refuse what a job asks for",
     ),
+    (
+        *("LaunchParameters", "use_interactive_step", "INTERACTIVE_STEP"),
+        "LaunchParameters=use_interactive_step: salloc gives a shell on the first node",
+    ),
+    ("TaskPlugin", "affinity", "CPU_BINDING", "task/affinity: each rank is bound to the CPUs that it asks for"),
     ("JobRequeue", "0", "NO_REQUEUE", "JobRequeue=0: jobs are not requeued unless they ask for it"),
     ("JobFileAppend", "0", "LOG_TRUNCATED", "JobFileAppend=0: a requeue empties the log of a job"),
     (
@@ -219,6 +237,14 @@ def _settings(view: SiteView) -> Iterator[Finding]:
         yield warning("NO_ACCOUNTING", "", seen)
     elif any(problem.startswith(("accounts", "QOS")) for problem in view.facts.problems):
         yield warning("NO_ACCOUNTING", "", f"accounting does not answer: {view.facts.problems[0]}")
+    elif (host := view.settings.get("AccountingStorageHost", "")) in ("localhost", "127.0.0.1", "::1"):
+        seen = f"AccountingStorageHost={host}: nodes cannot ask accounting for the grace of a preemption or a job's end"
+        yield note("HIDDEN_ACCOUNTING", seen)
+    age_s = duration_s(view.settings.get("MinJobAge", ""))
+    if age_s is not None and age_s < _SHORT_S:
+        yield note("MIN_JOB_AGE", f"MinJobAge={age_s:g} s: so soon after its end slurmctld has forgotten a job")
+    if view.filtered:
+        yield warning("FILTER_REFUSES", "", f"a plain job that asks for --requeue is refused: {view.filtered}")
     size = view.settings.get("MaxArraySize", "")
     if size.isdigit() and int(size) < 2:
         yield warning("ARRAY_SIZE", "", f"MaxArraySize={size}: there are no job arrays")
@@ -226,6 +252,18 @@ def _settings(view: SiteView) -> Iterator[Finding]:
         yield note("ARRAY_SIZE", f"MaxArraySize={size}: a sweep has {size} runs in an array")
     if view.runtimes:
         yield note("CONTAINERS", f"container runtimes here: {shorten(view.runtimes)}")
+
+
+def _names(view: SiteView) -> Iterator[Finding]:
+    """Nodes that are known by several names, or by an address alone, and clusters that send jobs elsewhere."""
+    if view.federation:
+        yield error("FEDERATION", "", f"this cluster is one of the federation {view.federation}: runs are refused here")
+    for name, address, host in view.nodes:
+        called = [f"calls itself {host}"] if host != name else []
+        called += [f"is reached at {address}"] if address not in (name, host) else []
+        if called:
+            yield note("NODE_NAMES", f"what Slurm calls {name} {' and '.join(called)}")
+            return
 
 
 def _file_system(view: SiteView) -> Iterator[Finding]:
@@ -251,7 +289,7 @@ def _file_system(view: SiteView) -> Iterator[Finding]:
         yield note("NFS_OLD", seen)
 
 
-_RULES = (_no_answers, _time_to_save, _partitions, _settings, _file_system)
+_RULES = (_no_answers, _time_to_save, _partitions, _settings, _names, _file_system)
 
 
 def requeue_delay_s(settings: Mapping[str, str]) -> float:
@@ -273,7 +311,7 @@ def site_table(view: SiteView) -> dict[str, str]:
         "a job goes to": "not known" if usual is None else f"partition {usual.name}, QOS {view.qos or 'none'}",
         "working nodes": shorten(nodes, most=8) or "none",
         "preemption": f"{setting('PreemptType')}, mode {setting('PreemptMode')}",
-        **{name: setting(name) for name in ("KillWait", "JobRequeue", "JobFileAppend", "MaxArraySize")},
+        **{name: setting(name) for name in ("SlurmUser", "KillWait", "JobRequeue", "JobFileAppend", "MaxArraySize")},
         "accounting": setting("AccountingStorageType"),
         "containers": shorten(view.runtimes) or "none on the PATH",
     }

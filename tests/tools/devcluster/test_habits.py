@@ -49,6 +49,7 @@ def test_nodes_that_are_not_there_are_known_and_down():
     lines = of("many-nodes", "partition-requeue")["slurm.conf"].splitlines()
     nodes = [line for line in lines if line.startswith("NodeName=")]
     assert len(nodes) == 3 and nodes[2].startswith("NodeName=rack1-n[003-200] ") and nodes[2].endswith(" State=DOWN")
+    assert " NodeAddr=192.0.2.[3-200] " in nodes[2]
     assert [line.split()[1] for line in lines if line.startswith("PartitionName=")] == ["Nodes=rack1-n[001-200]"] * 2
 
 

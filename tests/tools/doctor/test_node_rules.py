@@ -245,6 +245,8 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
      "has torch 2.12.0, the other nodes have 2.13.0"),
     ("VERSION_DRIFT", WARNING, "node2", node("node2", versions={**VERSIONS, "driver": "550.2"}),
      "has driver 550.2, the other nodes have 570.1"),
+    ("NO_SCONTROL", WARNING, "", node(*NODES, lacks_scontrol=True),
+     "has no scontrol: a run that is preempted goes on as another job"),
     ("FS_STALE", ERROR, "node2, node3", probe(node2={"unseen": ["node3"]}),
      "node2 does not see what node3 wrote into the run directory"),
     ("FS_STALE", BLAMES, "node3", probe(node2={"unseen": ["node3"]}, node3={"unseen": ["node1", "node2"]}),

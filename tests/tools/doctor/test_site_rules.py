@@ -65,6 +65,10 @@ def test_the_devcluster_in_words() -> None:
         ({"ProctrackType": "proctrack/cgroup"}, "JOB_ENDS", "note"),
         ({"PreemptParameters": "send_user_signal"}, "USER_SIGNAL", "note"),
         ({"AccountingStorageType": "accounting_storage/none"}, "NO_ACCOUNTING", "warning"),
+        ({"AccountingStorageHost": "127.0.0.1"}, "HIDDEN_ACCOUNTING", "note"),
+        ({"MinJobAge": "2 sec"}, "MIN_JOB_AGE", "note"),
+        ({"LaunchParameters": "use_interactive_step"}, "INTERACTIVE_STEP", "note"),
+        ({"TaskPlugin": "task/affinity,task/cgroup"}, "CPU_BINDING", "note"),
         ({"MaxArraySize": "1"}, "ARRAY_SIZE", "warning"),
         ({"SelectType": "select/cons_res"}, "GPU_FLAG", "warning"),
     ],
@@ -121,6 +125,18 @@ def test_a_grace_that_nobody_tells_is_not_called_none() -> None:
     assert "NO_GRACE" not in codes(view) and codes(view)["SHORT_GRACE"] == "note"
     assert "TERM again after a grace that is not known, and KILL 5 s later" in in_words(view)[0]
     assert "a save take less than that; else" in in_words(view)[2]
+
+
+def test_names_that_differ_are_told_of_the_first_node_that_has_them() -> None:
+    view = replace(view_of("devcluster"), nodes=[("n1", "n1", "n1"), ("n2", "10.0.0.2", "blade2"), ("n3", "x", "y")])
+    seen = [one.seen for one in find_site_facts(view) if one.code == "NODE_NAMES"]
+    assert seen == ["what Slurm calls n2 calls itself blade2 and is reached at 10.0.0.2"]
+    assert "NODE_NAMES" not in codes(replace(view, nodes=[("n1", "n1", "n1")]))
+
+
+def test_federations_and_filters_are_told() -> None:
+    view = replace(view_of("devcluster"), federation="fed", filtered="do not use --requeue here")
+    assert (codes(view)["FEDERATION"], codes(view)["FILTER_REFUSES"]) == ("error", "warning")
 
 
 def test_container_runtimes_are_named() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from slurm_train.config.site_profile import SiteFile
 from slurm_train.slurm.policy import Refusal, TestVerdict
-from slurm_train.tools.site import build_profile, trial_script, try_site
+from slurm_train.tools.site import build_profile, render_site, trial_script, try_site
 from tests.tools.site.sites import facts_of
 
 YES = TestVerdict(is_accepted=True)
@@ -28,7 +28,7 @@ def test_the_script_asks_for_a_whole_node_as_a_run_would() -> None:
     assert trial_script(site, "h100") == (
         "#!/bin/sh\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n"
         "#SBATCH --cpus-per-task=24\n#SBATCH --mem=1124G\n#SBATCH --partition=h100\n#SBATCH --account=ml\n"
-        "#SBATCH --qos=normal\n#SBATCH --time=1440\ntrue\n"
+        "#SBATCH --qos=normal\n#SBATCH --time=1440\n#SBATCH --requeue\ntrue\n"
     )
 
 
@@ -41,6 +41,17 @@ def test_the_spelling_of_gpus_is_found_by_trying() -> None:
     site, problems = tried("devcluster", lambda script: "--gres=gpu:8" in script)
     assert (site.cluster["gpu_flag"], problems) == ("gres", [])
     assert "gpu_flag" not in site.partitions["main"].cluster
+
+
+def test_gpus_per_task_are_asked_for_where_nothing_else_is_taken() -> None:
+    site, problems = tried("devcluster", lambda script: "--gpus-per-task=1" in script)
+    assert (site.cluster["gpu_flag"], problems) == ("gpus-per-task", [])
+
+
+def test_requeue_is_left_out_where_it_is_refused() -> None:
+    site, problems = tried("devcluster", lambda script: "--requeue" not in script, Refusal.REQUEUE)
+    assert site.refuses_requeue and problems == []
+    assert "refuses_requeue: true\n" in render_site(site, name="here", problems=[])
 
 
 def test_a_type_that_must_be_named_is_named() -> None:
