@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -294,6 +295,7 @@ def shard(
     for block in units(model):
         fully_shard(block, **options, reshard_after_forward=settings.reshard_after_forward)
     ends: Sequence[Sequence[str]] = getattr(model, "sharding_ends", tuple)()
+    in_order: list[Any] = list(units(model))
     for end in ends:
         # What another stage has is without parameters here.
         parts = [part for part in map(model.get_submodule, end) if any(True for _ in part.parameters())]
@@ -301,6 +303,11 @@ def shard(
         frees = settings.reshard_after_forward and end != ends[-1]
         if parts:
             fully_shard(parts, **options, reshard_after_forward=frees)
+            in_order = [*in_order, parts[0]] if end == ends[-1] else [parts[0], *in_order]
+    # A host that is slow to launch kernels would launch the next gathering too late for it to hide behind this part's
+    # work. The order of the backward pass torch finds out by itself. A pipeline's parameters stay gathered.
+    for part, following in itertools.pairwise(in_order if layout.pp == 1 else []):
+        part.set_modules_to_forward_prefetch([following])
     # An embedding whose output is dealt out by positions returns a view; nothing here writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if policy and has_own_loss(model):

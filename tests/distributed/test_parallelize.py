@@ -79,6 +79,7 @@ from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.parallelize import build_mesh, parallelize
 from slurm_train.models import blocks
 from slurm_train.models.gpt import GPT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 layout = ParallelLayout(dp_shard=2)
@@ -95,6 +96,28 @@ for tied in (False, True):
     assert (left is None) == (not tied)
     model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
 assert seen == {(torch.float32, torch.bfloat16)}, seen
+
+class Order(TorchDispatchMode):
+    # Gatherings are "+", matrix products ".".
+
+    def __init__(self):
+        super().__init__()
+        self.text = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        self.text += "+" * ("allgather" in name) + "." * (name in ("aten.mm.default", "aten.addmm.default"))
+        return func(*args, **(kwargs or {}))
+
+for tied in (False, True):
+    model = GPT(num_layers=3, width=32, num_heads=2, tied=tied)
+    parallelize(model, layout=layout, mesh=mesh, roots=[model], settings=settings, compiles=False)
+    with Order() as order, torch.no_grad():
+        model(torch.zeros(2, 8, dtype=torch.int64))
+    # A block has six products. Before them the next block's parameters are asked for, at the end those of the head; a
+    # tied embedding is in the root, which is first.
+    expected = "+++......+............." if tied else "+++......+......+......."
+    assert order.text == expected, (tied, order.text)
 
 class OwnLoss(torch.nn.Module):
     def __init__(self):
