@@ -142,7 +142,7 @@ def _said_at(site: Site, folder: Path) -> dict[str, list[str]]:
 
 def _typed_at(site: Site, what: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Yields what `type_here` prints in a cluster of such a site, or the "problem" that there is none."""
-    slurm = ("--slurm", f"{_SUITE}/sites")
+    slurm = ("--slurm", f"{_SUITE}/{what}")
     try:
         habits = ("--site", site.habits) if site.habits else ()
         up = devcluster("up", *slurm, "--nodes", "2", "--gpus", "2", *habits)
