@@ -201,6 +201,11 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         rows.append(("container", f"{config.container.kind} {config.container.image}"))
     if config.cluster is not None:
         rows += [("site", config.site)] if config.site else []
+        if spares := config.cluster.spare_nodes:
+            held = plan.num_devices / world.size - 1
+            rows.append(
+                ("spare nodes", f"{spares}, which wait for a lost or bad node's place: {held:.0%} more node hours")
+            )
         rows.append(("requeue", _requeue_text(plan)))
     return rows
 

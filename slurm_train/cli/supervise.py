@@ -50,7 +50,9 @@ def _may_return(config: RunConfig) -> bool:
 def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]) -> int:
     require_private(run)
     config = load_config(run.config)
-    allocation, world_size = share_of(Allocation.from_env(env), run, config)
+    whole = Allocation.from_env(env)
+    allocation, world_size = share_of(whole, run, config)
+    has_spares = config.cluster is not None and config.cluster.spare_nodes > 0
     trackers = build_trackers(run, config.track, env=env, say=say)
     job = SlurmJob(
         run,
@@ -58,6 +60,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
         env,
         world_size=world_size,
         patience_s=config.requeue.controller_patience_s,
+        all_nodes=whole.nodes if has_spares else (),
         continues=continued_job(run, allocation.requeue_id, env),
         # The trackers get a moment before Slurm ends this job.
         before_requeue=lambda: BestEffort(within_s=2.0)("the trackers", trackers.finish_soon, None),

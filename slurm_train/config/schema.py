@@ -439,6 +439,8 @@ class ClusterSection:
     """Number of nodes; with `launcher=torchrun` also a range, "2-4": as many of them as are available."""
     gpus_per_node: Count | list[Count] = 1
     """GPUs, and so ranks, on each node; a list for uneven nodes, in rank order, e.g. [4,2]."""
+    spare_nodes: Annotated[int, Bound(0)] = 0
+    """Further nodes of the allocation that wait: one takes a lost or bad node's place without a requeue."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """What starts the ranks: srun, or one torchrun per node, which can restart its ranks."""
     max_restarts: int = 3

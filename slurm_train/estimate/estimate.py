@@ -337,9 +337,9 @@ def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
         done = max((int(line.get("step", 0)) for line in last_lines(plan.run.metrics)), default=0)
         left_steps = plan.max_steps - done
     if speed is not None and left_steps is not None:
-        left_h = max(left_steps, 0) * speed.step_s * plan.world.size / 3600
+        left_h = max(left_steps, 0) * speed.step_s * plan.num_devices / 3600
     return Cost(
-        per_attempt_h=None if limit_min is None else plan.world.size * limit_min / 60,
+        per_attempt_h=None if limit_min is None else plan.num_devices * limit_min / 60,
         limit_min=limit_min,
         left_h=left_h,
         left_steps=left_steps,

@@ -203,7 +203,12 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
     for index, group in enumerate(groups):
         sized = replace(cluster, cpus_per_gpu=_cpus_per_task(cluster, group))
         flags: Flags = {} if index else {"job-name": f"{plan.run.name}-{plan.run.run_id}"}
-        flags |= {**_size_flags(plan, group), **resource_flags(sized, per_node=group.ranks_per_node)}
+        spares = cluster.spare_nodes
+        flags |= _size_flags(plan, replace(group, num_nodes=group.num_nodes + spares))
+        flags |= resource_flags(sized, per_node=group.ranks_per_node)
+        if spares:
+            # Without it Slurm ends the whole job with the first node that is lost.
+            flags["no-kill"] = True
         if hosts is not None:
             flags["nodelist"] = ",".join(itertools.islice(rest, group.num_nodes))
         if index == 0:
@@ -257,7 +262,8 @@ def warning_signal(config: RunConfig, run: RunDirectory) -> str:
 def srun_flags(plan: RunPlan) -> Flags:
     """Returns the srun flags of a run.
 
-    "{attempt}" in a value is replaced when an attempt starts, "{nodes}" by the number of nodes that Slurm has granted.
+    "{attempt}" in a value is replaced when an attempt starts, "{nodes}" by the number of nodes that Slurm has granted,
+    "{nodelist}" by the names of those that the attempt uses.
 
     Raises:
         ConfigError: `cluster.srun` names a flag that the launch decides.
@@ -271,6 +277,9 @@ def srun_flags(plan: RunPlan) -> Flags:
         sizes = {"nodes": "{nodes}", "ntasks": "{nodes}", "ntasks-per-node": "1"}
     else:
         sizes = _size_flags(plan, groups[0])
+    if cluster.spare_nodes:
+        # What is left of a step on a lost node holds the step's share of all its nodes, until Slurm gives the node up.
+        sizes |= {"nodelist": "{nodelist}", "overlap": True}
     flags: Flags = {
         **sizes,
         "distribution": "block",
@@ -338,7 +347,7 @@ def _own_flags(key: str, values: Mapping[str, Any]) -> Flags:
         if meant is not None and flag not in _NOT_SHORT:
             hint = f"use {protected[meant]} instead" if protected[meant] else f"drop {key}.{name}"
             raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
-        if found := next((word for word in ("{attempt}", "{nodes}") if word in str(value)), None):
+        if found := next((word for word in ("{attempt}", "{nodes}", "{nodelist}") if word in str(value)), None):
             raise ConfigError(f"{key}.{name}={value}: {found} is filled in by the launch", hint="write another text")
         if value is not None and value is not False:
             flags[flag] = value if value is True else _text(f"{key}.{name}", value)

@@ -118,6 +118,17 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
                 "add cluster.launcher=torchrun, or give one number of nodes",
             ),
             (
+                cluster.spare_nodes > 0 and (not is_even or cluster.launcher == "torchrun"),
+                f"cluster.spare_nodes={cluster.spare_nodes} needs equal nodes and srun: a component of a heterogeneous "
+                "job keeps its nodes, and torchrun starts its ranks again by itself",
+                "give one number of GPUs for all nodes and leave cluster.launcher at srun, or drop spare_nodes",
+            ),
+            (
+                cluster.spare_nodes > 0 and bool({"nodelist", "exclude", "w", "x"} & set(cluster.srun)),
+                "cluster.spare_nodes changes which nodes the ranks run on, and cluster.srun names them",
+                "name nodes with cluster.nodelist or cluster.exclude, or drop spare_nodes",
+            ),
+            (
                 fewest is not None and not is_even,
                 f"cluster.nodes={cluster.nodes} leaves the number of nodes open, and cluster.gpus_per_node names them",
                 "give one number of GPUs for all nodes, or one number of nodes",

@@ -62,6 +62,12 @@ class RunPlan:
         return self.config.train.max_steps if is_known else None
 
     @property
+    def num_devices(self) -> int:
+        """GPUs that the job holds, those of spare nodes included; on CPUs ranks."""
+        spares = 0 if self.config.cluster is None else self.config.cluster.spare_nodes
+        return self.world.size + spares * self.world.ranks_per_node[0]
+
+    @property
     def num_samples(self) -> int | None:
         """Samples of all steps, None where they are not known yet."""
         steps = self.max_steps

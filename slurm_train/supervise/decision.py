@@ -9,6 +9,9 @@ the run was stopped and a person started it again. Two such failures in a row on
 a broken program fails on any node. Changing nodes does not reset the count, so the third failure ends the run wherever
 it happens.
 
+A node that is lost, or bad, leaves its place to a spare node of the allocation, where there is one
+(`cluster.spare_nodes`): then nothing is requeued.
+
 `supervisor.Supervisor._decide` has the last word: it asks Slurm whether somebody cancelled meanwhile, requeues where
 the ranks cannot be started again in this allocation, and waits where the disk is full.
 """
@@ -122,6 +125,10 @@ class Outcome:
     none, or the job cannot do without it."""
     cause: str = ""
     """What the first failing rank printed last, as far as known."""
+    lost: str = ""
+    """Nodes that Slurm, or their silence, calls lost, with commas, of a job that keeps the others; "" for any other."""
+    spare: str = ""
+    """The spare nodes that can take the place of `lost` or `bad_node`, with commas; "" where there are too few."""
     is_repeated: bool = False
     """Whether the attempt before failed with the same exception at the same place, and no checkpoint came between."""
 
@@ -140,6 +147,8 @@ class Decision:
     """The job has run into its limit: only the plain form of requeue brings it back."""
     delay_s: int = 0
     """The job is to start no earlier than in so many seconds."""
+    replace: str = ""
+    """Nodes that the ranks leave to spare nodes of the allocation, with commas."""
 
 
 CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` continues the run")
@@ -155,6 +164,8 @@ def decide(outcome: Outcome) -> Decision:
         return CANCELLED
     if reason == "stopped":
         return Decision(reason, "stop", "stopped as asked; the same command continues the run")
+    if reason == "node_failure" and not _is_requeued(outcome):
+        return _decide_loss(outcome)
     if reason in ("requeued", "node_failure"):
         what = f"{outcome.cause}; " if reason == "node_failure" else ""
         return Decision(reason, "leave", f"{what}Slurm has requeued the job itself")
@@ -178,6 +189,8 @@ def _reason(outcome: Outcome) -> Reason:
         return "node_failure"
     if by_slurm is not None:
         return by_slurm
+    if outcome.lost:
+        return "node_failure"
     # Ranks may die of the signal that comes before the limit, as a script does as it is.
     was_warned = outcome.exit_code == _KILLED_BY_WARNING or WARNED in outcome.cause
     if was_warned and (outcome.job is not None or not outcome.has_slurm):
@@ -223,20 +236,47 @@ def _restarts(job: Mapping[str, str]) -> int:
     return int(job.get("Restarts", "0"))
 
 
+def _is_requeued(outcome: Outcome) -> bool:
+    return outcome.job is not None and _restarts(outcome.job) > outcome.restart_count
+
+
 def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
     if not outcome.settings.enabled:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
-    if outcome.job is not None and _restarts(outcome.job) > outcome.restart_count:
+    if _is_requeued(outcome):
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
-    if outcome.fruitless_ends is not None:
-        counts = Counter(outcome.fruitless_ends) + Counter([_KINDS[reason]])
-        most = outcome.settings.max_fruitless_returns
-        if why := used_up(counts, reason=reason, max_returns=most, course=outcome.course):
-            return Decision(reason, "stop", f"{reason}; {why}")
+    if why := _spent(outcome, reason):
+        return Decision(reason, "stop", f"{reason}; {why}")
     is_over = outcome.job is not None and is_over_its_limit(outcome.job)
     what = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
     note = f"{what}; the job is requeued and continues from its checkpoint"
     return Decision(reason, "requeue", note, is_over=is_over)
+
+
+def _decide_loss(outcome: Outcome) -> Decision:
+    what = outcome.cause
+    if not outcome.settings.enabled:
+        return Decision("node_failure", "stop", f"{what}; requeue.enabled=false, so the run waits for `resume`")
+    if why := _spent(outcome, "node_failure"):
+        return Decision("node_failure", "stop", f"{what}; {why}")
+    if outcome.spare:
+        note = f"{what}; {_succession(outcome.spare, outcome.lost)} in this allocation"
+        return Decision("node_failure", "relaunch", note, replace=outcome.lost)
+    note = f"{what}; there is no spare node for it, so the job is requeued"
+    return Decision("node_failure", "requeue", note, exclude=outcome.bad_node)
+
+
+def _succession(spares: str, nodes: str) -> str:
+    return f"{spares} take{'' if ',' in spares else 's'} the place of {nodes}"
+
+
+def _spent(outcome: Outcome, reason: Reason) -> str:
+    """Returns in words why the run is not to come back after such an end, "" where it may."""
+    if outcome.fruitless_ends is None:
+        return ""
+    counts = Counter(outcome.fruitless_ends) + Counter([_KINDS[reason]])
+    most = outcome.settings.max_fruitless_returns
+    return used_up(counts, reason=reason, max_returns=most, course=outcome.course)
 
 
 def _decide_failure(outcome: Outcome) -> Decision:
@@ -253,6 +293,9 @@ def _decide_failure(outcome: Outcome) -> Decision:
             f"{what}; the attempt before failed alike and no checkpoint came between, so it is not tried a third time"
         )
         return Decision("failed", "stop", f"{note}: correct it, then `resume` with --accept code or a setting")
+    if outcome.bad_node and outcome.spare:
+        note = f"{what}; {_succession(outcome.spare, outcome.bad_node)} in this allocation"
+        return Decision("failed", "relaunch", note, replace=outcome.bad_node)
     if outcome.bad_node and outcome.settings.enabled:
         note = f"{what}; the job is requeued without {outcome.bad_node}"
         return Decision("failed", "requeue", note, exclude=outcome.bad_node)

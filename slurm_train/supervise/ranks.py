@@ -28,10 +28,12 @@ from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import het_job_ids
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
+from slurm_train.slurm.nodelist import compact_nodelist
 
 # --- does every node see the run ---
 
 _TIMEOUT_S = 25.0
+_ASKED_DIRECTLY_S, _FEW = 5.0, 10
 _PATIENCE_S = 120.0
 """For a controller that is away; as long as other questions to it are repeated by default."""
 _LATE_S = 12
@@ -82,7 +84,9 @@ def require_seen_by_all(
         # is a login node.
         return
     newest = run.config if attempt is None else run.epochs / f"attempt_{attempt}"
-    answers, complaint = _ask(run, len(nodes), env, newest=str(newest.relative_to(run.path)))
+    answers, complaint = _ask(
+        run, nodes, env, newest=str(newest.relative_to(run.path)), timeout_s=_TIMEOUT_S, patience_s=_PATIENCE_S
+    )
     for word, (problem, code, hint) in _PROBLEMS.items():
         if named := sorted(node for node, answer in answers.items() if answer == word):
             raise NodesError(f"{_names(named)} {problem} {run.path}", code=code, nodes=named, hint=hint)
@@ -102,20 +106,40 @@ def require_seen_by_all(
         )
 
 
+def silent_nodes(run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Returns which nodes do not answer while ranks run, asked twice; none where no node answers.
+
+    Then Slurm's controller or the network of this node is at fault, and nothing is known of the others.
+    """
+    silent = list(nodes)
+    for _ in range(2):
+        # srun asks a few nodes itself; it has many asked by others, and one that is lost delays those behind it.
+        timeout_s = _ASKED_DIRECTLY_S if len(silent) <= _FEW else _TIMEOUT_S
+        answers, _ = _ask(run, silent, env, newest=run.config.name, timeout_s=timeout_s, patience_s=0.0)
+        if len(silent) == len(nodes) and not answers:
+            return []
+        silent = [node for node in silent if node not in answers]
+        if not silent:
+            break
+    return silent
+
+
 def _names(nodes: Sequence[str]) -> str:
     return f"node {nodes[0]} does" if len(nodes) == 1 else f"nodes {', '.join(nodes)} do"
 
 
-def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: str) -> tuple[dict[str, str], str]:
+def _ask(
+    run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, newest: str, timeout_s: float, patience_s: float
+) -> tuple[dict[str, str], str]:
     """Returns the answer of each node that gave one, and what srun complained about, if anything.
 
     Asks again while there are no answers at all because Slurm's controller is away and no step can be made.
     """
     question = ["/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
         try:
-            done = run_on_each_node(question, num_nodes, env, timeout_s=_TIMEOUT_S)
+            done = run_on_each_node(question, nodes, env, timeout_s=timeout_s)
             output, errors, may_be_away = done.stdout, done.stderr, is_away(done.stderr)
         except subprocess.TimeoutExpired as err:
             output, errors = (_text(part) for part in (err.stdout, err.stderr))
@@ -129,8 +153,10 @@ def _ask(run: RunDirectory, num_nodes: int, env: Mapping[str, str], *, newest: s
         time.sleep(1.0)
 
 
-def run_on_each_node(words: Sequence[str], num_nodes: int, env: Mapping[str, str], *, timeout_s: float) -> Finished:
-    """Runs a command once on each node of the job and returns how the step ended, with what all of them have said.
+def run_on_each_node(
+    words: Sequence[str], nodes: Sequence[str], env: Mapping[str, str], *, timeout_s: float
+) -> Finished:
+    """Runs a command once on each of these nodes and returns how the step ended, with what all of them have said.
 
     Where the components of a heterogeneous job have several ranks per node, it runs once for each of them.
 
@@ -138,7 +164,9 @@ def run_on_each_node(words: Sequence[str], num_nodes: int, env: Mapping[str, str
         OSError: srun cannot be started.
         subprocess.TimeoutExpired: it did not end in time.
     """
-    flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
+    flags = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
+    # An allocation may have more nodes, and their cores may be the ranks' by now.
+    flags += [f"--nodelist={compact_nodelist(nodes)}", "--overlap"]
     if components := het_job_ids(env):
         # Each has a number of nodes of its own. 20.11 refuses a command for each, so one for all ranks asks.
         flags = [f"--het-group={','.join(map(str, range(len(components))))}"]

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +26,7 @@ from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import read_preemption
-from slurm_train.slurm.records import end_and_limit, queue_seconds, restarts_of, violent_end
+from slurm_train.slurm.records import end_and_limit, nodes_in, queue_seconds, restarts_of, violent_end
 from slurm_train.status.activity import holder_lives, newest_job
 from slurm_train.supervise.continuation import can_avoid, is_cancelled, keep_off, submit_continuation
 from slurm_train.supervise.decision import Decision, is_over_its_limit
@@ -94,6 +95,21 @@ class Scheduler:
         """Returns whether there are nodes enough for this job without one of them, or several with commas."""
         return False
 
+    def lost_nodes(self, _job: Mapping[str, str] | None) -> Sequence[str]:
+        """Returns which nodes of the ranks are lost, where Slurm leaves the job its other ones.
+
+        Args:
+            _job: this job's record, None where Slurm does not answer.
+        """
+        return ()
+
+    def spares_for(self, _nodes: str) -> Sequence[str]:
+        """Returns the spare nodes that take the place of a node, or several with commas; empty if there are too few."""
+        return ()
+
+    def replace(self, _nodes: str) -> None:
+        """Has the next attempt use spare nodes in the place of a node, or several with commas."""
+
     def clear(self, _attempt: int) -> bool:
         """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
         return True
@@ -115,6 +131,7 @@ class SlurmJob(Scheduler):
         allocation: the nodes that the run takes of the job's.
         env: the job's environment.
         world_size: ranks.
+        all_nodes: with `cluster.spare_nodes` all nodes of the job, in Slurm's order.
         patience_s: seconds to go on asking while nobody answers.
         continues: the job that this one takes over from.
         before_requeue: called first; Slurm ends this process by a requeue.
@@ -130,6 +147,7 @@ class SlurmJob(Scheduler):
         *,
         world_size: int,
         patience_s: float,
+        all_nodes: Sequence[str] = (),
         continues: str | None = None,
         before_requeue: Callable[[], None] = lambda: None,
     ) -> None:
@@ -146,6 +164,9 @@ class SlurmJob(Scheduler):
         # Steps and nodes of a heterogeneous job are known by the ids of all its components.
         self.job_ids = het_job_ids(env) or (self.job_id,)
         self.continues = continues
+        self._all_nodes, self._spares = all_nodes, [node for node in all_nodes if node not in allocation.nodes]
+        self.lost: set[str] = set()
+        """Nodes of the ranks that do not answer any more."""
         self._run, self._env, self._patience_s, self._before_requeue = run, env, patience_s, before_requeue
         self._site: dict[str, float | None] = {}
 
@@ -176,10 +197,46 @@ class SlurmJob(Scheduler):
 
     def can_avoid(self, nodes: str) -> bool:
         """Asks Slurm about the job's partition."""
-        return can_avoid(nodes, self.job_id, self.commands, num_nodes=len(self.start.nodes))
+        return can_avoid(nodes, self.job_id, self.commands, num_nodes=len(self._all_nodes or self.start.nodes))
+
+    @property
+    def has_spares(self) -> bool:
+        """Whether the job was given nodes to spare, which may all be in use by now."""
+        return bool(self._all_nodes)
+
+    def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
+        """Returns those that do not answer, or that Slurm has taken from the job."""
+        if not self.has_spares:
+            return ()
+        present = set(self._present(job)) - self.lost
+        return [node for node in self.start.nodes if node not in present]
+
+    def _present(self, job: Mapping[str, str] | None) -> Sequence[str]:
+        return (nodes_in(job, "NodeList") if job is not None else []) or self._all_nodes
+
+    def spares_for(self, nodes: str) -> Sequence[str]:
+        """Returns those that Slurm has not taken from the job; whether they are well is seen when they are used."""
+        if not nodes or not self._spares:
+            return ()
+        wanted, present = len(nodes.split(",")), self._present(self.show_job())
+        able = [node for node in self._spares if node in present]
+        return able[:wanted] if len(able) >= wanted else ()
+
+    def replace(self, nodes: str) -> None:
+        """Keeps Slurm's order, in which it numbers the ranks of a step."""
+        spares, left = self.spares_for(nodes), nodes.split(",")
+        used = {*spares, *self.start.nodes} - set(left)
+        self._spares = [node for node in self._spares if node not in spares]
+        self.start = replace(self.start, nodes=tuple(node for node in self._all_nodes if node in used))
 
     def clear(self, attempt: int) -> bool:
         """Ends the attempt's steps."""
+        if self.lost:
+            # The step stays until Slurm gives the lost node up; on the other nodes its ranks are killed at once.
+            name = STEP_NAME.format(attempt=attempt)
+            for step in [step for step, its_name in self.commands.steps(self.job_id).items() if its_name == name]:
+                self.commands.cancel_step(step, kill=True)
+            return True
         mark = first_mark(self._run, attempt)
         # Slurm has nobody left who could end the step of a killed slurmstepd (22.05: it stays until the job ends).
         within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0

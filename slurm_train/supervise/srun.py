@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +31,10 @@ from slurm_train.rundir.events import (
     write_preflight,
 )
 from slurm_train.rundir.files import create_empty, read_json
+from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation, het_job_ids
+from slurm_train.slurm.nodelist import compact_nodelist
 from slurm_train.supervise.monitor import (
     BestEffort,
     FindingsRelay,
@@ -40,7 +44,7 @@ from slurm_train.supervise.monitor import (
     say,
     watch_ranks,
 )
-from slurm_train.supervise.ranks import LINGER_S, ORPHAN_LINGER_S, require_seen_by_all, run_step
+from slurm_train.supervise.ranks import LINGER_S, ORPHAN_LINGER_S, require_seen_by_all, run_step, silent_nodes
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.staging import stage_python
 from slurm_train.supervise.supervisor import refused_code
@@ -49,10 +53,16 @@ from slurm_train.supervise.supervisor import refused_code
 def share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> tuple[Allocation, int]:
     """Returns the part of an allocation that the run takes, and its number of ranks.
 
-    An salloc may have more nodes, or other task counts.
+    An salloc may have more nodes, or other task counts. Of a job with spare nodes those that were found bad before
+    are taken last.
     """
     per_node = (read_json(run.plan) or {}).get("world", {}).get("ranks_per_node") or allocation.tasks_per_node
-    nodes = allocation.nodes[: len(per_node)]
+    nodes = allocation.nodes
+    if config.cluster is not None and config.cluster.spare_nodes:
+        bad = {one.node for one in read_bad_nodes(run, now_unix_s=time.time())}
+        nodes = tuple(sorted(nodes, key=lambda node: node in bad))
+        nodes = tuple(node for node in allocation.nodes if node in nodes[: len(per_node)])
+    nodes = nodes[: len(per_node)]
     if config.cluster is not None and config.cluster.launcher == "torchrun":
         # Slurm may have granted fewer nodes than were planned for. One task has all ranks of its node.
         share = replace(allocation, nodes=nodes, tasks_per_node=(1,) * len(nodes))
@@ -71,6 +81,40 @@ def _address(node: str, job: SlurmJob) -> str:
             BestEffort()("the address of rank 0", lambda: job.commands.node_address(node), "", asks_slurm=True) or node
         )
     return node
+
+
+class _LostNodes(Task):
+    """Finds nodes that are lost before Slurm notices, which takes SlurmdTimeout (300 s by default).
+
+    The nodes are asked once ranks have failed and srun does not end, or once the heartbeats of a node have stopped.
+    """
+
+    name = "the look for lost nodes"
+    every_s = 2.0
+    _FAILED_S, _SILENT_S = 3.0, 12.0
+
+    def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob, env: Mapping[str, str]) -> None:
+        self._run, self._attempt, self._job, self._env = run, attempt, job, env
+        self._beats: dict[str, tuple[int, float]] = {}
+        """For each node the sum of its ranks' beats, and since when it has not changed."""
+        self._asked_s = -math.inf
+
+    def look(self) -> None:
+        """Asks the nodes where there is a reason to, at most every minute."""
+        now_s = time.monotonic()
+        sums = Counter[str]()
+        for beat in read_beats(self._run, self._attempt).values():
+            # More than 0 from the first one on.
+            sums[beat.host] += beat.beats + 1
+        for host, total in sums.items():
+            if self._beats.get(host, (0, 0.0))[0] != total:
+                self._beats[host] = (total, now_s)
+        mark = first_mark(self._run, self._attempt)
+        has_failed = mark is not None and time.time() - mark.time_unix_s > self._FAILED_S
+        is_silent = any(now_s - since_s > self._SILENT_S for _, since_s in self._beats.values())
+        if (has_failed or is_silent) and now_s - self._asked_s > 60.0 and not self._job.lost:
+            self._asked_s = now_s
+            self._job.lost |= set(silent_nodes(self._run, self._job.start.nodes, self._env))
 
 
 class _EndOfRanks(Task):
@@ -99,7 +143,7 @@ class SrunLaunch:
     command: Sequence[str]
     """srun and its words, with {attempt} and {nodes} for what is known now only."""
     allocation: Allocation
-    """What the run takes of the job's."""
+    """What the run takes of the job's; which nodes, the job knows: they may change between two attempts."""
     env: Mapping[str, str]
 
     def __call__(self, attempt: int) -> int:
@@ -110,7 +154,8 @@ class SrunLaunch:
         return code
 
     def _start(self, attempt: int) -> int:
-        run, nodes, folder = self.run, self.allocation.nodes, self.run.attempt_logs(attempt)
+        run, nodes, folder = self.run, self.job.start.nodes, self.run.attempt_logs(attempt)
+        self.job.lost.clear()
         say(f"attempt {attempt} of {run.name}/{run.run_id} on {', '.join(nodes)}; rank logs in {folder}")
         for bad in read_bad_nodes(run, now_unix_s=time.time()):
             if bad.node in nodes:
@@ -122,6 +167,8 @@ class SrunLaunch:
             try:
                 require_seen_by_all(run, nodes, self.env, attempt=attempt)
             except NodesError as err:
+                if err.code == "NODE_MISSING" and self.job.has_spares and len(err.nodes) < len(nodes):
+                    self.job.lost |= set(err.nodes)
                 finding = self._note_unfit(attempt, err)
                 # The relay of findings runs beside the ranks, of which there are none.
                 say(finding.line)
@@ -135,8 +182,12 @@ class SrunLaunch:
             )
             for task in (NoticeKeeper(run, attempt, ask=self.job.notice), FindingsRelay(run, attempt), end):
                 monitor.add(task)
-            filled = (word.replace("{attempt}", str(attempt)) for word in self.command)
-            words = [word.replace("{nodes}", str(len(nodes))) for word in filled]
+            if self.job.has_spares:
+                monitor.add(_LostNodes(run, attempt, self.job, self.env))
+            known = {"{attempt}": str(attempt), "{nodes}": str(len(nodes)), "{nodelist}": compact_nodelist(nodes)}
+            words = list(self.command)
+            for name, value in known.items():
+                words = [word.replace(name, value) for word in words]
             stage = self.config.cluster.stage_python if self.config.cluster is not None else None
             env = {
                 **self.env,
@@ -150,7 +201,7 @@ class SrunLaunch:
                     words,
                     env=env,
                     log=log,
-                    is_overdue=lambda: end.is_overdue,
+                    is_overdue=lambda: end.is_overdue or bool(self.job.lost),
                     beside=monitor.check,
                     # This process works elsewhere: its own imports must not come from code that nobody has looked at.
                     cwd=run.code if run.code.is_dir() else None,
@@ -166,7 +217,7 @@ class SrunLaunch:
 
     def _note_unfit(self, attempt: int, error: NodesError) -> Finding:
         """Writes down as a finding what kept the ranks from being started, and returns it."""
-        nodes = self.allocation.nodes
+        nodes = self.job.start.nodes
         # Where few of many nodes are blind it is their fault; of two, or where most are, the path is not shared.
         blames = 2 * len(error.nodes) < len(nodes) and not isinstance(error, SilentNodesError)
         finding = Finding(

@@ -62,7 +62,7 @@ def stage_python(folder: str, root: Path, nodes: Sequence[str], env: Mapping[str
         archive = _archive_folder(root) / f"{digest}.tar"
         if not archive.exists():
             _write_archive(archive, files, env)
-        answers, complaint = _unpack(folder, archive, len(nodes), env)
+        answers, complaint = _unpack(folder, archive, nodes, env)
     except (OSError, subprocess.SubprocessError) as err:
         return _refuse(f"{type(err).__name__}: {err}")
     by_answer = {word: [node for node in nodes if answers.get(node, "silent") == word] for word in _ANSWERS}
@@ -131,10 +131,10 @@ def _write_archive(archive: Path, files: Iterable[str], env: Mapping[str, str]) 
         fresh.unlink(missing_ok=True)
 
 
-def _unpack(folder: str, archive: Path, num_nodes: int, env: Mapping[str, str]) -> tuple[dict[str, str], str]:
+def _unpack(folder: str, archive: Path, nodes: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """Returns the answer of each node that gave one, and what srun or tar complained about last."""
     words = ["/bin/sh", "-c", _UNPACK, "sh", folder, archive.stem, str(archive)]
-    done = run_on_each_node(words, num_nodes, env, timeout_s=_LONGEST_S)
+    done = run_on_each_node(words, nodes, env, timeout_s=_LONGEST_S)
     lines = (line.split() for line in done.stdout.splitlines())
     complaint = done.stderr.strip().splitlines()
     answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in _ANSWERS}

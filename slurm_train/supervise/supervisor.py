@@ -51,6 +51,7 @@ from slurm_train.slurm.job_variables import node_name
 from slurm_train.slurm.records import end_and_limit
 from slurm_train.supervise.decision import (
     CANCELLED,
+    NODE_FAILURE,
     Decision,
     Outcome,
     course_of,
@@ -241,6 +242,7 @@ class Supervisor:
             "action": decision.action,
             "note": decision.note + end.not_saved,
             **({"failed_on": end.failed_on} if decision.reason == "failed" else {}),
+            **({"replaced": decision.replace} if decision.replace else {}),
             **({} if queue_s is None else {"queue_s": queue_s}),
         }
         known("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
@@ -309,10 +311,15 @@ class Supervisor:
         is_here = not cause or (cause.endswith(": Killed") and node_of(cause) == scheduler.start.nodes[0])
         if exit_code == 128 + signal.SIGKILL and is_here and scheduler.num_oom_kills() > oom_kills:
             cause = f"{cause or 'a rank was killed'} (an oom-kill by the kernel)"
+        if lost := ",".join(scheduler.lost_nodes(job)):
+            cause = f"{NODE_FAILURE} on {lost}"
         named = errors[0].node if errors and ", " not in errors[0].node else ""
         failed_on = found_bad or named or node_of(cause) or (mark.host if mark is not None else "")
         suspect = found_bad or (failed_on if failed_on == last_bad_node(ledger) else "")
         has_begun = not (failed and errors)
+        # A node does not leave the program's own exception twice.
+        avoided = lost or (suspect if in_vain and suspect and not is_alike else "")
+        spares = scheduler.spares_for(avoided)
         outcome = Outcome(
             # srun gives one code for all ranks; the first one to fail knows better.
             exit_code=mark.exit_code if failed and mark is not None else exit_code,
@@ -329,9 +336,10 @@ class Supervisor:
             is_early=job is not None and self._is_early(job, end_unix_s),
             fruitless_ends=before if in_vain and self._committed_step is not None else None,
             course=course_of({"time_unix_s": start_unix_s, **seconds, "end_time_unix_s": end_unix_s}),
-            # A node does not leave the program's own exception twice.
-            bad_node=suspect if in_vain and suspect and not is_alike and scheduler.can_avoid(suspect) else "",
+            bad_node=avoided if avoided and (spares or scheduler.can_avoid(avoided)) else "",
             cause=cause,
+            lost=lost,
+            spare=",".join(spares),
             # Whoever started it again after a stop has the first try anew.
             is_repeated=is_alike and ledger[-1].get("action") != "stop",
         )
@@ -369,7 +377,9 @@ class Supervisor:
             cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
             if not cleared:
                 note = f"{cause}; what is left of the ranks does not end, so the job is requeued"
-                return replace(decision, action="requeue", note=note)
+                return replace(decision, action="requeue", note=note, replace="")
+            if decision.replace:
+                self._scheduler.replace(decision.replace)
         if decision.reason == "requeued" and self._job_id is not None:
             # After a preemption without grace the job's own record has no more than that it was restarted.
             word = _nth(self._scheduler.past_ends(self._job_id), self._restart_count)

@@ -35,6 +35,11 @@ def test_a_time_limit_bounds_an_attempt(tmp_path: Path) -> None:
     assert cost.in_words == "at most 12 per attempt (90 min)"
 
 
+def test_spare_nodes_cost_as_much_as_the_others(tmp_path: Path) -> None:
+    cluster = {"nodes": 2, "gpus_per_node": 4, "spare_nodes": 1}
+    assert estimate_cost(planned(tmp_path, cluster=cluster), limit_min=90).per_attempt_h == 18.0
+
+
 def test_what_is_left_of_a_run_is_estimated_by_its_own_speed(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     write_run(plan, plan.run, 9.0, 0.9, 0.9, step=100)

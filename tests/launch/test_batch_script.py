@@ -194,6 +194,20 @@ def test_gpus_are_asked_for_in_one_way_only(gpu_flag: str, present: str | None) 
     )
 
 
+def test_spare_nodes_are_asked_for_and_kept_when_a_node_is_lost() -> None:
+    sbatch, srun = flags_of(nodes=4, gpus_per_node=2, spare_nodes=1)
+    assert {sbatch[name] for name in ("nodes", "ntasks", "no-kill")} == {"5", "10", True}
+    sizes = {name: srun[name] for name in ("nodes", "ntasks", "ntasks-per-node", "nodelist", "overlap")}
+    assert sizes == {
+        "nodes": "4",
+        "ntasks": "8",
+        "ntasks-per-node": "2",
+        "nodelist": "{nodelist}",
+        "overlap": True,
+    }
+    assert not {"no-kill", "overlap"} & {*flags_of(nodes=4)[0], *flags_of(nodes=4)[1]}
+
+
 PROTECTED = [
     ("sbatch", "nodes", "use cluster.nodes instead"),
     ("sbatch", "ntasks_per_node", "use cluster.gpus_per_node instead"),

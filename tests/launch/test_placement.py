@@ -206,6 +206,21 @@ NO_WORLDS = [
         "cluster.gpus_per_node=[4, 2] is a heterogeneous job, and launch=interactive runs in allocations of equal",
         "drop launch=interactive to submit a job",
     ),
+    (
+        {"cluster": {"nodes": 2, "gpus_per_node": [4, 2], "spare_nodes": 1}},
+        "cluster.spare_nodes=1 needs equal nodes and srun",
+        "give one number of GPUs for all nodes",
+    ),
+    (
+        {"cluster": {"nodes": 2, "spare_nodes": 1, "launcher": "torchrun"}},
+        "cluster.spare_nodes=1 needs equal nodes and srun",
+        "give one number of GPUs for all nodes and leave cluster.launcher at srun",
+    ),
+    (
+        {"cluster": {"nodes": 2, "spare_nodes": 1, "srun": {"nodelist": "node[1-2]"}}},
+        "cluster.spare_nodes changes which nodes the ranks run on, and cluster.srun names them",
+        "name nodes with cluster.nodelist",
+    ),
     ({"cluster": {"nodes": 1, "gpus_per_node": []}}, "cluster.gpus_per_node=[] names 0 nodes", "set cluster.nodes=0"),
 ]
 

@@ -39,6 +39,8 @@ SAVED = Outcome(
 )
 LOCAL = replace(SAVED, has_slurm=False, job=None, can_relaunch=False)
 
+LOST = {"lost": "node2", "cause": "node failure on node2"}
+
 # What is known besides that, or instead of it, and what follows.
 TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "finished": ("done finish", {"exit_code": 0, "is_finished": True}),
@@ -86,6 +88,30 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
         "node_failure leave",
         {"job": {**CANCELLED, "Restarts": "1"}, "exit_code": 0, "cause": "node failure on node2"},
     ),
+    "a node was lost and a spare one is there": ("node_failure relaunch", {"exit_code": 137, **LOST, "spare": "node4"}),
+    "a node was lost and srun says 0": ("node_failure relaunch", {"exit_code": 0, **LOST, "spare": "node4"}),
+    "a node was lost and none is left": ("node_failure requeue", {"exit_code": 137, **LOST}),
+    "a node was lost from a script's job": (
+        "node_failure relaunch",
+        {"exit_code": 1, **LOST, "spare": "node4", "can_relaunch": False},
+    ),
+    "nodes were lost too often": (
+        "node_failure stop",
+        {"exit_code": 137, **LOST, "spare": "node4", "fruitless_ends": {"node_failure": 5}},
+    ),
+    "a node was lost and requeue is off": (
+        "node_failure stop",
+        {"exit_code": 137, **LOST, "spare": "node4", "settings": RequeueSection(enabled=False)},
+    ),
+    "a node was lost while the job was being preempted": (
+        "preempted requeue",
+        {"job": PREEMPTED, "exit_code": 137, **LOST, "spare": "node4"},
+    ),
+    "a node was lost from a job that was cancelled": ("cancelled stop", {"job": CANCELLED, **LOST, "spare": "node4"}),
+    "a bad node and a spare one": (
+        "failed relaunch",
+        {"exit_code": 1, "fruitless_failures": 1, "bad_node": "node2", "spare": "node4"},
+    ),
     "requeue switched off": ("preempted stop", {"job": PREEMPTED, "settings": RequeueSection(enabled=False)}),
     "Slurm was quicker": ("preempted leave", {"job": REQUEUED}),
     "an earlier restart is not this one": ("preempted requeue", {"job": REQUEUED, "restart_count": 1}),
@@ -116,6 +142,16 @@ def test_what_follows_from_what_is_known(known: Outcome, expected: str, facts: d
     decision = decide(replace(known, **facts))
     assert f"{decision.reason} {decision.action}" == expected
     assert decision.note and "\n" not in decision.note
+
+
+def test_the_next_attempt_leaves_out_the_node_that_a_spare_one_replaces() -> None:
+    lost = decide(replace(SAVED, exit_code=137, lost="node2", spare="node4", cause="node failure on node2"))
+    assert lost.note == "node failure on node2; node4 takes the place of node2 in this allocation"
+    bad = decide(replace(SAVED, exit_code=1, bad_node="node1,node2", spare="node4,node5", cause="no GPU"))
+    assert bad.note == "no GPU; node4,node5 take the place of node1,node2 in this allocation"
+    assert (lost.replace, bad.replace, lost.exclude) == ("node2", "node1,node2", "")
+    # Slurm may not have noticed: the requeued job would get it again.
+    assert decide(replace(SAVED, exit_code=137, lost="node2", bad_node="node2", cause="x")).exclude == "node2"
 
 
 @pytest.mark.parametrize("word", ["Unknown", ""])

@@ -14,7 +14,7 @@ from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, ClusterError, Nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import violent_end
 from slurm_train.supervise import ranks
-from slurm_train.supervise.ranks import LocalRanks, end_step, require_seen_by_all, run_step, start_local
+from slurm_train.supervise.ranks import LocalRanks, end_step, require_seen_by_all, run_step, silent_nodes, start_local
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.support.waiting import wait_for
 
@@ -46,12 +46,8 @@ ASK_ALL = 'while [ "${1#--}" != "$1" ]; do shift; done\nfor n in node1 node2 nod
 def test_nodes_that_see_the_run_raise_nothing_and_leave_nothing(run: RunDirectory, tmp_path: Path) -> None:
     env = fake_srun(tmp_path, ASK_ALL)
     require_seen_by_all(run, NODES, env)
-    assert (tmp_path / "words").read_text().split()[:4] == [
-        "--nodes=3",
-        "--ntasks=3",
-        "--ntasks-per-node=1",
-        "--chdir=/",
-    ]
+    words = ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--nodelist=node[1-3]", "--overlap", "--chdir=/"]
+    assert (tmp_path / "words").read_text().split()[:6] == words
     assert list(run.logs.iterdir()) == []
 
 
@@ -129,6 +125,17 @@ def test_an_absent_controller_is_not_waited_for_without_end(
     monkeypatch.setattr(ranks, "_TIMEOUT_S", 0.2)
     error = refusal(run, fake_srun(tmp_path, "exec sleep 60"))
     assert error.message.startswith("no answer from node1, node2, node3 within")
+
+
+def test_nodes_that_do_not_answer_twice_are_silent(run: RunDirectory, tmp_path: Path) -> None:
+    first = f"if mkdir {tmp_path}/asked 2>/dev/null; then echo fine node1; else echo fine node3; fi"
+    assert silent_nodes(run, NODES, fake_srun(tmp_path, first)) == ["node2"]
+    assert "--nodelist=node[2-3]" in (tmp_path / "words").read_text().split()
+    assert silent_nodes(run, NODES, fake_srun(tmp_path, ASK_ALL)) == []
+
+
+def test_where_no_node_answers_none_is_blamed(run: RunDirectory, tmp_path: Path) -> None:
+    assert silent_nodes(run, NODES, fake_srun(tmp_path, "exit 1")) == []
 
 
 # --- the step of srun ---

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from slurm_train.errors import ClusterError
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
-from slurm_train.supervise.scheduler import ask_patiently, bring_back, wait_for_the_end
+from slurm_train.supervise.scheduler import SlurmJob, ask_patiently, bring_back, wait_for_the_end
 from tests.fakes.slurm_commands import FakeSlurmCommands
 
 RUNNING = {"JobState": "RUNNING", "Restarts": "0"}
@@ -100,3 +103,53 @@ def test_a_requeue_that_a_killed_slurmctld_has_forgotten_is_asked_for_again() ->
 
     wait_for_the_end(comes_back, written_after_s=0.03, pause_s=0.01)
     assert len(asked) >= 5 and asked[-1] - asked[2] >= 0.03
+
+
+# --- nodes to spare ---
+
+
+def spared_job(tmp_path: Path, *, nodes: tuple[str, ...] = ("node1", "node2", "node3")) -> SlurmJob:
+    """Returns job 7 on four or more nodes, of which `nodes` run ranks."""
+    allocation = Allocation(requeue_id="7", restart_count=0, nodes=nodes, tasks_per_node=(1,) * len(nodes))
+    all_nodes = ("node1", "node2", "node3", "node4", "node5")
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=3, patience_s=0.0, all_nodes=all_nodes)
+    job.commands = FakeSlurmCommands(fields={"7": {**RUNNING, "NodeList": "node[1-5]"}})  # type: ignore[assignment]
+    return job
+
+
+def test_spare_nodes_take_the_places_of_lost_ones_in_slurms_order(tmp_path: Path) -> None:
+    job = spared_job(tmp_path, nodes=("node1", "node3", "node5"))
+    assert job.lost_nodes(job.show_job()) == []
+    job.lost = {"node1"}
+    assert job.lost_nodes(job.show_job()) == ["node1"]
+    job.replace("node1")
+    # As Slurm numbers the ranks of a step.
+    assert job.start.nodes == ("node2", "node3", "node5")
+    assert job.spares_for("node3") == ["node4"] and job.spares_for("node3,node5") == () == job.spares_for("")
+    job.replace("node3")
+    assert job.start.nodes == ("node2", "node4", "node5") and job.spares_for("node2") == ()
+
+
+def test_what_slurm_has_taken_from_the_job_is_lost_and_no_spare(tmp_path: Path) -> None:
+    job = spared_job(tmp_path)
+    job.commands.fields["7"]["NodeList"] = "node[1,3,5]"  # type: ignore[attr-defined]
+    assert job.lost_nodes(job.show_job()) == ["node2"]
+    assert job.spares_for("node2") == ["node5"]
+    # Nobody knows then.
+    assert job.lost_nodes(None) == []
+
+
+def test_a_job_without_spare_nodes_has_no_lost_ones(tmp_path: Path) -> None:
+    allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1", "node2"), tasks_per_node=(1, 1))
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=2, patience_s=0.0)
+    # Slurm ends the job.
+    assert job.lost_nodes({**RUNNING, "NodeList": "node1"}) == () == job.spares_for("node2")
+
+
+def test_the_step_of_a_lost_node_is_killed_and_not_waited_for(tmp_path: Path) -> None:
+    job = spared_job(tmp_path)
+    job.lost = {"node2"}
+    job.commands.running_steps = {"7.0": "attempt_0", "7.1": "other"}  # type: ignore[attr-defined]
+    job.commands.stuck_steps = {"7.0"}  # type: ignore[attr-defined]
+    assert job.clear(0)
+    assert job.commands.cancelled == ["7.0"]  # type: ignore[attr-defined]

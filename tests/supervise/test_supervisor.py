@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class World(Scheduler):
         """The job's record; where there are several, each look takes one away."""
         self.requeue_works, self.lives, self.clears, self.can_relaunch = True, True, True, False
         self.new_job, self.ends, self.words = "", tuple[str, ...](), ""
+        self.lost, self.spares = tuple[str, ...](), tuple[str, ...]()
         self.oom_kills = 0
         self.committed: int | None = None
         """Step of the newest checkpoint; None for a user's own code."""
@@ -80,6 +81,16 @@ class World(Scheduler):
 
     def can_avoid(self, nodes: str) -> bool:
         return True
+
+    def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
+        return self.lost
+
+    def spares_for(self, nodes: str) -> Sequence[str]:
+        return self.spares if nodes else ()
+
+    def replace(self, nodes: str) -> None:
+        self.events.append(f"replace {nodes}")
+        self.lost = ()
 
     def clear(self, attempt: int) -> bool:
         return self.clears
@@ -275,6 +286,20 @@ def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:
     assert world.supervise(launch) == 75
     assert world.events == ["launch 0", "launch 1", "requeue without node2", "wait"]
     assert [entry["failed_on"] for entry in read_ledger(world.run)] == ["node2", "node2"]
+
+
+@pytest.mark.parametrize(("spares", "events"), [(("node4",), ["launch 1"]), ((), ["requeue without node2", "wait"])])
+def test_a_lost_node_is_replaced_or_the_job_requeued(spares: tuple[str, ...], events: list[str], world: World) -> None:
+    world.lost, world.spares = ("node2",), spares
+
+    def launch(attempt: int) -> int:
+        return world.ranks(137 if attempt == 0 else 0, result=attempt > 0)(attempt)
+
+    world.supervise(launch)
+    first = read_ledger(world.run)[0]
+    assert world.events == ["launch 0", *(["replace node2"] if spares else []), *events]
+    assert first["reason"] == "node_failure" and first["note"].startswith("node failure on node2; ")
+    assert first.get("replaced") == ("node2" if spares else None)
 
 
 def test_an_overtaken_supervisor_writes_nothing_more(world: World) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from slurm_train.tools.devcluster.cluster import daemon_process, start_daemon, start_node, stop_node
+from slurm_train.tools.devcluster.cluster import crash_node, daemon_process, start_daemon, start_node, stop_node
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, load_plan
 from slurm_train.tools.devcluster.system import NODE_INTERFACE, host_link
 from tests.support.slurm_runs import command, wait_for_state
@@ -129,6 +129,16 @@ def daemons_stopped(nodes: Sequence[str]) -> Iterator[None]:
     finally:
         for node in nodes:
             start_node(DEFAULT_STATE_DIR, node=node)
+
+
+@contextmanager
+def node_lost(node: str) -> Iterator[None]:
+    """Kills all that runs on a node at once, its slurmd included, as a power cut does; it comes back at the end."""
+    crash_node(DEFAULT_STATE_DIR, node=node)
+    try:
+        yield
+    finally:
+        start_node(DEFAULT_STATE_DIR, node=node)
 
 
 @contextmanager

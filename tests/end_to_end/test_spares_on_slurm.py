@@ -1,0 +1,57 @@
+"""Spare nodes, on a real Slurm: a lost node's place is taken inside the allocation, without a requeue."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.paths import RunDirectory
+from tests.support.cluster_faults import node_lost
+from tests.support.command_line import TINY, Person
+from tests.support.slurm_runs import (
+    losses,
+    step_lines,
+    wait_until_ended,
+    wait_until_finished,
+    wait_until_step,
+)
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign]
+
+LONG_S = 300.0
+RUN = ("+cluster=3x1", *TINY, "batch.global_size=18", "train.max_steps=60")
+SPARED = (*RUN, "model.step_s=0.5", "cluster.spare_nodes=1", "run.name=spared")
+
+
+def wait_for_twin(person: Person) -> RunDirectory:
+    """Returns the finished run that nothing happened to."""
+    _, twin = person.types(*RUN, "run.name=twin").job_and_run
+    wait_until_finished(twin, within_s=LONG_S)
+    return twin
+
+
+def back_after_s(run: RunDirectory, killed_unix_s: float) -> float:
+    """Returns the seconds from a kill to the first step of the second attempt."""
+    return float(next(line["time_unix_s"] for line in step_lines(run) if line["attempt"] == 1)) - killed_unix_s
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
+    """Three nodes train and one waits; what runs on one of the three is killed at once, its slurmd included."""
+    plan = person.types("plan", *SPARED)
+    assert "1, which wait for a lost or bad node's place: 33% more node hours" in plan.err + plan.out
+    twin = wait_for_twin(person)
+    job, run = person.types(*SPARED).job_and_run
+    wait_until_step(run, 10, within_s=LONG_S)
+    lost = read_ledger(run)[0]["nodes"][1]
+    killed_unix_s = time.time()
+    with node_lost(lost):
+        wait_until_finished(run, within_s=LONG_S)
+    first, last = wait_until_ended(run)
+    assert (first["reason"], first["action"], last["reason"]) == ("node_failure", "relaunch", "done"), first["note"]
+    assert first["replaced"] == lost and first["note"].endswith(f"takes the place of {lost} in this allocation")
+    assert lost not in last["nodes"] and len(last["nodes"]) == 3
+    assert first["job_id"] == last["job_id"] == job and "restart_count" in last and last["restart_count"] == 0
+    assert losses(run) == losses(twin)
+    print(f"from the kill of a node to the next step: {back_after_s(run, killed_unix_s):.1f} s")

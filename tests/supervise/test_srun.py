@@ -1,0 +1,71 @@
+"""The ranks of an attempt under srun: which nodes the run takes, and how a lost one is found."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.rundir.events import FailureMark, add_bad_nodes, leave_mark
+from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.allocation import Allocation
+from slurm_train.supervise import srun
+from slurm_train.supervise.scheduler import SlurmJob
+from slurm_train.supervise.srun import share_of
+
+NODES = ("node1", "node2", "node3")
+
+
+def allocation(*nodes: str) -> Allocation:
+    return Allocation(requeue_id="7", restart_count=0, nodes=nodes, tasks_per_node=(2,) * len(nodes))
+
+
+def test_a_node_that_was_found_bad_before_is_the_spare_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "name" / "0123")
+    run.path.mkdir(parents=True)
+    run.plan.write_text(json.dumps({"world": {"ranks_per_node": [2, 2]}}))
+    add_bad_nodes(run, {"node1": "no GPU"}, hours=1, now_unix_s=time.time())
+    with_spare = RunConfig(cluster=ClusterSection(nodes=2, gpus_per_node=2, spare_nodes=1))
+    without = RunConfig(cluster=ClusterSection(nodes=2, gpus_per_node=2))
+    assert share_of(allocation(*NODES), run, with_spare) == (allocation("node2", "node3"), 4)
+    assert share_of(allocation(*NODES), run, without) == (allocation("node1", "node2"), 4)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
+    """A job whose second node does not answer."""
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+    monkeypatch.setattr(srun, "silent_nodes", lambda _run, nodes, _env: [nodes[1]])
+    monkeypatch.setattr(srun._LostNodes, "_FAILED_S", 0.2)
+    monkeypatch.setattr(srun._LostNodes, "_SILENT_S", 0.2)
+    return SlurmJob(run, allocation(*NODES), {}, world_size=6, patience_s=0.0, all_nodes=(*NODES, "node4"))
+
+
+def test_nodes_are_asked_when_ranks_have_failed_and_srun_waits(job: SlurmJob, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    look = srun._LostNodes(run, 0, job, {}).look
+    look()
+    leave_mark(run, 0, FailureMark(rank=0, host="node1", exit_code=1, message="Connection reset by peer"))
+    look()
+    assert job.lost == set(), "srun ends by itself as a rule"
+    time.sleep(0.3)
+    look()
+    assert job.lost == {"node2"}
+
+
+def test_nodes_are_asked_when_the_heartbeats_of_one_stop(job: SlurmJob, tmp_path: Path) -> None:
+    run, task = RunDirectory(tmp_path), srun._LostNodes(RunDirectory(tmp_path), 0, job, {})
+    heart = Heartbeat()
+    heart.start(run, 0, rank=2, host="node2", limits=None, local_rank=0)
+    task.look()
+    assert job.lost == set()
+    heart.stop()
+    task.look()
+    time.sleep(0.3)
+    task.look()
+    assert job.lost == {"node2"}
