@@ -7,6 +7,7 @@ hours. The error path is traceback, flush, `os._exit`.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,40 @@ def choose_device(place: RankPlace, env: Mapping[str, str], *, devices: Path = P
             hint=f"{driver}; to train on CPUs: CUDA_VISIBLE_DEVICES= here, cluster.gpu_flag=none on a cluster",
         )
     return torch.device("cpu")
+
+
+def stay_near(device: torch.device, env: Mapping[str, str], *, sys: Path = Path("/sys")) -> frozenset[int]:
+    """Binds this process to those of its CPUs that are on the NUMA node of its GPU; returns them, or none.
+
+    What it starts later inherits that: threads, workers, pinned memory. Nothing is bound where Slurm has bound the
+    task, where one node has all CPUs or the GPU belongs to none, or where its node has fewer than an equal part of the
+    CPUs.
+
+    Args:
+        device: this rank's.
+        env: environment of the task.
+        sys: where the kernel shows its devices.
+    """
+    # "mask_cpu:", "map_ldom:", "rank:" and the like; "none" where it was asked not to.
+    is_bound = env.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank"))
+    nodes = sorted(sys.glob("devices/system/node/node[0-9]*"))
+    if device.type != "cuda" or is_bound or len(nodes) < 2:
+        return frozenset()
+    card: Any = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+        number = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
+        listed = (sys / f"devices/system/node/node{number}/cpulist").read_text().strip()
+    except (AttributeError, OSError, ValueError):
+        # torch 2.7 does not say the address, a container may hide the files; a virtual machine says -1.
+        return frozenset()
+    bounds = (part.partition("-") for part in listed.split(",") if part)
+    own = os.sched_getaffinity(0)
+    near = own & {cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1)}
+    if near == own or len(near) * len(nodes) < len(own):
+        return frozenset()
+    os.sched_setaffinity(0, near)
+    return frozenset(near)
 
 
 def init_group(place: RankPlace, store: Store, *, device: torch.device, timeout_s: float) -> None:

@@ -28,6 +28,7 @@ from slurm_train.distributed.group import (
     init_group,
     newest_collectives,
     shutdown,
+    stay_near,
     use_timeout,
 )
 from slurm_train.distributed.meeting import MeetingPoint
@@ -145,6 +146,7 @@ class Rank:
         share = bound if bound < cores else cores // self.place.local_world_size
         torch.set_num_threads(max(1, share) if train.threads is None else train.threads)
         self.device = choose_device(self.place, self.env)
+        stay_near(self.device, self.env)
 
     def join(self) -> None:
         """Opens the process group. Collective over all ranks.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slurm_train.distributed.group import choose_device, newest_collectives, shorten_records, use_timeout
+from slurm_train.distributed.group import choose_device, newest_collectives, shorten_records, stay_near, use_timeout
 from slurm_train.errors import PreflightError
 from slurm_train.supervise.hang import read_flights
 from tests.support.ranks import make_rank
@@ -96,6 +98,48 @@ def test_no_rank_trains_on_the_cpu_of_a_node_whose_gpus_it_was_given(
         return
     with pytest.raises(PreflightError, match=rf"has nvidia0.* torch {re.escape(torch.__version__)} \(.*\) finds no"):
         choose_device(place, env, devices=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("own", "node", "env", "expected"),
+    [
+        (range(16), "1", {}, {4, 5, 6, 7, 12, 13, 14, 15}),
+        (range(16), "1", {"SLURM_CPU_BIND_TYPE": "none"}, {4, 5, 6, 7, 12, 13, 14, 15}),
+        (range(16), "1", {"SLURM_CPU_BIND_TYPE": "mask_cpu:"}, None),
+        ([4, 5, 0, 1], "1", {}, {4, 5}),
+        ([4, 5, 12], "1", {}, None),
+        ([4, 0, 1, 2], "1", {}, None),
+        ([0, 1, 2, 3], "1", {}, None),
+        (range(16), "-1", {}, None),
+        (range(16), None, {}, None),
+    ],
+    ids=str,
+)
+def test_a_rank_stays_near_its_gpu_unless_it_is_bound_or_would_get_few_cpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: range | list[int],
+    node: str | None,
+    env: dict[str, str],
+    expected: set[int] | None,
+) -> None:
+    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    files = {f"devices/system/node/node{number}/cpulist": cpus for number, cpus in enumerate(("0-3,8-11", "4-7,12-15"))}
+    files |= {} if node is None else {"bus/pci/devices/0000:dc:00.0/numa_node": node}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    bound: list[set[int]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(own))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _process, cpus: bound.append(cpus))
+    device = torch.device("cuda", 0)
+    assert stay_near(device, env, sys=tmp_path) == frozenset(expected or ())
+    assert bound == ([] if expected is None else [expected])
+    bound.clear()
+    # One node has all CPUs; there is no GPU.
+    shutil.rmtree(tmp_path / "devices/system/node/node0")
+    assert not stay_near(device, env, sys=tmp_path) and not stay_near(torch.device("cpu"), env) and not bound
 
 
 def test_groups_of_a_mesh_get_the_same_time_out_and_those_of_saves_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
