@@ -88,6 +88,8 @@ class Place:
     """Position of the node in the job; None where all ranks see the directory."""
     is_leader: bool = True
     """This rank makes, commits and removes the directories."""
+    keeps_copies: bool = False
+    """A node's place: it has copies of the files of the node before it as well."""
 
     def __post_init__(self) -> None:
         """Refuses a number that would remove the newest checkpoint."""

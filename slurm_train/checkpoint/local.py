@@ -1,9 +1,12 @@
 """The fast tier: checkpoints on the nodes' own disks, each node with the files of its own ranks, and their copies.
 
+With `cluster.spare_nodes` a node also has the files of the node before it (see `copies`), since the run goes on
+without a node that is lost.
+
 Written with the discipline of any other: fresh directory, fsync, the manifest of all files on every node, rename,
-COMPLETE. The run directory stays the truth. A local checkpoint is whole if the nodes together hold every file of its
-manifest. To be loaded it is copied into the run directory first, every hash compared, and committed there like any
-other; so a reader knows one place, and a node that dies takes only what had not been copied yet.
+COMPLETE. The run directory stays the truth. A local checkpoint is whole if the nodes of the job together hold every
+file of its manifest. To be loaded it is copied into the run directory first, every hash compared, and committed there
+like any other; so a reader knows one place, and a node that dies takes only what is nowhere else.
 
 One thread saves to the node, another one copies, so a copy that takes longer than the saves do skips some of them.
 Which one is copied, rank 0 decides within an exchange of the save.
@@ -102,6 +105,8 @@ def _make_first_free(base: Path, name: str) -> Path:
     for free in (name, *(f"{name}.{secrets.token_hex(8)}" for _ in range(9))):
         with contextlib.suppress(FileExistsError):
             (base / free).mkdir(mode=DIRECTORY_MODE)
+            return base / free
+        if _is_private(base / free):  # another node that shares the folder has just made it
             return base / free
     raise CheckpointError(f"no folder can be made in checkpoint.local_dir={base}", hint="name another folder")
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable
 from dataclasses import asdict, field, fields
 from io import FileIO
 from pathlib import Path
@@ -230,20 +231,29 @@ def copy_file(source: Path, target: Path, expected: FileRecord) -> None:
         CheckpointError: the source is not what was recorded, or the copy is not what was read.
         OSError: the copy exists, or the file system refuses.
     """
+    with open_plain(source) as file:
+        if receive_file(target, iter(lambda: file.read(_CHUNK_BYTES), b"")) != expected:
+            raise CheckpointError(f"{source} differs from its manifest, so it was not copied", hint=DAMAGED_HINT)
+    check_hash(target, expected)
+
+
+def receive_file(target: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
+    """Writes a new private file from parts that arrive one after the other, makes it durable, and gives its record.
+
+    Raises:
+        OSError: the file exists, or the file system refuses; the parts that are left are not taken.
+    """
     hasher, num_bytes = xxhash.xxh3_128(), 0
     descriptor = _create(target)
     try:
-        with open_plain(source) as file:
-            while data := file.read(_CHUNK_BYTES):
-                hasher.update(data)
-                num_bytes += len(data)
-                write_all(descriptor, data)
+        for data in parts:
+            hasher.update(data)
+            num_bytes += len(data)
+            write_all(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if FileRecord(num_bytes, hasher.hexdigest()) != expected:
-        raise CheckpointError(f"{source} differs from its manifest, so it was not copied", hint=DAMAGED_HINT)
-    check_hash(target, expected)
+    return FileRecord(num_bytes, hasher.hexdigest())
 
 
 def read_record(path: Path) -> FileRecord:

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in
 from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard, no_fence
+from slurm_train.checkpoint.copies import exchange_files, keepers
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest, seal_file, write_file
 from slurm_train.checkpoint.metadata import METADATA_FILE
 from slurm_train.checkpoint.state import require_loadable
@@ -142,8 +143,11 @@ def fill(
         records = write(staging)
         facts = begun[0][2] or header
         manifest = Manifest.of(facts, {name: record for of_rank in records for name, record in of_rank.items()})
-        of_ranks = zip(begun, records, strict=True)
-        here = {name for (node, *_), of_rank in of_ranks if node == place.node for name in of_rank}
+        nodes = [node for node, *_ in begun]
+        here = {name for node, of_rank in zip(nodes, records, strict=True) if node == place.node for name in of_rank}
+        if group is not None and place.keeps_copies and (keeper_of := keepers(nodes)):
+            on_every_rank(group, lambda: exchange_files(staging, records, keeper_of, group=group))
+            here |= {name for rank, to in keeper_of.items() if nodes[to] == place.node for name in records[rank]}
         problems = on_every_rank(
             group, lambda: _commit_and_prune(place, staging, manifest, here, protect) if place.is_leader else []
         )

@@ -133,7 +133,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = True, mode: int = 0o6
         fsync_directory(path.parent)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Writes every byte; the file system may take fewer at once, as it does when it becomes full.
 
     Raises:

@@ -478,9 +478,12 @@ def build_local_saves(rank: Rank, target: Place) -> LocalSaves | None:
         return None
     base = Path(expand(settings.local_dir, rank.env))
     key = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
-    # Nodes that share the folder after all, a network mount say, do not share their files.
-    parts = (f"{run.name}-{run.run_id}-{key}", f"{place.host}-{place.node_rank}")
     is_leader = place.local_rank == 0
+    # Nodes that share the folder after all, a network mount say, do not share their files. A node keeps its folder
+    # when it gets another place in the job.
+    hosts = on_every_rank(dist.group.WORLD, lambda: (place.host, place.node_rank))
+    alike = sorted({node for host, node in hosts if host == place.host})
+    parts = (f"{run.name}-{run.run_id}-{key}", f"{place.host}-{alike.index(place.node_rank)}")
     # One rank of a node makes the folder, and the others take it: its name may be a random one.
     opened = on_every_rank(
         dist.group.WORLD, lambda: (place.node_rank, str(open_private(base, *parts)) if is_leader else "")
@@ -492,6 +495,7 @@ def build_local_saves(rank: Rank, target: Place) -> LocalSaves | None:
         keep=settings.local_keep,
         attempt=rank.attempt,
         fence=target.fence,
+        keeps_copies=rank.config.cluster is not None and rank.config.cluster.spare_nodes > 0,
     )
     return LocalSaves(
         run=run,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slurm_train.checkpoint.copies import keepers
 from slurm_train.checkpoint.local import (
     NodePlace,
     Reachable,
@@ -76,6 +77,12 @@ def test_nodes_hold_a_checkpoint_together_or_not_at_all(fast_path: Any) -> None:
     assert choose_reachable([held[0], *held]) == Reachable(manifest, {first: 0, second: 1, "rank_00001.pt": 2})
     assert choose_reachable(held[::-1]) is not None, "ranks may be on other nodes now"
     assert choose_reachable(held[:1]) is None, "one node is gone"
+
+
+def test_each_rank_has_a_keeper_on_the_next_node() -> None:
+    assert keepers([0, 0, 1, 1, 2, 2]) == {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}
+    assert keepers([0, 0, 0, 1, 1]) == {0: 3, 1: 4, 2: 3, 3: 0, 4: 1}, "uneven nodes"
+    assert keepers([0, 0]) == {} == keepers([None, None])
 
 
 def test_a_node_keeps_its_newest_and_what_is_being_copied(node: NodePlace) -> None:

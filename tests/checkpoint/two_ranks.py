@@ -22,8 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from slurm_train.checkpoint import verify as verify_module
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import choose_checkpoint, load_tensors
-from slurm_train.checkpoint.save import save_checkpoint
+from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
+from slurm_train.checkpoint.manifest import check_hash
+from slurm_train.checkpoint.save import save_checkpoint, save_to
 from slurm_train.checkpoint.state import StagingBuffers, own_part
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
@@ -163,7 +166,38 @@ def shard_scene(root: Path) -> None:
     assert "ize mismatch" in wrong and "x" in missing, (wrong, missing)
 
 
-SCENES = {"failure": failure_scene, "choose": choose_scene, "shard": shard_scene}
+def copies_scene(root: Path) -> None:
+    """Two nodes keep each other's files; one of them is lost, and the checkpoint is whole on the other."""
+    rank, world = distributed.get_rank(), distributed.group.WORLD
+    place = NodePlace(root=root / f"node{rank}", node=rank, attempt=1, keeps_copies=True)
+    # More than one piece of a transfer.
+    state = {"weights": torch.arange(6 << 20, dtype=torch.float32), "more": torch.ones(64)}
+    facts: dict[str, Any] = {"tensors": state, "rank_state": {"rank": rank}, "group": world}
+    saved = save_to(place, header=make_header(1, world_size=2), **facts)
+    assert saved.manifest is not None and saved.manifest.files.keys() >= {"rank_00000.pt", "rank_00001.pt"}
+    for name, record in saved.manifest.files.items():
+        check_hash(saved.path / name, record)
+    # One rank has no room for its own files and those of the other.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    room = max(record.bytes for record in saved.manifest.files.values()) // 2
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    facts |= {"tensors": {"more": torch.ones(64)}, "rank_state": {"big": torch.ones(6 << 20)} if rank == 0 else {}}
+    error = error_of(lambda: save_to(place, header=make_header(2, world_size=2), **facts))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert "rank 1" in error and "[Errno 27] File too large" in error, error
+    assert [path.name for path in place.root.iterdir()] == [saved.path.name], "the one before is untouched"
+    distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(place.root)
+    found = newest_reachable(place, lambda _: True, group=world)
+    assert found is not None and set(found.holders.values()) == {1}
+    run = Place(root=root / "run", attempt=1, is_leader=rank == 0)
+    copied = copy_to_run(place, run, found, group=world)
+    assert verify(copied.path) == saved.manifest
+
+
+SCENES = {"failure": failure_scene, "choose": choose_scene, "shard": shard_scene, "copies": copies_scene}
 
 
 def main() -> None:

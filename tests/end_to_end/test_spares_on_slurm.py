@@ -1,8 +1,13 @@
-"""Spare nodes, on a real Slurm: a lost node's place is taken inside the allocation, without a requeue."""
+"""Spare nodes, on a real Slurm: a lost node's place is taken inside the allocation, without a requeue.
+
+With node-local checkpoints the run goes on from the copy of the lost node's files that the next node has.
+"""
 
 from __future__ import annotations
 
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +60,27 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
     assert first["job_id"] == last["job_id"] == job and "restart_count" in last and last["restart_count"] == 0
     assert losses(run) == losses(twin)
     print(f"from the kill of a node to the next step: {back_after_s(run, killed_unix_s):.1f} s")
+
+
+def test_the_run_goes_on_from_the_copy_on_a_neighbour(person: Person, tmp_path: Path) -> None:
+    """Nothing is in the run directory when a node is lost together with its disk."""
+    twin, disks = wait_for_twin(person), tmp_path / "disks"
+    for number in range(1, 5):
+        (disks / f"node{number}").mkdir(parents=True)
+    local = (f"checkpoint.local_dir={disks}/$SLURMD_NODENAME", "checkpoint.every_steps=2", "checkpoint.copy_every=99")
+    job, run = person.types(*SPARED, *local).job_and_run
+    wait_until_step(run, 11, within_s=LONG_S)
+    lost = read_ledger(run)[0]["nodes"][2]
+    assert not any(run.checkpoints.glob("checkpoint_*"))
+    killed_unix_s = time.time()
+    with node_lost(lost):
+        shutil.rmtree(disks / lost)
+        wait_until_finished(run, within_s=LONG_S)
+    first, last = wait_until_ended(run)
+    assert (first["replaced"], first["last_committed"]) == (lost, -1)
+    assert last["job_id"] == job and last["restart_count"] == 0
+    assert "was on the nodes only; copied into the run directory" in run.rank_log(1, 0).read_text()
+    assert losses(run) == losses(twin)
+    # Two steps lie between two checkpoints, and one may not have been durable yet.
+    assert first["last_step"] - min(line["step"] for line in step_lines(run) if line["attempt"] == 1) <= 4
+    print(f"from the kill of a node and its disk to the next step: {back_after_s(run, killed_unix_s):.1f} s")
