@@ -102,6 +102,9 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
                 hint = "pip install 'slurm-train[hf]'"
                 raise ConfigError("model=hf needs transformers, which is not installed", hint=hint)
         require_readable(config.data or {}, vocab_size=num_token_ids(model, cwd=cwd), cwd=cwd)
+        if config.train.precision == "fp8" and has_this_python and importlib.util.find_spec("torchao") is None:
+            hint = "pip install 'slurm-train[fp8]'"
+            raise ConfigError("train.precision=fp8 needs torchao, which is not installed", hint=hint)
         weights = config.train.init_from
         if weights is not None and not (cwd / Path(weights).expanduser()).exists():
             raise ConfigError(

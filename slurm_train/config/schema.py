@@ -200,8 +200,9 @@ class TrainSection:
     """Whether held-out samples are evaluated, if there are any; false for a run that is only timed."""
     log_every_steps: Count = 10
     """Optimizer steps between lines of metrics.jsonl."""
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Autocast type; float16 uses dynamic loss scaling. auto is the fastest that all GPUs of the run have: bfloat16
+    precision: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    """Autocast type; float16 uses dynamic loss scaling. fp8: bfloat16, but the matrix products of blocks are in float8
+    (extra: fp8; GPUs of Ada, Hopper and later). auto is the fastest that all GPUs of the run have: bfloat16
     (Ampere and later), float16 (Volta, Turing), else float32; on CPUs float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the parameters, and with it that of gradients, moments and checkpoints. bfloat16 takes half of the memory

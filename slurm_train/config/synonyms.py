@@ -47,6 +47,7 @@ _SETTINGS = {
     "train.max_epochs={3}": "max_epochs num_train_epochs epochs num_epochs",
     "train.precision=bfloat16": "bf16 precision mixed_precision amp dtype torch_dtype mixed_precision_param",
     "train.precision=float16": "fp16 float16 half 16-mixed",
+    "train.precision=fp8": "fp8 float8 enable_float8 transformer-engine",
     "train.precision=float32": "fp32 float32 full_precision",
     "train.param_dtype=bfloat16": "pure_bf16 full_bf16 bf16_params model_dtype param_dtype",
     "train.compile=true": "torch_compile compile use_compile compile.enable",

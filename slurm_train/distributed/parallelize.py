@@ -271,6 +271,43 @@ def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: boo
             block.compile()
 
 
+def to_float8(model: nn.Module, *, emulate: bool = False) -> None:
+    """Lets the matrix products of all blocks compute in float8, in place; parameters and their names stay.
+
+    torchao scales each tensor by its largest value at every product. Head, embedding and norms stay as they are, and
+    matrices whose sizes are no multiples of 16, which the hardware needs.
+
+    Args:
+        model: may have parameters without memory.
+        emulate: computes with rounded numbers in float32, on any device; for tests.
+
+    Raises:
+        ConfigError: torchao is missing, or no matrix suits.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as err:
+        raise ConfigError(
+            f"train.precision=fp8 was asked, and torchao cannot be imported: {err}",
+            hint="pip install 'slurm-train[fp8]'",
+        ) from err
+    found = [
+        module
+        for block in units(model)
+        for module in block.modules()
+        if type(module) is nn.Linear and module.in_features % 16 == module.out_features % 16 == 0
+    ]
+    if not found:
+        raise ConfigError(
+            f"train.precision=fp8 was asked, but no block of {type(model).__name__} has an nn.Linear whose sizes are "
+            "multiples of 16",
+            hint="set train.precision=bfloat16",
+        )
+    suits = set(map(id, found))
+    settings = Float8LinearConfig(emulate=emulate)
+    convert_to_float8_training(model, module_filter_fn=lambda module, _name: id(module) in suits, config=settings)
+
+
 def shard(
     model: nn.Module,
     *,
@@ -384,6 +421,7 @@ def _kept_operations() -> list[Any]:
         aten.mm,
         aten.bmm,
         aten.addmm,
+        aten._scaled_mm,
         *sums,
         *(getattr(aten, f"_scaled_dot_product_{name}", None) for name in names),
     ]

@@ -251,7 +251,11 @@ def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:
 def in_half(config: RunConfig, *, on_gpu: bool) -> bool:
     """Returns whether matrix products will be in a type of two bytes."""
     asked = config.train.precision
-    return asked in ("bfloat16", "float16") or (asked == "auto" and on_gpu) or config.train.param_dtype == "bfloat16"
+    return (
+        asked in ("bfloat16", "float16", "fp8")
+        or (asked == "auto" and on_gpu)
+        or config.train.param_dtype == "bfloat16"
+    )
 
 
 def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -279,10 +279,19 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         f"ddp.comm={ddp.comm} does not go with the loss scale of train.precision=float16",
         f"set ddp.comm to {' or '.join(SCALABLE_COMMS)}, or choose another precision",
     )
+    yield (
+        config.train.precision == "fp8" and config.parallel.tp != 1,
+        f"train.precision=fp8 does not go with matrices that are cut: parallel.tp={config.parallel.tp}",
+        "leave parallel.tp at 1 (parallel.dp_shard saves memory, too), or set train.precision=bfloat16",
+    )
     if config.train.param_dtype == "bfloat16":
         because = "train.param_dtype=bfloat16 has parameters and gradients of two bytes each"
         for is_asked, what, instead in (
-            (config.train.precision not in ("auto", "bfloat16"), f"train.precision={config.train.precision}", "auto"),
+            (
+                config.train.precision not in ("auto", "bfloat16", "fp8"),
+                f"train.precision={config.train.precision}",
+                "auto",
+            ),
             (config.parallel.gather_dtype == "float32", "parallel.gather_dtype=float32", "auto"),
             (ddp.comm != "none", f"ddp.comm={ddp.comm}", "none"),
         ):

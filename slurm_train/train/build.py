@@ -270,9 +270,12 @@ def apply_parallelism(parts: Parts) -> None:
         has_own_loss,
         parallelize,
         prepare_blocks,
+        to_float8,
     )
 
     rank, model, config = parts.rank, parts.model, parts.rank.config
+    if config.train.precision == "fp8":
+        to_float8(model)
     layout, settings, values = rank.layout, config.parallel, first_values(model)
     # Each weight is progress: the supervisor's watchdog waits for what it knows of.
     fill_in = partial(fill, values=values, device=rank.device, progress=partial(rank.heartbeat.mark, "start"))

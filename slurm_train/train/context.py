@@ -52,7 +52,7 @@ _DETERMINISTIC = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
-_AUTOCAST = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_AUTOCAST = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
 """Types by name; ranks with different devices use the first that one of them needs."""
 
 
@@ -146,6 +146,8 @@ class Rank:
         share = bound if bound < cores else cores // self.place.local_world_size
         torch.set_num_threads(max(1, share) if train.threads is None else train.threads)
         self.device = choose_device(self.place, self.env)
+        if train.precision == "fp8":
+            require_float8(self.device)
         stay_near(self.device, self.env)
 
     def join(self) -> None:
@@ -199,6 +201,24 @@ def native_precision(device: torch.device) -> str:
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bfloat16"
     return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
+
+
+def require_float8(device: torch.device) -> None:
+    """Checks that a device multiplies in float8.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    found = "a CPU"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= (8, 9):
+            return
+        found = f"{torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}"
+    raise ConfigError(
+        f"train.precision=fp8 was asked, and this rank has {found}",
+        hint="float8 needs compute capability 8.9 (Ada, Hopper and later); train.precision=auto suits every GPU",
+    )
 
 
 def gather(own: Any) -> list[Any]:

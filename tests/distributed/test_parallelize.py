@@ -13,8 +13,13 @@ from torch._dynamo.utils import counters
 
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
-from slurm_train.distributed.parallelize import gathers_in_bfloat16, prepare_blocks
+from slurm_train.distributed.parallelize import gathers_in_bfloat16, prepare_blocks, to_float8
+from slurm_train.errors import ConfigError
+from slurm_train.models.cnn import CNN
 from slurm_train.models.gpt import GPT
+from slurm_train.models.head import Head
+from slurm_train.train.context import require_float8
+from tests.support.extras import NEEDS_TORCHAO
 from tests.support.ranks import make_rank
 
 # In a process of its own: a pretended world of 64 must not meet another test's group.
@@ -268,3 +273,62 @@ def test_selective_checkpointing_repeats_no_exchange_of_sums() -> None:
         [sys.executable, "-W", "ignore", "-c", SELECTIVE], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "right\n", done.stderr
+
+
+# torchao says at its import which of its kernels this machine has not.
+QUIET = "ignore::DeprecationWarning"
+
+
+@NEEDS_TORCHAO
+@pytest.mark.filterwarnings(QUIET)
+def test_products_of_blocks_are_in_float8_and_train_nearly_as_in_bfloat16() -> None:
+    losses = []
+    for lowers in (False, True):
+        torch.manual_seed(0)
+        model = GPT(vocab_size=32, context=16, num_layers=2, num_heads=2, width=32, hidden=72, tied=False)
+        before = dict(model.named_parameters())
+        if lowers:
+            to_float8(model, emulate=True)
+            kinds = {name: type(module).__name__ for name, module in model.blocks[0].named_modules()}
+            # 72 is no multiple of 16.
+            assert kinds["attention.q"] == kinds["attention.out"] == "Float8Linear" != kinds["feed_forward.up"]
+            assert type(model.head) is Head
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tokens = torch.arange(64).reshape(4, 16) % 32
+        found = []
+        for _ in range(12):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(tokens, (tokens + 1) % 32)[0]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    plain, lowered = losses
+    assert lowered == pytest.approx(plain, rel=0.05) and lowered != plain and plain[-1] < plain[0] / 2
+
+
+@NEEDS_TORCHAO
+@pytest.mark.filterwarnings(QUIET)
+def test_a_model_without_matrices_that_suit_float8_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no block of CNN has an nn\.Linear whose sizes are multiples of 16"):
+        to_float8(CNN())
+
+
+@pytest.mark.parametrize(
+    ("capability", "found"),
+    [(None, "a CPU"), ((8, 0), "NVIDIA A100 of compute capability 8.0"), ((8, 9), ""), ((9, 0), "")],
+)
+def test_cards_that_cannot_multiply_in_float8_are_refused(
+    capability: tuple[int, int] | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA A100")
+    device = torch.device("cuda" if capability else "cpu")
+    if not found:
+        require_float8(device)
+        return
+    with pytest.raises(ConfigError, match=rf"precision=fp8 was asked, and this rank has {found}\nhint: float8 needs"):
+        require_float8(device)

@@ -93,6 +93,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"train": {"precision": "float16"}, "ddp": {"comm": "powersgd"}},
         "ddp.comm=powersgd does not go with the loss scale of train.precision=float16",
     ),
+    (
+        {"train": {"precision": "fp8"}, "parallel": {"tp": 2}},
+        "train.precision=fp8 does not go with matrices that are cut: parallel.tp=2",
+    ),
     *(
         (
             {"train": {"param_dtype": "bfloat16", **train}, **sections},

@@ -359,6 +359,11 @@ def test_parameters_of_two_bytes_train_alike_and_resume_bit_for_bit(tmp_path: Pa
     assert digest_of(tmp_path / "cut") == digest_of(tmp_path / name)
 
 
+def test_a_rank_without_a_card_for_float8_says_so_before_it_meets_others(tmp_path: Path) -> None:
+    text = run_to_end(tmp_path / "run", layout_config({}, precision="fp8"), ranks=1, code=1)
+    assert "train.precision=fp8 was asked, and this rank has a CPU\nhint: float8 needs compute capability 8.9" in text
+
+
 def test_running_statistics_are_refused_with_parameters_of_two_bytes(tmp_path: Path) -> None:
     config = config_of(model={"_target_": "small_training.WithStatistics"}, train={"param_dtype": "bfloat16"})
     text = run_to_end(tmp_path / "run", config, ranks=1, code=1)
