@@ -44,10 +44,15 @@ def on_rank_zero(group: ProcessGroup | None, work: Callable[[], Result]) -> Resu
     Raises:
         SlurmTrainError: the work raised; of the same class if it was one, else CheckpointError.
     """
-    outcome, cause = _attempt(0, work) if rank_in(group) == 0 else (None, None)
+    return on_rank(0, group, work)
+
+
+def on_rank(rank: int, group: ProcessGroup | None, work: Callable[[], Result]) -> Result:
+    """Does what `on_rank_zero` does, on another rank of the group. Collective."""
+    outcome, cause = _attempt(rank, work) if rank_in(group) == rank else (None, None)
     if group is not None:
         box = [outcome]
-        source = dist.get_global_rank(group, 0)
+        source = dist.get_global_rank(group, rank)
         dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
         outcome = box[0]
     _raise_failures([outcome], cause)

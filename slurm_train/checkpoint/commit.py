@@ -23,13 +23,22 @@ save is durable, so a failed save never costs an old checkpoint.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, check_size, digest_of, write_file
+from slurm_train.checkpoint.manifest import (
+    COMPLETE_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    check_sizes_in,
+    digest_of,
+    for_each,
+    write_file,
+)
 from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest, verify
 from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen
@@ -151,9 +160,8 @@ class Place:
         """
         final = committed_path(staging)
         assert name_of(final).step == manifest.step, f"{final.name} is not of step {manifest.step}"
-        for name, record in manifest.files.items():
-            if here is None or name in here:
-                check_size(staging / name, record)
+        files = manifest.files
+        check_sizes_in(staging, files if here is None else {name: files[name] for name in here if name in files})
         text = manifest.to_json().encode()
         write_file(staging / MANIFEST_FILE, text)
         write_file(staging / COMPLETE_FILE, digest_of(text))
@@ -302,7 +310,13 @@ def _move_to_trash(path: Path, fence: Fence) -> Path | None:
 
 def _empty_trash(trash: Path) -> None:
     """Removes a directory from the trash; another process may be at it as well."""
+
+    def remove(name: str) -> None:
+        with contextlib.suppress(OSError):  # what is left is a folder, or resists: that is said below
+            os.unlink(name)  # noqa: PTH108  # as below
+
     with contextlib.suppress(FileNotFoundError):
+        for_each(remove, [f"{trash}/{name}" for name in os.listdir(trash)])  # noqa: PTH208  # many names, each short
         shutil.rmtree(trash)
 
 

@@ -28,10 +28,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank, on_rank_zero, rank_in
 from slurm_train.checkpoint.commit import DIRECTORY_MODE, Place, Pruned
 from slurm_train.checkpoint.load import Choice
-from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file
+from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file, digest_of
 from slurm_train.checkpoint.save import Records, Saved, fill
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.errors import CheckpointError
@@ -150,36 +150,60 @@ class Reachable(NamedTuple):
     holders: Mapping[str, int]
 
 
+class Held(NamedTuple):
+    """A checkpoint that a node has a part of; not the manifest itself, which is as long as the job is large."""
+
+    step: int
+    attempt: int
+    digest: str
+    """Hash of the manifest's text."""
+
+
 def newest_reachable(
     place: NodePlace, wanted: Callable[[Manifest], bool], *, group: ProcessGroup | None
 ) -> Reachable | None:
     """Returns the newest local checkpoint that the nodes hold completely, among those that are wanted. Collective."""
-    return choose_reachable(on_every_rank(group, lambda: held_here(place, wanted)))
+    texts: dict[Held, str] = {}
+    held = on_every_rank(group, lambda: held_here(place, wanted, texts))
+    return choose_reachable(held, lambda one, rank: on_rank(rank, group, lambda: texts[one]))
 
 
-def held_here(place: NodePlace, wanted: Callable[[Manifest], bool]) -> dict[str, list[str]]:
-    """Returns the files of each marked local checkpoint on this node, by the text of its manifest."""
-    found: dict[str, list[str]] = {}
+def held_here(place: NodePlace, wanted: Callable[[Manifest], bool], texts: dict[Held, str]) -> dict[Held, list[int]]:
+    """Returns which files of each marked local checkpoint are on this node, by position in the sorted names.
+
+    Args:
+        place: this rank's node.
+        wanted: whether a checkpoint counts.
+        texts: gets the text of each manifest.
+    """
+    found = {}
     for path, manifest in survey(place.root, read_manifest):
         if isinstance(manifest, Manifest) and wanted(manifest):
-            found[manifest.to_json()] = [name for name, record in manifest.files.items() if _has(path / name, record)]
+            text, names = manifest.to_json(), sorted(manifest.files)
+            one = Held(manifest.step, manifest.attempt, digest_of(text.encode()).decode())
+            texts[one] = text
+            found[one] = [n for n, name in enumerate(names) if _has(path / name, manifest.files[name])]
     return found
 
 
-def choose_reachable(held: Sequence[Mapping[str, Collection[str]]]) -> Reachable | None:
+def choose_reachable(
+    held: Sequence[Mapping[Held, Collection[int]]], fetch: Callable[[Held, int], str]
+) -> Reachable | None:
     """Returns the newest checkpoint whose files the ranks' nodes hold together; ranks of a node share the copying.
 
     Args:
         held: what each rank's node holds, in rank order, see `held_here`.
+        fetch: gives the text of a manifest that a rank's node has; called alike on all ranks.
     """
-    found = [(Manifest.from_json(text), text) for text in {text for of_rank in held for text in of_rank}]
-    for manifest, text in sorted(found, key=lambda one: (one[0].step, one[0].attempt), reverse=True):
-        able: dict[str, list[int]] = {name: [] for name in sorted(manifest.files)}
+    for one in sorted({one for of_rank in held for one in of_rank}, reverse=True):
+        manifest = Manifest.from_json(fetch(one, next(rank for rank, of_rank in enumerate(held) if one in of_rank)))
+        able: list[list[int]] = [[] for _ in manifest.files]
         for rank, of_rank in enumerate(held):
-            for name in of_rank.get(text, ()):
-                able[name].append(rank)
-        if all(able.values()):
-            return Reachable(manifest, {name: able[name][n % len(able[name])] for n, name in enumerate(able)})
+            for number in of_rank.get(one, ()):
+                able[number].append(rank)
+        if all(able):
+            names = enumerate(sorted(manifest.files))
+            return Reachable(manifest, {name: able[n][n % len(able[n])] for n, name in names})
     return None
 
 

@@ -21,7 +21,7 @@ from slurm_train.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     check_hash,
-    check_size,
+    check_sizes_in,
     digest_of,
     open_plain,
 )
@@ -160,8 +160,7 @@ def check_sizes(path: Path) -> Manifest:
     """
     manifest = read_manifest(path)
     with _reasons_for(path):
-        for name, record in manifest.files.items():
-            check_size(path / name, record)
+        check_sizes_in(path, manifest.files)
     return manifest
 
 
@@ -195,8 +194,7 @@ def verify_share(path: Path, manifest: Manifest, *, number: int = 0, of: int = 1
     """
     names = share_of(manifest, number, of)
     with _reasons_for(path):
-        for name in names:
-            check_size(path / name, manifest.files[name])
+        check_sizes_in(path, {name: manifest.files[name] for name in names})
         # Several readers at once: a parallel file system gives one stream a fraction of its bandwidth.
         with ThreadPoolExecutor(min(_NUM_HASHING_THREADS, max(1, len(names)))) as pool:
             list(pool.map(lambda name: check_hash(path / name, manifest.files[name]), names))

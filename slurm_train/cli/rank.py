@@ -50,7 +50,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.activity import live_holder
 from slurm_train.supervise.hang import recording_environment
-from slurm_train.train.signals import StopFlag, release_continue, start_orphan_watchdog, was_continued
+from slurm_train.train.signals import NodeLeader, StopFlag, release_continue, start_orphan_watchdog, was_continued
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 # Devices, networks and files fail for a time; tried again, the same program may go on.
@@ -150,7 +150,13 @@ def _watch_orphan(run: RunDirectory, env: Mapping[str, str], parent: int) -> Non
         starter = "slurmstepd" if "SLURM_STEP_ID" in env else "the launcher"
         _fail(run, env, EXIT_ORPHANED, f"the process that started it is gone ({starter} was killed?)")
 
-    start_orphan_watchdog(parent=parent, is_overtaken=is_overtaken, on_orphaned=on_orphaned, on_overtaken=on_overtaken)
+    start_orphan_watchdog(
+        parent=parent,
+        is_overtaken=is_overtaken,
+        on_orphaned=on_orphaned,
+        on_overtaken=on_overtaken,
+        leader=NodeLeader(f"fence {run.path} {attempt} {node_name(env)}"),
+    )
 
 
 def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:

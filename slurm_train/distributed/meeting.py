@@ -541,7 +541,9 @@ class Meeting:
 
 
 # The other ranks' side.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+_LONGEST_PAUSE_S = 0.25
+# The first pause is this part of the longest one.
+_STEPS = 50
 _RARELY = 4
 # A packet that is lost is sent again after a second.
 _FIRST_CONNECT_S, _LONGEST_CONNECT_S = 1.0, 5.0
@@ -556,10 +558,10 @@ class _Candidate:
 
     target: Target
     next_s: float
+    pause_s: float
     tries: int = 0
     is_doubtful: bool = False
     """Answered as somebody else, or not at all for a while."""
-    pause_s: float = _FIRST_PAUSE_S
     connect_s: float = _FIRST_CONNECT_S
     channel: Channel | None = None
     handshake: CallerHandshake | None = None
@@ -612,9 +614,12 @@ class Search:
         self._rare_pause_s = max(_RARELY * self._longest_pause_s, min(most_s, self._point.timeout_s / _RARELY))
         for target in known.keys() - set(targets):
             self._hang_up(known[target])
-        later_s = time.monotonic() + _LONGEST_PAUSE_S
+        later_s, apart_s = time.monotonic() + _LONGEST_PAUSE_S, max(0.01, self._place.world_size / _CALLERS_PER_S)
         self._candidates = [
-            known.get(target) or _Candidate(target, next_s=later_s + number * 0.01 if number else 0.0)
+            known.get(target)
+            or _Candidate(
+                target, next_s=later_s + number * apart_s if number else 0.0, pause_s=self._longest_pause_s / _STEPS
+            )
             for number, target in enumerate(targets)
         ]
 

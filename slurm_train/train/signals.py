@@ -12,8 +12,11 @@ collective for ever leaves as well.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -139,6 +142,62 @@ FENCE_EVERY_S = 4.0
 by the clock, so a process that was stopped meanwhile looks at once when it goes on."""
 
 
+class NodeLeader:
+    """Which one of a node's ranks does something for all of them; they share no file for it, and need no agreement.
+
+    Whoever gets the name of a socket leads until its process ends. Where that process is stopped, belongs to somebody
+    else, or cannot be seen, as from another container, every rank leads: done too often rather than never.
+
+    Args:
+        name: the same for all ranks of the node that share a leader, and for no others.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = b"\0slurm_train " + hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+        self._held: socket.socket | None = None
+
+    def leads(self) -> bool:
+        """Returns whether this process is to do it now; to be asked each time."""
+        if self._held is None:
+            self._held = self._take()
+        if self._held is None:
+            return not self._another_leads()
+        with contextlib.suppress(OSError):
+            while True:
+                self._held.accept()[0].close()  # those who asked who leads
+        return True
+
+    def close(self) -> None:
+        """Lets another process lead."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _take(self) -> socket.socket | None:
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            held.bind(self._name)
+            held.listen(256)
+            held.setblocking(False)
+        except OSError:
+            held.close()
+            return None
+        return held
+
+    def _another_leads(self) -> bool:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+                asking.setblocking(False)
+                asking.connect(self._name)
+                credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid, uid, _ = struct.unpack("3i", credentials)
+            # A loader's worker may have inherited the socket of a leader that has ended.
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return uid == os.geteuid() and state not in "TtZX"
+
+
 def start_orphan_watchdog(
     *,
     parent: int,
@@ -148,6 +207,7 @@ def start_orphan_watchdog(
     every_s: float = 1.0,
     parent_now: Callable[[], int] = os.getppid,
     clock: Callable[[], float] = time.monotonic,
+    leader: NodeLeader | None = None,
 ) -> threading.Thread:
     """Starts the thread that ends a rank whose parent is gone, or whose run has a newer attempt.
 
@@ -159,6 +219,8 @@ def start_orphan_watchdog(
         every_s: seconds between two looks.
         parent_now: gives the process id of the parent.
         clock: seconds that never run backwards.
+        leader: asks for a newer attempt for all ranks of the node; where it ends for that, the next one leads, and so
+            all of them end. None: every rank asks.
     """
 
     def watch() -> None:
@@ -167,7 +229,7 @@ def start_orphan_watchdog(
         while True:
             if parent_now() != parent:
                 return on_orphaned()
-            if clock() >= due_s:
+            if clock() >= due_s and (leader is None or leader.leads()):
                 # A file system that refuses now is asked again in a moment.
                 with contextlib.suppress(OSError):
                     if is_overtaken():

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -73,6 +74,8 @@ class Part:
     """The largest exponent."""
     largest: int = 1 << 20
     """Not measured beyond this size."""
+    at_once: int = 1
+    """How many file operations are under way at the same time."""
 
 
 @contextlib.contextmanager
@@ -90,7 +93,8 @@ def counted() -> Iterator[dict[str, int]]:
 
     def on_event(event: str, args: tuple[Any, ...]) -> None:
         # `open()` and pathlib do not go through os.open, which has no mode.
-        counts["open"] += is_on[0] and event == "open" and not isinstance(args[0], int) and args[1] is not None
+        is_counted = event == "open" and not isinstance(args[0], int) and args[1] is not None
+        counts["open"] += is_on[0] and is_counted and not str(args[0]).startswith("/proc/")
 
     sys.addaudithook(on_event)
     for name in _CALLS:
@@ -185,6 +189,43 @@ def _call(point: Any, port: int, size: int) -> None:
         waiting.append(channel)
     for channel in waiting:
         channel.receive_value(deadline=time.monotonic() + 300.0)
+
+
+def start_of_all(size: int, folder: Path) -> Cost:
+    """All ranks meet and take torch's store; those but rank 0 are one other process. Extra: seconds until all have it.
+
+    Begins with a soft limit of 1,024 descriptors.
+    """
+    import torch.distributed as dist
+
+    from slurm_train.distributed.meeting import MeetingPoint
+    from slurm_train.distributed.rendezvous import allow_files, open_store
+
+    point = MeetingPoint(master_addr="", ports=[free_port()], run_id="bench", attempt=0, timeout_s=300.0, secret="s")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    began_s = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        allow_files(size)
+        _call(point, point.ports[0], size)
+
+        def take_store(_: int) -> Any:
+            store = dist.TCPStore("127.0.0.1", point.ports[0], is_master=False, wait_for_workers=False)
+            store.add("arrived", 1)
+            return store
+
+        # At the same time, as ranks do: torch asks for the name of its own address, and a lost answer takes 5 s.
+        with ThreadPoolExecutor(256) as pool:
+            kept = list(pool.map(take_store, range(1, size)))
+        assert kept
+        os._exit(0)
+    store, _ = open_store(replace(place_of(0, size), local_world_size=size), point)
+    while store.add("arrived", 0) < size - 1:
+        time.sleep(0.05)
+    took_s = time.monotonic() - began_s
+    os.waitpid(child, 0)
+    return Cost(time.process_time(), extra=round(took_s, 1))
 
 
 def waiting(size: int, folder: Path) -> Cost:
@@ -357,7 +398,7 @@ def training(size: int, folder: Path) -> Cost:
     from slurm_train.rundir.attempts import check_fence
     from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.paths import RunDirectory
-    from slurm_train.train.signals import start_orphan_watchdog
+    from slurm_train.train.signals import NodeLeader, start_orphan_watchdog
 
     run = RunDirectory(folder / "n" / "run")
     run.attempt_logs(0).mkdir(parents=True)
@@ -374,7 +415,11 @@ def training(size: int, folder: Path) -> Cost:
     with counted() as counts:
         for _ in range(_PER_NODE):
             start_orphan_watchdog(
-                parent=os.getppid(), is_overtaken=is_overtaken, on_orphaned=lambda: None, on_overtaken=lambda: None
+                parent=os.getppid(),
+                is_overtaken=is_overtaken,
+                on_orphaned=lambda: None,
+                on_overtaken=lambda: None,
+                leader=NodeLeader(str(folder)),
             )
         time.sleep(_WATCHED_S)
     cost = cost_of({**counts, "pwrite": 0})  # what is written lies in the node's cache until the fdatasync
@@ -551,16 +596,16 @@ def local_restoring(size: int, folder: Path) -> Cost:
     """Every rank finds out which node copies what of a local checkpoint; extra: bytes that each rank is sent."""
     import pickle
 
-    from slurm_train.checkpoint.local import choose_reachable
+    from slurm_train.checkpoint.local import Held, choose_reachable
 
-    text = _manifest(size).to_json()
-    held = []
+    text, held = _manifest(size).to_json(), []
     for rank in range(size):
-        ranks = range(rank // _PER_NODE * _PER_NODE, rank // _PER_NODE * _PER_NODE + _PER_NODE)
-        held.append({text: [name for one in ranks for name in (f"rank_{one:05d}.pt", f"__{one}_0.distcp")]})
+        first = rank // _PER_NODE * _PER_NODE  # of 2 x size files, by their sorted names
+        ranks = range(first, first + _PER_NODE)
+        held.append({Held(1000, 0, "a" * 32): [n for one in ranks for n in (one, size + one)]})
     with counted() as counts:
-        assert choose_reachable(held) is not None
-    return cost_of(counts, len(pickle.dumps(held[0])) * size)
+        assert choose_reachable(held, lambda *_: text) is not None
+    return cost_of(counts, len(pickle.dumps(held[0])) * size + len(text))
 
 
 def planning(size: int, folder: Path) -> Cost:
@@ -585,6 +630,7 @@ def planning(size: int, folder: Path) -> Cost:
 
 PARTS = (
     Part("meeting", "A, C: meeting of all ranks", meeting, False, "descriptors"),
+    Part("start_of_all", "A, C, D: all ranks hold torch's store", start_of_all, False, "s on two cores"),
     Part("waiting", "B: waiting for a late rank 0", waiting, True, "connections/s of all", growth=0.3),
     Part("preflight_waiting", "B: the same in the preflight", preflight_waiting, True, "look-ups/s of all", growth=0.3),
     Part("group", "E: a gloo group", group, True, "descriptors", growth=0.6, largest=128),
@@ -592,16 +638,17 @@ PARTS = (
     Part("preflight_verdict", "G: preflight, the verdict", preflight_verdict, False),
     Part("starting", "H: start of a rank, its imports", starting, True, limit_s=60.0),
     Part("starting_staged", "H: the same, cluster.stage_python", starting_staged, True, limit_s=300.0),
-    Part("training", "I: a minute of training", training, True, limit_s=0.6),
+    # A twentieth of what the file server does in a minute.
+    Part("training", "I: a minute of training", training, True, limit_s=3.0),
     Part("one_look", "J: one look at the heartbeats", one_look, False, limit_s=5.0),
     Part("hang_found", "J: a hang is found", hang_found, False, "s until it is found", limit_s=60.0),
     Part("judging", "K: judging a window", judging, False, limit_s=5.0),
     Part("autopsy", "K: saying who hangs", autopsy, False, limit_s=5.0),
-    Part("committing", "L: commit, and removal of the one before", committing, False),
+    Part("committing", "L: commit, and removal of the one before", committing, False, at_once=16),
     Part("restoring", "M: each rank looks at the checkpoint", restoring, True, growth=0.3),
     Part("verifying", "N: rank 0's part of verifying", verifying, False, "bytes", growth=0.3),
     Part("planning", "O: torch's plan of a save", planning, False, largest=1024),
-    Part("local_restoring", "P: who copies what from local disks", local_restoring, True, "bytes sent", largest=1024),
+    Part("local_restoring", "P: who copies what from local disks", local_restoring, True, "bytes sent", growth=1.1),
     Part("status", "R: heartbeats for `status`", status, False, limit_s=5.0),
 )
 
@@ -615,13 +662,15 @@ def growth_of(costs: Mapping[int, Cost]) -> float:
     return max(found)
 
 
-def estimated_s(part: Part, costs: Mapping[int, Cost], *, op_s: float, server_ops: float) -> float:
-    """Returns the seconds that a part takes at 16,384 ranks, by the two largest sizes."""
+def estimated_s(
+    part: Part, costs: Mapping[int, Cost], *, op_s: float, server_ops: float, num_ranks: int = _TARGET
+) -> float:
+    """Returns the seconds that a part takes, by the two largest sizes."""
     (small, first), (large, last) = sorted(costs.items())[-2:]
-    ratio = _TARGET / large
+    ratio = num_ranks / large
     cpu_s = last.cpu_s * ratio ** max(_exponent(small, first.cpu_s, large, last.cpu_s), 0.0)
     calls = last.calls * ratio ** _exponent(small, first.calls, large, last.calls)
-    return cpu_s + max(calls * op_s, calls * (_TARGET if part.is_each_rank else 1) / server_ops)
+    return cpu_s + max(calls * op_s / part.at_once, calls * (num_ranks if part.is_each_rank else 1) / server_ops)
 
 
 def _exponent(small: int, first: float, large: int, last: float) -> float:

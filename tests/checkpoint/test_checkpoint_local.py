@@ -10,6 +10,7 @@ import pytest
 
 from slurm_train.checkpoint.copies import keepers
 from slurm_train.checkpoint.local import (
+    Held,
     NodePlace,
     Reachable,
     choose_reachable,
@@ -71,12 +72,17 @@ def test_nodes_hold_a_checkpoint_together_or_not_at_all(fast_path: Any) -> None:
     manifest = Manifest.of(make_header(NEW, world_size=2), files)
     for node, staging, own in zip(nodes, stagings, names, strict=True):
         node.commit(staging, manifest, here=own)
-    held = [held_here(node, anything) for node in nodes]
+    texts: list[dict[Held, str]] = [{}, {}]
+    held = [held_here(node, anything, own) for node, own in zip(nodes, texts, strict=True)]
+
+    def chosen(of_ranks: list[int]) -> Reachable | None:
+        return choose_reachable([held[n] for n in of_ranks], lambda one, rank: texts[of_ranks[rank]][one])
+
     first, second = names[0]
-    assert choose_reachable(held) == Reachable(manifest, {first: 0, second: 0, "rank_00001.pt": 1})
-    assert choose_reachable([held[0], *held]) == Reachable(manifest, {first: 0, second: 1, "rank_00001.pt": 2})
-    assert choose_reachable(held[::-1]) is not None, "ranks may be on other nodes now"
-    assert choose_reachable(held[:1]) is None, "one node is gone"
+    assert chosen([0, 1]) == Reachable(manifest, {first: 0, second: 0, "rank_00001.pt": 1})
+    assert chosen([0, 0, 1]) == Reachable(manifest, {first: 0, second: 1, "rank_00001.pt": 2})
+    assert chosen([1, 0]) is not None, "ranks may be on other nodes now"
+    assert chosen([0]) is None, "one node is gone"
 
 
 def test_each_rank_has_a_keeper_on_the_next_node() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 
 from slurm_train.checkpoint.local import recent_attempts
 from slurm_train.checkpoint.verify import read_manifest
-from slurm_train.errors import ConfigError
+from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.train.build import expand
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import WarmRank
@@ -42,8 +43,12 @@ def finish(ranks: list[WarmRank]) -> str:
 
 def steps_on(disk: Path) -> list[int]:
     """Returns the steps that are complete on a node, newest first."""
-    roots = list(disk.glob("slurm_train-*/*/*"))
-    return [manifest_step(path) for root in roots for path in list_checkpoints(root) if (path / "COMPLETE").exists()]
+    steps = []
+    for root in disk.glob("slurm_train-*/*/*"):
+        for path in list_checkpoints(root):
+            with contextlib.suppress(CheckpointError):  # not marked yet, or on its way out
+                steps.append(manifest_step(path))
+    return steps
 
 
 def manifest_step(path: Path) -> int:
@@ -56,7 +61,7 @@ def kill_when_ahead(run: RunDirectory, ranks: list[WarmRank], disks: Path) -> in
     def ahead() -> bool:
         copied = list_checkpoints(run.checkpoints)
         on_nodes = [max(steps_on(disks / f"node{rank}"), default=0) for rank in range(2)]
-        return bool(copied) and (copied[0] / "COMPLETE").exists() and min(on_nodes) > manifest_step(copied[0])
+        return bool(copied) and min(on_nodes) > name_of(copied[0]).step
 
     wait_for(ahead, within_s=90, what="a checkpoint that only the nodes have", poll_s=0.01)
     for rank in ranks:

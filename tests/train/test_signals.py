@@ -15,6 +15,7 @@ import pytest
 from slurm_train.train.signals import (
     FENCE_EVERY_S,
     STOP_SIGNALS,
+    NodeLeader,
     StopFlag,
     install,
     start_orphan_watchdog,
@@ -129,3 +130,32 @@ def test_a_process_whose_parent_is_killed_ends(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     wait_until_gone(int(file.read_text()), within_s=10)
+
+
+LEADER = """
+import sys, time
+from slurm_train.train.signals import NodeLeader
+leader = NodeLeader(sys.argv[1])
+print(leader.leads(), flush=True)
+while True:
+    leader.leads()
+    time.sleep(0.02)
+"""
+
+
+def test_one_rank_of_a_node_leads_until_it_ends_or_is_stopped(tmp_path: Path) -> None:
+    """The next one leads then, so no newer attempt goes unseen; a third one never leads beside a leader that runs."""
+    words = [sys.executable, "-c", LEADER, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "True\n"
+        second, third, other = NodeLeader(str(tmp_path)), NodeLeader(str(tmp_path)), NodeLeader(f"{tmp_path}/2")
+        assert other.leads()
+        assert not any(second.leads() for _ in range(300)), "more questions than the socket keeps"
+        first.send_signal(signal.SIGSTOP)
+        wait_for(second.leads, within_s=10, what="the stopped leader to be noticed")
+        first.send_signal(signal.SIGCONT)
+        wait_for(lambda: not second.leads(), within_s=10, what="the leader to go on")
+        first.kill()
+    assert second.leads() and not third.leads() and second.leads()
+    for leader in (second, other):
+        leader.close()
