@@ -23,6 +23,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import math
 import os
 import random
 import resource
@@ -352,6 +353,12 @@ class AuthenticatedListener:
         with contextlib.suppress(OSError):
             self._listener.setblocking(True)
 
+    def stop_accepting(self) -> None:
+        """Leaves whoever calls from now on to the next one who listens on this socket."""
+        if self._accepts_from_s is None:
+            self.selector.unregister(self._listener)
+        self._accepts_from_s = math.inf
+
     def _accept(self, _: int) -> None:
         # A batch at a time, so that those who have called already are served in between.
         for _ in range(_BATCH):
@@ -405,7 +412,7 @@ class AuthenticatedListener:
     def _forget(self, caller: ListenerHandshake) -> None:
         del self._unproved[caller]
         self.selector.unregister(caller.channel.connection)
-        if self._accepts_from_s is not None:
+        if self._accepts_from_s is not None and self._accepts_from_s < math.inf:
             self._accepts_from_s = 0.0  # there is room for the next one
 
 
@@ -477,6 +484,9 @@ class Meeting:
     def close(self, last: Any = None) -> None:
         """Sends a last value to every rank that is connected, waits until each has it, and hangs up."""
         self._last.append(last)
+        if not self.missing:
+            # Whoever has the last value calls torch's store at this address: greeted here, it tries again much later.
+            self._listener.stop_accepting()
         try:
             for rank in list(self._channels):
                 self.send(rank, last)

@@ -119,6 +119,25 @@ def test_all_ranks_meet_at_the_first_free_port() -> None:
     assert meet_all(4, point(ports)) == [ports[0]] * 4
 
 
+def test_callers_of_the_store_are_not_greeted_while_the_meeting_closes() -> None:
+    """torch's store listens on the same socket afterwards, and tries much later again with whom it does not know."""
+    where, callers = point(free_ports(1)), list[socket.socket]()
+
+    def call_early(_: object) -> None:
+        callers.append(socket.create_connection(("127.0.0.1", where.ports[0])))
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meet, 1, 2, where)
+        listener, _ = host_meeting(place(0, 2), where, addresses=["127.0.0.1"], decide=call_early)
+        other.result()
+    with listener, callers[0] as caller:
+        caller.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            caller.recv(1)
+        accepted, _ = listener.accept()
+        accepted.close()
+
+
 def test_a_foreign_service_on_the_first_port_is_passed_over(foreign_port: int) -> None:
     second, began_s = free_ports(1)[0], time.monotonic()
     assert meet_all(3, point([foreign_port, second])) == [second] * 3
