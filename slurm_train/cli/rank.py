@@ -7,6 +7,7 @@ attempt of the first restart and closes that of the last; under a plain torchrun
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import sys
@@ -61,6 +62,37 @@ _COMMIT_S = 5.0
 """Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
 _NOTHING_TO_DO = -1
 _LAZY_FROM = 512
+_IMPORTED_EARLY = (
+    "torch",
+    "encodings.idna",
+    "numpy.random",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "slurm_train.tools.doctor.preflight",
+    "slurm_train.train.build",
+    "slurm_train.checkpoint.load",
+    "slurm_train.checkpoint.tensors",
+)
+"""What a rank of the trainer imports sooner or later."""
+
+
+def wait_for_turn(run: RunDirectory) -> None:
+    """Imports what a rank needs, and returns when the supervisor starts the attempt that this process was made for.
+
+    The process ends where the supervisor does not need it any more. No GPU is touched before.
+    """
+    _prepare_torch()
+    for name in _IMPORTED_EARLY:
+        # What this version of torch does not have is not needed either.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if not sys.stdin.readline():
+        os._exit(EXIT_DONE)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    _write_to_own_log(run, int(os.environ[_ATTEMPT]), RankPlace.from_env(os.environ).rank)
 
 
 def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: int) -> NoReturn:

@@ -76,5 +76,8 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
         committed_step=partial(newest_committed_step, run.checkpoints) if config.trains else None,
         is_own_code=not config.trains or config.preflight.only,
     )
-    with trackers:
-        return supervisor.supervise(launch)
+    try:
+        with trackers:
+            return supervisor.supervise(launch)
+    finally:
+        launch.waiting.dismiss()

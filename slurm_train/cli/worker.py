@@ -1,6 +1,8 @@
 """`worker RUN_DIR`: one rank. srun, a local launch or a hand-typed command starts it; it reads the run directory.
 
-The stop handlers are installed first: importing what a rank needs takes seconds, and a preemption does not wait.
+The stop handlers are installed first: importing what a rank needs takes seconds, and a preemption does not wait. One
+that waits for a failure of its predecessor (`requeue.warm_ranks`) imports before it is anything, and has nothing to
+save.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from slurm_train.errors import RunError
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.supervise.ranks import WAITS
 from slurm_train.train.signals import StopFlag, hold_continue, install
 
 
@@ -21,12 +25,16 @@ def main(words: Sequence[str]) -> NoReturn:
         from slurm_train.launch.imports import import_from_stage
 
         import_from_stage(stage)
-    stop = StopFlag()
-    install(stop)
     hold_continue()
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
+    if WAITS in os.environ:
+        from slurm_train.cli.rank import wait_for_turn
+
+        # Until then a stop signal ends the process, which has nothing to save.
+        wait_for_turn(RunDirectory(Path(words[0])))
+    stop = StopFlag()
+    install(stop)
     from slurm_train.cli.rank import run_rank
-    from slurm_train.rundir.paths import RunDirectory
 
     run_rank(RunDirectory(Path(words[0])), dict(os.environ), stop, parent=parent)

@@ -338,6 +338,9 @@ class RequeueSection:
     30 times as many for preemptions, since these say less about the run."""
     controller_patience_s: Count = 120
     """Seconds to retry while Slurm's controller does not answer."""
+    warm_ranks: bool = False
+    """Keep a second process for each rank, which has imported torch and waits: ranks that fail are started again in
+    these. A process takes some 0.3 GB of host memory."""
 
 
 @frozen

@@ -278,8 +278,11 @@ def srun_flags(plan: RunPlan) -> Flags:
     else:
         sizes = _size_flags(plan, groups[0])
     if cluster.spare_nodes:
-        # What is left of a step on a lost node holds the step's share of all its nodes, until Slurm gives the node up.
-        sizes |= {"nodelist": "{nodelist}", "overlap": True}
+        sizes["nodelist"] = "{nodelist}"
+    if cluster.spare_nodes or plan.config.requeue.warm_ranks:
+        # Two steps at a time: of ranks and of those in waiting, or of what is left of one on a lost node, which keeps
+        # its share of all its nodes until Slurm gives that node up.
+        sizes["overlap"] = True
     flags: Flags = {
         **sizes,
         "distribution": "block",

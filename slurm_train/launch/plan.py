@@ -256,6 +256,14 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
             f"cluster.export has {pattern.partition('=')[0]!r}, which is no name or pattern of variables",
             "names alone, without values: cluster.export=[WANDB_API_KEY,MY_*]",
         )
+    uneven = config.cluster is not None and not isinstance(config.cluster.gpus_per_node, int)
+    yield (
+        config.requeue.warm_ranks
+        and (not config.trains or uneven or (config.cluster is not None and config.cluster.launcher == "torchrun")),
+        "requeue.warm_ranks=true needs the trainer, equal nodes and srun: your own code is not started again after a "
+        "failure, a heterogeneous job's steps cannot overlap, and torchrun starts its ranks again by itself",
+        "leave requeue.warm_ranks out",
+    )
     yield (
         config.cluster is None and config.container is not None and config.container.kind == "pyxis",
         "container.kind=pyxis is a plugin of srun, and the run would train on this machine",

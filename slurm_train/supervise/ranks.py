@@ -185,35 +185,46 @@ ORPHAN_LINGER_S = 10.0
 LINGER_S = 150.0
 """Longer than --wait and any usual KillWait: ranks of which one failed must be gone by then."""
 _GONE_WITHIN_S = 60.0
+_WAITING_GONE_S = 5.0
 
 
-def run_step(
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    log: BinaryIO,
-    is_overdue: Callable[[], bool],
-    beside: Callable[[], None] = lambda: None,
-    cwd: Path | None = None,
-) -> int:
-    """Runs srun to its end and returns its exit code, 128 + signal if it was killed.
+def start_step(
+    argv: Sequence[str], *, env: Mapping[str, str], log: BinaryIO, cwd: Path | None = None, waits: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts srun.
 
     Args:
         argv: srun and its arguments.
         env: its environment.
         log: where it says what it says.
-        is_overdue: whether the ranks are known to have ended so long ago that srun must have missed it.
-        beside: called once a second; like `is_overdue` it neither waits nor raises.
         cwd: where srun and its tasks work; None: where this process does.
+        waits: its tasks wait for a line on their stdin, which srun hands to all of them.
     """
-    process = subprocess.Popen(
+    return subprocess.Popen(
         list(argv),
         env=dict(env) | ({} if cwd is None else {"PWD": str(cwd)}),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
         stdout=log,
         stderr=log,
         cwd=cwd,
     )
+
+
+def run_step(
+    process: subprocess.Popen[bytes],
+    *,
+    log: BinaryIO,
+    is_overdue: Callable[[], bool],
+    beside: Callable[[], None] = lambda: None,
+) -> int:
+    """Waits for srun to end and returns its exit code, 128 + signal if it was killed.
+
+    Args:
+        process: srun.
+        log: where it says what it says.
+        is_overdue: whether the ranks are known to have ended so long ago that srun must have missed it.
+        beside: called once a second; like `is_overdue` it neither waits nor raises.
+    """
     given_up = False
     while True:
         try:
@@ -263,6 +274,64 @@ def end_step(
         if time.monotonic() > deadline:
             return False
         sleep(1.0)
+
+
+# --- ranks in waiting ---
+
+WAITS = "SLURM_TRAIN_WAITS"
+"""Variable of a rank that imports torch and then waits for a line on its stdin."""
+
+
+@dataclass(slots=True)
+class RanksInWaiting:
+    """The step of the attempt that would follow a failure: its ranks have imported torch, and wait for a line."""
+
+    process: subprocess.Popen[bytes] | None = None
+    attempt: int = -1
+    nodes: tuple[str, ...] = ()
+    log: Path | None = None
+    """What srun has said so far."""
+
+    def take(self, attempt: int, nodes: tuple[str, ...], log: Path) -> subprocess.Popen[bytes] | None:
+        """Has the ranks begin, if they are those of this attempt and there still; returns their srun.
+
+        Args:
+            attempt: the attempt that begins.
+            nodes: where it runs.
+            log: the attempt's log, which gets what srun has said and says from now on.
+        """
+        process, self.process = self.process, None
+        if process is None or self.log is None:
+            return None
+        fits = (attempt, nodes) == (self.attempt, self.nodes) and process.poll() is None
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            if fits:
+                self.log.replace(log)
+                process.stdin.write(b"begin\n")
+                process.stdin.close()
+                return process
+        self._end(process)
+        return None
+
+    def dismiss(self) -> None:
+        """Ends the ranks; without a line they go by themselves."""
+        process, self.process = self.process, None
+        if process is not None:
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_WAITING_GONE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(OSError):
+            assert self.log is not None
+            self.log.unlink(missing_ok=True)
 
 
 # --- processes of this machine ---

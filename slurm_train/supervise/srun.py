@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
@@ -44,7 +47,16 @@ from slurm_train.supervise.monitor import (
     say,
     watch_ranks,
 )
-from slurm_train.supervise.ranks import LINGER_S, ORPHAN_LINGER_S, require_seen_by_all, run_step, silent_nodes
+from slurm_train.supervise.ranks import (
+    LINGER_S,
+    ORPHAN_LINGER_S,
+    WAITS,
+    RanksInWaiting,
+    require_seen_by_all,
+    run_step,
+    silent_nodes,
+    start_step,
+)
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.staging import stage_python
 from slurm_train.supervise.supervisor import refused_code
@@ -133,6 +145,26 @@ class _EndOfRanks(Task):
             self.is_overdue |= time.time() - mark.time_unix_s > linger_s
 
 
+class _NextRanks(Task):
+    """Starts the ranks in waiting once those of the attempt train: at the start nothing is to take their cores."""
+
+    name = "the start of the ranks in waiting"
+    every_s = 1.0
+
+    def __init__(self, run: RunDirectory, attempt: int, *, world_size: int, start: Callable[[], None]) -> None:
+        self._run, self._attempt, self._world_size, self._start = run, attempt, world_size, start
+        self._has_started = False
+
+    def look(self) -> None:
+        """Starts them, once."""
+        if self._has_started:
+            return
+        beats = read_beats(self._run, self._attempt)
+        if len(beats) == self._world_size and all(beat.settled for beat in beats.values()):
+            self._has_started = True
+            self._start()
+
+
 @frozen
 class SrunLaunch:
     """Starts the ranks of an attempt; calling it with the attempt's number returns their exit code."""
@@ -145,6 +177,8 @@ class SrunLaunch:
     allocation: Allocation
     """What the run takes of the job's; which nodes, the job knows: they may change between two attempts."""
     env: Mapping[str, str]
+    waiting: RanksInWaiting = field(default_factory=RanksInWaiting)
+    """With `requeue.warm_ranks`."""
 
     def __call__(self, attempt: int) -> int:
         """Runs the ranks, and writes down what they have found out about their nodes."""
@@ -163,9 +197,14 @@ class SrunLaunch:
         # Slurm would make them by the umask of the login shell.
         for name in (*self._task_logs(), "batch.log"):
             create_empty(folder / name)
+        if (code := refused_code(run, attempt, self.env)) is not None:
+            return code
+        warm = self.waiting.take(attempt, nodes, folder / "batch.log")
         with (folder / "batch.log").open("ab") as log:
             try:
-                require_seen_by_all(run, nodes, self.env, attempt=attempt)
+                # Ranks in waiting run on all nodes already.
+                if warm is None:
+                    require_seen_by_all(run, nodes, self.env, attempt=attempt)
             except NodesError as err:
                 if err.code == "NODE_MISSING" and self.job.has_spares and len(err.nodes) < len(nodes):
                     self.job.lost |= set(err.nodes)
@@ -174,38 +213,60 @@ class SrunLaunch:
                 say(finding.line)
                 log.write(f"{finding.line}\n".encode())
                 return EXIT_FAILURE if finding.blames_node else err.exit_code
-            if (code := refused_code(run, attempt, self.env)) is not None:
-                return code
             end = _EndOfRanks(run, attempt)
-            monitor = watch_ranks(
-                run, attempt, self.config, world_size=self.job.start.world_size, end_ranks=self.job.end_ranks
-            )
+            world_size = self.job.start.world_size
+            monitor = watch_ranks(run, attempt, self.config, world_size=world_size, end_ranks=self.job.end_ranks)
             for task in (NoticeKeeper(run, attempt, ask=self.job.notice), FindingsRelay(run, attempt), end):
                 monitor.add(task)
             if self.job.has_spares:
                 monitor.add(_LostNodes(run, attempt, self.job, self.env))
-            known = {"{attempt}": str(attempt), "{nodes}": str(len(nodes)), "{nodelist}": compact_nodelist(nodes)}
-            words = list(self.command)
-            for name, value in known.items():
-                words = [word.replace(name, value) for word in words]
-            stage = self.config.cluster.stage_python if self.config.cluster is not None else None
-            env = {
-                **self.env,
-                **(stage_python(stage, run.path.parent.parent, nodes, self.env) if stage else {}),
-                "SLURM_TRAIN_ATTEMPT": str(attempt),
-                "MASTER_ADDR": _address(nodes[0], self.job),
-                "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=self.env)),
-            }
+            if self.config.requeue.warm_ranks:
+                start = partial(self._start_next, attempt + 1)
+                monitor.add(_NextRanks(run, attempt, world_size=world_size, start=start))
+            process = warm or self._start_step(attempt, log=log)
             with monitor.running():
                 return run_step(
-                    words,
-                    env=env,
+                    process,
                     log=log,
                     is_overdue=lambda: end.is_overdue or bool(self.job.lost),
                     beside=monitor.check,
-                    # This process works elsewhere: its own imports must not come from code that nobody has looked at.
-                    cwd=run.code if run.code.is_dir() else None,
                 )
+
+    def _start_step(self, attempt: int, *, log: BinaryIO, waits: Path | None = None) -> subprocess.Popen[bytes]:
+        """Starts the ranks of an attempt.
+
+        Args:
+            attempt: its number.
+            log: where srun says what it says.
+            waits: the ranks wait until they are needed; until then all of them write into this file.
+        """
+        run, nodes = self.run, self.job.start.nodes
+        known = {"{attempt}": str(attempt), "{nodes}": str(len(nodes)), "{nodelist}": compact_nodelist(nodes)}
+        words = list(self.command)
+        if waits is not None:
+            words = [f"--output={waits}" if word.startswith("--output=") else word for word in words]
+        for name, value in known.items():
+            words = [word.replace(name, value) for word in words]
+        stage = self.config.cluster.stage_python if self.config.cluster is not None else None
+        env = {
+            **self.env,
+            **(stage_python(stage, run.path.parent.parent, nodes, self.env) if stage else {}),
+            **({} if waits is None else {WAITS: "1"}),
+            "SLURM_TRAIN_ATTEMPT": str(attempt),
+            "MASTER_ADDR": _address(nodes[0], self.job),
+            "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=self.env)),
+        }
+        # This process works elsewhere: its own imports must not come from code that nobody has looked at.
+        cwd = run.code if run.code.is_dir() else None
+        return start_step(words, env=env, log=log, cwd=cwd, waits=waits is not None)
+
+    def _start_next(self, attempt: int) -> None:
+        path = self.run.logs / f"waiting_{attempt}.log"
+        create_empty(path)
+        with path.open("ab") as log:
+            process = self._start_step(attempt, log=log, waits=path)
+        self.waiting.process, self.waiting.log = process, path
+        self.waiting.attempt, self.waiting.nodes = attempt, self.job.start.nodes
 
     def _task_logs(self) -> list[str]:
         """Returns the names of the logs that srun may write, from its --output."""

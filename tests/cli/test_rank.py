@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from slurm_train.cli.rank import allocator_environment, gloo_environment, place_of
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.supervise.ranks import WAITS
+from tests.support.command_line import REPOSITORY
+from tests.support.waiting import wait_for
 
 
 def raised(err: BaseException) -> BaseException:
@@ -52,3 +62,25 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(
 def test_only_large_worlds_leave_the_connections_of_gloo_to_the_first_exchange() -> None:
     assert gloo_environment(32) == {}
     assert gloo_environment(1024) == {"TORCH_GLOO_LAZY_INIT": "1"}
+
+
+def start_waiting(run: RunDirectory) -> subprocess.Popen[bytes]:
+    """Starts a rank that waits for a failure of attempt 2."""
+    env = {**os.environ, WAITS: "1", "SLURM_TRAIN_ATTEMPT": "2", "PYTHONPATH": str(REPOSITORY)}
+    argv = [sys.executable, "-m", "slurm_train", "worker", str(run.path)]
+    return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_a_rank_in_waiting_goes_without_a_trace_when_it_is_not_needed(tmp_path: Path) -> None:
+    with start_waiting(RunDirectory(tmp_path)) as process:
+        assert process.communicate(timeout=60) == (b"", None) and process.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_in_waiting_has_nothing_to_save(tmp_path: Path) -> None:
+    """It must not keep a job from ending for as long as Slurm waits before it kills."""
+    with start_waiting(RunDirectory(tmp_path)) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_for(lambda: "libtorch_python" in maps.read_text(), within_s=60, what="torch in a rank in waiting")
+        process.terminate()
+        assert process.wait(timeout=20) == -signal.SIGTERM

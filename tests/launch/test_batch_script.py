@@ -208,6 +208,11 @@ def test_spare_nodes_are_asked_for_and_kept_when_a_node_is_lost() -> None:
     assert not {"no-kill", "overlap"} & {*flags_of(nodes=4)[0], *flags_of(nodes=4)[1]}
 
 
+def test_ranks_in_waiting_share_the_cores_of_the_others() -> None:
+    plan = make_plan(cluster={}, requeue={"warm_ranks": True})
+    assert srun_flags(plan)["overlap"] is True and "nodelist" not in srun_flags(plan)
+
+
 PROTECTED = [
     ("sbatch", "nodes", "use cluster.nodes instead"),
     ("sbatch", "ntasks_per_node", "use cluster.gpus_per_node instead"),

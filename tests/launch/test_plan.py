@@ -109,6 +109,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             ({}, {"ddp": {"comm": "powersgd"}}, "ddp.comm=powersgd"),
         )
     ),
+    *(
+        ({"requeue": {"warm_ranks": True}, **sections}, "requeue.warm_ranks=true needs the trainer, equal nodes and")
+        for sections in (
+            {"task": {"_target_": "m.f"}},
+            {"cluster": {"nodes": 2, "gpus_per_node": [4, 2]}},
+            {"cluster": {"nodes": 2, "launcher": "torchrun"}},
+        )
+    ),
     ({"parallel": {"dp_shard": -1}}, "parallel asks for dp_replicate -1 x dp_shard -1"),
     *(
         ({"run": {"name": name}}, f"run.name={name!r} cannot be the name of a folder and of a job")

@@ -14,7 +14,16 @@ from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, ClusterError, Nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import violent_end
 from slurm_train.supervise import ranks
-from slurm_train.supervise.ranks import LocalRanks, end_step, require_seen_by_all, run_step, silent_nodes, start_local
+from slurm_train.supervise.ranks import (
+    LocalRanks,
+    RanksInWaiting,
+    end_step,
+    require_seen_by_all,
+    run_step,
+    silent_nodes,
+    start_local,
+    start_step,
+)
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.support.waiting import wait_for
 
@@ -144,7 +153,8 @@ def test_where_no_node_answers_none_is_blamed(run: RunDirectory, tmp_path: Path)
 def ran(tmp_path: Path, program: str, *, is_overdue: bool = False) -> tuple[int, str]:
     log = tmp_path / "batch.log"
     with log.open("ab") as file:
-        code = run_step([sys.executable, "-S", "-c", program], env=os.environ, log=file, is_overdue=lambda: is_overdue)
+        process = start_step([sys.executable, "-S", "-c", program], env=os.environ, log=file)
+        code = run_step(process, log=file, is_overdue=lambda: is_overdue)
     return code, log.read_text()
 
 
@@ -175,6 +185,56 @@ def test_a_step_that_stays_is_told(error: ClusterError | None) -> None:
     commands.running_steps, commands.stuck_steps = {"7.0": "attempt_0"}, {"7.0"}
     commands.error = error
     assert not end_step("7", "attempt_0", commands, within_s=0.01, sleep=lambda _s: None)
+
+
+# --- ranks in waiting ---
+
+WAITS_FOR_A_LINE = "import sys; print('ready', flush=True); line = sys.stdin.readline(); print('got', line.strip())"
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> RanksInWaiting:
+    log = tmp_path / "waiting.log"
+    with log.open("ab") as file:
+        process = start_step([sys.executable, "-c", WAITS_FOR_A_LINE], env=os.environ, log=file, waits=True)
+    wait_for(lambda: "ready" in log.read_text(), within_s=20, what="a process that waits")
+    return RanksInWaiting(process=process, attempt=3, nodes=("node1",), log=log)
+
+
+def test_ranks_in_waiting_begin_as_their_attempt_and_write_into_its_log(
+    waiting: RanksInWaiting, tmp_path: Path
+) -> None:
+    process = waiting.take(3, ("node1",), tmp_path / "batch.log")
+    assert process is not None and process.wait(20) == 0
+    assert (tmp_path / "batch.log").read_text() == "ready\ngot begin\n" and not (tmp_path / "waiting.log").exists()
+    assert waiting.take(4, ("node1",), tmp_path / "batch.log") is None
+    waiting.dismiss()
+
+
+@pytest.mark.parametrize(("attempt", "nodes"), [(4, ("node1",)), (3, ("node2",))])
+def test_ranks_in_waiting_of_another_attempt_or_place_end(
+    attempt: int, nodes: tuple[str, ...], waiting: RanksInWaiting, tmp_path: Path
+) -> None:
+    process = waiting.process
+    assert waiting.take(attempt, nodes, tmp_path / "batch.log") is None
+    assert process is not None and process.poll() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_in_waiting_that_have_died_are_not_used(waiting: RanksInWaiting, tmp_path: Path) -> None:
+    assert waiting.process is not None
+    waiting.process.kill()
+    waiting.process.wait()
+    assert waiting.take(3, ("node1",), tmp_path / "batch.log") is None
+
+
+def test_ranks_in_waiting_that_do_not_go_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_WAITING_GONE_S", 0.1)
+    log = tmp_path / "waiting.log"
+    with log.open("ab") as file:
+        process = start_step(["sleep", "60"], env=os.environ, log=file, waits=True)
+    RanksInWaiting(process=process, attempt=1, nodes=(), log=log).dismiss()
+    assert process.poll() == -signal.SIGKILL and not log.exists()
 
 
 # --- processes of this machine ---
