@@ -194,8 +194,8 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
             ("peak lr", _lr_text(plan)),
             ("checkpoints", _checkpoint_text(plan)),
         ]
-        per_rank = config.parallel.stages_per_rank
-        rows[2:2] = layout_rows(plan.layout, world, plan.batch, stages_per_rank=per_rank)
+        per_rank, schedule = config.parallel.stages_per_rank, config.parallel.pipeline_schedule
+        rows[2:2] = layout_rows(plan.layout, world, plan.batch, stages_per_rank=per_rank, schedule=schedule)
     if config.track != TrackSection():
         from slurm_train.tools.trackers import asked_trackers
 

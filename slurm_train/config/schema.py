@@ -424,8 +424,9 @@ class ParallelSection:
     """Computes activations again; selective keeps matrix products and attention, full only the input of each block."""
     stages_per_rank: Count = 1
     """Stages on each rank of a pipeline; more than one interleaves them: a smaller bubble, more traffic."""
-    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of a pipeline's micro-batches: 1f1b keeps at most `pp` of them in memory, gpipe all."""
+    pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble"] = "1f1b"
+    """Order of a pipeline's micro-batches: 1f1b keeps at most `pp` of them in memory, gpipe all; zero_bubble computes
+    gradients of weights where 1f1b would wait, which torch.compile cannot."""
     gather_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in which sharded parameters are gathered and used; float32: the type of the parameters; auto: bfloat16 where
     `train.precision` computes in it, unless the model has running statistics (BatchNorm)."""

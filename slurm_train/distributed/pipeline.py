@@ -118,11 +118,17 @@ class Pipeline:
         """Returns torch's schedule over this many micro-batches; its gradients are sums.
 
         Args:
-            name: "1f1b" or "gpipe".
+            name: "1f1b", "gpipe" or "zero_bubble".
             num_batches: micro-batches of a step.
             loss: gives the sum of the loss of (outputs, targets); only the last stage calls it.
         """
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+        from torch.distributed.pipelining import (
+            PipelineStage,
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+            ScheduleInterleavedZeroBubble,
+        )
 
         numbers = stages_of(self.place, num_ranks=self.num_ranks, per_rank=len(self.parts))
         count = self.num_ranks * len(self.parts)
@@ -131,6 +137,8 @@ class Pipeline:
             for number, part in zip(numbers, self.parts, strict=True)
         ]
         options: dict[str, Any] = {"n_microbatches": num_batches, "loss_fn": loss, "scale_grads": False}
+        if name == "zero_bubble":
+            return ScheduleInterleavedZeroBubble(list(stages), **options)
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(list(stages), **options)
         return (Schedule1F1B if name == "1f1b" else ScheduleGPipe)(stages[0], **options)

@@ -101,7 +101,9 @@ def tokens_per_s(facts: LayoutFacts, world: World) -> float:
         else:
             waits += sending_s
     waits += max(0.0, hidden - _HIDDEN * compute_s)
-    idle = pipeline_bubble(layout, batch, stages_per_rank=facts.settings.stages_per_rank)
+    settings = facts.settings
+    schedule, per_rank = settings.pipeline_schedule, settings.stages_per_rank
+    idle = pipeline_bubble(layout, batch, stages_per_rank=per_rank, schedule=schedule)
     return tokens / ((compute_s + waits) / (1 - idle))
 
 

@@ -291,12 +291,14 @@ class LayoutFacts:
         ranks, per_rank = self.layout.pp, self.settings.stages_per_rank
         if ranks == 1:
             return 1
+        # A later stage computes the gradients of weights so many turns later.
+        later = stage if self.settings.pipeline_schedule == "zero_bubble" else 0
         if per_rank > 1:  # what torch's schedule sends ahead before the first backward pass, and one
-            ahead = (per_rank - 1) * ranks + 2 * (ranks - 1 - stage)
+            ahead = (per_rank - 1) * ranks + 2 * (ranks - 1 - stage) + later
             return min(per_rank * self.batch.accumulation, ahead + 1) / per_rank
         if self.settings.pipeline_schedule == "gpipe":
             return self.batch.accumulation
-        return min(self.batch.accumulation, ranks - stage)
+        return min(self.batch.accumulation, ranks - stage + later)
 
     @property
     def table(self) -> int:
@@ -472,7 +474,8 @@ def _gradients_before(facts: LayoutFacts, stage: int) -> int:
 def _passed_on(facts: LayoutFacts, stage: int) -> float:
     """Returns what a pipeline keeps for its neighbours: room for every micro-batch, and what was sent.
 
-    GPipe has the last parts of all micro-batches under way at once, the others those of one.
+    GPipe has the last parts of all micro-batches under way at once, zero_bubble those of as many as there are ranks,
+    1f1b those of one.
     """
     ranks, batches, per_rank = facts.layout.pp, facts.batch.accumulation, facts.settings.stages_per_rank
     if ranks == 1:
@@ -483,7 +486,7 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
     passed = batches * received * hidden + facts.in_flight(stage) * per_rank * hidden
     if stage < ranks - 1:
         return passed
-    ends = batches if facts.settings.pipeline_schedule == "gpipe" else 1
+    ends = {"gpipe": batches, "zero_bubble": min(batches, ranks)}.get(facts.settings.pipeline_schedule, 1)
     return passed + (ends - 1) * facts.kept_at_end()
 
 

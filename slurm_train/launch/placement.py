@@ -212,6 +212,7 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
     if layout.is_replicated:
         return layout
     stages_per_rank = settings.stages_per_rank if layout.pp > 1 else 1
+    has_two_parts = layout.pp > 1 and settings.pipeline_schedule == "zero_bubble"
     misfit = next((count for count in sorted(set(world.ranks_per_node)) if count % layout.tp), None)
     require_all(
         [
@@ -239,10 +240,28 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
             *_model_checks(layout, config.model or {}, stages=layout.pp * stages_per_rank),
             *_position_checks(layout, config),
             (
-                stages_per_rank > 1 and settings.pipeline_schedule != "1f1b",
+                stages_per_rank > 1 and settings.pipeline_schedule == "gpipe",
                 f"parallel.stages_per_rank={stages_per_rank} needs the 1f1b order, got "
                 f"parallel.pipeline_schedule={settings.pipeline_schedule}",
                 "several stages on a rank are interleaved in 1f1b order: leave pipeline_schedule out",
+            ),
+            (
+                # With torch 2.13 the losses of shards were others than those of one process.
+                has_two_parts and layout.reducing_size > 1,
+                f"parallel.pipeline_schedule=zero_bubble trains no shards and replicas, and the layout is {layout}",
+                "use pp and tp alone, or leave pipeline_schedule out",
+            ),
+            (
+                has_two_parts and config.train.compile is not False,
+                f"parallel.pipeline_schedule=zero_bubble cuts the backward pass in two, got train.compile="
+                f"{str(config.train.compile).lower()}",
+                "torch cannot cut compiled blocks: set train.compile=false, or leave pipeline_schedule out",
+            ),
+            (
+                has_two_parts and settings.activation_checkpointing != "none",
+                "parallel.pipeline_schedule=zero_bubble cuts the backward pass in two, got "
+                f"parallel.activation_checkpointing={settings.activation_checkpointing}",
+                "blocks would be computed again for each part: leave one of them out",
             ),
         ]
     )
@@ -331,7 +350,8 @@ def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) 
     Raises:
         BatchError: the number is not a multiple of the rounds.
     """
-    if layout.pp == 1 or config.parallel.stages_per_rank == 1 or not config.trains:
+    is_plain = config.parallel.stages_per_rank == 1 and config.parallel.pipeline_schedule != "zero_bubble"
+    if layout.pp == 1 or is_plain or not config.trains:
         return
     if batch.accumulation % max(1, batch.accumulation // layout.pp):
         raise BatchError(
@@ -341,9 +361,16 @@ def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) 
         )
 
 
-def pipeline_bubble(layout: ParallelLayout, batch: BatchPlan, *, stages_per_rank: int = 1) -> float:
-    """Returns the part of a step in which a rank idles: (ranks - 1) of (stages x micro-batches + ranks - 1) turns."""
-    return (layout.pp - 1) / (stages_per_rank * batch.accumulation + layout.pp - 1)
+def pipeline_bubble(
+    layout: ParallelLayout, batch: BatchPlan, *, stages_per_rank: int = 1, schedule: str = "1f1b"
+) -> float:
+    """Returns the part of a step in which a rank idles: (ranks - 1) of (stages x micro-batches + ranks - 1) turns.
+
+    A turn is a forward pass and both parts of its backward pass, taken for equally long; zero_bubble idles for one of
+    the three.
+    """
+    idle = (layout.pp - 1) / (3 if schedule == "zero_bubble" else 1)
+    return idle / (stages_per_rank * batch.accumulation + idle)
 
 
 def spans_nodes(layout: ParallelLayout, world: World, axis: str) -> bool:
@@ -369,7 +396,7 @@ def table_rows(layout: ParallelLayout, world: World) -> list[tuple[str, ...]]:
 
 
 def layout_rows(
-    layout: ParallelLayout, world: World, batch: BatchPlan, *, stages_per_rank: int
+    layout: ParallelLayout, world: World, batch: BatchPlan, *, stages_per_rank: int, schedule: str = "1f1b"
 ) -> list[tuple[str, str]]:
     """Returns the rows of the plan's table about groups and idle time; none where every rank is a whole replica."""
     if layout.is_replicated:
@@ -386,7 +413,7 @@ def layout_rows(
         count = layout.world_size // len(members)
         rows.append(("", f"{axis}: {count} groups of {len(members)}, {where}; the first: ranks {ranks}"))
     if layout.pp > 1:
-        idle = pipeline_bubble(layout, batch, stages_per_rank=stages_per_rank)
+        idle = pipeline_bubble(layout, batch, stages_per_rank=stages_per_rank, schedule=schedule)
         stages = layout.pp * stages_per_rank
         rows.append(("bubble", f"{idle:.0%} of a step: {stages} stages, {batch.accumulation} micro-batches"))
     return rows

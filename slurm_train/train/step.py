@@ -391,7 +391,8 @@ class PipelinePasses(ShardPasses):
 
     def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self._objective.loss_of(outputs, targets)[0]
-        return loss if self._factor is None else loss * self._factor
+        # A schedule that cuts the backward pass in two detaches the loss in place, which a view does not allow.
+        return loss.clone() if self._factor is None else loss * self._factor
 
 
 class Exchange:

@@ -67,6 +67,16 @@ def test_the_layout_of_eight_ranks_on_two_nodes() -> None:
             "parallel.stages_per_rank=2 needs the 1f1b order, got parallel.pipeline_schedule=gpipe",
         ),
         (
+            GPT,
+            {"pp": 2, "tp": 4, "pipeline_schedule": "zero_bubble"},
+            "parallel.pipeline_schedule=zero_bubble cuts the backward pass in two, got train.compile=auto",
+        ),
+        (
+            GPT,
+            {"pp": 2, "dp_shard": 2, "pipeline_schedule": "zero_bubble"},
+            "parallel.pipeline_schedule=zero_bubble trains no shards and replicas, and the layout is pp 2 x dp_",
+        ),
+        (
             {**GPT, "context": 250},
             {"cp": 2},
             "parallel.cp=2 cannot cut model.context=250 into 4 equal chunks",

@@ -23,6 +23,10 @@ CASES = {
     "parts of matrices by positions": case(tp=2, sequence_parallel=True),
     "parts of sequences": {**case(cp=2), "model": LLAMA},
     # A last stage that kept the scores of all micro-batches would have half as much again.
+    "stages, zero bubble": {
+        **case(pp=2, local_size=2, accumulation=4, pipeline_schedule="zero_bubble"),
+        "model": {"vocab_size": 4096, "width": 128},
+    },
     "stages": {**case(pp=2, local_size=2, accumulation=4), "model": {"vocab_size": 4096, "width": 128}},
 }
 
