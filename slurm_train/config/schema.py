@@ -418,6 +418,9 @@ class ParallelSection:
     """Context parallel: parts of each sequence; these ranks also shard the parameters."""
     sequence_parallel: bool = False
     """Divides the positions of norms and residuals among the ranks of `tp`: less memory, not more traffic."""
+    async_tp: bool = False
+    """Cuts gathers and sums of `tp` into parts that overlap with matrix products: torch's own way, for compiled blocks
+    on GPUs with `sequence_parallel`."""
     allow_tp_across_nodes: bool = False
     """Lets a tensor-parallel group span nodes, where every layer waits for the network."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -91,9 +91,33 @@ def parallelize(
         cut_matrices(model, mesh=mesh, layout=layout, roots=roots, splits_positions=settings.sequence_parallel)
     if layout.cp > 1:
         share_context(model, roots=roots, mesh=mesh["cp"])
+    if settings.async_tp:
+        overlap_exchanges(mesh.device_type, compiles=compiles)
     prepare_blocks(model, settings=settings, compiles=compiles)
     if layout.reducing_size > 1:
         shard(model, layout=layout, mesh=mesh, roots=roots, settings=settings)
+
+
+def overlap_exchanges(kind: str, *, compiles: bool) -> None:
+    """Lets compiled blocks overlap the exchanges of `tp` with their matrix products (asynchronous tensor parallelism).
+
+    Args:
+        kind: of device.
+        compiles: whether blocks are compiled.
+
+    Raises:
+        ConfigError: they are not, or there is no memory that GPUs share.
+    """
+    if kind != "cuda" or not compiles:
+        found = f"a device of type {kind}" + ("" if compiles else ", where blocks are not compiled")
+        raise ConfigError(
+            f"parallel.async_tp=true was asked, and this rank has {found}",
+            hint="leave parallel.async_tp out; it is for compiled blocks on GPUs",
+        )
+    import torch._inductor.config
+
+    # Its only switch, which torchtitan sets as well (torch 2.13).
+    torch._inductor.config._micro_pipeline_tp = True
 
 
 def cut_matrices(

@@ -203,6 +203,13 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
                 "set parallel.tp=2 or more, or leave sequence_parallel out; parallel.cp cuts sequences without tp",
             ),
             (
+                settings.async_tp and not (settings.sequence_parallel and config.train.compile is not False),
+                "parallel.async_tp=true overlaps what compiled blocks exchange by positions, got "
+                f"parallel.sequence_parallel={str(settings.sequence_parallel).lower()} and "
+                f"train.compile={str(config.train.compile).lower()}",
+                "set parallel.sequence_parallel=true and leave train.compile at auto, or leave async_tp out",
+            ),
+            (
                 settings.cpu_offload and layout.shard_size == 1,
                 f"parallel.cpu_offload=true keeps sharded parameters in host memory, and the layout is {layout}",
                 "set parallel.dp_shard=2 or more, or leave cpu_offload out",

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
-from slurm_train.distributed.parallelize import gathers_in_bfloat16, prepare_blocks, to_float8
+from slurm_train.distributed.parallelize import gathers_in_bfloat16, overlap_exchanges, prepare_blocks, to_float8
 from slurm_train.errors import ConfigError
 from slurm_train.models.cnn import CNN
 from slurm_train.models.gpt import GPT
@@ -233,6 +234,18 @@ def test_blocks_are_compiled_whatever_they_compute_again(kind: str) -> None:
     prepare_blocks(model, settings=ParallelSection(activation_checkpointing=kind), compiles=True)  # type: ignore[arg-type]
     model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1, "one graph that all blocks share"
+
+
+@pytest.mark.parametrize(("kind", "compiles"), [("cpu", True), ("cpu", False), ("cuda", False), ("cuda", True)])
+def test_exchanges_overlap_in_compiled_blocks_on_gpus_alone(kind: str, compiles: bool) -> None:
+    with inductor_config.patch(_micro_pipeline_tp=False):
+        if kind == "cuda" and compiles:
+            overlap_exchanges(kind, compiles=compiles)
+            assert inductor_config._micro_pipeline_tp
+            return
+        with pytest.raises(ConfigError, match=f"async_tp=true was asked, and this rank has a device of type {kind}"):
+            overlap_exchanges(kind, compiles=compiles)
+        assert not inductor_config._micro_pipeline_tp
 
 
 SELECTIVE = """

@@ -68,6 +68,12 @@ def test_the_layout_of_eight_ranks_on_two_nodes() -> None:
         ),
         (
             GPT,
+            {"tp": 2, "async_tp": True},
+            "parallel.async_tp=true overlaps what compiled blocks exchange by positions, got "
+            "parallel.sequence_parallel=false and train.compile=auto",
+        ),
+        (
+            GPT,
             {"pp": 2, "tp": 4, "pipeline_schedule": "zero_bubble"},
             "parallel.pipeline_schedule=zero_bubble cuts the backward pass in two, got train.compile=auto",
         ),
