@@ -155,8 +155,8 @@ def exchange_once(place: RankPlace, *, device: torch.device, timeout_s: float) -
 
 def use_timeout(timeout_s: float) -> None:
     """Sets the time-out of later collectives of the default group and of a mesh's groups, which torch gives its own."""
-    # Private in torch up to 2.13, and the only way to change it without other groups.
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    # Private in torch up to 2.14, and the only way to change it without other groups.
+    set_timeout = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
         for group in list(dist.distributed_c10d._world.pg_map):
             if group.group_desc.startswith(("default_pg", "mesh_")):

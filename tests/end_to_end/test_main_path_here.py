@@ -24,7 +24,7 @@ def test_a_run_is_stopped_continued_exported_and_swept(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(argv, cwd=person.folder, env=person.environment(), stdout=log, stderr=log)
     try:
-        wait_for(lambda: _steps(person) >= 5, within_s=100, what="five steps")
+        wait_for(lambda: _steps(person) >= 5, within_s=240, what="five steps")
         assert person.types("cancel", "a").code == 0
         assert process.wait(timeout=60) == EXIT_REQUEUE
     finally:
