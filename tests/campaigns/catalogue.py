@@ -198,7 +198,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         "every fault of nodes and network that has a code is caused on a real Slurm, and named in one line "
         "within 30 s of the job's start",
         "preflight:faulty",
-        34,
+        35,
     ),
     "preflight-healthy": Campaign(
         "runs on healthy nodes get no finding",

@@ -333,6 +333,13 @@ FAULTS: tuple[Fault, ...] = (
         cause=_old_config,
     ),
     Fault(
+        "NO_SCONTROL",
+        "node2 has no command scontrol",
+        "node2: has no scontrol: a run that is preempted goes on as another job",
+        is_error=False,
+        cause=lambda _: broken.mounted_over("node2", Path("/usr/bin/scontrol"), "--bind", "/dev/null"),
+    ),
+    Fault(
         "DATA_MISSING",
         "node2 does not have the data mounted",
         "node2: sees nothing in",
