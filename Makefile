@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-platform test-returns test-faults setup setup-test slurm-packages lint docs bench campaign demo-preemption clean
+.PHONY: help train test test-platform test-lowest test-newest test-returns test-faults setup setup-test slurm-packages lint docs bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -51,6 +51,12 @@ test: setup-test slurm-packages lint  ## set up everything, Slurm included, and 
 
 test-platform: setup  ## checkpoints and the main path on other Pythons (PLATFORM_PYTHONS: /usr/bin/python3 python3.10 python3.13)
 	@sh .ci/test-platform.sh $(PLATFORM_PYTHONS)
+
+test-lowest: setup  ## the same on Python 3.10 with the lowest version of each package that pyproject.toml allows
+	@PLATFORM_VERSIONS=lowest sh .ci/test-platform.sh python3.10
+
+test-newest: setup  ## the same on Python 3.13 with the newest packages of the registry
+	@PLATFORM_VERSIONS=newest sh .ci/test-platform.sh python3.13
 
 test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about twenty minutes)
 	$(BIN)/python -m pytest --ignore tests/tools/doctor -m campaign

@@ -1,8 +1,10 @@
 #!/bin/sh
 # Tests the main path and the checkpoints on other Pythons, e.g. `.ci/test-platform.sh /usr/bin/python3 python3.13`.
-# PLATFORM_TORCH is what pip installs. Where it has none for a Python, the half that needs no torch is tested.
+# PLATFORM_VERSIONS says with which packages: `pinned` (default) is the torch of constraints.txt, built for CPUs; where
+# pip has none for a Python, the half that needs no torch is tested. `lowest` is the lowest that pyproject.toml allows of
+# each package, `newest` the newest; both take what the registry has, which may be a torch with 3 GB of CUDA.
 set -eu
-torch=${PLATFORM_TORCH:-$(grep '^torch==' constraints.txt)+cpu}
+versions=${PLATFORM_VERSIONS:-pinned}
 main="tests/checkpoint tests/end_to_end/test_main_path_here.py"
 torch_free="tests/config tests/launch tests/slurm tests/rundir tests/status"
 
@@ -16,21 +18,37 @@ for wanted in "$@"; do
     python=$(find_python "$wanted") || { echo "== not run: $wanted is missing or older than 3.10"; continue; }
     version=$("$python" -c 'import platform; print(platform.python_version())')
     venv=.venv-platform/$version
+    [ "$versions" = pinned ] || venv=$venv-$versions
     install="$PWD/.venv/bin/python -m pip --python $venv/bin/python --quiet --disable-pip-version-check install"
     if [ ! -e "$venv/.ready" ] || [ -n "$(find pyproject.toml constraints.txt -newer "$venv/.ready")" ]; then
         echo "== setting up $venv with $python"
         "$python" -m venv --without-pip --clear "$venv"
-        $install "$torch" 2>/dev/null || echo "== there is no $torch for Python $version"
         $install --no-deps --editable .
-        "$venv/bin/python" -c 'from importlib.metadata import requires
-print(*(one for one in requires("slurm-train") if "extra ==" not in one and not one.startswith("torch")), sep="\n")' >"$venv/requirements.txt"
-        $install --requirement "$venv/requirements.txt" 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
+        "$venv/bin/python" - "$versions" >"$venv/requirements.txt" <<'END'
+import re
+import sys
+from importlib.metadata import requires
+
+for one in requires("slurm-train"):
+    if "extra ==" in one or (sys.argv[1] == "pinned" and one.startswith("torch")):
+        continue
+    # "hydra-core<1.4,>=1.3.2" -> "hydra-core==1.3.2"
+    print(re.sub(r"^([\w-]+).*>=([\d.]+).*", r"\1==\2", one) if sys.argv[1] == "lowest" else one)
+END
+        if [ "$versions" = pinned ]; then
+            torch=$(grep '^torch==' constraints.txt)+cpu
+            $install "$torch" 2>/dev/null || echo "== there is no $torch for Python $version"
+        fi
+        $install --upgrade --requirement "$venv/requirements.txt" 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
         touch "$venv/.ready"
     fi
     # shellcheck disable=SC2086  # lists of words
     if "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-        echo "== Python $version"
-        "$venv/bin/python" -m pytest -q $main
+        echo "== Python $version, $versions packages: $("$venv/bin/python" -c 'from importlib.metadata import version
+print(*(f"{name} {version(name)}" for name in ("torch", "numpy", "submitit", "hydra-core", "omegaconf", "xxhash", "safetensors", "rich")), sep=", ")')"
+        # Other versions of packages warn of what they do themselves.
+        [ "$versions" = pinned ] && strict= || strict="-o filterwarnings=default"
+        "$venv/bin/python" -m pytest -q $strict $main
     else
         echo "== Python $version, without torch"
         "$venv/bin/python" -m pytest -q -m "not slurm and not campaign and not slow and not distributed" $torch_free

@@ -90,7 +90,10 @@ def _launch(run: RunDirectory, config: RunConfig, world_size: int, env: Mapping[
 
 def _print_unseen_failure(run: RunDirectory) -> None:
     """Prints the traceback of the rank that failed first, where the terminal shows rank 0 alone."""
-    failure = find_failure(run, max(existing_attempts(run), default=0))
+    try:
+        failure = find_failure(run, max(existing_attempts(run), default=0))
+    except OSError:
+        return  # a stale handle, as the attempt itself may have met; the exit code stands
     if failure is not None and failure.rank and failure.excerpt:
         for line in [*failure.lines(rank_shown=0)[1:], *failure.excerpt.splitlines()]:
             note(line)

@@ -7,6 +7,8 @@ training only with --accept. The same for the code: --accept code takes the file
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,8 @@ from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import find_sweep
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, read_states
+
+_SUPERVISED = re.compile(r"^exec .* -m slurm_train supervise (.+) -- \\$", re.MULTILINE)
 
 
 def main(words: Sequence[str]) -> int:
@@ -70,7 +74,7 @@ def main(words: Sequence[str]) -> int:
         tell_of_other_code(run, config, Path.cwd())
         if config.cluster is None:
             return _resume_here(start, run)
-        if config.launch != "interactive":
+        if config.launch != "interactive" and not _was_moved(run):
             return start.resubmit(run)
     typed = [word.lstrip("+~").partition("=")[0] for word in settings]
     plan, source = replan_run(config, _read_plan(run), run=run, typed=typed, env=env), None
@@ -81,6 +85,15 @@ def main(words: Sequence[str]) -> int:
         say_source(source)
     print_rows(plan_rows(plan))
     return start.run(plan, source)
+
+
+def _was_moved(run: RunDirectory) -> bool:
+    """Returns whether the run's script names another directory than the one where the run lies now."""
+    if not run.submit_script.is_file():
+        return False
+    named = _SUPERVISED.search(run.submit_script.read_text(encoding="utf-8"))
+    path = Path(shlex.split(named[1])[0]) if named else run.path
+    return path != run.path and not (path.exists() and path.samefile(run.path))
 
 
 def _refuse_touched(run: RunDirectory) -> None:

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slurm_train.distributed.meeting import Meeting, MeetingPoint, Search, answer_timeout_s, listen
@@ -55,7 +56,8 @@ def open_store(place: RankPlace, point: MeetingPoint) -> tuple[TCPStore, int]:
         allow_files(place.world_size)
         address, port, _ = join_meeting(place, point, addresses=addresses)
     timeout = timedelta(seconds=point.timeout_s)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # public in the documentation
+    make = partial(
+        dist.TCPStore,  # type: ignore[attr-defined]  # public in the documentation
         address,
         port,
         is_master=place.is_first,
@@ -63,7 +65,11 @@ def open_store(place: RankPlace, point: MeetingPoint) -> tuple[TCPStore, int]:
         wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-    return store, port
+    try:
+        return make(), port
+    except NotImplementedError:
+        # torch 2.7: its store on libuv takes no socket that listens already, the older one does.
+        return make(use_libuv=False), port
 
 
 def agree_on_attempt(place: RankPlace, point: MeetingPoint, *, open_attempt: Callable[[tuple[str, ...]], int]) -> int:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
 from tests.cli.conftest import Shell
 from tests.support.run_facts import attempt
@@ -25,6 +26,18 @@ def test_the_runs_own_script_is_submitted_again(shell: Shell) -> None:
     spent.write(run.account(0))
     shell.submits("resume 3f9a1c07")
     assert "--signal=USR2@321" in shell.slurm.said("submitted_words"), "as early as its saves need"
+
+
+def test_a_run_that_was_moved_gets_a_script_for_where_it_lies(shell: Shell) -> None:
+    run = shell.submits("+cluster=2x1 run.name=mine")
+    shell.slurm.queue("4711", "CANCELLED")
+    moved = RunDirectory(shell.folder / "elsewhere" / "else" / run.run_id)
+    moved.path.parent.mkdir(parents=True)
+    run.path.rename(moved.path)
+    assert shell.submits(f"resume {moved.path}").path == moved.path
+    script = shell.slurm.said("submitted.sh")
+    assert script == moved.submit_script.read_text()
+    assert f"supervise {moved.path} --" in script and str(run.path) not in script
 
 
 def test_an_active_run_is_not_submitted_twice(shell: Shell) -> None:
