@@ -305,11 +305,18 @@ def site_table(view: SiteView) -> dict[str, str]:
         return view.settings.get(name, "not known")
 
     nodes = [f"{part.name} {part.num_usable_nodes} of {part.num_nodes}" for part in view.facts.partitions]
+    gpus = dict.fromkeys(
+        f"{part.name} {group.gpus_per_node} x {group.gpu_type or 'any type'}"
+        for part in view.facts.partitions
+        for group in part.groups
+        if group.gpus_per_node
+    )
     usual = view.usual
     return {
         "Slurm": f"{setting('SLURM_VERSION')}, cluster {setting('ClusterName')}",
         "a job goes to": "not known" if usual is None else f"partition {usual.name}, QOS {view.qos or 'none'}",
         "working nodes": shorten(nodes, most=8) or "none",
+        "GPUs of a node": shorten(list(gpus), most=8) or "none",
         "preemption": f"{setting('PreemptType')}, mode {setting('PreemptMode')}",
         **{name: setting(name) for name in ("SlurmUser", "KillWait", "JobRequeue", "JobFileAppend", "MaxArraySize")},
         "accounting": setting("AccountingStorageType"),

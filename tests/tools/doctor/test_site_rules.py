@@ -39,6 +39,12 @@ def test_every_site_is_described(site: str) -> None:
     assert site_table(view)["Slurm"].startswith(view.settings["SLURM_VERSION"])
 
 
+def test_the_table_has_the_gpus_by_their_types() -> None:
+    rows = site_table(view_of("typed"))["GPUs of a node"]
+    assert rows.startswith("a100 8 x a100, h100 4 x h100, scavenge 8 x a100, scavenge 4 x h100, ")
+    assert site_table(view_of("devcluster"))["GPUs of a node"] == "main 8 x any type"
+
+
 def test_the_devcluster_in_words() -> None:
     assert in_words(view_of("devcluster", AuthInfo="cred_expire=5")) == [
         "A run of partition main and QOS normal can be preempted by jobs of QOS urgent. Its ranks get TERM, TERM again "
