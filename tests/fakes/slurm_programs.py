@@ -36,7 +36,9 @@ echo "$@" >> {here}/sacct_words
 cat {here}/sacct.out
 """,
     "scancel": 'echo "$@" >> {here}/cancelled\n',
-    "sinfo": "cat {here}/sinfo.out\n",
+    "sinfo": """
+case "$*" in *NodeAddr*) echo "$4";; *) cat {here}/sinfo.out;; esac
+""",
     "srun": "exit 1\n",
     "salloc": 'echo "$@" > {here}/salloc_words; exit 7\n',
     "scontrol": """
