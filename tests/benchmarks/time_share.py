@@ -6,7 +6,7 @@
 Failures come with the number of GPUs: one per `failure-every-h` hours at 16,384 (Llama 3, arXiv 2407.21783, section
 3.3.4). Each costs its detection, the wait for nodes, the start of the ranks, the look at the checkpoint and the reading
 of it, and the steps since the save. The time between two saves is Young's optimum, sqrt(2 x stall x time between
-failures), but at least a minute. What remains of the time trains:
+failures), but at least a minute, and a minute for saves to the nodes' own disks. What remains of the time trains:
 
     share = (1 - stall / interval) / (1 + cost of a failure / time between failures)
 
@@ -52,8 +52,6 @@ class Site:
     """Of a checkpoint: 405e9 parameters x 16 bytes / 16,384."""
     shared_bytes_per_s: float = 1e12
     """Of the shared file system, for all nodes together."""
-    local_bytes_per_s: float = 0.5e9
-    """Of a GPU's part of its node's own disk, or of a neighbour's over the network."""
     stall_s: float = 2.0
     """For which training stands still in a save."""
 
@@ -65,15 +63,15 @@ class Items:
     stage: bool = False
     spares: bool = False
     copies: bool = False
-    """Saves every minute, read from the nodes' disks."""
+    """Saves every minute; with spare nodes also on the next node."""
     warm: bool = False
 
 
 _NAMES = {
     "stage": "`cluster.stage_python`",
     "spares": "`cluster.spare_nodes`",
-    "copies": "`checkpoint.local_dir`, with copies on the next node",
-    "warm": "ranks that have imported torch and wait",
+    "copies": "`checkpoint.local_dir`",
+    "warm": "`requeue.warm_ranks`",
 }
 
 
@@ -91,18 +89,23 @@ def share(site: Site, items: Items, parts: Mapping[str, float], num_gpus: int) -
     """Returns the share of the time that trains, and the seconds that a failure costs."""
     between_s = site.failure_every_h * 3600.0 * _LARGEST / num_gpus
     imports_s = site.import_s + parts["starting_staged" if items.stage else "starting"]
-    start_s = site.launch_s + (0.0 if items.warm else imports_s) + parts["start_of_all"] + site.warmup_s
+    # Ranks that wait are tied to their nodes: after a lost one all start cold.
+    launch_s = (site.launch_s + imports_s) * (site.lost_nodes if items.warm else 1.0)
+    start_s = launch_s + parts["start_of_all"] + site.warmup_s
     look_s = parts["restoring"] + parts["verifying"]
     whole = site.bytes_per_gpu * num_gpus
-    read_s = site.bytes_per_gpu / site.local_bytes_per_s if items.copies else 2 * whole / site.shared_bytes_per_s
-    stall_s = site.stall_s
-    interval_s = 60.0 if items.copies else max(60.0, math.sqrt(2 * stall_s * between_s))
+    # Verified and loaded; what is on the nodes alone is copied into the run directory before.
+    read_s = (3 if items.copies else 2) * whole / site.shared_bytes_per_s
+    young_s = max(60.0, math.sqrt(2 * site.stall_s * between_s))
+    lost_s, stalled = young_s / 2, site.stall_s / young_s
     if items.copies:
-        # A local save stalls for the copy to host memory alone.
-        stall_s = min(stall_s, 0.1)
+        # A local save stalls for the copy to host memory alone, and saves to the run directory go on as before. Without
+        # spare nodes there is no copy on the next node.
+        lost_s = 30.0 if items.spares else site.lost_nodes * lost_s + (1 - site.lost_nodes) * 30.0
+        stalled += 0.1 / 60.0
     wait_s = site.lost_nodes * (0.0 if items.spares else site.queue_s)
-    cost_s = site.detect_s + wait_s + start_s + look_s + read_s + interval_s / 2
-    return (1 - stall_s / interval_s) / (1 + cost_s / between_s), cost_s
+    cost_s = site.detect_s + wait_s + start_s + look_s + read_s + lost_s
+    return (1 - stalled) / (1 + cost_s / between_s), cost_s
 
 
 def table(site: Site, results: Mapping[str, Any]) -> str:
