@@ -80,4 +80,4 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
         with trackers:
             return supervisor.supervise(launch)
     finally:
-        launch.waiting.dismiss()
+        launch.close()

@@ -276,6 +276,41 @@ def end_step(
         sleep(1.0)
 
 
+# --- the guard of a job that a lost node does not end ---
+
+_GUARD_EVERY_S = 20
+_GUARD = """
+while sleep "$3"; do
+  nodes=$(squeue --noheader --jobs="$1" --states=RUNNING --format=%N 2>/dev/null) || continue
+  [ -n "$nodes" ] || exit 0
+  left=$(scontrol show hostnames "$nodes") || continue
+  if ! echo "$left" | grep -qxF "$2"; then
+    echo "slurm_train: $2, where the supervisor ran, was taken from job $1, which is requeued" >> "$4"
+    scontrol requeue "$1" 2>> "$4" || scancel "$1"
+    exit
+  fi
+done
+"""
+
+
+def start_guard(run: RunDirectory, node: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a step that requeues the job when the node of this process is taken from it; returns its srun.
+
+    With --no-kill Slurm (seen with 22.05) leaves a job running whose batch script went with its node: nobody would ever
+    end it before its time limit.
+
+    Args:
+        run: the run; its batch log gets the reason.
+        node: where the guard is, another node than this one.
+        env: of the batch script.
+    """
+    flags = ["--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}", "--job-name=guard"]
+    known = (env["SLURM_JOB_ID"], env["SLURMD_NODENAME"], str(_GUARD_EVERY_S), str(run.logs / "batch.log"))
+    words = ["srun", *flags, "--chdir=/", "/bin/sh", "-c", _GUARD, "sh", *known]
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(words, env=dict(env), stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/")
+
+
 # --- ranks in waiting ---
 
 WAITS = "SLURM_TRAIN_WAITS"

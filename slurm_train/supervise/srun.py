@@ -55,11 +55,14 @@ from slurm_train.supervise.ranks import (
     require_seen_by_all,
     run_step,
     silent_nodes,
+    start_guard,
     start_step,
 )
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.staging import stage_python
 from slurm_train.supervise.supervisor import refused_code
+
+_GUARD_GONE_S = 5.0
 
 
 def share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> tuple[Allocation, int]:
@@ -179,6 +182,8 @@ class SrunLaunch:
     env: Mapping[str, str]
     waiting: RanksInWaiting = field(default_factory=RanksInWaiting)
     """With `requeue.warm_ranks`."""
+    guards: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """By node; with `cluster.spare_nodes`, in a batch script."""
 
     def __call__(self, attempt: int) -> int:
         """Runs the ranks, and writes down what they have found out about their nodes."""
@@ -213,6 +218,7 @@ class SrunLaunch:
                 say(finding.line)
                 log.write(f"{finding.line}\n".encode())
                 return EXIT_FAILURE if finding.blames_node else err.exit_code
+            self._keep_guard()
             end = _EndOfRanks(run, attempt)
             world_size = self.job.start.world_size
             monitor = watch_ranks(run, attempt, self.config, world_size=world_size, end_ranks=self.job.end_ranks)
@@ -231,6 +237,24 @@ class SrunLaunch:
                     is_overdue=lambda: end.is_overdue or bool(self.job.lost),
                     beside=monitor.check,
                 )
+
+    def close(self) -> None:
+        """Ends what waits beside the ranks."""
+        self.waiting.dismiss()
+        for guard in self.guards.values():
+            guard.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                guard.wait(_GUARD_GONE_S)
+
+    def _keep_guard(self) -> None:
+        """Sees to it that a guard runs on one of the attempt's nodes."""
+        here, nodes = self.env.get("SLURMD_NODENAME"), self.job.start.nodes
+        cluster = self.config.cluster
+        if cluster is None or not cluster.spare_nodes or here not in nodes:  # under salloc a person holds the job
+            return
+        if not any(node in nodes and guard.poll() is None for node, guard in self.guards.items()):
+            for node in [node for node in nodes if node != here][:1]:
+                self.guards[node] = start_guard(self.run, node, self.env)
 
     def _start_step(self, attempt: int, *, log: BinaryIO, waits: Path | None = None) -> subprocess.Popen[bytes]:
         """Starts the ranks of an attempt.

@@ -22,6 +22,7 @@ from tests.support.slurm_runs import (
     wait_until_finished,
     wait_until_step,
 )
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign]
 
@@ -84,3 +85,18 @@ def test_the_run_goes_on_from_the_copy_on_a_neighbour(person: Person, tmp_path: 
     # Two steps lie between two checkpoints, and one may not have been durable yet.
     assert first["last_step"] - min(line["step"] for line in step_lines(run) if line["attempt"] == 1) <= 4
     print(f"from the kill of a node and its disk to the next step: {back_after_s(run, killed_unix_s):.1f} s")
+
+
+def test_a_job_whose_first_node_is_lost_is_requeued(person: Person) -> None:
+    """The supervisor ran there, and with --no-kill Slurm would let the job run until its time limit."""
+    twin = wait_for_twin(person)
+    job, run = person.types(*SPARED).job_and_run
+    wait_until_step(run, 10, within_s=LONG_S)
+    lost = read_ledger(run)[0]["nodes"][0]
+    with node_lost(lost):
+        wait_for(lambda: "which is requeued" in (run.logs / "batch.log").read_text(), within_s=120, what="the guard")
+    wait_until_finished(run, within_s=LONG_S)
+    first, last = wait_until_ended(run)
+    assert (first["reason"], last["reason"]) in ((reason, "done") for reason in ("node_failure", "requeued")), first
+    assert last["job_id"] == job and last["restart_count"] == 1
+    assert losses(run) == losses(twin)
