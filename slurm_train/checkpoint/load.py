@@ -119,7 +119,7 @@ def _verify_together(path: Path, *, group: ProcessGroup | None) -> Manifest:
         CheckpointError: rank 0 sees the damage as well.
         RunError: another rank finds something wrong that rank 0 does not: its node must not cost a good checkpoint.
     """
-    # Read before the others are asked: what is wrong with it is rank 0's to pass over, and ends nobody's wait.
+    # Not within the exchange: an error would be raised on all ranks, and rank 0 alone passes over a checkpoint.
     question = _Question(path, read_manifest(path))
     on_rank_zero(group, lambda: question)
     found = dict(enumerate(_verify_share(question, group)))

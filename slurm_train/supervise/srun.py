@@ -184,6 +184,8 @@ class SrunLaunch:
     """With `requeue.warm_ranks`."""
     guards: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """By node; with `cluster.spare_nodes`, in a batch script."""
+    stages: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
+    """By nodes; with `cluster.stage_python`: what is copied there stays for all steps of this job."""
 
     def __call__(self, attempt: int) -> int:
         """Runs the ranks, and writes down what they have found out about their nodes."""
@@ -272,9 +274,11 @@ class SrunLaunch:
         for name, value in known.items():
             words = [word.replace(name, value) for word in words]
         stage = self.config.cluster.stage_python if self.config.cluster is not None else None
+        if stage and not self.stages.get(nodes):  # one that failed is tried again
+            self.stages[nodes] = stage_python(stage, run.path.parent.parent, nodes, self.env)
         env = {
             **self.env,
-            **(stage_python(stage, run.path.parent.parent, nodes, self.env) if stage else {}),
+            **self.stages.get(nodes, {}),
             **({} if waits is None else {WAITS: "1"}),
             "SLURM_TRAIN_ATTEMPT": str(attempt),
             "MASTER_ADDR": _address(nodes[0], self.job),

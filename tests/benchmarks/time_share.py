@@ -53,7 +53,7 @@ class Site:
     shared_bytes_per_s: float = 1e12
     """Of the shared file system, for all nodes together."""
     stall_s: float = 2.0
-    """For which training stands still in a save."""
+    """How long training stands still in a save."""
 
 
 @dataclass(frozen=True, slots=True)
