@@ -29,6 +29,9 @@ $(VENV)/.test: $(VENV)/.train
 # The platform's own Python is what many people have; a package manager's Python may pickle otherwise (3.11.2 does).
 PLATFORM_PYTHONS ?= /usr/bin/python3 python3.10 python3.13
 
+# Tests wait for processes more than they compute; one of the workers has all tests of the one cluster.
+TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
+
 setup: $(VENV)/.train  ## set up .venv for training
 setup-test: $(VENV)/.test  ## set up .venv for tests
 
@@ -46,7 +49,7 @@ lint: setup-test  ## ruff, mypy, shellcheck, no large files
 	@sh .ci/large-files.sh
 
 test: setup-test slurm-packages lint  ## set up everything, Slurm included, and pass the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
 	@$(MAKE) --no-print-directory test-platform
 
 test-platform: setup  ## checkpoints and the main path on other Pythons (PLATFORM_PYTHONS: /usr/bin/python3 python3.10 python3.13)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,36 @@ from slurm_train.errors import ClusterError
 from slurm_train.tools.devcluster.cluster import bring_up, cluster_status, missing_here, require_free_place, tear_down
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 _WANTED = ClusterPlan(nodes=4, gpus=8)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the tests of the cluster: they take longest, and run beside the others."""
+    items.sort(key=lambda item: not _needs_cluster(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Keeps what shares something in one process: all tests of the cluster, and otherwise those of a file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "cluster" if _needs_cluster(nodeid) else nodeid.partition("::")[0]
+
+    # Else the scopes with the most tests come first.
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+@cache
+def _has_cluster_tests(path: str) -> bool:
+    return "mark.slurm" in (REPOSITORY / path).read_text(encoding="utf-8")
+
+
+def _needs_cluster(nodeid: str) -> bool:
+    return _has_cluster_tests(nodeid.partition("::")[0])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -133,24 +133,25 @@ def test_a_process_whose_parent_is_killed_ends(tmp_path: Path) -> None:
 
 
 LEADER = """
-import sys, time
+import sys
 from slurm_train.train.signals import NodeLeader
 leader = NodeLeader(sys.argv[1])
-print(leader.leads(), flush=True)
-while True:
-    leader.leads()
-    time.sleep(0.02)
+for _ in sys.stdin:
+    print(leader.leads(), flush=True)
 """
 
 
 def test_one_rank_of_a_node_leads_until_it_ends_or_is_stopped(tmp_path: Path) -> None:
     """The next one leads then, so no newer attempt goes unseen; a third one never leads beside a leader that runs."""
     words = [sys.executable, "-c", LEADER, str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None and first.stdout.readline() == "True\n"
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin is not None and first.stdout is not None
         second, third, other = NodeLeader(str(tmp_path)), NodeLeader(str(tmp_path)), NodeLeader(f"{tmp_path}/2")
+        for _ in range(3):  # each takes the questions off; 300 are more than the socket keeps
+            print(file=first.stdin, flush=True)
+            assert first.stdout.readline() == "True\n"
+            assert not any(second.leads() for _ in range(100))
         assert other.leads()
-        assert not any(second.leads() for _ in range(300)), "more questions than the socket keeps"
         first.send_signal(signal.SIGSTOP)
         wait_for(second.leads, within_s=10, what="the stopped leader to be noticed")
         first.send_signal(signal.SIGCONT)

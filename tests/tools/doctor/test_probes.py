@@ -137,7 +137,7 @@ def test_the_speed_of_a_link_is_that_of_its_slower_direction() -> None:
                 line.read(size)
                 line.write(b"x")
                 line.flush()
-                time.sleep(0.3)  # one direction only
+                time.sleep(1.0)  # one direction only
                 line.write(b"x" * (size - 1))
                 line.flush()
 
@@ -146,4 +146,4 @@ def test_the_speed_of_a_link_is_that_of_its_slower_direction() -> None:
         with ours.makefile("rwb") as line:
             rate = probes._rate(line)
         ours.shutdown(socket.SHUT_RDWR)
-    assert rate < sizes[-1] / 0.3
+    assert rate < sizes[-1] / 0.5, "the first byte may be noticed late on a busy machine"
