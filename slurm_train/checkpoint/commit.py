@@ -36,14 +36,13 @@ from slurm_train.checkpoint.manifest import (
     Manifest,
     check_sizes_in,
     digest_of,
-    for_each,
     write_file,
 )
 from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest, verify
 from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import publishing
-from slurm_train.rundir.files import fsync_directory, make_folder, rename
+from slurm_train.rundir.files import for_each, fsync_directory, make_folder, rename
 from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
 
 TRASH_PREFIX = ".trash-"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO, FileIO
 from pathlib import Path
 
 import torch
@@ -91,7 +92,12 @@ def exchange_files(
 def _send(path: Path, num_bytes: int, keeper: int, group: ProcessGroup, errors: list[Exception]) -> None:
     """Sends as many bytes as the keeper expects; zeros where they cannot be read, which its hash shows."""
     chunk, to = torch.zeros(min(_CHUNK_BYTES, num_bytes), dtype=torch.uint8), dist.get_global_rank(group, keeper)
-    with open_plain(path) as file:
+    try:
+        file: FileIO | BytesIO = open_plain(path)
+    except OSError as err:
+        errors.append(err)
+        file = BytesIO()
+    with file:
         for at in range(0, num_bytes, _CHUNK_BYTES):
             part = chunk[: num_bytes - at]
             view, filled = part.numpy().data, 0

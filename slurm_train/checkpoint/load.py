@@ -32,6 +32,7 @@ from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.verify import (
     LOOKS_AT_STALE,
     PassedOver,
+    check_copied,
     is_stale,
     read_manifest,
     share_of,
@@ -54,15 +55,17 @@ class Choice(NamedTuple):
         path: its directory.
         manifest: what it holds.
         passed_over: newer ones that were not trusted, newest first; worth a warning.
+        near: where this node's own disk has files of it; None where it has none.
     """
 
     path: Path
     manifest: Manifest
     passed_over: tuple[PassedOver, ...]
+    near: Path | None = None
 
 
 def choose_checkpoint(
-    root: Path, *, group: ProcessGroup | None, attempt: int, fence: Fence = no_fence
+    root: Path, *, group: ProcessGroup | None, attempt: int, fence: Fence = no_fence, copied: Path | None = None
 ) -> Choice | None:
     """Chooses the newest checkpoint that verifies; None means that nothing was ever saved completely. Collective.
 
@@ -75,6 +78,7 @@ def choose_checkpoint(
         group: a gloo group of all ranks; None for one process without a group.
         attempt: this attempt of the run.
         fence: called by rank 0 before each rename; raises if a newer attempt has taken over.
+        copied: one that this attempt has just copied there, each byte compared; it is not read again.
 
     Raises:
         CheckpointError: all of them are damaged (starting over would hide the loss), a rank does not see the chosen
@@ -82,7 +86,10 @@ def choose_checkpoint(
         RunError: a rank finds files damaged that rank 0 finds whole.
     """
 
-    check = verify if size_of(group) == 1 else partial(_verify_together, group=group)
+    verify_all = verify if size_of(group) == 1 else partial(_verify_together, group=group)
+
+    def check(path: Path) -> Manifest:
+        return check_copied(path) if path == copied else verify_all(path)
 
     def choose() -> Choice | None:
         search = Place(root=root, attempt=attempt, fence=fence).claim(check)
@@ -156,20 +163,23 @@ def _verify_share(question: _Question, group: ProcessGroup | None) -> list[str]:
     return on_every_rank(group, find)
 
 
-def load_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None = None) -> None:
+def load_tensors(
+    path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None = None, near: Path | None = None
+) -> None:
     """Fills a nested dictionary of tensors and plain values in place; another world size or mesh is fine. Collective.
 
     Args:
         path: the directory that choose_checkpoint gave.
         tensors: what to fill, with the keys and the global shapes that were saved; a key that it lacks is not loaded.
         group: a gloo group of all ranks; None for one process without a group.
+        near: the same checkpoint on this node's own disk, with some of its files or all; what is whole is read there.
 
     Raises:
         CheckpointError: a key is missing there, a shape differs, or a file cannot be read; the text names the rank.
     """
     from slurm_train.checkpoint.tensors import read_tensors
 
-    read_tensors(path, tensors, group=group)
+    read_tensors(path, tensors, group=group, near=near)
 
 
 def require_fit(

@@ -6,7 +6,8 @@ without a node that is lost.
 Written with the discipline of any other: fresh directory, fsync, the manifest of all files on every node, rename,
 COMPLETE. The run directory stays the truth. A local checkpoint is whole if the nodes of the job together hold every
 file of its manifest. To be loaded it is copied into the run directory first, every hash compared, and committed there
-like any other; so a reader knows one place, and a node that dies takes only what is nowhere else.
+like any other; so a reader knows one place, and a node that dies takes only what is nowhere else. What a rank's own
+node has of the checkpoint that all ranks load, it reads there, every hash compared again.
 
 One thread saves to the node, another one copies, so a copy that takes longer than the saves do skips some of them.
 Which one is copied, rank 0 decides within an exchange of the save.
@@ -225,7 +226,7 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
     def copy_own(staging: Path) -> Records:
         if not names:
             return {}
-        source = next((path for path, found in survey(place.root, read_manifest) if found == manifest), None)
+        source = _find(place, manifest)
         if source is None:
             raise CheckpointError(
                 f"step {manifest.step} is not on this node any more",
@@ -237,6 +238,11 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
         return {name: manifest.files[name] for name in names}
 
     return fill(run, manifest, lambda staging: on_every_rank(group, lambda: copy_own(staging)), group=group)
+
+
+def _find(place: NodePlace, manifest: Manifest) -> Path | None:
+    """Returns where a node has its files of a checkpoint."""
+    return next((path for path, found in survey(place.root, read_manifest) if found == manifest), None)
 
 
 def _has(path: Path, record: FileRecord) -> bool:
@@ -281,11 +287,11 @@ class LocalSaves:
         """Returns notes for the user, each once."""
         return [self.news.popleft() for _ in range(len(self.news))]
 
-    def choose(self, choose_in_run: Callable[[], Choice | None]) -> tuple[Choice | None, list[str]]:
+    def choose(self, choose_in_run: Callable[[Path | None], Choice | None]) -> tuple[Choice | None, list[str]]:
         """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
 
         Args:
-            choose_in_run: chooses among those in the run directory.
+            choose_in_run: chooses among those in the run directory; is given the one that was copied there just now.
 
         Returns:
             The choice, None where nothing was ever saved; and notes for the user.
@@ -295,31 +301,36 @@ class LocalSaves:
         """
         group = dist.group.WORLD
         on_every_rank(group, self.place.claim_all)
-        notes = self.bring_in(above=on_rank_zero(group, lambda: newest_committed_step(self.target.root)))
+        copied, notes = self.bring_in(above=on_rank_zero(group, lambda: newest_committed_step(self.target.root)))
+        above = None
         try:
-            choice = choose_in_run()
+            choice = choose_in_run(copied)
+            if choice is not None and choice.passed_over:
+                above = choice.manifest.step
         except CheckpointError:
             # All in the run directory are damaged.
-            notes += self.bring_in(above=-1)
-            return choose_in_run(), notes
-        if choice is not None and choice.passed_over and (more := self.bring_in(above=choice.manifest.step)):
-            return choose_in_run(), notes + more
-        return choice, notes
+            choice, above = None, -1
+        if above is not None:
+            copied, more = self.bring_in(above=above)
+            if more or choice is None:
+                choice, notes = choose_in_run(copied), notes + more
+        return choice and choice._replace(near=_find(self.place, choice.manifest)), notes
 
-    def bring_in(self, *, above: int) -> list[str]:
-        """Copies what the nodes have beyond a step into the run directory; returns notes for the user."""
+    def bring_in(self, *, above: int) -> tuple[Path | None, list[str]]:
+        """Copies what the nodes have beyond a step into the run directory; returns its path, and notes for the user."""
         attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.place.attempt)))
         found = newest_reachable(
             self.place, lambda manifest: manifest.attempt in attempts and manifest.step > above, group=dist.group.WORLD
         )
         if found is None:
-            return []
+            return None, []
         step = found.manifest.step
         try:
-            copy_to_run(self.place, self.target, found, group=dist.group.WORLD)
+            saved = copy_to_run(self.place, self.target, found, group=dist.group.WORLD)
         except CheckpointError as err:
-            return [f"step {step} lies on the nodes, but could not be copied into the run directory: {err.message}"]
-        return [f"step {step} was on the nodes only; copied into the run directory"]
+            note = f"step {step} lies on the nodes, but could not be copied into the run directory: {err.message}"
+            return None, [note]
+        return saved.path, [f"step {step} was on the nodes only; copied into the run directory"]
 
     def close(self) -> None:
         """Leaves nothing on the node: the run is finished, and all that counts is in the run directory."""

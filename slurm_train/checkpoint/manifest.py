@@ -10,13 +10,11 @@ would report success for bytes that are gone. The attempt to save is over; the n
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, field, fields
 from io import FileIO
 from pathlib import Path
@@ -26,7 +24,7 @@ import xxhash
 
 from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen, frozen_positional
-from slurm_train.rundir.files import is_shared, open_file, write_all
+from slurm_train.rundir.files import for_each, is_shared, open_file, write_all
 
 FORMAT_VERSION = 1
 # What to do about a checkpoint that is not as it was written; its loader and `verify` look for an older one themselves.
@@ -36,8 +34,6 @@ MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 # Plain reads, not mmap: a page that cannot be read would end the process with SIGBUS instead of an error.
 _CHUNK_BYTES = 8 << 20
-_MANY_FILES = 64
-_NUM_THREADS = 16
 
 
 @frozen_positional
@@ -264,26 +260,6 @@ def read_record(path: Path) -> FileRecord:
     """Gives the record of a file as it is on disk now."""
     with open_plain(path) as file:
         return _measure(file)
-
-
-def for_each(work: Callable[[str], object], names: Collection[str]) -> None:
-    """Calls a file operation for each name; of many names several at the same time, since each waits for the server.
-
-    Raises:
-        Exception: what one of them raised.
-    """
-
-    def work_on(part: Iterable[str]) -> None:
-        for name in part:
-            work(name)
-
-    if len(names) < _MANY_FILES:
-        work_on(names)
-        return
-    parts = [itertools.islice(names, start, None, _NUM_THREADS) for start in range(_NUM_THREADS)]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for _ in pool.map(work_on, parts):
-            pass
 
 
 def check_sizes_in(folder: Path, files: Mapping[str, FileRecord]) -> None:

@@ -7,6 +7,7 @@ state can be loaded at another world size or mesh.
 from __future__ import annotations
 
 import copy
+import heapq
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurm_train.errors import CheckpointError
+
+_SMALL = 1024
+"""A replicated tensor of up to so many bytes is written by the first rank."""
 
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -64,11 +68,11 @@ def share_of(sizes: dict[str, int], *, rank: int, num_ranks: int) -> set[str]:
         rank: the rank whose share it is.
         num_ranks: ranks that share the work.
     """
-    loads = [0] * num_ranks
+    loads = [(0, one) for one in range(num_ranks)]
     own: set[str] = set()
     for name, num_bytes in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        lightest = loads.index(min(loads))
-        loads[lightest] += num_bytes
+        load, lightest = loads[0]
+        heapq.heapreplace(loads, (load + num_bytes, lightest))
         if lightest == rank:
             own.add(name)
     return own
@@ -77,10 +81,17 @@ def share_of(sizes: dict[str, int], *, rank: int, num_ranks: int) -> set[str]:
 def own_part(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[str, Any]:
     """Gives the part of a training state that this rank has to save, so that it copies no more than it writes.
 
-    Replicated tensors are shared out; shards, values and what lies in lists stay on every rank.
+    Large replicated tensors are shared out, shards stay on every rank. Small tensors and other values are the first
+    rank's alone: who loads opens the file of each rank that has written something it needs, and everybody needs them,
+    e.g. the optimizer's count of steps for each parameter.
     """
-    sizes = {name: value.nbytes for name, value in _tensors(state) if not hasattr(value, "placements")}
-    return _without(state, "", sizes.keys() - share_of(sizes, rank=rank, num_ranks=num_ranks))
+    leaves = {name: value for name, value in _leaves(state) if not hasattr(value, "placements")}
+    tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
+    shared = {name: value.nbytes for name, value in tensors.items() if value.nbytes > _SMALL}
+    left_out = shared.keys() - share_of(shared, rank=rank, num_ranks=num_ranks)
+    if rank > 0:
+        left_out |= {name for name, value in leaves.items() if name not in shared and not _holds_shards(value)}
+    return _without(state, "", left_out)
 
 
 def own_tensors(model: nn.Module, optimizer: Optimizer, *, rank: int, num_ranks: int) -> list[Tensor]:
@@ -88,7 +99,7 @@ def own_tensors(model: nn.Module, optimizer: Optimizer, *, rank: int, num_ranks:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names.get(id(parameter), str(id(parameter))): entry for parameter, entry in optimizer.state.items()}
     part = own_part({"model": model.state_dict(), "optimizer": {"state": state}}, rank=rank, num_ranks=num_ranks)
-    return [tensor for _, tensor in _tensors(part)]
+    return [value for _, value in _leaves(part) if isinstance(value, Tensor)]
 
 
 def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -112,12 +123,19 @@ def merge_state(values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, An
     return {**values, **tensors, **inner}
 
 
-def _tensors(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in state.items():
         if isinstance(value, dict):
-            yield from _tensors(value, f"{prefix}/{key}")
-        elif isinstance(value, Tensor):
+            yield from _leaves(value, f"{prefix}/{key}")
+        else:
             yield f"{prefix}/{key}", value
+
+
+def _holds_shards(value: Any) -> bool:
+    """Returns whether there is a shard in what is no dictionary."""
+    if isinstance(value, (list, tuple, dict)):
+        return any(_holds_shards(item) for item in (value.values() if isinstance(value, dict) else value))
+    return hasattr(value, "placements")
 
 
 def _without(state: dict[str, Any], prefix: str, left_out: set[str]) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
+import uuid
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +23,16 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from slurm_train.checkpoint.agreement import as_agreed
+from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, rank_in, size_of
+from slurm_train.checkpoint.manifest import check_hash
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.state import require_loadable
-from slurm_train.checkpoint.verify import wait_until_visible
+from slurm_train.checkpoint.verify import read_manifest, wait_until_visible
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.files import rename
 
@@ -35,23 +40,47 @@ from slurm_train.rundir.files import rename
 def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
     """Writes a nested dictionary into a fresh directory; what is replicated is written once, shared out. Collective.
 
+    What torch plans on rank 0 takes time by the number of tensors times ranks, so a plan serves until a rank holds
+    something else than at the save before: other names, shapes, number types or shards.
+
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
     """
+    global _kept  # saves of a process come one after the other
+    place = (rank_in(group), size_of(group))
+    before, _kept = _kept, None
+    planners: list[_SavePlanner] = []
+
+    def number_if_same() -> str:
+        planners.append(_SavePlanner(tensors, is_coordinator=place[0] == 0))
+        is_same = before is not None and before.place == place and before.own == planners[0].own
+        return before.number if is_same and before is not None else ""
+
+    numbers = set(on_every_rank(group, number_if_same))
+    planner = planners[0]
+    planner.before = before if len(numbers) == 1 and "" not in numbers else None
     with _agreed_errors(f"cannot write {path}", is_alone=group is None):
-        writer = _Writer(path, overwrite=False)
-        writer.fs = _Files()
-        save(tensors, storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=group is None)
+        writer = _Writer(path, planner)
+        save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    _kept = _Plan(planner.plan.planner_data, place, planner.own, planner.plan, planner.packed)
 
 
-def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
+def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None, near: Path | None = None) -> None:
     """Fills a nested dictionary in place; nothing in the files can name code to run. Collective.
+
+    Args:
+        path: the checkpoint.
+        tensors: what to fill.
+        group: a gloo group of all ranks; None for one process.
+        near: see `load_tensors`.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
     """
     with _agreed_errors(f"cannot load {path}", is_alone=group is None):
         reader = _Reader(path)
+        if near is not None:
+            reader.fs = _NearFiles(near)
         load(tensors, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
 
 
@@ -69,11 +98,51 @@ class _Files(FileSystem):
         rename(Path(path), Path(new_path))
 
 
+class _NearFiles(FileSystem):
+    """Takes a file from this node's own disk if it is there as the manifest says, else from the checkpoint itself."""
+
+    def __init__(self, near: Path) -> None:
+        self._near, self._files = near, {}
+        with contextlib.suppress(CheckpointError):  # the checkpoint itself is there, and the other ranks go on
+            self._files = dict(read_manifest(near).files)
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> Path:
+        try:
+            check_hash(self._near / suffix, self._files[suffix])
+        except (KeyError, CheckpointError):
+            return Path(path) / suffix
+        return self._near / suffix
+
+
+class _Plan(NamedTuple):
+    """A rank's part of the plan of its last save, for later saves of the same tensors."""
+
+    number: str
+    """Drawn at random for each plan: ranks with the same number hold parts of the same plan."""
+    place: tuple[int, int]
+    """Rank, and number of ranks."""
+    own: SavePlan
+    """What the rank holds."""
+    final: SavePlan
+    """What it writes of that."""
+    packed: bytes
+    """On rank 0: `.metadata` without the places in files. Pickled: a fraction of the memory, nothing for the collector
+    of garbage."""
+
+
+_kept: _Plan | None = None
+
+
 class _Writer(FileSystemWriter):
     """Waits for the directory and reports the system's own error.
 
     torch's zip writer answers a full disk with "unexpected pos 704 vs 598"; its cause does not travel to other ranks.
     """
+
+    def __init__(self, path: Path, planner: _SavePlanner) -> None:
+        super().__init__(path, overwrite=False)
+        self.fs = _Files()
+        self._planner = planner
 
     def prepare_local_plan(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
         # Raised here, a node that does not see the directory stops all ranks; torch would make it locally.
@@ -88,6 +157,11 @@ class _Writer(FileSystemWriter):
             while link is not None and not isinstance(link, OSError):
                 link = link.__cause__ or link.__context__
             raise (link or err) from err
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        # torch sends `metadata` to all ranks afterwards, so it is an empty one until here, and stays so.
+        del metadata
+        super().finish(pickle.loads(self._planner.packed), results)  # this process has made it
 
 
 class _Reader(FileSystemReader):
@@ -109,7 +183,38 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Refuses at the save what the load would refuse, when it would be too late."""
+    """Plans as `before` where that is set. Refuses at the save what the load would refuse, when it would be too late.
+
+    torch's own `enable_plan_caching` takes a tensor of another number type for the same, mixes up the plans of several
+    groups, and in older versions writes an empty checkpoint after a save that failed while it was planned.
+    """
+
+    def __init__(self, tensors: dict[str, Any], *, is_coordinator: bool) -> None:
+        super().__init__()
+        super().set_up_planner(tensors, is_coordinator=is_coordinator)
+        self.own = super().create_local_plan()
+        self.before: _Plan | None = None
+        """The plan to use again: no rank holds anything else than then."""
+        self.packed = b""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Does nothing: it has been done."""
+
+    def create_local_plan(self) -> SavePlan:
+        return self.own if self.before is None else SavePlan([])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if self.before is not None:
+            self.packed = self.before.packed
+            return all_plans, Metadata({})
+        plans, metadata = super().create_global_plan(all_plans)
+        self.packed, number = pickle.dumps(metadata), uuid.uuid4().hex
+        # Instead of names that are in the metadata.
+        return [replace(plan, planner_data=number) for plan in plans], Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self.plan = new_plan if self.before is None else self.before.final
+        return self.plan
 
     def resolve_data(self, write_item: Any) -> Any:
         data = super().resolve_data(write_item)

@@ -164,6 +164,18 @@ def check_sizes(path: Path) -> Manifest:
     return manifest
 
 
+def check_copied(path: Path) -> Manifest:
+    """Checks what `check_sizes` does, and torch's description: enough where each file was read back as it was copied.
+
+    Raises:
+        CheckpointError: naming directory, file and reason.
+    """
+    manifest = check_sizes(path)
+    with _reasons_for(path):
+        _check_description(path, manifest)
+    return manifest
+
+
 def verify(path: Path) -> Manifest:
     """Gives the manifest of a checkpoint after reading every byte of it, and torch's description of its tensors.
 
@@ -198,8 +210,13 @@ def verify_share(path: Path, manifest: Manifest, *, number: int = 0, of: int = 1
         # Several readers at once: a parallel file system gives one stream a fraction of its bandwidth.
         with ThreadPoolExecutor(min(_NUM_HASHING_THREADS, max(1, len(names)))) as pool:
             list(pool.map(lambda name: check_hash(path / name, manifest.files[name]), names))
-        if number == 0 and METADATA_FILE in manifest.files:
-            check_metadata(path, manifest.files)
+        if number == 0:
+            _check_description(path, manifest)
+
+
+def _check_description(path: Path, manifest: Manifest) -> None:
+    if METADATA_FILE in manifest.files:
+        check_metadata(path, manifest.files)
 
 
 def wait_until_visible(path: Path) -> None:

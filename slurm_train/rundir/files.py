@@ -14,18 +14,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import heapq
+import itertools
 import json
 import math
 import os
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 R = TypeVar("R")
+T = TypeVar("T")
+
+_MANY_FILES = 64
+_NUM_THREADS = 16
 
 
 def fsync_directory(path: Path) -> None:
@@ -174,11 +179,15 @@ def listed(folder: Path) -> list[Path]:
 
 def change_times(paths: Iterable[Path]) -> dict[Path, float]:
     """Returns when each file was changed last (Unix time, s); one that is gone, or may not be seen, is left out."""
-    times: dict[Path, float] = {}
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            times[path] = path.stat().st_mtime
-    return times
+
+    def time_of(path: Path) -> float | None:
+        try:
+            return path.stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return None
+
+    found = list(paths)
+    return {path: time for path, time in zip(found, for_each(time_of, found), strict=True) if time is not None}
 
 
 def size_of(path: Path) -> int:
@@ -320,8 +329,9 @@ def make_private(path: Path) -> None:
     Raises:
         OSError: the file system refuses, or something else is in its place.
     """
-    missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]  # no Path.lexists
-    for folder in reversed(missing):
+    # There is no Path.lexists.
+    missing = itertools.takewhile(lambda folder: not os.path.lexists(folder), (path, *path.parents))
+    for folder in reversed(list(missing)):
         folder.mkdir(mode=0o700, exist_ok=True)
     if not path.is_dir():
         raise NotADirectoryError(f"{path} is not a directory")
@@ -343,3 +353,24 @@ def make_folder(path: Path) -> None:
 def create_empty(path: Path) -> None:
     """Makes an empty file, or leaves the one that is there as it is; a link is refused."""
     os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
+
+
+def for_each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Returns what a file operation gives for each item; of many several run at the same time, as each waits.
+
+    Raises:
+        Exception: what one of them raised.
+    """
+    found = list(items)
+
+    def work_on(part: Sequence[T]) -> list[R]:
+        return [work(one) for one in part]
+
+    if len(found) < _MANY_FILES:
+        return work_on(found)
+    from concurrent.futures import ThreadPoolExecutor
+
+    size = -(-len(found) // _MANY_FILES)
+    parts = [found[start : start + size] for start in range(0, len(found), size)]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return list(itertools.chain.from_iterable(pool.map(work_on, parts)))

@@ -131,6 +131,10 @@ class RunDirectory:
         """What the ranks of the node whose first one is `first_rank` are doing right now."""
         return self.attempt_logs(attempt) / f"heartbeats_{first_rank}"
 
+    def oldest_heartbeat(self, attempt: int) -> Path:
+        """The oldest of these, as the supervisor of many nodes saw it some seconds ago."""
+        return self.attempt_logs(attempt) / "oldest_heartbeat.json"
+
     def account(self, attempt: int) -> Path:
         """What rank 0 has spent the time of one attempt on so far."""
         return self.attempt_logs(attempt) / "timing.json"

@@ -248,7 +248,9 @@ class Checkpointer:
         choose = partial(
             choose_checkpoint, place.root, group=dist.group.WORLD, attempt=place.attempt, fence=place.fence
         )
-        choice, notes = (choose(), []) if self.local is None else self.local.choose(choose)
+        choice, notes = (
+            (choose(), []) if self.local is None else self.local.choose(lambda copied: choose(copied=copied))
+        )
         if choice is None:
             return Position(), []
         manifest = choice.manifest
@@ -448,7 +450,7 @@ class Checkpointer:
             state["optimizer"]["param_groups"] = kept
         is_stage = self.parts.group_names is not None
         require_fit(choice.path, state["model"], kept=state["optimizer"]["state"], is_stage=is_stage)
-        load_tensors(choice.path, state, group=dist.group.WORLD)
+        load_tensors(choice.path, state, group=dist.group.WORLD, near=choice.near)
         pairs = zip(groups, numbered, strict=True)
         state["optimizer"]["param_groups"] = [group | kept.get(number, {}) for group, number in pairs]
         restore_training_state(self.parts.model, self.parts.optimizer, state)
@@ -467,7 +469,8 @@ class Checkpointer:
         own, tensors = self.parts.callbacks, self._callbacks_state()[0]
         tensors = {key: value for key, value in tensors.items() if key in saved}
         if saved:  # on all ranks, also on one whose stage has no tensor of theirs
-            load_tensors(choice.path, {_CALLBACKS: tensors} if tensors else {}, group=dist.group.WORLD)
+            wanted = {_CALLBACKS: tensors} if tensors else {}
+            load_tensors(choice.path, wanted, group=dist.group.WORLD, near=choice.near)
         for key in own.keys() & saved.keys():
             own[key].load_state_dict(merge_state(saved[key], tensors.get(key, {})))
         step = choice.manifest.step

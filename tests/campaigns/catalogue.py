@@ -185,7 +185,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         41,
     ),
     "goodput": Campaign(
-        "one failure a minute: at least 0.90 of the allocated time are productive steps",
+        "one failure a minute, ranks in waiting: at least 0.95 of the allocated time are productive steps",
         "strikes:goodput",
         10,
     ),

@@ -58,7 +58,7 @@ class Hold:
         self.place = place if self.is_on else ""
         if self.place in ("rename", "renamed"):
             import slurm_train.checkpoint.commit as module
-            original, commits = module._rename, []
+            original, commits = module.rename, []
             def held(source, target):
                 if source.name == target.name + ".tmp":
                     commits.append(target)
@@ -68,7 +68,7 @@ class Hold:
                 original(source, target)
                 if is_third and self.place == "renamed":
                     self.wait()
-            module._rename = held
+            module.rename = held
     def wait(self):
         open(os.path.join(self.folder, "held"), "w").close()
         while not os.path.exists(os.path.join(self.folder, "go")):

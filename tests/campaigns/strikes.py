@@ -296,8 +296,9 @@ _GOODPUT = (
     "train.max_steps=1000000",
     "model.step_s=0.05",
     "checkpoint.every_steps=20",
+    "requeue.warm_ranks=true",
 )
-_PROMISED_SHARE = 0.90
+_PROMISED_SHARE = 0.95
 _BACK_WITHIN_S = 45.0
 
 

@@ -13,7 +13,7 @@ from tests.support.warm_ranks import start_rank
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).with_name("two_ranks.py")
-SCENES = ("failure", "choose", "shard", "copies")
+SCENES = ("failure", "choose", "shard", "copies", "near", "plans")
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -5,32 +5,40 @@ Each scene asserts on both ranks; what it finds wrong is written to FOLDER/SCENE
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import shutil
 import signal
 import sys
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from slurm_train.checkpoint import copies
 from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import choose_checkpoint, load_tensors
-from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
+from slurm_train.checkpoint.local import LocalSaves, NodePlace, copy_to_run, newest_reachable
 from slurm_train.checkpoint.manifest import check_hash
+from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.save import save_checkpoint, save_to
 from slurm_train.checkpoint.state import StagingBuffers, own_part
+from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
-from slurm_train.rundir.paths import list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.small_checkpoints import checkpoint_of, make_header, steps_in
 
 
@@ -151,19 +159,23 @@ def shard_scene(root: Path) -> None:
     group, mesh = distributed.group.WORLD, init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).reshape(6, 4)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
-    state = {"model": {"sharded": sharded, "one": torch.ones(5), "two": torch.ones(7)}, "step": 5}
+    state = {"model": {"sharded": sharded, "one": torch.ones(500), "two": torch.ones(700)}, "step": 5}
     part = own_part(state, rank=distributed.get_rank(), num_ranks=2)
     assert sorted(part["model"]) == [["sharded", "two"], ["one", "sharded"]][distributed.get_rank()]
     staged = StagingBuffers(torch.device("cpu")).stage(part)
     for tensor in (sharded.to_local(), state["model"]["one"], state["model"]["two"]):
         tensor.zero_()
     path = save(root, 1, staged, group=distributed.new_group(backend="gloo")).path
-    loaded = {"sharded": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]), "one": torch.zeros(5)}
+    loaded = {"sharded": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]), "one": torch.zeros(500)}
     load_tensors(path, {"model": loaded}, group=group)
-    assert loaded["sharded"].full_tensor().equal(whole) and loaded["one"].equal(torch.ones(5))
+    assert loaded["sharded"].full_tensor().equal(whole) and loaded["one"].equal(torch.ones(500))
     wrong = error_of(lambda: load_tensors(path, {"model": {"one": torch.zeros(6)}}, group=group))
     missing = error_of(lambda: load_tensors(path, {"x": torch.zeros(1)}, group=group))
     assert "ize mismatch" in wrong and "x" in missing, (wrong, missing)
+
+
+def _cannot_open(path: Path) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 def copies_scene(root: Path) -> None:
@@ -186,6 +198,13 @@ def copies_scene(root: Path) -> None:
     error = error_of(lambda: save_to(place, header=make_header(2, world_size=2), **facts))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert "rank 1" in error and "[Errno 27] File too large" in error, error
+    # One rank cannot open what it has written: the other one does not wait for it.
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(copies, "open_plain", _cannot_open)
+        error = error_of(lambda: save_to(place, header=make_header(3, world_size=2), **facts))
+    assert "rank 0" in error and "Input/output error" in error, error
+    distributed.barrier()
     assert [path.name for path in place.root.iterdir()] == [saved.path.name], "the one before is untouched"
     distributed.barrier()
     if rank == 0:
@@ -197,7 +216,143 @@ def copies_scene(root: Path) -> None:
     assert verify(copied.path) == saved.manifest
 
 
-SCENES = {"failure": failure_scene, "choose": choose_scene, "shard": shard_scene, "copies": copies_scene}
+def near_scene(root: Path) -> None:
+    """A newer checkpoint is on the nodes: it is copied, and each rank loads what its own node has from there."""
+    rank, world, mesh = distributed.get_rank(), distributed.group.WORLD, init_device_mesh("cpu", (2,))
+    whole = torch.arange(2400.0).reshape(60, 40)
+    state = {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "count": torch.tensor(5.0), "rate": 0.5}
+    node = NodePlace(root=root / f"node{rank}", node=rank, attempt=1)
+    run = RunDirectory(root / "run")
+    target = Place(root=run.checkpoints, attempt=1, is_leader=rank == 0)
+    part = own_part(state, rank=rank, num_ranks=2)
+    facts: dict[str, Any] = {"tensors": part, "rank_state": {}, "group": world}
+    saved = save_to(node, header=make_header(3, world_size=2), **facts)
+    with ThreadPoolExecutor(1) as thread:
+        local = LocalSaves(run=run, place=node, target=target, copy_every=1, group=world, thread=thread)
+        with pytest.MonkeyPatch.context() as patch:
+            read = _note_reads(patch)
+            choice, notes = local.choose(
+                lambda copied: choose_checkpoint(target.root, group=world, attempt=1, copied=copied)
+            )
+    assert choice is not None and choice.manifest == saved.manifest and "on the nodes only" in notes[0]
+    assert choice.path.parent == run.checkpoints and choice.near == saved.path and read == []
+    opened = _note_opened(run.checkpoints)
+
+    def load() -> list[str]:
+        loaded = {
+            "sharded": distribute_tensor(torch.zeros(60, 40), mesh, [Shard(0)]),
+            "count": torch.zeros(()),
+            "rate": 0,
+        }
+        opened.clear()
+        load_tensors(choice.path, loaded, group=world, near=choice.near)
+        assert loaded["sharded"].full_tensor().equal(whole) and (loaded["count"], loaded["rate"]) == (5.0, 0.5)
+        return [name for name in opened if name.endswith(".distcp")]
+
+    assert load() == [[], ["__0_0.distcp"]][rank], "what all need, the first rank has written"
+    if rank == 1:
+        own = saved.path / "__1_0.distcp"
+        own.write_bytes(own.read_bytes()[:-1] + b"?")
+    assert sorted(load()) == [[], ["__0_0.distcp", "__1_0.distcp"]][rank], "what is damaged there is not used"
+
+
+def _note_opened(folder: Path) -> list[str]:
+    """Returns the list of the files in a folder or below it that this process opens from now on."""
+    opened: list[str] = []
+
+    def note(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and str(args[0]).startswith(str(folder)):
+            opened.append(Path(args[0]).name)
+
+    sys.addaudithook(note)
+    return opened
+
+
+def plans_scene(root: Path) -> None:
+    """What torch plans is used again until a rank holds something else; each save has what the ranks had then."""
+    rank, world, mesh = distributed.get_rank(), distributed.group.WORLD, init_device_mesh("cpu", (2,))
+    steps, planned = count(1), list[int]()
+    plan = DefaultSavePlanner.create_global_plan
+
+    def note(planner: DefaultSavePlanner, all_plans: Any) -> Any:
+        planned.append(len(all_plans))
+        return plan(planner, all_plans)
+
+    def state_of(step: int, extra: dict[str, Any]) -> dict[str, Any]:
+        whole = torch.arange(24.0).reshape(6, 4) + step
+        model = {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "one": torch.full((5,), float(step))}
+        return {"model": model, "step": step, "history": list(range(step)), **extra}
+
+    def check(extra: dict[str, Any], *, is_anew: bool, wanted: dict[str, Any] | None = None, **changes: Any) -> Path:
+        step = next(steps)
+        path: Path = save(root, step, state_of(step, extra), **changes).path
+        assert planned == [2] * (is_anew and rank == 0), (step, planned)
+        planned.clear()
+        verify(path)
+        wanted = state_of(step, extra if wanted is None else wanted)
+        own = {"model": {"sharded": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]), "one": torch.zeros(5)}}
+        values = {
+            key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for key, value in wanted.items()
+        }
+        loaded = {**values, **own}
+        load_tensors(path, loaded, group=world)
+        sharded = loaded["model"].pop("sharded").full_tensor()
+        assert sharded.equal(wanted["model"].pop("sharded").full_tensor())
+        assert str(loaded) == str(wanted) and set(tensor_shapes(path)) == {
+            "model.sharded",
+            "model.one",
+            *tensors_of(wanted),
+        }
+        return path
+
+    def tensors_of(state: dict[str, Any]) -> set[str]:
+        return {key for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultSavePlanner, "create_global_plan", note)
+        first = check({}, is_anew=True)
+        again = check({}, is_anew=False)
+        assert read_metadata(first).state_dict_metadata == read_metadata(again).state_dict_metadata
+        # The optimizer has a state now; then its numbers are of another type, in tensors of the same shape.
+        grown = {"moment": torch.ones(3)}
+        check(grown, is_anew=True)
+        check(grown, is_anew=False)
+        changed = {"moment": torch.ones(3, dtype=torch.float64)}
+        assert tensor_shapes(check(changed, is_anew=True))["moment"].dtype == torch.float64
+        # One rank alone has something new.
+        lone = {"lone": torch.ones(4), "text": "x"}
+        check(lone if rank == 1 else {}, is_anew=True, wanted=lone)
+        check(lone if rank == 1 else {}, is_anew=False, wanted=lone)
+        # A save that fails where files are written, and one that fails while it is planned: on one rank each.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
+        error_of(lambda: save(root, 90, state_of(90, {})))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        planned.clear()
+        check({}, is_anew=True)
+        with pytest.MonkeyPatch.context() as other:
+            if rank == 1:
+                other.setattr(verify_module, "VISIBLE_TIMEOUT_S", 0.0)
+                other.setattr(Path, "exists", lambda _: False)
+            error_of(lambda: save(root, 91, state_of(91, {})))
+        planned.clear()
+        check({}, is_anew=True)
+        # Each rank by itself, in the same process; then together with another group.
+        save(root / f"rank_{rank}", 1, {"model": {"one": torch.ones(5)}}, group=None)
+        planned.clear()
+        check({}, is_anew=True)
+        check({}, is_anew=False, group=distributed.new_group(backend="gloo"))
+
+
+SCENES = {
+    "plans": plans_scene,
+    "failure": failure_scene,
+    "choose": choose_scene,
+    "shard": shard_scene,
+    "copies": copies_scene,
+    "near": near_scene,
+}
 
 
 def main() -> None:

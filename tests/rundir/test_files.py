@@ -18,6 +18,7 @@ from slurm_train.rundir.files import (
     append_line,
     append_shared,
     change_times,
+    for_each,
     listed,
     read_json,
     read_lines,
@@ -213,3 +214,27 @@ def test_what_is_gone_by_the_time_it_is_looked_at_is_left_out(tmp_path: Path) ->
     assert list(change_times([*found, found[1] / "below a file"])) == [found[1]]
     assert (size_of(found[0]), size_of(found[1])) == (0, 4)
     assert listed(tmp_path / "absent") == listed(found[1]) == []
+
+
+@pytest.mark.parametrize("number", [0, 3, 64, 1000])
+def test_file_operations_keep_their_order_and_of_many_several_run_together(number: int) -> None:
+    threads = set[str]()
+    together = threading.Barrier(16)
+
+    def work(item: int) -> int:
+        if number == 1000 and (name := threading.current_thread().name) not in threads:
+            threads.add(name)
+            together.wait(30)
+        return 2 * item
+
+    assert for_each(work, iter(range(number))) == list(range(0, 2 * number, 2))
+
+
+@pytest.mark.parametrize("number", [3, 1000])
+def test_what_one_of_many_file_operations_raises_is_raised(number: int) -> None:
+    def work(item: int) -> None:
+        if item == number - 1:
+            raise OSError(errno.ESTALE, "stale")
+
+    with pytest.raises(OSError, match="stale"):
+        for_each(work, range(number))

@@ -13,8 +13,18 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, Limits, Pace, read_beats
+from slurm_train.rundir.heartbeat import (
+    AwakeClock,
+    Beat,
+    Heartbeat,
+    Limits,
+    Pace,
+    note_oldest,
+    read_beats,
+    read_oldest,
+)
 from slurm_train.rundir.paths import RunDirectory
+from tests.support.run_facts import beat
 from tests.support.waiting import wait_for
 
 PLACE: dict[str, Any] = {"rank": 3, "host": "node2", "step_id": "12.0"}
@@ -31,12 +41,12 @@ def test_a_heartbeat_says_step_phase_and_that_it_runs(tmp_path: Path) -> None:
         heart.step, heart.settled = 17, True
         heart.mark("data")
         heart.pace = summed((1.5, 0.5), (2.0, 0.0))
-        beat = wait_for(
+        step = wait_for(
             lambda: next(b for b in read_beats(run, 1).values()).step, within_s=5, what="a beat", poll_s=0.05
         )
         newest = read_beats(run, 1)[3]
         assert (
-            beat == 17 and newest.phase == "data" and newest.pace == heart.pace and newest.settled and newest.marks == 1
+            step == 17 and newest.phase == "data" and newest.pace == heart.pace and newest.settled and newest.marks == 1
         )
         wait_for(lambda: read_beats(run, 1)[3].beats > newest.beats, within_s=5, what="another beat", poll_s=0.05)
         assert read_beats(run, 1)[3].marks == 1, "it beats without progress"
@@ -65,6 +75,44 @@ def test_files_that_are_none_are_passed_over(tmp_path: Path) -> None:
     run.heartbeats(0, 1).write_bytes(b"")
     run.heartbeats(0, 2).write_bytes(b"x" * 512)
     assert read_beats(run, 0) == {}
+
+
+def one_per_node(nodes: int) -> dict[int, Beat]:
+    """Returns heartbeats of as many nodes; rank 1 has saved for the last time, rank 2 is the oldest at work."""
+    ages_s, ends = {1: 500.0, 2: 90.0}, {1: "end"}
+    return {
+        rank: beat(rank, age_s=ages_s.get(rank, 1.0), host=f"n{rank}", phase=ends.get(rank, "step"))
+        for rank in range(nodes)
+    }
+
+
+def test_of_many_nodes_the_oldest_heartbeat_is_read_from_one_file_while_it_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, beats, real = RunDirectory(tmp_path), one_per_node(64), time.time
+    run.attempt_logs(0).mkdir(parents=True)
+    assert read_oldest(run, 0) is None
+    note_oldest(run, 0, beats)
+    assert read_oldest(run, 0) == beats[2], "there is nothing else to read"
+    heart = Heartbeat()
+    heart.start(run, 0, **PLACE, limits=None)
+    heart.stop()
+    assert read_oldest(run, 0) == beats[2]
+    for off_s in (60.0, -60.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda off_s=off_s: real() + off_s)
+            later = read_oldest(run, 0)
+        assert later is not None and later.rank == 3, f"the clock is {off_s} s further: the nodes' files count"
+    run.oldest_heartbeat(0).write_text("{")
+    assert read_oldest(run, 0) == read_beats(run, 0)[3]
+
+
+def test_of_few_nodes_nothing_is_noted(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+    note_oldest(run, 0, one_per_node(8))
+    note_oldest(run, 0, {})
+    assert list(run.attempt_logs(0).iterdir()) == []
 
 
 def test_the_ranks_of_a_node_share_a_file_and_one_that_has_not_begun_is_left_out(tmp_path: Path) -> None:
