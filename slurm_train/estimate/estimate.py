@@ -258,6 +258,10 @@ def in_half(config: RunConfig, *, on_gpu: bool) -> bool:
     )
 
 
+_LARGEST_BETA2 = 0.99
+"""Up to here a second moment of bfloat16 falls as one of float32 does (docs/optimizers.md)."""
+
+
 def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the fields of `PlanEstimate` about memory and traffic."""
     config, layout = plan.config, plan.layout
@@ -271,6 +275,9 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
     classes = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
     if unknown := [name for name in classes if name not in ("AdamW", "Adam", "SGD", "Muon")]:
         note = "; ".join(filter(None, [note, f"of {', '.join(unknown)}, 2 numbers per parameter are assumed"]))
+    if config.train.param_dtype == "bfloat16" and "AdamW" in classes and config.optim.betas[1] > _LARGEST_BETA2:
+        lost = f"AdamW's second moment hardly falls in bfloat16 with optim.betas[1]={config.optim.betas[1]}; use 0.95"
+        note = "; ".join(filter(None, [note, lost]))
     # Averages are float32: as many of the parameters' own type.
     averages = num_averages(config) * FLOAT // param_size(config)
     if measured is not None and layout.is_replicated:

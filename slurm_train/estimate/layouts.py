@@ -61,7 +61,7 @@ def traffic(facts: LayoutFacts) -> dict[str, int]:
     sums = 4 if settings.sequence_parallel else 2 + shape.cut_by_outputs
     sent = {
         "cp": passes * blocks * turns * (layout.cp - 1) * 2 * keys // layout.tp,
-        "pp": 2 * passes * settings.stages_per_rank * facts.tokens * shape.width * FLOAT,
+        "pp": 2 * passes * settings.stages_per_rank * facts.tokens * shape.width * facts.stream_size,
         "dp_replicate": _all_reduce(facts.param_size * held // layout.shard_size, layout.dp_replicate),
         "dp_shard": 0,
         "tp": passes * blocks * sums * _all_reduce(hidden_state, layout.tp),

@@ -154,7 +154,7 @@ class LayoutFacts:
     batch: BatchPlan
     settings: ParallelSection
     half: bool
-    """Whether matrix products are in bfloat16; the parameters need not be."""
+    """Whether matrix products are in a type of two bytes; the parameters need not be."""
     positions: int
     """Of one sample: the data's, which may be shorter than the model's context."""
     optim: OptimSection = field(default_factory=OptimSection)
@@ -162,6 +162,8 @@ class LayoutFacts:
     """Averages of the parameters, e.g. of a callback `EMA`; they are float32."""
     param_size: int = FLOAT
     """Bytes of a number of the parameters, of their gradients and of what the optimizer keeps."""
+    is_float16: bool = False
+    """Whether that type of two bytes is float16, which residual stream and norms are not in."""
 
     @property
     def tokens(self) -> int:
@@ -177,13 +179,19 @@ class LayoutFacts:
     def gathered_size(self) -> int:
         """Bytes of a number of a shard's parameters once they are gathered."""
         asked = self.settings.gather_dtype
-        is_half = asked == "bfloat16" or (asked == "auto" and self.half)
+        is_half = asked == "bfloat16" or (asked == "auto" and self.half and not self.is_float16)
         return HALF if is_half and self.layout.shard_size > 1 else self.param_size
 
     @property
     def kept_size(self) -> int:
         """Bytes of a number that matrix products keep."""
-        return HALF if self.half else FLOAT
+        return HALF if self.half else self.stream_size
+
+    @property
+    def stream_size(self) -> int:
+        """Bytes of a number of the residual stream, and of what norms give and keep."""
+        # Parameters that are gathered in bfloat16 make all that is computed with them bfloat16.
+        return HALF if (self.half and not self.is_float16) or self.gathered_size == HALF else FLOAT
 
     def blocks(self, stage: int) -> int:
         """Blocks that a rank at this place in its pipeline holds."""
@@ -217,26 +225,28 @@ class LayoutFacts:
             recompute: kind of activation checkpointing.
         """
         shape, kept, tp, cp = self.shape, self.kept_size, self.layout.tp, self.layout.cp
+        stream = self.stream_size
         # With sequence parallelism the ranks of `tp` have positions of their own between the matrices.
         dealt = tp if self.settings.sequence_parallel else 1
         width, keys, sums = shape.width, shape.keys_width, FLOAT * shape.num_heads // tp
         attention, inner = kept * 2 * (width + keys) // tp, kept * shape.inner_width // tp
         if recompute == "full":
-            num_bytes = FLOAT * width // dealt
+            num_bytes = stream * width // dealt
         elif recompute == "selective":
             # Its input, and the results of the matrix products and of attention.
-            num_bytes = FLOAT * width // dealt + attention + inner + kept * 2 * width + sums
+            num_bytes = stream * width // dealt + attention + inner + kept * 2 * width + sums
         else:
             # Two norms; q, k, v and attention's result; input and result of the activation, and of SwiGLU's product.
-            # Autocast casts a norm's output for each of the matrices behind it anew. Dropout keeps a byte a number.
-            outputs = kept * width * (shape.cut_by_outputs if self.half else 2)
+            # Autocast casts a float32 output of a norm for each of the matrices behind it anew. Dropout keeps a byte a
+            # number.
+            outputs = kept * width * (2 if kept == stream else shape.cut_by_outputs)
             dropped = 2 * width // dealt if shape.dropout else 0
             num_bytes = 2 * self._kept_in_norm // dealt + outputs + attention + sums + 2 * inner + dropped
             if cp > 1:
                 # Keys and values as far as either of two chunks looks back, in place of the rank's own, and the
                 # joined result.
                 num_bytes += kept * ((2 * cp - 1) * keys + width) // tp
-        return num_bytes * self._scale
+        return num_bytes
 
     def passing(self) -> float:
         """Bytes held for a moment in the backward pass of one block: two gradients, or those of keys."""
@@ -248,7 +258,7 @@ class LayoutFacts:
             return self.tokens * per_token + matrix * (FLOAT + (kept if self.half else 0))
         feed_forward = shape.inner_width // tp + shape.width
         widest = max(feed_forward, 4 * cp * shape.keys_width // tp if cp > 1 else 0)
-        return self.tokens * FLOAT * widest * self._scale
+        return self.tokens * self.stream_size * widest
 
     @property
     def scores(self) -> int:
@@ -270,7 +280,7 @@ class LayoutFacts:
 
     def passing_at_end(self) -> tuple[int, int]:
         """Bytes held for a moment: when the loss is differentiated beside what is kept, and in the head's backward."""
-        behind = FLOAT * self.tokens * 2 * self.shape.width
+        behind = self.stream_size * self.tokens * 2 * self.shape.width
         if not self.has_chunks:
             return 2 * FLOAT * self.scores, behind + FLOAT * self.scores
         one_chunk = min(self.scores, CHUNK_SCORES) * (self.kept_size + FLOAT)
@@ -307,14 +317,14 @@ class LayoutFacts:
 
     @property
     def _kept_in_norm(self) -> int:
-        """Bytes per position beside the output: the input and two numbers; of RMSNorm also the scaled input."""
-        return FLOAT * (2 * self.shape.width + 1 if self.shape.norm == "rmsnorm" else self.shape.width + 2)
+        """Bytes per position beside the output: the input and two float32 numbers, of RMSNorm one.
 
-    @property
-    def _scale(self) -> float:
-        # Parameters that are gathered in bfloat16 make all that is computed with them bfloat16.
-        # In a whole replica autocast makes the norms float32 all the same.
-        return 1.0 if self.layout.is_replicated else self.gathered_size / FLOAT
+        torch has no RMSNorm kernel for CPUs, where float32 is usual: it keeps the scaled input, too.
+        """
+        is_rms, width = self.shape.norm == "rmsnorm", self.shape.width
+        if is_rms and self.stream_size == FLOAT:
+            return FLOAT * (2 * width + 1)
+        return self.stream_size * width + FLOAT * (1 if is_rms else 2)
 
 
 def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, half: bool) -> LayoutFacts | None:
@@ -333,6 +343,7 @@ def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, hal
         optim=config.optim,
         num_averages=num_averages(config),
         param_size=param_size(config),
+        is_float16=config.train.precision == "float16",
     )
 
 
@@ -462,7 +473,7 @@ def _kept_in_blocks(facts: LayoutFacts, stage: int) -> float:
 def _gradients_before(facts: LayoutFacts, stage: int) -> int:
     """Returns how many copies of the gradients are held already when activations are fullest."""
     layout, batches = facts.layout, facts.batch.accumulation
-    if layout.is_replicated:
+    if layout.is_replicated and layout.world_size > 1:
         # DDP's buckets stay; the sum of the micro-batches before the last is held beside them.
         return 2 if batches > 1 else 1
     if layout.pp == 1:
@@ -480,7 +491,7 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
     ranks, batches, per_rank = facts.layout.pp, facts.batch.accumulation, facts.settings.stages_per_rank
     if ranks == 1:
         return 0
-    hidden = FLOAT * facts.tokens * facts.shape.width
+    hidden = facts.stream_size * facts.tokens * facts.shape.width
     own = range(stage, ranks * per_rank, ranks)
     received = sum((one > 0) + (one < ranks * per_rank - 1) for one in own)
     passed = batches * received * hidden + facts.in_flight(stage) * per_rank * hidden

@@ -18,13 +18,14 @@ from slurm_train.launch.batch_script import sbatch_components
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.flags import check_flag_name
-from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.policy import Partition, Refusal, TestVerdict, tres_gpus
 
 # Of a batch script alone; salloc does not know them, and an allocation is not run again.
 _OF_BATCH = frozenset({"output", "error", "open-mode", "requeue", "no-requeue", "export"})
+_ABOUT_GPUS = re.compile("gpu|gres|generic resource", re.IGNORECASE)
 _CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SALLOC_CLUSTERS", "SLURM_CLUSTERS")
 _DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.MULTILINE)
 
@@ -94,7 +95,7 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
 def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) -> str:
     """Returns which key to change so that Slurm takes what it refused, by what the partition has if that is known."""
     general = (verdict.refusal or Refusal.OTHER).value
-    if plan is None or verdict.refusal not in (Refusal.RESOURCES, Refusal.PARTITION):
+    if plan is None or verdict.refusal not in (Refusal.RESOURCES, Refusal.PARTITION, Refusal.OTHER):
         return general
     partitions = commands.partitions()
     cluster, part = plan.config.cluster, _partition_of(plan, partitions)
@@ -102,8 +103,18 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
         return f"partitions here: {', '.join(one.name for one in partitions)}; set cluster.partition"
     # Of a range of nodes the fewest are enough.
     nodes, gpus = next(plan.world.possible()).num_nodes, max(plan.world.ranks_per_node)
-    if cluster is None or cluster.gpu_flag == "none" or (nodes <= part.num_nodes and gpus <= part.gpus_per_node):
+    if cluster is None or cluster.gpu_flag == "none":
         return general
+    if nodes <= part.num_nodes and gpus <= part.gpus_per_node:
+        types = sorted({group.gpu_type for group in part.groups if group.gpus_per_node} - {""})
+        # The words of a site's own filter are not known; a type that is not there explains them.
+        is_about_type = cluster.gpu_type not in types and (cluster.gpu_type or _ABOUT_GPUS.search(verdict.message))
+        if not types or not is_about_type:
+            return general
+        return (
+            f"GPUs in partition {part.name} are of type {', '.join(types)}, and {cluster.gpu_type or 'no type'} was "
+            "asked: set cluster.gpu_type; `init` finds out which type and which cluster.gpu_flag the site takes"
+        )
     return (
         f"{nodes} nodes with {gpus} GPUs were asked; partition {part.name} has {part.num_nodes} nodes, with at most "
         f"{part.gpus_per_node} GPUs: lower cluster.nodes or cluster.gpus_per_node, or name another cluster.partition"

@@ -23,7 +23,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable
 from slurm_train.launch.plan import RunPlan
-from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.files import for_each, write_atomic
 from slurm_train.rundir.jobs import number_of, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import (
@@ -215,8 +215,7 @@ def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str) -> None:
     """Writes an array's id down: next to its script, in the sweep's table, and in each of its runs."""
     write_atomic(array.job, json.dumps({"job_id": job_id, "submit_time_unix_s": time.time()}) + "\n")
     write_table(sweep, record_array(read_table(sweep), array, job_id))
-    for task, run in enumerate(read_runs(array)):
-        record_job(run, f"{job_id}_{task}", durable=False)
+    for_each(lambda one: record_job(one[1], f"{job_id}_{one[0]}", durable=False), enumerate(read_runs(array)))
 
 
 def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str]:

@@ -25,6 +25,7 @@ from slurm_train.launch.placement import NodeGroup, World
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import warning_lead_s
+from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.flags import (
     Flags,
     check_env_name,
@@ -32,7 +33,6 @@ from slurm_train.slurm.flags import (
     flag_word,
     resource_flags,
 )
-from slurm_train.slurm.nodelist import parse_nodelist
 
 STEP_NAME = "attempt_{attempt}"
 

@@ -292,6 +292,16 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         f"train.precision=fp8 does not go with matrices that are cut: parallel.tp={config.parallel.tp}",
         "leave parallel.tp at 1 (parallel.dp_shard saves memory, too), or set train.precision=bfloat16",
     )
+    cluster = config.cluster
+    older = None if cluster is None else _without_float8(cluster.gpu_type or "")
+    yield (
+        config.trains
+        and config.train.precision == "fp8"
+        and cluster is not None
+        and (cluster.gpu_flag == "none" or older is not None),
+        f"train.precision=fp8 was asked, and the ranks will have {f'GPUs of type {older}' if older else 'no GPUs'}",
+        "float8 needs Ada, Hopper or later GPUs; train.precision=auto suits every GPU",
+    )
     if config.train.param_dtype == "bfloat16":
         because = "train.param_dtype=bfloat16 has parameters and gradients of two bytes each"
         for is_asked, what, instead in (
@@ -317,6 +327,18 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
             "ddp.comm=post_local_sgd cannot roll back: a gradient that is not finite is seen by one node alone",
             "set health.on_non_finite to stop or skip",
         )
+
+
+def _without_float8(gpu_type: str) -> str | None:
+    """Returns a site's name of GPUs if they are older than Ada, e.g. "a100-80gb"; None of others, known or not."""
+    words = re.findall(r"[a-z0-9]+", gpu_type.lower())
+    return gpu_type if any(_OLDER_THAN_ADA.fullmatch(word) for word in words) else None
+
+
+# Data centre and workstation cards, then GeForce: "3090", "rtx2080ti".
+_OLDER_THAN_ADA = re.compile(
+    r"[km]\d0|p40?|p100|v100s?|t4|a2|a10g?|a16|a30|a40|a100|a800|a[456]000|(?:rtx|gtx)?(?:10|16|20|30)[5-9]0(?:ti)?"
+)
 
 
 def _check_text(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, C width, H heads, D width per head, M hidden width
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,8 @@ class BlockShape:
     def build_norm(self) -> nn.Module:
         """Returns a norm over the residual stream."""
         if self.norm == "rmsnorm":
-            return nn.RMSNorm(self.width, eps=self.norm_eps)
-        return nn.LayerNorm(self.width, eps=self.norm_eps, bias=self.bias)
+            return RMSNorm(self.width, eps=self.norm_eps)
+        return LayerNorm(self.width, eps=self.norm_eps, bias=self.bias)
 
     def build_embedding(self, vocab_size: int, *, context: int) -> nn.Embedding:
         """Returns what makes the residual stream of token ids."""
@@ -87,10 +87,10 @@ class TokenEmbedding(nn.Embedding):
     """An embedding whose rows tensor parallelism may spread over its ranks: all of them get all vectors."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Returns (B, T, C)."""
+        """Returns (B, T, C), under autocast to bfloat16 in that type: the residual stream keeps it."""
         weight: Any = self.weight
         if not hasattr(weight, "placements"):
-            return super().forward(tokens_BT)
+            return _as_stream(super().forward(tokens_BT))
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         own_VC, mesh = weight.to_local(), weight.device_mesh
@@ -99,7 +99,7 @@ class TokenEmbedding(nn.Embedding):
         is_here_BT = (own_BT >= 0) & (own_BT < len(own_VC))
         # One rank adds a vector, the others nothing.
         part_BTC = functional.embedding(own_BT.where(is_here_BT, 0), own_VC) * is_here_BT.unsqueeze(-1)
-        parts = DTensor.from_local(part_BTC, mesh, [Partial()], run_check=False)
+        parts = DTensor.from_local(_as_stream(part_BTC), mesh, [Partial()], run_check=False)
         embedded_BTC: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
         return embedded_BTC
 
@@ -124,7 +124,52 @@ class LearnedPositions(TokenEmbedding):
         """Returns (B, T, C)."""
         embedded_BTC: Tensor = super().forward(tokens_BT)
         position_TC: Tensor = self.positions(self.order_T[: tokens_BT.shape[1]])
-        return embedded_BTC + position_TC
+        return embedded_BTC + position_TC.to(embedded_BTC.dtype)
+
+
+def _as_stream(x_BTC: Tensor) -> Tensor:
+    """Returns what begins the residual stream: in bfloat16 under autocast to it, as where FSDP gathers in bfloat16.
+
+    In float16 it would leave that type's range.
+    """
+    if _is_under_autocast(x_BTC) and torch.get_autocast_dtype(x_BTC.device.type) == torch.bfloat16:
+        return x_BTC.to(torch.bfloat16)
+    return x_BTC
+
+
+def _is_under_autocast(x: Tensor) -> bool:
+    # The meta device has no autocast, and torch refuses the question.
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, without autocast's rule on GPUs that it computes, keeps and gives float32 whatever comes in.
+
+    The kernel adds up in float32 all the same.
+    """
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Returns (B, T, C) in the type of the residual stream."""
+        if not _is_lowered(x_BTC):
+            return super().forward(x_BTC)
+        with torch.autocast(x_BTC.device.type, enabled=False):
+            weight, bias = (None if one is None else one.to(x_BTC.dtype) for one in (self.weight, self.bias))
+            return functional.layer_norm(x_BTC, self.normalized_shape, weight, bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, as `LayerNorm`."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Returns (B, T, C) in the type of the residual stream."""
+        if not _is_lowered(x_BTC):
+            return super().forward(x_BTC)
+        with torch.autocast(x_BTC.device.type, enabled=False):
+            return functional.rms_norm(x_BTC, self.normalized_shape, self.weight.to(x_BTC.dtype), self.eps)
+
+
+def _is_lowered(x_BTC: Tensor) -> bool:
+    return x_BTC.dtype == torch.bfloat16 and _is_under_autocast(x_BTC)
 
 
 class Mixing(nn.Module):
@@ -174,7 +219,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTC: Tensor, angles: Angles | None) -> Tensor:
         """Returns the mixed values, (B, T, C); nothing is turned where no angles are given."""
-        q_BHTD, k_BHTD, v_BHTD = (self._heads(linear(x_BTC)) for linear in (self.q, self.k, self.v))
+        q_BHTD, k_BHTD, v_BHTD = map(self._heads, self._project(x_BTC))
         if angles is not None:
             q_BHTD, k_BHTD = angles.rotate(q_BHTD), angles.rotate(k_BHTD)
         mixed_BHTD = self.mix(
@@ -188,10 +233,29 @@ class Attention(nn.Module):
         out_BTC: Tensor = self.out(mixed_BHTD.transpose(1, 2).flatten(2))
         return out_BTC
 
+    def _project(self, x_BTC: Tensor) -> Sequence[Tensor]:
+        """Returns queries, keys and values; by one product where putting the matrices together costs nothing.
+
+        That is a compiled graph under autocast, which copies the matrices in any case and keeps the copies.
+        """
+        parts = (self.q, self.k, self.v)
+        if not (torch.compiler.is_compiling() and _is_under_autocast(x_BTC)) or any(map(_is_special, parts)):
+            return [part(x_BTC) for part in parts]
+        weight = torch.cat([part.weight for part in parts])
+        bias = None if self.q.bias is None else torch.cat([part.bias for part in parts])
+        return torch.split(functional.linear(x_BTC, weight, bias), [part.out_features for part in parts], dim=-1)
+
     def _heads(self, x_BTC: Tensor) -> Tensor:
         # As many heads as came: a rank may hold a part of the matrix.
         batch, positions, _ = x_BTC.shape
         return x_BTC.view(batch, positions, -1, self.head_width).transpose(1, 2)
+
+
+def _is_special(linear: nn.Linear) -> bool:
+    """Returns whether a layer is more than a product with a float32 matrix: parts, adapters, float8, hooks."""
+    is_plain = type(linear) is nn.Linear and linear.weight.dtype == torch.float32
+    has_hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
+    return not is_plain or hasattr(linear.weight, "placements") or bool(has_hooks or linear._backward_pre_hooks)
 
 
 class FeedForward(nn.Module):

@@ -17,7 +17,7 @@ where the labels repeat `input_ids`. Without whole-number labels the model's own
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -233,7 +233,7 @@ def _precise(values: Tensor) -> Tensor:
 
 
 def bigram_bits_per_byte(
-    train: Sequence[Tokens], heldout: Sequence[Tokens], *, vocab_size: int, bytes_per_target: float = 1.0
+    train: Iterable[Tokens], heldout: Iterable[Tokens], *, vocab_size: int, bytes_per_target: float = 1.0
 ) -> float:
     """Returns the held-out bits per byte of a bigram model with add-0.1 smoothing: what a language model must beat.
 

@@ -44,7 +44,7 @@ from slurm_train.distributed.group import open_side_group, shutdown, use_timeout
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError
-from slurm_train.metrics.progress import Display, open_display
+from slurm_train.metrics import Display, open_display
 from slurm_train.models.first_weights import build_without_memory, fill, first_values, lower_parameters
 from slurm_train.models.head import Head
 from slurm_train.models.objective import Objective, default_loss

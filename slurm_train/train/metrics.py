@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slurm_train.data.source import SampleSource
-from slurm_train.metrics.progress import Display
-from slurm_train.metrics.writer import MetricsWriter
+from slurm_train.metrics import Display, MetricsWriter
 from slurm_train.rundir.attempts import publish_result
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.sweep import sweep_of

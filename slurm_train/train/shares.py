@@ -21,7 +21,7 @@ import torch.distributed as dist
 from slurm_train.config.batch import MOST, BatchPlan, Choice, sizes_by_speed, sizes_by_weight, sizes_in_words
 from slurm_train.data.batches import BatchStream, GlobalBatches
 from slurm_train.data.source import Batch, Draw
-from slurm_train.metrics.progress import Display
+from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import append_event
 from slurm_train.train.context import Parts, gather

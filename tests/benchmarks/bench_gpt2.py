@@ -35,8 +35,10 @@ ITEMS: dict[str, dict[str, Any]] = {
     "log every step": {"train.log_every_steps": 1},
     "sample digests": {"train.samples_digest": True},
     "spikes are watched": {"health.spike_factor": 3.0, "health.on_spike": "skip"},
+    "one product for q, k, v": {"without": "_is_special"},
+    "bfloat16 residual stream": {"without": "_as_stream"},
 }
-"""What is switched off, or on, one by one: settings on top of ours."""
+"""What is switched off, or on, one by one: settings on top of ours; or what `models.blocks` does without a setting."""
 _TOGETHER = 4
 """Loops that are alive at the same time: each keeps a model and its moments on the device."""
 _PADDED = 128
@@ -169,10 +171,14 @@ def _facts(order: Mapping[str, Any]) -> Figures:
 def ours(order: Mapping[str, Any]) -> tuple[Run, Figures]:
     """Builds this trainer, everything on, but evaluation and saves."""
     from slurm_train.config.schema import nested
+    from slurm_train.models import blocks
     from slurm_train.rundir.heartbeat import Limits
     from tests.gpu.training import build_of, open_rank, sections_of
 
     changes: dict[str, Any] = nested(order.get("settings", {}))
+    if without := changes.pop("without", None):
+        # Every layer is special, or the stream is as it comes; a loop has its own process.
+        setattr(blocks, without, {"_is_special": lambda _layer: True, "_as_stream": lambda x: x}[without])
     changes["train"] = {"max_steps": 10**6, "compile": not order["tiny"], **changes.get("train", {})}
     changes["batch"] = {"accumulation": order["accumulation"], **changes.get("batch", {})}
     model = {**(TINY if order["tiny"] else _gpt2()), **changes.pop("model", {})}

@@ -1,4 +1,4 @@
-"""The formulas against torch: parameters exactly, kept tensors to the byte in a replica."""
+"""The formulas against torch: parameters exactly, kept tensors of float32 to the byte in a replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slurm_train.estimate.memory import (
     rank_memory,
     replica_memory,
 )
-from slurm_train.models import head
+from slurm_train.models import blocks, head
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
 from slurm_train.train.optimizer import build_optimizer
@@ -73,12 +73,42 @@ def kept_bytes(model: nn.Module, *batch: torch.Tensor, half: bool = False) -> in
 
 
 @forms
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
-def test_a_gpt_keeps_what_the_formula_says(half: bool, form: dict[str, Any]) -> None:
-    model, facts = build(form), facts_of(ParallelLayout(), half=half, form=form)
+def test_a_gpt_keeps_what_the_formula_says(form: dict[str, Any]) -> None:
+    model, facts = build(form), facts_of(ParallelLayout(), form=form)
     tokens = torch.randint(0, facts.shape.vocab_size, (3, facts.positions))
-    assert kept_bytes(model, tokens, tokens.clone(), half=half) == kept_by_forward(facts, stage=0)
+    assert kept_bytes(model, tokens, tokens.clone()) == kept_by_forward(facts, stage=0)
     assert facts.shape.buffer_bytes == sum(one.nbytes for one in model.buffers())
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Keeps what torch's kernel for GPUs keeps (`_fused_rms_norm` in derivatives.yaml); the gradients are not right."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x[..., :1].float(), weight)
+        return x * weight
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, gradient.sum((0, 1))
+
+
+@forms
+@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(dp_shard=2)], ids=["autocast", "gathered"])
+def test_in_bfloat16_it_keeps_the_formulas_half(
+    monkeypatch: pytest.MonkeyPatch, layout: ParallelLayout, form: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(blocks.functional, "rms_norm", lambda x, _shape, weight, _eps: FusedRMSNorm.apply(x, weight))
+    model, facts = build(form), facts_of(layout, half=True, form=form)
+    if layout.shard_size > 1:
+        # As FSDP computes: gathered parameters are in bfloat16, and autocast is off.
+        model.to(torch.bfloat16)
+    tokens = torch.randint(0, facts.shape.vocab_size, (3, facts.positions))
+    kept = kept_bytes(model, tokens, tokens.clone(), half=layout.shard_size == 1)
+    # On the CPU, LayerNorm keeps its two numbers per position in bfloat16; autocast copies vectors, too.
+    assert kept == pytest.approx(kept_by_forward(facts, stage=0), rel=0.006)
+    whole = facts_of(layout, form=form, gather_dtype="float32")
+    assert kept < kept_by_forward(whole, stage=0)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
@@ -89,7 +119,7 @@ def test_scores_in_chunks_keep_two_gradients(monkeypatch: pytest.MonkeyPatch, ha
     model, facts = build({}), facts_of(ParallelLayout(), half=half)
     tokens = torch.randint(0, facts.shape.vocab_size, (3, facts.positions))
     assert kept_bytes(model, tokens, tokens.clone(), half=half) == pytest.approx(
-        kept_by_forward(facts, stage=0), abs=64
+        kept_by_forward(facts, stage=0), rel=0.006
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.distributed.group import newest_collectives
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.files import read_json
 from slurm_train.supervise.hang import read_flights, recording_environment
 from slurm_train.train.metrics import peak_flops

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.config.schema import RunConfig, build_config
-from slurm_train.metrics.progress import Display
+from slurm_train.metrics import Display
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.build import apply_parallelism, build_parts, build_trainer
 from slurm_train.train.context import Rank

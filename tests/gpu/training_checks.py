@@ -18,7 +18,7 @@ from slurm_train.checkpoint.state import training_state
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.parallelize import build_mesh, prepare_blocks, shard
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.models.blocks import Angles
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective

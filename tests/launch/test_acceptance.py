@@ -10,6 +10,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, salloc_words
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import Refusal, TestVerdict
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.fakes.slurm_programs import SlurmPrograms
@@ -45,6 +46,45 @@ def test_a_refusal_is_explained_by_what_there_is(why: Refusal, cluster: dict[str
     error = refusal(ClusterError, require_acceptable, SCRIPT, commands, plan)
     assert error.message == "Slurm would not take this job: Slurm's own words"
     assert error.hint.startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster", "hint"),
+    [
+        (
+            "name the GPU: --gres=gpu:a100:N",
+            {"gpu_type": "h999"},
+            "GPUs in partition main are of type a100, and h999 was",
+        ),
+        (
+            "name the GPU: --gres=gpu:a100:N",
+            {},
+            "GPUs in partition main are of type a100, and no type was asked: set clu",
+        ),
+        ("say which model", {"gpu_type": "h999"}, "GPUs in partition main are of type a100, and h999 was asked"),
+        (
+            "Invalid generic resource (gres) specification",
+            {"gpu_type": "h999"},
+            "GPUs in partition main are of type a100",
+        ),
+        ("name the GPU: --gres=gpu:a100:N", {"gpu_type": "a100"}, Refusal.RESOURCES.value),
+        ("say please", {}, Refusal.OTHER.value),
+        ("Invalid qos specification", {"gpu_type": "h999"}, Refusal.QOS.value),
+    ],
+)
+def test_a_type_of_gpu_that_is_not_there_is_named_whatever_a_filter_says(
+    words: str, cluster: dict[str, Any], hint: str, tmp_path: Path
+) -> None:
+    programs = SlurmPrograms(tmp_path / "bin")
+    programs.refuse(f"sbatch: error: {words}")
+    sinfo = programs.folder / "sinfo.out"
+    sinfo.write_text(sinfo.read_text().replace("gpu:8", "gpu:a100:8"))
+    commands = SlurmCommands({"PATH": programs.path})
+    plan = make_plan(cluster={"nodes": 2, "gpus_per_node": 8, **cluster}, batch={})
+    error = refusal(ClusterError, require_acceptable, SCRIPT, commands, plan)
+    assert words in error.message and error.hint.startswith(hint)
+    if "was asked" in error.hint:
+        assert "set cluster.gpu_type; `init` finds out which type and which cluster.gpu_flag" in error.hint
 
 
 def test_a_limit_that_slurm_would_take_and_never_start_is_refused() -> None:

@@ -99,6 +99,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         (
+            {"train": {"precision": "fp8"}, "cluster": {"nodes": 1, "gpus_per_node": 2, **cluster}},
+            f"train.precision=fp8 was asked, and the ranks will have {found}",
+        )
+        for cluster, found in (
+            *(
+                ({"gpu_type": name}, f"GPUs of type {name}")
+                for name in ("a100", "A100-SXM4-40GB", "rtx_a6000", "2080ti")
+            ),
+            ({"gpu_flag": "none"}, "no GPUs"),
+        )
+    ),
+    *(
+        (
             {"train": {"param_dtype": "bfloat16", **train}, **sections},
             f"{asked} was asked, but train.param_dtype=bfloat16 has parameters and gradients of two bytes each",
         )
@@ -165,6 +178,11 @@ def test_a_range_of_nodes_keeps_one_global_batch_that_each_number_can_share() ->
     assert plan.batch == BatchPlan(local_size=6, ranks=8, accumulation=1)
     assert plan.as_json()["world"] == {"size": 8, "ranks_per_node": [2, 2, 2, 2], "min_nodes": 2}
     assert elastic(batch={"local_size": 3, "accumulation": 2}).batch.global_size == 48
+
+
+@pytest.mark.parametrize("name", ["h100", "l40s", "rtx_6000_ada", "rtx4090", "gh200", "mi300x", None])
+def test_float8_is_left_to_the_ranks_on_other_cards(tmp_path: Path, name: str | None) -> None:
+    make_plan(tmp_path, train={"precision": "fp8"}, cluster={"nodes": 1, "gpus_per_node": 2, "gpu_type": name})
 
 
 @pytest.mark.parametrize("batch", [{"global_size": 64}, {"local_size": 1}])

@@ -16,7 +16,7 @@ from slurm_train.errors import RunError
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source
 from slurm_train.launch.write import require_writable, write_run
-from slurm_train.metrics.writer import MetricsWriter
+from slurm_train.metrics import MetricsWriter
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.jobs import record_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from slurm_train.errors import ConfigError
+from slurm_train.models.blocks import LayerNorm, RMSNorm
 from slurm_train.models.gpt import GPT
 
 SMALL = {"vocab_size": 11, "context": 8, "num_layers": 2, "num_heads": 2, "width": 16}
@@ -84,6 +86,82 @@ def test_messages_of_wrong_sizes(model: GPT) -> None:
         "model.width=100 cannot be split into model.num_heads=3 heads of an even width\n"
         "hint: set model.width to a multiple of 6"
     )
+
+
+@pytest.mark.parametrize("form", [{"bias": True, "positions": "learned"}, {"norm": "rmsnorm", "activation": "swiglu"}])
+@pytest.mark.parametrize(
+    ("autocast", "stream"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (None, torch.float32)],
+)
+def test_the_residual_stream_is_bfloat16_where_products_are(
+    autocast: torch.dtype | None, stream: torch.dtype, form: dict[str, Any]
+) -> None:
+    model, seen = GPT(**SMALL, **form), dict[str, set[torch.dtype]]()  # type: ignore[arg-type]
+    for name, module in model.named_modules():
+        if name == "embedding" or "norm" in name or (name.startswith("blocks.") and name.count(".") == 1):
+            module.register_forward_hook(
+                lambda _module, given, output, name=name: seen.setdefault(name, set()).update(
+                    one.dtype for one in (given[0], output) if one.is_floating_point()
+                )
+            )
+    batch = tokens(2, 8)
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = model(batch, targets=batch)
+    loss.sum().backward()
+    assert len(seen) == 8 and set.union(*seen.values()) == {stream}
+    assert {one.grad.dtype for one in model.parameters() if one.grad is not None} == {loss.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("norm", [LayerNorm(16), RMSNorm(16)])
+def test_norms_of_bfloat16_compute_as_where_their_weights_are_gathered_in_it(norm: torch.nn.Module) -> None:
+    x = torch.randn(2, 8, 16).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = norm(x)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, copy.deepcopy(norm).bfloat16()(x))
+    torch.testing.assert_close(found.float(), norm(x.float()), atol=0.03, rtol=0.01)
+
+
+FORMS = [{"width": 32, "num_heads": 4, "num_kv_heads": 2}, {"bias": True}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["grouped", "biases"])
+def test_queries_keys_and_values_are_one_product_in_a_compiled_graph_under_autocast(form: dict[str, Any]) -> None:
+    attention = GPT(**{**SMALL, **form}).blocks[0].attention  # type: ignore[arg-type]
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter)
+    # Whole numbers that bfloat16 holds: nothing is rounded, whatever is added up in which order.
+    x_BTC = torch.randint(-2, 3, (2, 8, attention.q.in_features)).float()
+    for parameter in attention.parameters():
+        parameter.data = parameter.data.round().clamp(-2, 2)
+    found, graphs = [], list[torch.fx.GraphModule]()
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for project in (attention._project, torch.compile(attention._project, backend=keep)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            parts = project(x_BTC)
+        sum(part.float().sum() * factor for part, factor in zip(parts, (1, 2, 3), strict=True)).backward()  # type: ignore[union-attr]
+        found.append([*parts, *(one.grad for one in attention.parameters() if one.grad is not None)])
+        attention.zero_grad()
+    assert len(found[0]) == (9 if "bias" in form else 6)
+    assert all(map(torch.equal, *found))
+    assert count_products(graphs) == [1]
+
+    # Elsewhere three: what changes a layer would be passed over, and float32 would keep a copy of the matrices.
+    graphs.clear()
+    torch.compile(attention._project, backend=keep)(x_BTC)
+    attention.k.register_forward_hook(lambda *_: None)
+    torch._dynamo.reset()  # a hook that comes later is not guarded
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.compile(attention._project, backend=keep)(x_BTC)
+    assert count_products(graphs) == [3, 3]
+
+
+def count_products(graphs: list[torch.fx.GraphModule]) -> list[int]:
+    return [sum(node.target is torch._C._nn.linear for node in graph.graph.nodes) for graph in graphs]
 
 
 @pytest.mark.parametrize(

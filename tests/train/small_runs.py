@@ -13,7 +13,7 @@ import pytest
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.checkpoint.verify import newest_verified
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from tests.support.warm_ranks import WarmRank, start_rank
 
 RANK_PROGRAM = Path(__file__).with_name("training_rank.py")

@@ -77,9 +77,9 @@ def bare() -> Callable[[], object]:
     return step
 
 
-def ours() -> Callable[[], object]:
+def ours(model: GPT) -> Callable[[], object]:
     """This trainer's step over the same shards, everything agreed on and masked."""
-    layout, model = ParallelLayout(), make_model()
+    layout = ParallelLayout()
     config = RunConfig(optim=OptimSection(grad_clip_norm=1.0))
     rank = make_rank(config=config, plan=BatchPlan(local_size=2, ranks=1, accumulation=1))
     mesh = build_mesh(layout, device=rank.device)
@@ -101,7 +101,7 @@ def counted(step: Callable[[], object]) -> Counter[str]:
 
 
 def test_a_step_dispatches_hardly_more_than_a_bare_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    theirs, own = counted(bare()), counted(ours())
+    theirs, own = counted(bare()), counted(ours(make_model()))
     with capsys.disabled():
         print(f"\noperations per step: ours {own.total()}, a bare FSDP2 loop {theirs.total()}")
     more = own - theirs
@@ -112,5 +112,5 @@ def test_what_a_step_adds_does_not_grow_with_the_model(monkeypatch: pytest.Monke
     added = []
     for layers in (2, 4):
         monkeypatch.setattr(f"{__name__}.LAYERS", layers)
-        added.append(counted(ours()).total() - counted(bare()).total())
+        added.append(counted(ours(make_model())).total() - counted(bare()).total())
     assert added[1] <= added[0], f"operations beyond the bare loop's: {added[0]} with 2 layers, {added[1]} with 4"

@@ -362,6 +362,17 @@ def test_parameters_of_two_bytes_train_alike_and_resume_bit_for_bit(tmp_path: Pa
     assert digest_of(tmp_path / "cut") == digest_of(tmp_path / name)
 
 
+def test_layouts_train_alike_where_products_and_residual_stream_are_bfloat16(tmp_path: Path) -> None:
+    losses = {}
+    for name, parallel in {"one": {}, "shards": {"dp_shard": 2}, "parts": BY_POSITIONS, "stages": {"pp": 2}}.items():
+        config = layout_config(parallel, tied=False, dtype="float32")
+        config["train"]["precision"] = "bfloat16"
+        run_to_end(tmp_path / name, config, ranks=ranks_of(parallel))
+        losses[name] = [line["loss"] for line in steps_of(tmp_path / name)]
+        assert losses[name] == pytest.approx(losses["one"], rel=0.005), name
+    assert losses["one"][-1] < losses["one"][0] - 0.1
+
+
 def test_a_rank_without_a_card_for_float8_says_so_before_it_meets_others(tmp_path: Path) -> None:
     text = run_to_end(tmp_path / "run", layout_config({}, precision="fp8"), ranks=1, code=1)
     assert "train.precision=fp8 was asked, and this rank has a CPU\nhint: float8 needs compute capability 8.9" in text

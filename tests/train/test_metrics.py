@@ -23,7 +23,7 @@ from slurm_train.assets import read_asset
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.errors import RunError
-from slurm_train.metrics.progress import Display
+from slurm_train.metrics import Display
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat, Pace

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -26,7 +26,8 @@ STEPS = 12
 WORDS = (
     *("model.width=64", "model.num_layers=4", "data.context=64", "batch.global_size=16", f"train.max_steps={STEPS}"),
     *("train.log_every_steps=1", "train.evaluate=false", "train.sample_tokens=0", "checkpoint.every_steps=null"),
-    *("optim.warmup_samples=0", "train.precision=float32"),
+    # Of a pipeline the embedding of the first stage cannot be the head of the last.
+    *("optim.warmup_samples=0", "train.precision=float32", "model.tied=false"),
 )
 # Of rounding alone: the order of additions differs.
 CLOSE = 5e-3
