@@ -13,7 +13,7 @@ from typing import Any
 from slurm_train.cli.selection import look_once, parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
-from slurm_train.metrics.series import largest_is_best, read_series
+from slurm_train.metrics import largest_is_best, read_series
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.lookup import closed_places

@@ -11,8 +11,7 @@ from pathlib import Path
 from slurm_train.cli.terminal import note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
 from slurm_train.tools.devcluster import cluster, root
-from slurm_train.tools.devcluster.habits import combined
-from slurm_train.tools.devcluster.plan import ClusterPlan
+from slurm_train.tools.devcluster.plan import ClusterPlan, combined
 from slurm_train.verbs import parse
 
 

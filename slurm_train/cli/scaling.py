@@ -17,7 +17,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, require_all
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.tools.scaling.study import Point, Size, measure, plan_points, render_page, render_text, sort_study
+from slurm_train.tools.scaling import Point, Size, measure, plan_points, render_page, render_text, sort_study
 from slurm_train.verbs import parse
 
 if TYPE_CHECKING:

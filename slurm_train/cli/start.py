@@ -29,7 +29,7 @@ from slurm_train.launch.batch_script import RankCommand, render_script, renewed_
 from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import for_each, read_json
 from slurm_train.rundir.jobs import clear_dead, read_job, record_job
 from slurm_train.rundir.lookup import find_run, remember_root, root_of
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
@@ -289,12 +289,15 @@ class Start:
                     )
             planned = write_table_of(plan, words=self.words)
             code = write_shared_code(sweep, source) if missing else None
-            for one in (one for one in plan.plans if one.run in missing):
+
+            def write(one: RunPlan) -> None:
                 # A run without a directory cannot be active, and there may be thousands of them.
                 with writing(one.run, commands) if one.run.config.exists() else contextlib.nullcontext():
                     # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
                     is_trained = one.run.code.exists() and bool(list_checkpoints(one.run.checkpoints))
                     write_run(one, None if is_trained else code, script=scripts.get(one.run))
+
+            for_each(write, (one for one in plan.plans if one.run in missing))
             make_outputs(self.outputs)
             elements = [one for one in planned if one.run in missing]
             first = plan.plans[0].config

@@ -29,6 +29,7 @@ from slurm_train.data.shards import (
     ShardIndex,
     SplitIndex,
     Tokens,
+    check_sizes,
     read_index,
     write_index,
     write_shards,
@@ -117,6 +118,7 @@ def prepare_documents(documents: Sequence[Document], *, out: Path, options: Prep
             f"{out} is not empty and holds no token shards", hint="name a directory that does not exist yet"
         )
     index = read_index(out)
+    check_sizes(out, index)
     if index.input_digest != digest:
         raise DataError(
             f"{out} holds the shards of another input or other options (made from {index.source})",

@@ -10,16 +10,18 @@ written: a login node looks at the index before each submission.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+import resource
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from slurm_train.errors import DataError
 from slurm_train.frozen_class import frozen_positional
-from slurm_train.rundir.files import fsync_directory, read_json, write_durable
+from slurm_train.rundir.files import fsync_directory, listed, read_json, size_of, write_durable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +34,9 @@ DTYPES = ("<u2", "<u4")
 _EMBEDDED, PREPARED, _PACKED, _MIX = (
     f"slurm_train.data.{name}" for name in ("stdlib.build", "text.build", "text.build_packed", "mix.build")
 )
+# Each map holds a descriptor, and there may be more shards than a process may open files.
+_MOST_MAPS = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 1 << 14)
+_LEAST_CHECKED = 64
 _PACKING = ("path", "text_column", "tokenizer", "held_out", "cache")
 Tokens: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
 
@@ -90,6 +95,11 @@ class ShardIndex:
     end_of_document: int
     splits: dict[str, SplitIndex]
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The files of all splits."""
+        return [shard for split in self.splits.values() for shard in split.shards]
+
 
 def write_shards(
     directory: Path, split: str, pieces: Iterable[Tokens], *, dtype: str, max_targets: int, first: int
@@ -138,10 +148,10 @@ def write_index(directory: Path, index: ShardIndex) -> None:
 
 
 def read_index(directory: Path) -> ShardIndex:
-    """Returns the index of a directory of shards after checking that every file has its length.
+    """Returns the index of a directory of shards after checking that every file is there.
 
     Raises:
-        DataError: there is no index, it has another format, or a shard is missing or cut short.
+        DataError: there is no index, it has another format, or a shard is missing.
     """
     text = read_json(directory / INDEX)
     if text is None:
@@ -161,25 +171,62 @@ def read_index(directory: Path) -> ShardIndex:
         raise DataError(f"{directory / INDEX} is not a shard index: {err}", hint="prepare the text again") from err
     if index.dtype not in DTYPES:
         raise DataError(f"{directory / INDEX} has dtype {index.dtype!r}", hint=f"it must be one of {DTYPES}")
-    for shard in (shard for split in splits.values() for shard in split.shards):
-        path, expected = directory / shard.file, shard.tokens * int(index.dtype[-1])
-        found = path.stat().st_size if path.is_file() else -1
-        if found != expected:
-            state = "is missing" if found < 0 else f"has {found} bytes"
-            raise DataError(
-                f"{path} {state}, the index says {expected} bytes",
-                hint=f"remove {directory} and prepare the text again",
-            )
+    there = {path.name for path in listed(directory)}
+    for shard in index.shards:
+        if shard.file not in there:
+            raise _unlike(directory, shard, "is missing")
     return index
 
 
-def map_tokens(directory: Path, index: ShardIndex, split: Split) -> list[Tokens]:
-    """Returns the shards of a split as memory-mapped arrays, in order."""
+def check_sizes(directory: Path, index: ShardIndex, *, node: int = 0, nodes: int = 1) -> None:
+    """Checks that the shards have the lengths that the index says; of very many shards each node looks at some.
+
+    `read_index` looks at no file: thousands of ranks times thousands of shards are more than a file system bears. A
+    shard's length is looked at again when it is opened.
+
+    Args:
+        directory: where they lie.
+        index: what `read_index(directory)` gave.
+        node: number of this node among those that share the work.
+        nodes: how many they are.
+
+    Raises:
+        DataError: one has another length.
+    """
+    step = min(nodes, len(index.shards) // _LEAST_CHECKED + 1)
+    for shard in index.shards[node % step :: step]:
+        found, expected = size_of(directory / shard.file), shard.tokens * int(index.dtype[-1])
+        if found != expected:
+            raise _unlike(directory, shard, f"has {found} bytes, the index says {expected} bytes")
+
+
+def _unlike(directory: Path, shard: Shard, state: str) -> DataError:
+    return DataError(f"{directory / shard.file} {state}", hint=f"remove {directory} and prepare the text again")
+
+
+@functools.lru_cache(maxsize=_MOST_MAPS)
+def map_shard(directory: Path, dtype: str, shard: Shard) -> Tokens:
+    """Returns a shard as a memory-mapped array (shard.tokens,), which takes a descriptor while it is kept.
+
+    Raises:
+        DataError: the file is missing or has another length.
+    """
     import numpy as np
 
-    paths = (directory / shard.file for shard in index.splits[split].shards)
-    # Plain arrays over the same memory: slicing a memmap object costs four times as much.
-    return [cast("Tokens", np.asarray(np.memmap(path, dtype=index.dtype, mode="r"))) for path in paths]
+    try:
+        # A Path would be resolved, with a look at each folder above it.
+        memory = np.memmap(str(directory / shard.file), dtype=dtype, mode="r")
+    except (FileNotFoundError, ValueError) as err:
+        raise _unlike(directory, shard, f"cannot be read: {err}") from err
+    if len(memory) != shard.tokens:
+        raise _unlike(directory, shard, f"has {len(memory)} tokens, the index says {shard.tokens} tokens")
+    # A plain array over the same memory: slicing a memmap object costs four times as much.
+    return cast("Tokens", np.asarray(memory))
+
+
+def map_tokens(directory: Path, index: ShardIndex, split: Split) -> Iterator[Tokens]:
+    """Yields the shards of a split as memory-mapped arrays, in order."""
+    return (map_shard(directory, index.dtype, shard) for shard in index.splits[split].shards)
 
 
 def default_path() -> Path:

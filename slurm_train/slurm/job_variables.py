@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterable, Mapping
 
 from slurm_train.config.secrets import is_secret_name, is_secret_value
-from slurm_train.slurm.nodelist import parse_nodelist
+from slurm_train.slurm.allocation import parse_nodelist
 
 _JOB_PREFIXES = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SUBMITIT_", "TORCHELASTIC_"),

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen
-from slurm_train.slurm.nodelist import parse_nodelist
+from slurm_train.slurm.allocation import parse_nodelist
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen
+from slurm_train.slurm.allocation import NodeListError, parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.nodelist import NodeListError, parse_nodelist
 from slurm_train.slurm.policy import Association, Partition, Preemption, Qos, read_preemption
 
 T = TypeVar("T")

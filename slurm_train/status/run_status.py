@@ -17,14 +17,14 @@ from typing import Any
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import change_times, last_lines, read_json
-from slurm_train.rundir.heartbeat import Beat, read_beats
+from slurm_train.rundir.files import change_times, for_each, last_lines, read_json
+from slurm_train.rundir.heartbeat import Beat, read_oldest
 from slurm_train.rundir.jobs import JobRecord, has_stopped, process_lives, read_holder, read_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_window
+from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.nodelist import parse_nodelist
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
 
@@ -188,16 +188,9 @@ def read_files(run: RunDirectory) -> RunFiles:
         is_finished=run.result.exists(),
         ended_early=str((read_json(run.result) or {}).get("ended_early", "")),
         runs_here=holder is not None and holder.job_id is None and process_lives(holder),
-        oldest_beat=_oldest_beat(run, attempt) if is_open else None,
+        oldest_beat=read_oldest(run, attempt) if is_open else None,
         slow_because=_slow_because(run, attempt) if is_open else "",
     )
-
-
-def _oldest_beat(run: RunDirectory, attempt: int) -> Beat | None:
-    beats = read_beats(run, attempt).values()
-    # A rank that has saved for the last time stops beating while others may still be at it.
-    at_work = [beat for beat in beats if beat.phase != "end"]
-    return min(at_work or beats, key=lambda beat: beat.written_unix_s, default=None)
 
 
 def _slow_because(run: RunDirectory, attempt: int) -> str:
@@ -479,7 +472,7 @@ class Surveyor:
 
     def look(self, subjects: Sequence[Element]) -> Survey:
         """Returns the status of runs now; Slurm is asked once about all of them."""
-        files = [self.read(subject.run) for subject in subjects]
+        files = for_each(self.read, [subject.run for subject in subjects])
         look, now_unix_s = self._view.look(wanted_of(files)), self._now()
         pairs = zip(subjects, files, strict=True)
         return Survey(tuple(status_of(subject, one, look, now_unix_s=now_unix_s) for subject, one in pairs), look)

@@ -15,8 +15,8 @@ from slurm_train.launch.acceptance import has_enough_without
 from slurm_train.launch.batch_script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.allocation import compact_nodelist, parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.nodelist import compact_nodelist, parse_nodelist
 from slurm_train.slurm.records import Phase, nodes_in
 
 CONTINUES = "TRAIN_CONTINUES_JOB"

@@ -30,7 +30,7 @@ from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, Finding, append_event, findings_of, leave_mark, read_preflight
 from slurm_train.rundir.files import write_record
-from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, read_beats
+from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, note_oldest, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice, append_window
 from slurm_train.supervise.hang import Flights, Observer, read_flights
@@ -365,7 +365,7 @@ class HangWatchdog(_OfRanks):
 class StragglerSearch(_OfRanks):
     """Compares the ranks' heartbeats, window by window, and reports once which ranks delay the others.
 
-    The ranks pay for their own sampling only.
+    The ranks pay for their own sampling only. All heartbeats are read here anyway, so the oldest is noted for `status`.
 
     Args:
         run: the run.
@@ -377,12 +377,14 @@ class StragglerSearch(_OfRanks):
 
     name = "the search for stragglers"
     every_s = 2.0
+    _NOTE_EVERY_S = 5.0
 
     def __init__(
         self, run: RunDirectory, attempt: int, *, excess: float, world_size: int, first_window_s: float = 3.0
     ) -> None:
         self._excess, self._first_window_s = excess, first_window_s
         self._said: set[tuple[str, tuple[int, ...]]] = set()
+        self._note_s = 0.0
         super().__init__(run, attempt, world_size)
 
     def begin(self, world_size: int) -> None:
@@ -397,7 +399,13 @@ class StragglerSearch(_OfRanks):
     def look(self) -> None:
         """Reads the heartbeats; a window that is full is judged and written."""
         self.follow_restarts()
-        window = self._cutter.look(read_beats(self._run, self._attempt), time.time())
+        beats = read_beats(self._run, self._attempt)
+        if time.monotonic() >= self._note_s:
+            self._note_s = time.monotonic() + self._NOTE_EVERY_S
+            # Not the hang watchdog, which writes nothing while it watches: a write may wait for a file server for ever.
+            with contextlib.suppress(OSError):
+                note_oldest(self._run, self._attempt, beats)
+        window = self._cutter.look(beats, time.time())
         if window is None:
             return
         judged = self._judge.take(window)

@@ -26,9 +26,8 @@ from typing import BinaryIO
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import het_job_ids
+from slurm_train.slurm.allocation import compact_nodelist, het_job_ids
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
-from slurm_train.slurm.nodelist import compact_nodelist
 
 # --- does every node see the run ---
 
@@ -281,9 +280,10 @@ def end_step(
 _GUARD_EVERY_S = 20
 _GUARD = """
 while sleep "$3"; do
-  nodes=$(squeue --noheader --jobs="$1" --states=RUNNING --format=%N 2>/dev/null) || continue
-  [ -n "$nodes" ] || exit 0
-  left=$(scontrol show hostnames "$nodes") || continue
+  job=$(squeue --noheader --jobs="$1" --format="%T %N" 2>/dev/null) || continue
+  # While a job is made smaller, Slurm may show another state, or none, for a moment.
+  case $job in PENDING*) exit 0 ;; "RUNNING "?*) ;; *) continue ;; esac
+  left=$(scontrol show hostnames "${job#RUNNING }") || continue
   if ! echo "$left" | grep -qxF "$2"; then
     echo "slurm_train: $2, where the supervisor ran, was taken from job $1, which is requeued" >> "$4"
     scontrol requeue "$1" 2>> "$4" || scancel "$1"

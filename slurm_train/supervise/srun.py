@@ -33,11 +33,10 @@ from slurm_train.rundir.events import (
     read_preflight,
     write_preflight,
 )
-from slurm_train.rundir.files import create_empty, read_json
+from slurm_train.rundir.files import create_empty, for_each, read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import Allocation, het_job_ids
-from slurm_train.slurm.nodelist import compact_nodelist
+from slurm_train.slurm.allocation import Allocation, compact_nodelist, het_job_ids
 from slurm_train.supervise.monitor import (
     BestEffort,
     FindingsRelay,
@@ -201,9 +200,7 @@ class SrunLaunch:
         for bad in read_bad_nodes(run, now_unix_s=time.time()):
             if bad.node in nodes:
                 say(f"was found bad before and is checked again: {bad}")
-        # Slurm would make them by the umask of the login shell.
-        for name in (*self._task_logs(), "batch.log"):
-            create_empty(folder / name)
+        self._make_logs(folder)
         if (code := refused_code(run, attempt, self.env)) is not None:
             return code
         warm = self.waiting.take(attempt, nodes, folder / "batch.log")
@@ -295,6 +292,10 @@ class SrunLaunch:
             process = self._start_step(attempt, log=log, waits=path)
         self.waiting.process, self.waiting.log = process, path
         self.waiting.attempt, self.waiting.nodes = attempt, self.job.start.nodes
+
+    def _make_logs(self, folder: Path) -> None:
+        """Makes the logs that srun and the tasks write; Slurm would make them by the umask of the login shell."""
+        for_each(lambda name: create_empty(folder / name), [*self._task_logs(), "batch.log"])
 
     def _task_logs(self) -> list[str]:
         """Returns the names of the logs that srun may write, from its --output."""

@@ -41,6 +41,7 @@ _CALLS = (
     *("replace", "rmdir", "scandir", "stat", "unlink"),
 )
 _ON_DESCRIPTORS = {"fsync", "fdatasync", "pwrite"}
+_SHARDS = 10_000
 _LEAST_CPU_S = 0.05
 """Less is noise."""
 
@@ -516,13 +517,130 @@ def autopsy(size: int, folder: Path) -> Cost:
 
 
 def status(size: int, folder: Path) -> Cost:
-    """`status` reads the heartbeats of one run and names the oldest."""
-    from slurm_train.status.run_status import _oldest_beat
+    """`status` names the oldest heartbeat of one run, which the supervisor has noted."""
+    from slurm_train.rundir.heartbeat import note_oldest, read_beats, read_oldest
 
     run = _beats(folder, size)
+    note_oldest(run, 0, read_beats(run, 0))
     with counted() as counts:
-        assert _oldest_beat(run, 0) is not None
+        assert read_oldest(run, 0) is not None
     return cost_of(counts)
+
+
+def data_shards(size: int, folder: Path) -> Cost:
+    """A rank opens prepared text of 10,000 shards and reads a batch of 64; extra: descriptors that it keeps."""
+    import numpy as np
+
+    from slurm_train.data import shards, text
+
+    out = folder / "text"
+    out.mkdir()
+    made = tuple(shards.Shard(f"train_{number:05d}.bin", 257, "0" * 32) for number in range(_SHARDS))
+    for shard in made:
+        (out / shard.file).write_bytes(bytes(2 * 257))
+    splits = {"train": shards.SplitIndex(1, 1, 256 * _SHARDS, made), "heldout": shards.SplitIndex(0, 0, 0, ())}
+    shards.write_index(out, shards.ShardIndex("text", "0", "bytes", "<u2", 257, 256, splits))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    before = open_files()
+    with counted() as counts:
+        source = text.build(path=str(out), context=64)
+        assert source is not None
+        source.batch(np.random.default_rng(0).permutation(len(source))[:64])
+    return cost_of(counts, open_files() - before)
+
+
+# What the supervisor does between two attempts.
+
+
+def rank_logs(size: int, folder: Path) -> Cost:
+    """The supervisor makes the ranks' logs before it starts them."""
+    from slurm_train.config.schema import RunConfig
+    from slurm_train.rundir.paths import RunDirectory
+    from slurm_train.slurm.allocation import Allocation
+    from slurm_train.supervise.srun import SrunLaunch
+
+    allocation = Allocation(requeue_id="1", restart_count=0, nodes=("node0",), tasks_per_node=(size,))
+    job: Any = None
+    launch = SrunLaunch(
+        run=RunDirectory(folder / "n" / "run"),
+        config=RunConfig(),
+        job=job,
+        command=["srun", f"--output={folder}/rank_%t.log"],
+        allocation=allocation,
+        env={},
+    )
+    with counted() as counts:
+        launch._make_logs(folder)
+    assert len(list(folder.glob("rank_*.log"))) == size
+    return cost_of(counts)
+
+
+def first_failed(size: int, folder: Path) -> Cost:
+    """The supervisor reads the marks of ranks that have all failed, and what srun said of each node."""
+    from slurm_train.rundir.events import FailureMark, first_mark
+    from slurm_train.rundir.paths import RunDirectory
+    from slurm_train.supervise.scheduler import violent_end
+
+    run = RunDirectory(folder / "n" / "run")
+    logs = run.attempt_logs(0)
+    logs.mkdir(parents=True)
+    said = ""
+    for node in range(size // _PER_NODE):
+        ranks = range(node * _PER_NODE, (node + 1) * _PER_NODE)
+        facts: dict[str, Any] = {"host": f"node{node}", "exit_code": 1, "message": "RuntimeError: lost"}
+        marks = [FailureMark(rank=rank, time_unix_s=rank, **facts) for rank in ranks]
+        (logs / f"failures@node{node}.jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in marks))
+        said += f"srun: error: node{node}: tasks {ranks[0]}-{ranks[-1]}: Exited with exit code 1\n"
+    with counted() as counts:
+        assert first_mark(run, 0) is not None
+        violent_end(said)
+    return cost_of(counts)
+
+
+# Many runs; the size is the number of them.
+
+
+def status_of_runs(size: int, folder: Path) -> Cost:
+    """`status` reads the files of all runs below a root; all have failed."""
+    from slurm_train.rundir.lookup import list_runs
+    from slurm_train.rundir.paths import RunDirectory
+    from slurm_train.rundir.sweep import Element
+    from slurm_train.slurm.commands import SlurmCommands
+    from slurm_train.slurm.queue_view import QueueView
+    from slurm_train.status.run_status import Surveyor
+    from tests.support.run_facts import RunFacts, attempt
+
+    ledger = attempt(0, reason="failed", action="stop", note="rank 0: no")
+    facts = RunFacts(job_ids=("12",), ledger=ledger, metrics=({"step": 1, "loss": 2.0, "max_steps": 9},))
+    for number in range(size):
+        facts.write(RunDirectory(folder / "root" / "name" / f"{number:012x}"))
+    surveyor = Surveyor(QueueView(SlurmCommands({"PATH": "/nowhere"})))
+    with counted() as counts:
+        survey = surveyor.look([Element(run=run) for run in list_runs(folder / "root")])
+    assert len(survey.statuses) == size
+    return cost_of(counts)
+
+
+def sweeping(size: int, folder: Path) -> Cost:
+    """A sweep of so many points is composed, planned, written and submitted to programs that answer at once."""
+    from slurm_train import verbs
+    from tests.fakes.slurm_programs import SlurmPrograms
+    from tests.support.command_line import TINY, new_project
+
+    os.environ["PATH"] = SlurmPrograms(folder / "bin").path
+    os.environ["HOME"] = str(folder)
+    os.chdir(new_project(folder / "project"))
+    words = ["-m", "+cluster=1x8", *TINY, f"seed=range({size})", f"run.root={folder}/root"]
+    with (
+        Path(os.devnull).open("w") as nothing,
+        contextlib.redirect_stdout(nothing),
+        contextlib.redirect_stderr(nothing),
+        counted() as counts,
+    ):
+        assert verbs.run(words) == 0
+    assert len(list((folder / "root" / "tiny-numbers").iterdir())) == size
+    return cost_of(counts, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 # Checkpoints.
@@ -592,6 +710,24 @@ def restoring(size: int, folder: Path) -> Cost:
     return cost_of(counts)
 
 
+def loading(size: int, folder: Path) -> Cost:
+    """The files of others that a rank opens to load 1,000 parameters of sharded training: for what is not sharded."""
+    import torch
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    from slurm_train.checkpoint.state import own_part
+
+    names = [f"layer.{number}" for number in range(1000)]
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": names}]
+    steps = {name: {"step": torch.tensor(1.0)} for name in names}
+    state = {"optimizer": {"state": steps, "param_groups": groups}}
+    parts = [own_part(state, rank=rank, num_ranks=size) for rank in range(size)]
+    plans = [create_default_local_save_plan(flatten_state_dict(part)[0], rank == 0) for rank, part in enumerate(parts)]
+    return Cost(calls=sum(bool(plan.items) for plan in dedup_save_plans(plans)))
+
+
 def local_restoring(size: int, folder: Path) -> Cost:
     """Every rank finds out which node copies what of a local checkpoint; extra: bytes that each rank is sent."""
     import pickle
@@ -608,24 +744,67 @@ def local_restoring(size: int, folder: Path) -> Cost:
     return cost_of(counts, len(pickle.dumps(held[0])) * size + len(text))
 
 
-def planning(size: int, folder: Path) -> Cost:
-    """Rank 0 plans a save of 20 matrices that are wider than high, each cut into N: torch's global plan."""
+def _plans(size: int) -> list[Any]:
+    """Returns what each rank holds of 20 matrices that are wider than high, each cut into N."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-    from slurm_train.checkpoint.tensors import _SavePlanner
 
     def item(rank: int, number: int) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size([rank, 0]), torch.Size([1, 2 * size]))
         data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([size, 2 * size]))
         return WriteItem(MetadataIndex(f"w{number}", chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
-    plans = [SavePlan([item(rank, number) for number in range(20)], planner_data={}) for rank in range(size)]
-    planner = _SavePlanner()
+    return [SavePlan([item(rank, number) for number in range(20)], planner_data={}) for rank in range(size)]
+
+
+def planning(size: int, folder: Path) -> Cost:
+    """Rank 0 plans the first save of 20 matrices: torch's global plan."""
+    from slurm_train.checkpoint.tensors import _SavePlanner
+
+    plans, planner = _plans(size), _SavePlanner({}, is_coordinator=True)
     with counted() as counts:
         planner.create_global_plan(plans)
     return cost_of(counts)
+
+
+def _written_again(size: int, folder: Path) -> tuple[dict[str, int], int]:
+    """Writes the `.metadata` of a save of 20 matrices that rank 0 has planned before; returns the cost, bytes kept."""
+    import pickle
+
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.filesystem import WriteResult, _StorageInfo
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    from slurm_train.checkpoint.tensors import _Plan, _SavePlanner, _Writer
+
+    plans, metadata = create_default_global_save_plan(_plans(size))
+    planner = _SavePlanner({}, is_coordinator=True)
+    planner.before = _Plan("1", (0, size), plans[0], plans[0], pickle.dumps(metadata))
+    results = [
+        [WriteResult(one.index, 1, _StorageInfo(f"__{rank}_0.distcp", 9, 1)) for one in plan.items]
+        for rank, plan in enumerate(plans)
+    ]
+    writer = _Writer(folder, planner)
+    with counted() as counts:
+        _, empty = planner.create_global_plan([SavePlan([])] * size)
+        writer.finish(empty, results)
+    return counts, len(planner.packed)
+
+
+def planning_again(size: int, folder: Path) -> Cost:
+    """Rank 0 plans a later save of the same, and writes its `.metadata`; extra: bytes that it keeps between saves."""
+    return cost_of(*_written_again(size, folder))
+
+
+def describing(size: int, folder: Path) -> Cost:
+    """A rank reads `.metadata` once; extra: its bytes."""
+    from slurm_train.checkpoint.metadata import read_metadata
+
+    _written_again(size, folder)
+    with counted() as counts:
+        read_metadata(folder)
+    return cost_of(counts, (folder / ".metadata").stat().st_size)
 
 
 PARTS = (
@@ -647,9 +826,17 @@ PARTS = (
     Part("committing", "L: commit, and removal of the one before", committing, False, at_once=16),
     Part("restoring", "M: each rank looks at the checkpoint", restoring, True, growth=0.3),
     Part("verifying", "N: rank 0's part of verifying", verifying, False, "bytes", growth=0.3),
-    Part("planning", "O: torch's plan of a save", planning, False, largest=1024),
+    Part("loading", "M: files that a rank opens to load", loading, True, limit_s=60.0, growth=0.3, largest=1024),
+    Part("planning", "O: torch's plan, first save", planning, False, growth=1.7, limit_s=600.0, largest=1024),
+    Part("planning_again", "O: plan and .metadata, a later save", planning_again, False, "bytes kept"),
+    Part("describing", "O: a rank reads .metadata", describing, True, "bytes", limit_s=60.0),
     Part("local_restoring", "P: who copies what from local disks", local_restoring, True, "bytes sent", growth=1.1),
+    Part("rank_logs", "Q: logs of the ranks are made", rank_logs, False, at_once=16, limit_s=5.0),
+    Part("first_failed", "Q: who failed first", first_failed, False, limit_s=10.0),
     Part("status", "R: heartbeats for `status`", status, False, limit_s=5.0),
+    Part("status_of_runs", "S: `status` of as many runs", status_of_runs, False, at_once=16, limit_s=60.0),
+    Part("sweeping", "S: a sweep of as many points", sweeping, False, "MB of memory", at_once=16, limit_s=900.0),
+    Part("data_shards", "T: 10,000 shards of data, a batch", data_shards, True, "descriptors", limit_s=60.0),
 )
 
 

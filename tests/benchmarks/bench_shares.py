@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory
 

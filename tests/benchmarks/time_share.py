@@ -53,7 +53,7 @@ class Site:
     shared_bytes_per_s: float = 1e12
     """Of the shared file system, for all nodes together."""
     stall_s: float = 2.0
-    """How long training stands still in a save."""
+    """Seconds for which a save holds up training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,11 @@ def share(site: Site, items: Items, parts: Mapping[str, float], num_gpus: int) -
     # Ranks that wait are tied to their nodes: after a lost one all start cold.
     launch_s = (site.launch_s + imports_s) * (site.lost_nodes if items.warm else 1.0)
     start_s = launch_s + parts["start_of_all"] + site.warmup_s
-    look_s = parts["restoring"] + parts["verifying"]
+    look_s = parts["restoring"] + parts["verifying"] + parts["loading"]
     whole = site.bytes_per_gpu * num_gpus
-    # Verified and loaded; what is on the nodes alone is copied into the run directory before.
-    read_s = (3 if items.copies else 2) * whole / site.shared_bytes_per_s
+    # Verified and loaded. What is on the nodes is copied into the run directory, and loaded from the nodes.
+    is_there = items.copies * (1.0 if items.spares else 1 - site.lost_nodes)
+    read_s = (2 - is_there) * whole / site.shared_bytes_per_s
     young_s = max(60.0, math.sqrt(2 * site.stall_s * between_s))
     lost_s, stalled = young_s / 2, site.stall_s / young_s
     if items.copies:

@@ -143,7 +143,7 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     """
     from slurm_train.config.batch import BatchPlan
     from slurm_train.config.schema import CheckpointSection, RunConfig, TrainSection
-    from slurm_train.metrics.progress import Display
+    from slurm_train.metrics import Display
     from slurm_train.rundir.heartbeat import Limits
     from slurm_train.rundir.timing import Spent
     from slurm_train.train.build import build_trainer

@@ -142,7 +142,7 @@ def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Shell) -> None:
     assert rows["layout"] == "pp 2 x dp_shard 8 x tp 4; 8 read different samples"
     assert rows["torch.compile"] == "yes, in the first step of each attempt"
     assert rows["global batch"] == "64 = 1 local x 8 ranks x 8 accumulation"
-    assert rows["memory"].startswith("3.3 MiB per rank of stage 0: weights 95.4 KiB, AdamW 191 KiB, gathered 1.3 MiB, ")
+    assert rows["memory"].startswith("3.1 MiB per rank of stage 0: weights 95.4 KiB, AdamW 191 KiB, gathered 1.3 MiB, ")
     assert rows["sends"].startswith("per rank of stage 0 and step: ")
     assert "along tp (inside nodes)" in rows["sends"] and "along dp_shard (between nodes)" in rows["sends"]
     assert json.loads(shell.types(f"plan --json {words}").out)["memory"]["source"] == "formula, bfloat16"
@@ -156,11 +156,20 @@ def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Shell) -> None:
     assert "not known; no formula for this model in a layout" in rows_of(shell, f"{small} model=cnn")["memory"]
 
 
+def test_a_plan_warns_of_moments_that_two_bytes_cannot_hold(shell: Shell) -> None:
+    words = "+cluster=1x2 train.param_dtype=bfloat16"
+    assert "second moment" not in rows_of(shell, words)["memory"]
+    assert (
+        "hardly falls in bfloat16 with optim.betas[1]=0.999"
+        in rows_of(shell, f"{words} optim.betas=[0.9,0.999]")["memory"]
+    )
+
+
 def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Shell) -> None:
     shell.slurm.be_site(RECORDED / "devcluster")
     rows = rows_of(shell, "+cluster=2x4 cluster.time_limit_min=480")
     assert rows["memory"].startswith(
-        "36.4 MiB per rank: weights 4.9 MiB, gradients 4.8 MiB, AdamW 9.7 MiB, activations"
+        "33.8 MiB per rank: weights 4.9 MiB, gradients 4.8 MiB, AdamW 9.7 MiB, activations"
     )
     assert "(formula, bfloat16); on the host copy for saves 14.6 MiB" in rows["memory"]
     assert rows["GPU-hours"] == "at most 64 per attempt (480 min)"

@@ -10,7 +10,7 @@ import pytest
 from slurm_train.cli.scaling import LOG_EVERY, Series, plan_of, read_series
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
-from slurm_train.tools.scaling.study import Size
+from slurm_train.tools.scaling import Size
 from tests.support.command_line import TINY, Person, new_project
 
 

@@ -11,7 +11,7 @@ import xxhash
 
 from slurm_train.data.documents import find_documents, hash_name, split_documents
 from slurm_train.data.prepare import FileEncoding, Packing, PrepareOptions, prepare, prepare_documents
-from slurm_train.data.shards import INDEX, map_tokens, read_index
+from slurm_train.data.shards import INDEX, check_sizes, map_tokens, read_index
 from slurm_train.errors import DataError
 
 
@@ -81,7 +81,7 @@ def test_full_shards_repeat_one_token_of_context(corpus: Path, tmp_path: Path) -
     whole = prepare([corpus], out=tmp_path / "whole", options=TEXT)
     cut = prepare([corpus], out=tmp_path / "cut", options=PrepareOptions(suffixes=(".txt",), max_targets=100))
     (expected,) = map_tokens(tmp_path / "whole", whole, "train")
-    shards = map_tokens(tmp_path / "cut", cut, "train")
+    shards = list(map_tokens(tmp_path / "cut", cut, "train"))
     assert len(shards) == -(-(len(expected) - 1) // 100)
     assert all(left[-1] == right[0] for left, right in pairwise(shards))
     assert np.array_equal(np.concatenate([shards[0][:1], *(shard[1:] for shard in shards)]), expected)
@@ -229,4 +229,9 @@ def test_damaged_shards_are_refused(corpus: Path, tmp_path: Path, damage: str) -
     }
     damages[damage]()
     with pytest.raises(DataError):
-        read_index(out)
+        check_sizes(out, read_index(out))
+    with pytest.raises(DataError):
+        prepare([corpus], out=out, options=TEXT)
+    with pytest.raises(DataError, match="train_00000.bin" if damage != "index" else INDEX):
+        for tokens in map_tokens(out, read_index(out), "train"):
+            assert len(tokens)

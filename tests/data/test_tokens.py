@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,21 @@ import torch
 
 from slurm_train.data import stdlib, text
 from slurm_train.data.prepare import PrepareOptions, prepare
-from slurm_train.data.shards import known_num_samples, read_index
+from slurm_train.data.shards import check_sizes, known_num_samples, read_index
 from slurm_train.data.source import IGNORED, SampleSource
 from slurm_train.data.text import TokenSource
 from slurm_train.errors import DataError
 
 LENGTH = 1003
+
+
+def num_open(folder: Path) -> int:
+    """Returns how many descriptors this process has of files in a folder."""
+    found = 0
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found += one.readlink().parent == folder
+    return found
 
 
 @pytest.fixture(params=[10**6, 100], ids=["one shard", "many shards"])
@@ -76,6 +86,42 @@ def test_a_batch_in_any_order_equals_its_samples_one_by_one(shards: Path) -> Non
         assert torch.equal(together[part], torch.cat([sample[part] for sample in one_by_one]))
 
 
+def test_of_many_shards_only_those_that_are_read_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abcdefg\n" * 800)
+    out = tmp_path / "out"
+    prepare([tmp_path / "a.txt"], out=out, options=PrepareOptions(held_out=0, max_targets=16))
+    train = source(out, "train")
+    assert len(train) == 400 and num_open(out) == 0
+    # Nothing looks at a file before its first use; then it is named.
+    damaged = out / "train_00003.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+    assert len(source(out, "train")) == 400
+    train.batch(np.array([7, 9, 7, 8]))
+    assert num_open(out) == 3
+    with pytest.raises(DataError, match=r"train_00003\.bin has 16 tokens, the index says 17"):
+        train.batch(np.array([2, 3]))
+
+
+def test_nodes_share_the_look_at_the_lengths_of_many_shards(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abcdefg\n" * 800)
+    prepare([tmp_path / "a.txt"], out=tmp_path / "out", options=PrepareOptions(held_out=0, max_targets=16))
+    index = read_index(tmp_path / "out")
+    damaged = tmp_path / "out" / "train_00101.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+
+    def sees(node: int, nodes: int) -> bool:
+        try:
+            check_sizes(tmp_path / "out", index, node=node, nodes=nodes)
+        except DataError as err:
+            return damaged.name in err.message
+        return False
+
+    assert sees(0, 1)
+    assert [sees(node, 4) for node in range(4)] == [False, True, False, False]
+    few = [sees(node, 1000) for node in range(1000)]
+    assert any(few), "each is looked at"
+
+
 def test_shards_shorter_than_a_window_are_refused(shards: Path) -> None:
     with pytest.raises(DataError, match="no train window of 5000 tokens"):
         source(shards, "train", context=5000)
@@ -106,4 +152,4 @@ def test_standard_library_is_real_text_and_made_once(tmp_path: Path) -> None:
     assert read_index(tmp_path / "shards") == train.index == held_out.index
     assert len(train) * 64 > 4_000_000 and len(held_out) * 64 > 100_000
     assert 0.99 < train.bytes_per_target <= 1.0
-    assert "import" in train.encoding().decode(np.asarray(train.shards()[0][:20_000]).tolist())
+    assert "import" in train.encoding().decode(np.asarray(next(train.shards())[:20_000]).tolist())

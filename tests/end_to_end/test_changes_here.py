@@ -9,7 +9,7 @@ import pytest
 
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.verify import newest_verified, read_manifest
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project

@@ -23,7 +23,7 @@ from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.cli import here
 from slurm_train.cli.run import main
 from slurm_train.data.prepare import PrepareOptions, prepare
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.ranks import LocalRanks
 from tests.support.command_line import REPOSITORY, Person

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import EXIT_REQUEUE
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for

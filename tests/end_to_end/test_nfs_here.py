@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.timing import last_step
 from tests.support import nfs_mounts
 from tests.support.command_line import TINY, Done, Person, new_project
 from tests.support.nfs_mounts import NOAC, clients
+from tests.support.waiting import wait_for
 
 WORDS = (*TINY, "train.threads=1", "run.name=here")
 pytestmark = pytest.mark.slow
@@ -39,6 +45,40 @@ def test_a_quota_ends_the_attempt_and_the_run_goes_on_when_there_is_room(tmp_pat
             done = person.types(*WORDS)
         assert done.code == 1 and "Disk quota exceeded" in done.err, done.out + done.err
         finished(person.types(*WORDS))
+
+
+def run_in(folder: Path) -> RunDirectory | None:
+    return next(map(RunDirectory, folder.glob("runs/here/*")), None)
+
+
+@on_nfs
+def test_stale_handles_while_it_trains_cost_no_step(tmp_path: Path) -> None:
+    words = (*WORDS, "train.max_steps=40", "model.step_s=0.1")
+    golden = Person(new_project(tmp_path / "golden"))
+    assert golden.types(*words).code == 0
+    with clients(tmp_path, 1) as (client,):
+        person = Person(new_project(client.path / "project"))
+
+        def has_steps(number: int) -> bool:
+            run = run_in(person.folder)
+            return typed.done() or (run is not None and last_step(run) >= number)
+
+        with ThreadPoolExecutor(1) as pool:
+            typed = pool.submit(person.types, *words)
+            for number in (3, 10, 18):
+                wait_for(partial(has_steps, number), within_s=60, what=f"step {number}")
+                # All reads, writes and looks of the ranks and of their supervisor.
+                with client.having(stale=1.0):
+                    time.sleep(1.0)
+            done = typed.result()
+        assert "Stale file handle" in done.err, "no process met a stale handle"
+        runs = [run for folder in (client.export / "project", golden.folder) if (run := run_in(folder)) is not None]
+        saved = max((name_of(path).step for path in list_checkpoints(runs[0].checkpoints)), default=0)
+        if done.code != 0:
+            done = person.types(*words)
+            assert done.code == 0 and (f"(step {saved})" in done.err or saved == 0), done.out + done.err
+        digests = {(read_json(run.result) or {})["weights_digest"] for run in runs}
+        assert len(digests) == 1, "the run has not been trained as the other"
 
 
 @on_nfs

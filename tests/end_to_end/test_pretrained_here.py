@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slurm_train.checkpoint.load import read_model
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.models.causal_lm import causal_lm
 from tests.support.command_line import Person
 from tests.support.extras import NEEDS_TRANSFORMERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import name_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.heartbeat import read_beats

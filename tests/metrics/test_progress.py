@@ -6,7 +6,7 @@ import io
 import subprocess
 import sys
 
-from slurm_train.metrics.progress import Display, open_display
+from slurm_train.metrics import Display, open_display
 
 
 class Terminal(io.StringIO):
@@ -50,7 +50,7 @@ def test_no_color_takes_the_colours_away() -> None:
 
 def test_neither_rich_nor_torch_is_imported_for_lines() -> None:
     code = (
-        "import sys, slurm_train.metrics.writer, slurm_train.metrics.progress as p;"
+        "import sys, slurm_train.metrics, slurm_train.metrics as p;"
         "p.open_display(sys.stderr, max_steps=1, env={'TERM': 'dumb'});"
         "assert not {'rich', 'torch'} & set(sys.modules)"
     )

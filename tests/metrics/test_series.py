@@ -10,8 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.metrics.series import read_series
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics, read_series
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.metrics.writer import MetricsWriter, read_metrics
+from slurm_train.metrics import MetricsWriter, read_metrics
 
 
 def write(path: Path, *lines: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.slurm.nodelist import NodeListError, compact_nodelist, parse_nodelist, parse_tasks_per_node
+from slurm_train.slurm.allocation import NodeListError, compact_nodelist, parse_nodelist, parse_tasks_per_node
 from tests.support.refusals import refusal
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.slurm.nodelist import NodeListError, parse_nodelist
+from slurm_train.slurm.allocation import NodeListError, parse_nodelist
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

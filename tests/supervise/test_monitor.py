@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ import pytest
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import AttemptStart, begin_round, open_attempt, read_ledger
 from slurm_train.rundir.events import Finding, first_mark, read_events, write_preflight
-from slurm_train.rundir.heartbeat import Beat, Heartbeat, Limits, read_beats
+from slurm_train.rundir.heartbeat import Beat, Heartbeat, Limits, read_beats, read_oldest
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice, read_notice, read_windows
 from slurm_train.supervise import monitor as module
@@ -40,6 +41,7 @@ from slurm_train.supervise.monitor import (
 )
 from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
 from tests.support.faulty_files import FaultyFiles
+from tests.support.run_facts import beat
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import start_rank
 from tests.train.small_runs import RANK_PROGRAM, config_of
@@ -129,6 +131,23 @@ def test_the_clock_stands_still_while_the_process_was_stopped() -> None:
 
 
 LIMITS = Limits(0.5, 0.5)
+
+
+def test_the_search_for_stragglers_notes_the_oldest_of_many_nodes_now_and_then(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+    for rank in range(40):
+        record = json.dumps(asdict(beat(rank, age_s=100 - rank, host=f"n{rank}"))).encode()
+        run.heartbeats(0, rank).write_bytes(record)
+    search = StragglerSearch(run, 0, excess=0.1, world_size=40)
+    search.look()
+    for path in run.attempt_logs(0).glob("heartbeats_*"):
+        path.unlink()
+    found = read_oldest(run, 0)
+    assert found is not None and found.rank == 0
+    run.oldest_heartbeat(0).unlink()
+    search.look()
+    assert not run.oldest_heartbeat(0).exists(), "not at each look"
 
 
 def has_beat(run: RunDirectory) -> dict[int, Beat]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -323,3 +324,28 @@ def test_a_stop_request_reaches_every_rank(local: RunDirectory) -> None:
     started.interrupt()
     assert started.wait() == 75
     assert {path.read_text() for path in local.path.glob("signal_*")} == {str(int(signal.SIGUSR2))}
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_requeued"),
+    [
+        (["RUNNING node1,node2", "", "RESIZING node2", "RUNNING node2"], True),
+        (["RUNNING node1,node2", "PENDING "], False),
+    ],
+)
+def test_the_guard_requeues_a_running_job_that_has_lost_its_first_node(
+    tmp_path: Path, answers: list[str], is_requeued: bool
+) -> None:
+    (tmp_path / "answers").write_text("".join(f"{line}\n" for line in answers))
+    programs = {
+        "squeue": "head -n 1 answers; sed -i 1d answers",
+        "scontrol": 'if [ "$1" = requeue ]; then echo "$2" > requeued; else echo "$3" | tr , "\\n"; fi',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["/bin/sh", "-c", ranks._GUARD, "sh", "7", "node1", "0", "batch.log"]
+    subprocess.run(words, cwd=tmp_path, env=env, check=True, timeout=30)
+    assert (tmp_path / "requeued").exists() == is_requeued
+    assert is_requeued == ((tmp_path / "batch.log").exists())

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from slurm_train.metrics.writer import read_metrics
+from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory

@@ -22,8 +22,14 @@ from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import write_atomic
 from slurm_train.tools.devcluster import system
-from slurm_train.tools.devcluster.habits import NULL_DEVICE
-from slurm_train.tools.devcluster.plan import CONTROLLER, SYSTEM_SLURM_CONF, ClusterPlan, configuration, load_plan
+from slurm_train.tools.devcluster.plan import (
+    CONTROLLER,
+    NULL_DEVICE,
+    SYSTEM_SLURM_CONF,
+    ClusterPlan,
+    configuration,
+    load_plan,
+)
 from slurm_train.tools.devcluster.system import RESTART_HINT, ProcessRecord, run_command
 
 APT_LINE = (

@@ -30,7 +30,7 @@ import xxhash
 
 from slurm_train import __version__
 from slurm_train.config.schema import RunConfig
-from slurm_train.data.shards import known_fingerprint, read_index
+from slurm_train.data.shards import check_sizes, known_fingerprint, read_index
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import addresses_of
 from slurm_train.errors import DataError
@@ -89,7 +89,14 @@ def _soft_limit(kind: int) -> int | None:
 
 
 def read_node(
-    run: RunDirectory, config: RunConfig, place: RankPlace, env: Mapping[str, str], *, peer: str, probe_port: int
+    run: RunDirectory,
+    config: RunConfig,
+    place: RankPlace,
+    env: Mapping[str, str],
+    *,
+    num_nodes: int,
+    peer: str,
+    probe_port: int,
 ) -> NodeFacts:
     """Returns what the first rank of a node knows of the node.
 
@@ -98,6 +105,7 @@ def read_node(
         config: its configuration, as read here.
         place: this rank.
         env: its environment.
+        num_nodes: of the run.
         peer: host name of another node, which decides the route: rank 0's, or any as seen from there.
         probe_port: where this node answers probes.
     """
@@ -110,7 +118,7 @@ def read_node(
         versions=read_versions(driver=driver),
         probe_port=probe_port,
         **read_network(place, env, peer=peer),
-        **read_files(run, config, directory=Path.cwd()),
+        **read_files(run, config, directory=Path.cwd(), node=(place.node_rank, num_nodes)),
         disks=read_disks(run, config, env),
         gpus=gpus,
         num_gpus=num_gpus,
@@ -234,7 +242,12 @@ def _rows(path: str) -> list[list[str]]:
 
 
 def read_files(
-    run: RunDirectory, config: RunConfig, *, directory: Path, hashing_s: float = _HASHING_S
+    run: RunDirectory,
+    config: RunConfig,
+    *,
+    directory: Path,
+    node: tuple[int, int] = (0, 1),
+    hashing_s: float = _HASHING_S,
 ) -> dict[str, Any]:
     """Returns what this node sees of the run, by the names of `NodeFacts`.
 
@@ -242,6 +255,7 @@ def read_files(
         run: the run.
         config: its configuration, as read here.
         directory: what relative paths of the data start from.
+        node: its number, and how many there are; they share the look at very many files of data.
         hashing_s: seconds that the code's files may take.
     """
     files = snapshot.read_index(run) or {}
@@ -251,7 +265,8 @@ def read_files(
     missing = [f"{path} is not there" for path in paths if not path.exists()]
     if data.get("_target_") == _TEXT_TARGET:
         try:
-            read_index(directory / Path(str(data.get("path"))).expanduser())
+            path = directory / Path(str(data.get("path"))).expanduser()
+            check_sizes(path, read_index(path), node=node[0], nodes=node[1])
         except DataError as err:
             missing = [err.message]
     hashes = {

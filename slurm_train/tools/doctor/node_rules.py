@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
 from slurm_train.rundir.events import Finding
-from slurm_train.slurm.nodelist import compact_nodelist
+from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.tools.doctor.facts import GpuSpeed, Job, NodeFacts, error, merge, warning
 
 HINTS = {

@@ -210,7 +210,15 @@ class Preflight:
         server = ProbeServer(self.point, place.host, address=self._own_address, family=self._family)
         with contextlib.closing(server):
             try:
-                facts = gather.read_node(self.run, self.config, place, self.env, peer=peer, probe_port=server.port)
+                facts = gather.read_node(
+                    self.run,
+                    self.config,
+                    place,
+                    self.env,
+                    num_nodes=len(self.nodes),
+                    peer=peer,
+                    probe_port=server.port,
+                )
                 self.report["node"] = asdict(facts)
             except Exception as err:  # of a node in an unknown state; a rank that left here would be waited for
                 unknown = f"what {place.host} is like is not known: {type(err).__name__}: {err}"

@@ -23,7 +23,7 @@ from slurm_train.config.frozen import list_settings, load_values
 from slurm_train.errors import SlurmTrainError
 from slurm_train.formatting import byte_size
 from slurm_train.launch.provenance import environment_of
-from slurm_train.metrics.series import Series, read_series
+from slurm_train.metrics import Series, read_series
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import CALM_EVENTS, read_changes, read_events, read_saves
 from slurm_train.rundir.files import last_lines, read_json
@@ -38,7 +38,7 @@ from slurm_train.rundir.timing import (
     read_step_times,
     read_windows,
 )
-from slurm_train.slurm.nodelist import compact_nodelist
+from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.tools.report.page import Block, Curve, Document, as_float, drawn, line, plot
 
 Fact = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Any
 from slurm_train.config.schema import flat
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import number
-from slurm_train.metrics.series import largest_is_best, read_series
+from slurm_train.metrics import largest_is_best, read_series
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.tools.report.page import Block, Curve, Document, as_float, drawn, line, plot

@@ -38,7 +38,7 @@ class NoTrackers(nullcontext[None]):
 def build_trackers(
     run: RunDirectory, track: TrackSection, *, env: Mapping[str, str], say: Callable[[str], None]
 ) -> Any:
-    """Returns what keeps the trackers of a run going while its body supervises the ranks, see `sidecars.Trackers`.
+    """Returns what keeps the trackers of a run going while its body supervises the ranks, see `follow.Trackers`.
 
     Args:
         run: the run.
@@ -49,8 +49,8 @@ def build_trackers(
     names = asked_trackers(track)
     if not names:
         return NoTrackers()
-    sidecars = import_module("slurm_train.tools.trackers.sidecars")
-    return sidecars.Trackers(run, names, track=track, env=env, say=say)
+    follow = import_module("slurm_train.tools.trackers.follow")
+    return follow.Trackers(run, names, track=track, env=env, say=say)
 
 
 def asked_trackers(track: TrackSection) -> list[str]:

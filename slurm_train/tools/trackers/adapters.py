@@ -1,6 +1,6 @@
 """What a tracker is, and the four there are: TensorBoard, Weights & Biases, MLflow, trackio.
 
-A tracker may raise, hang or die at any moment: each runs in a process of its own (see `follow` and `sidecars`), and its
+A tracker may raise, hang or die at any moment: each runs in a process of its own (see `follow`), and its
 package is imported there alone. To add one:
 
 1. here a class, named in `TRACKERS` after its package;

@@ -6,8 +6,7 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.tools.devcluster.cluster import daemon_names
-from slurm_train.tools.devcluster.habits import HABITS, combined
-from slurm_train.tools.devcluster.plan import ClusterPlan, configuration, load_plan
+from slurm_train.tools.devcluster.plan import HABITS, ClusterPlan, combined, configuration, load_plan
 from tests.support.command_line import REPOSITORY
 
 

@@ -154,12 +154,12 @@ def test_tensorboard_hides_what_was_superseded(person: Person, tmp_path: Path) -
 @pytest.mark.slow
 def test_wandb_without_a_key_is_offline_and_with_one_never_blocks(person: Person, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    run = make_run(tmp_path, TrackSection(wandb=WandbSection(project="gpt"), timeout_s=8.0))
+    run = make_run(tmp_path, TrackSection(wandb=WandbSection(project="gpt")))
     assert "offline; to upload: wandb sync" in track(person, run, FIRST)
     add_lines(run, SECOND)
     # Nothing listens on this port, so the start fails or takes longer than it may.
     env = {"HOME": str(tmp_path), "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    done = person.types("track", run.run_id, env=env, timeout_s=100)
+    done = person.types("track", run.run_id, "track.timeout_s=8", env=env, timeout_s=100)
     assert done.code == 1 and done.err.startswith("wandb: "), done.err
     assert json.loads((run.trackers / "wandb.json").read_text())["sure_bytes"] < run.metrics.stat().st_size
     assert track(person, run, []).startswith("wandb: 4 lines sent; offline")

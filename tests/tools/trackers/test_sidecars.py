@@ -13,8 +13,7 @@ import pytest
 from slurm_train.config.schema import TrackSection
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.trackers.follow import read_state
-from slurm_train.tools.trackers.sidecars import Trackers
+from slurm_train.tools.trackers.follow import Trackers, read_state
 from tests.support.command_line import REPOSITORY
 from tests.support.process_faults import wait_until_gone
 from tests.support.tracked_runs import add_lines, make_run, steps

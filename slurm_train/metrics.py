@@ -1,0 +1,270 @@
+"""metrics.jsonl: one JSON object per logged step, appended by rank 0, readable at any moment.
+
+Floats are written in full precision, so two runs can be compared bit for bit. Nothing is ever rewritten: after a
+resume the newer attempt's lines supersede the older ones, and `read_metrics` returns those that count. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from slurm_train.formatting import clock as countdown
+from slurm_train.frozen_class import frozen_positional
+from slurm_train.rundir.files import open_file, read_lines, write_all
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class MetricsWriter:
+    """Appends lines to metrics.jsonl; one `write` call each, so a line is whole or absent.
+
+    Args:
+        path: the file; made if absent.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            # Ends the line that a killed writer left half, so that the next one is not lost with it.
+            os.write(self._descriptor, b"\n")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Appends one line; keys keep their order."""
+        write_all(self._descriptor, (json.dumps(values, separators=(", ", ": ")) + "\n").encode())
+
+    def close(self) -> None:
+        """Makes the lines durable and closes the file."""
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+
+class Head(NamedTuple):
+    """The part of a line that decides whether it counts."""
+
+    attempt: int
+    step: int
+    trains: bool
+    """It is the line of a step, not of an evaluation."""
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines that count, in step order: a newer attempt supersedes older ones from its first step on.
+
+    Args:
+        path: a metrics.jsonl; an absent one has no lines.
+    """
+    lines = list(metric_lines(path))
+    return [lines[position] for position in counting([head_of(line) for line in lines])]
+
+
+def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields all lines of a metrics.jsonl as they were written, superseded ones included."""
+    return (line for line in read_lines(path) if type(line.get("step")) is int and type(line.get("attempt")) is int)
+
+
+def head_of(line: Mapping[str, Any]) -> Head:
+    """Returns the part of a line that decides whether it counts."""
+    return Head(line["attempt"], line["step"], "loss" in line)
+
+
+def counting(heads: Sequence[Head]) -> list[int]:
+    """Returns the positions of the lines that count, in step order.
+
+    Args:
+        heads: of all lines, as they were written.
+    """
+    positions: dict[int, list[int]] = {}
+    for position, head in enumerate(heads):
+        positions.setdefault(head.attempt, []).append(position)
+    kept: list[int] = []
+    # The first step, and the first step that was evaluated, of all newer attempts.
+    first = {True: math.inf, False: math.inf}
+    for attempt in sorted(positions, reverse=True):
+        of_attempt = _newest_of(positions[attempt], heads)
+        # An attempt may begin by repeating the evaluation of the very step it resumed from; that step itself stays.
+        limit = {True: first[True], False: min(first.values())}
+        counted = [position for position in of_attempt if heads[position].step < limit[heads[position].trains]]
+        kept = sorted(counted, key=lambda position: heads[position].step) + kept
+        for _, step, trains in (heads[position] for position in of_attempt):
+            first[trains] = min(first[trains], step)
+    return kept
+
+
+def _newest_of(positions: Iterable[int], heads: Sequence[Head]) -> list[int]:
+    """Returns an attempt's lines without those of steps that it went back behind (a rollback)."""
+    kept: list[int] = []
+    for position in positions:
+        if heads[position].trains:
+            while kept and heads[kept[-1]].step >= heads[position].step:
+                kept.pop()
+        kept.append(position)
+    return kept
+
+
+# Of all others the smallest is the best.
+_LARGEST_IS_BEST = ("accuracy", "mfu", "_per_s", "score", "reward")
+
+Column = array  # of "d"; NaN where a line has no such number
+_CHUNK = 4096
+# Not finite for anybody who wants to look at it; sums of such values would not be either. NaN is not below it.
+_HUGE = 1e100
+
+
+@frozen_positional
+class Series:
+    """The lines of a run that count, in step order, by column."""
+
+    columns: Mapping[str, Column[float]]
+    num_superseded: int = 0
+    """Lines that a newer attempt, or a rollback, has made void."""
+
+    def points(self, key: str) -> tuple[Column[float], Column[float]]:
+        """Returns the steps and the values of a key, without the lines that lack one of them."""
+        pairs = zip(self.columns["step"], self.columns[key], strict=True) if key in self.columns else ()
+        finite = [pair for pair in pairs if abs(pair[0]) < _HUGE and abs(pair[1]) < _HUGE]
+        return array("d", (x for x, _ in finite)), array("d", (y for _, y in finite))
+
+    def last(self, key: str) -> float | None:
+        """Returns the newest value of a key, None where there is none."""
+        values = self.columns.get(key, array("d"))
+        return next((value for value in reversed(values) if math.isfinite(value)), None)
+
+    @property
+    def evaluations(self) -> list[str]:
+        """Names of what was evaluated, e.g. ["eval_loss", "eval_accuracy"]."""
+        return [key for key in self.columns if key.startswith("eval_")]
+
+
+def read_series(path: Path) -> Series:
+    """Returns what `read_metrics` gives, as columns.
+
+    Args:
+        path: a metrics.jsonl; an absent one has no lines.
+    """
+    heads: list[Head] = []
+    columns: dict[str, Column[float]] = {}
+    lines = metric_lines(path)
+    while chunk := list(islice(lines, _CHUNK)):
+        for key in dict.fromkeys(chain(columns, *chunk)):
+            # A column that is new starts with what the lines before it lack.
+            column = columns.setdefault(key, array("d", [math.nan]) * len(heads))
+            column.extend(_number(line.get(key)) for line in chunk)
+        heads += map(head_of, chunk)
+    positions = counting(heads)
+    counted = {key: array("d", [column[place] for place in positions]) for key, column in columns.items()}
+    with_numbers = {key: column for key, column in counted.items() if not all(map(math.isnan, column))}
+    return Series(with_numbers, num_superseded=len(heads) - len(positions))
+
+
+def _number(value: Any) -> float:
+    # A comparison of types: true and false are numbers to isinstance.
+    kind = type(value)
+    return value if kind is float or kind is int else math.nan
+
+
+def largest_is_best(name: str) -> bool:
+    """Returns whether more is better: of "eval_accuracy" it is, of "eval_loss" it is not."""
+    return any(word in name for word in _LARGEST_IS_BEST)
+
+
+_BAR_EVERY_S = 0.5
+_FIRST_LINE_AFTER_S = 2.0
+_LINE_EVERY_S = 10.0
+
+
+class Display:
+    """Shows a run: a rich progress bar, drawn by the calling thread, or lines; the first comes after two seconds.
+
+    Args:
+        stream: where to write; a terminal for a bar.
+        max_steps: steps of the whole run; may be set until the first `show`.
+        has_bar: draw a bar.
+        no_color: draw it without colours.
+        every_s: seconds between lines, or between two drawings of the bar.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        max_steps: int,
+        has_bar: bool = False,
+        no_color: bool = False,
+        every_s: float = _LINE_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_steps = max_steps
+        self.due_s = clock() + (0.0 if has_bar else _FIRST_LINE_AFTER_S)
+        """The time (of `clock`) from which the next `show` is welcome."""
+        self._stream, self._has_bar, self._no_color = stream, has_bar, no_color
+        self._every_s, self._clock = every_s, clock
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def show(self, step: int, *, loss: float, rate: float, unit: str, step_time_s: float) -> None:
+        """Moves the bar, or writes a line, e.g. "step 120/400  loss 2.3134  41,210 tokens/s  00:01:12 left".
+
+        Args:
+            step: the last one that is done.
+            loss: its loss.
+            rate: tokens or samples per second over all ranks.
+            unit: what `rate` counts: "tokens" or "samples".
+            step_time_s: seconds per step, for the time that is left.
+        """
+        self.due_s = self._clock() + self._every_s
+        left = countdown((self.max_steps - step) * step_time_s)
+        words = f"loss {loss:.4f}  {rate:,.0f} {unit}/s  {left} left"
+        if self._has_bar:
+            bar, task = self._bar = self._bar or self._open()
+            bar.update(task, completed=step, words=words)
+            bar.refresh()
+        else:
+            self.say(f"step {step}/{self.max_steps}  {words}")
+
+    def say(self, text: str) -> None:
+        """Writes a line that stays, above the bar if there is one."""
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar[0].console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Stops drawing and leaves the last state on the screen."""
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def _open(self) -> tuple[Progress, TaskID]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        console = Console(file=self._stream, no_color=self._no_color)
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}"))
+        # No refresh thread: it would take the interpreter away from a step at any moment.
+        bar = Progress(*columns, console=console, auto_refresh=False)
+        bar.start()
+        return bar, bar.add_task("training", total=self.max_steps, words="")
+
+
+def open_display(stream: TextIO, *, max_steps: int, env: Mapping[str, str]) -> Display:
+    """Returns a bar for a terminal and plain lines for anything else.
+
+    Args:
+        stream: stderr.
+        max_steps: steps of the whole run.
+        env: NO_COLOR (any value but "") takes the colours away, TERM=dumb the bar.
+    """
+    if stream.isatty() and env.get("TERM") != "dumb":
+        no_color = bool(env.get("NO_COLOR"))
+        return Display(stream, max_steps=max_steps, has_bar=True, no_color=no_color, every_s=_BAR_EVERY_S)
+    return Display(stream, max_steps=max_steps)

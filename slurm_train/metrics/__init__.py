@@ -1,1 +1,0 @@
-"""What a training run reports: metrics.jsonl and the progress display."""

@@ -1,1 +1,0 @@
-"""Is multi-node worth it? Which runs to time, what they show, and what limits. Imports no torch."""
