@@ -158,20 +158,30 @@ def find_marked(state_dir: Path) -> list[ProcessRecord]:
 def end_processes(find: Callable[[], Iterable[ProcessRecord]], *, timeout_s: float = 10.0) -> None:
     """Kills what `find` returns, again and again until it returns nothing.
 
-    The repetition catches a process that was forked between the look and the kill. The caller and its parents are
-    spared, so `down` may be typed inside a node.
+    All of them are stopped before the first is killed, so that none sees another one end: srun has a helper process
+    that then cancels the step, which no machine does whose power is cut. The repetition catches a process that was
+    forked between the look and the signal. The caller and its parents are spared, so `down` may be typed inside a node.
 
     Raises:
         ClusterError: processes are left after `timeout_s` seconds; names them.
     """
     spared = set(_own_and_parents())
     victims: list[ProcessRecord] = []
+    stopped: set[ProcessRecord] = set()
+
+    def send(number: signal.Signals, processes: Iterable[ProcessRecord]) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def kill_round() -> bool:
-        victims[:] = [process for process in find() if process.pid not in spared and process.is_alive()]
-        for process in victims:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        while True:
+            victims[:] = [process for process in find() if process.pid not in spared and process.is_alive()]
+            if stopped.issuperset(victims):
+                break
+            send(signal.SIGSTOP, victims)
+            stopped.update(victims)
+        send(signal.SIGKILL, victims)
         return not victims
 
     if not wait_until(kill_round, timeout_s=timeout_s):

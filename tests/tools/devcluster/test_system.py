@@ -22,6 +22,7 @@ from slurm_train.tools.devcluster.system import (
     spawn_daemon,
     with_hosts,
 )
+from tests.support.waiting import wait_for
 
 _STATE = Path("/var/lib/state")
 _NAMES = {"node1": "10.0.0.11", "node2": "10.0.0.12"}
@@ -96,6 +97,23 @@ def test_a_torn_record_is_none(tmp_path, text):
 def test_ending_spares_the_caller_and_its_parents():
     own = [process for process in (read_process(os.getpid()), read_process(os.getppid())) if process is not None]
     end_processes(lambda: own, timeout_s=0.2)
+
+
+def test_none_sees_another_one_end(tmp_path, monkeypatch):
+    """As where the power of a node is cut."""
+    kill = os.kill
+
+    def kill_slowly(pid: int, number: int) -> None:
+        kill(pid, number)
+        time.sleep(0.2)
+
+    watched = f"exec 3> >(cat; touch {tmp_path}/seen); sleep 60 3>&-"
+    words = ["bash", "-c", watched]
+    spawn_daemon(words, record=tmp_path / "record", log=tmp_path / "log", extra={MARK: str(tmp_path)})
+    wait_for(lambda: len(find_marked(tmp_path)) == 4, within_s=10, what="all processes")
+    monkeypatch.setattr(os, "kill", kill_slowly)
+    end_processes(lambda: sorted(find_marked(tmp_path), key=lambda process: process.pid))
+    assert not (tmp_path / "seen").exists()
 
 
 def test_what_does_not_end_is_named(daemon, monkeypatch):
