@@ -3,9 +3,10 @@
     pip install --no-deps --target PARTS torchtitan==0.2.2 tyro einops docstring_parser typeguard shtab
     PYTHONPATH=PARTS:. python docs/peers/torchtitan_launches.py
 
-A step is what the tests of host work count: operations that may reach a kernel. FSDP2, clipping, fused AdamW, nothing
-compiled. A layer is one block under torch.compile, forward and backward: fused kernels, matrix products and what the
-compiler leaves alone. torchtitan's data sets and Triton kernels are not needed and not installed.
+A step is what the tests of host work count: operations that may reach a kernel. FSDP2, clipping, fused AdamW. A layer
+is one block, forward and backward; under torch.compile it has fused kernels, matrix products and what the compiler
+leaves alone. A step with compiled layers has those in place of the operations of a layer that is not compiled.
+torchtitan's data sets and Triton kernels are not needed and not installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -28,7 +30,7 @@ from slurm_train.models.blocks import Angles
 from slurm_train.models.gpt import GPT
 from tests.train.test_host_work import counted, make_batch, ours
 
-WIDTH, HIDDEN, HEADS, CONTEXT, VOCAB = 64, 176, 2, 16, 64
+WIDTH, HIDDEN, HEADS, CONTEXT, VOCAB, LAYERS = 64, 176, 2, 16, 64, 4
 
 
 def import_titan() -> tuple[Any, ...]:
@@ -93,17 +95,30 @@ def launches(block: Any, *arguments: Any) -> dict[str, int]:
     return {kind: len(re.findall(pattern, text, re.MULTILINE)) for kind, pattern in kinds.items()}
 
 
+def operations(block: Any, *arguments: Any) -> int:
+    """Returns how many operations a block dispatches without the compiler, forward and backward."""
+    x = torch.randn(2, CONTEXT, WIDTH, requires_grad=True)
+    return counted(lambda: block(x, *arguments).backward(torch.ones_like(x))).total() - 1  # ones_like
+
+
+def report(name: str, step: Counter[str], block: Any, *arguments: Any) -> None:
+    """Prints the counts of one of the two."""
+    layer, compiled = operations(block, *arguments), launches(block, *arguments)
+    inside = sum(compiled.values())
+    print(f"{name}: a layer {layer} operations, compiled {inside} launches {compiled}")
+    print(f"{name}: a step {step.total()} operations, with compiled layers {step.total() - LAYERS * (layer - inside)}")
+
+
 def main() -> None:
-    """Prints both counts for both."""
+    """Prints all counts for both."""
     warnings.filterwarnings("ignore")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     dist.init_process_group("gloo", rank=0, world_size=1)
     titan, own = titan_model(1), own_model(1)
     assert own.cos_TD is not None and own.sin_TD is not None
-    print("a compiled layer, torchtitan:", launches(next(iter(titan.layers.values())), titan.freqs_cis[:CONTEXT], None))
-    print("a compiled layer, here:", launches(own.blocks[0], Angles(own.cos_TD[:CONTEXT], own.sin_TD[:CONTEXT])))
-    theirs, own_calls = counted(titan_step(titan_model(4))), counted(ours(own_model(4)))
-    print("a step of four layers: torchtitan", theirs.total(), "operations, here", own_calls.total())
+    theirs, own_calls = counted(titan_step(titan_model(LAYERS))), counted(ours(own_model(LAYERS)))
+    report("torchtitan", theirs, next(iter(titan.layers.values())), titan.freqs_cis[:CONTEXT], None)
+    report("here", own_calls, own.blocks[0], Angles(own.cos_TD[:CONTEXT], own.sin_TD[:CONTEXT]))
     print("more here:", (own_calls - theirs).most_common(8))
     dist.destroy_process_group()
 
