@@ -345,20 +345,20 @@ def test_somebody_who_sends_a_byte_now_and_then_delays_nobody() -> None:
         took_s = time.monotonic() - began_s
         stop.set()
         assert [task.result(timeout=20) for task in dripping] == [None, None]
-    assert took_s < 2.0
+    assert took_s < 4.0, "a stranger has 5 s"
 
 
 def test_a_stranger_s_connection_is_closed_after_seconds_whatever_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm_train.distributed.meeting._PROOF_S", 0.5)
-    where = secret_point(timeout_s=2.0)
+    where = secret_point(timeout_s=5.0)
     with ThreadPoolExecutor(1) as pool:
         zero = pool.submit(meet, 0, 2, where)
         with dial(where.ports[0]) as stranger, pytest.raises(OSError):
             began_s = time.monotonic()
-            while time.monotonic() - began_s < 5:
+            while time.monotonic() - began_s < 8:
                 stranger.sendall(b"1")
                 time.sleep(0.05)
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < 4.0
         with pytest.raises(RendezvousError, match="missing 1"):
             zero.result(timeout=20)
 

@@ -45,8 +45,8 @@ def test_peers_answer_or_are_named_with_the_reason(server: ProbeServer, closed: 
     found = probe(POINT, "node1", [there, closed], folder=tmp_path, master="node2")
     assert (found.unreached, found.unseen) == ({"node3": "connection refused"}, [])
     assert found.unreached_gloo == {"node2": "connection refused"}
-    assert abs(found.clock_offset_s) < 1.0
-    assert found.seen_after_s["node2"] < 1.0
+    assert abs(found.clock_offset_s) < 5.0
+    assert found.seen_after_s["node2"] < 5.0
 
 
 @pytest.mark.parametrize("looks", [4, 1000])
@@ -63,7 +63,7 @@ def test_a_file_that_comes_late_or_never(
     monkeypatch.setattr(probes, "_ANSWER_S", 2.0)
     found = probe(POINT, "node1", [peer(server, file=FILE)], folder=tmp_path, master="node3")
     if looks == 4:
-        assert 0.2 < found.seen_after_s["node2"] < 1.0
+        assert 0.2 < found.seen_after_s["node2"] < 2.0
     else:
         assert (found.unseen, found.seen_after_s) == (["node2"], {})
 
