@@ -8,6 +8,7 @@ step, and are raised there.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -55,7 +56,7 @@ from slurm_train.rundir.events import (
     covers_data,
     read_changes,
 )
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import fsync_file, read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import broadcast_buffers
@@ -422,6 +423,10 @@ class Checkpointer:
             rank_state[_CALLBACKS] = callback_values
 
         def work() -> Saved:
+            if self.parts.rank.place.is_first:
+                # No later attempt writes the lines of steps that a checkpoint has. Without them training can go on.
+                with contextlib.suppress(OSError):
+                    fsync_file(self.parts.rank.run.metrics)
             self.buffers.wait_for_copy()
             place, protect = (self.place, ()) if local is None else (local.place, tuple(local.copying))
             saved = save_to(

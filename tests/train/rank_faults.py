@@ -13,6 +13,7 @@ from typing import Any
 from slurm_train.checkpoint import save
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.local import LocalSaves
+from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train import build
 from slurm_train.train.context import Rank
@@ -25,12 +26,16 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
     Args:
         fault: {"full_rank", "full_step"}: the disk is full in that save; {"slow_s"}: rank 1's disk takes longer;
             {"overtake_step"}: a newer attempt appears in that save; {"kill_rank", "kill_step"}: SIGKILL in that step;
-            {"own_disks"}: each rank takes itself for a node of its own where local disks are concerned.
+            {"own_disks"}: each rank takes itself for a node of its own where local disks are concerned;
+            {"dark_step"}: the power of rank 0 is cut when the checkpoint of that step is committed, and what
+            metrics.jsonl has got since its last fsync is gone.
         run: the run.
         rank: this rank.
     """
     if fault.get("kill_rank") == rank:
         _kill_in(fault["kill_step"])
+    if "dark_step" in fault and rank == 0:
+        _cut_power_after(fault["dark_step"], run)
     if fault.get("own_disks"):
         _give_own_disk(rank)
     write_file = save.write_file
@@ -56,6 +61,25 @@ def _give_own_disk(rank: int) -> None:
         return build_local_saves(replace(start, place=replace(start.place, node_rank=rank, local_rank=0)), target)
 
     build.build_local_saves = build_for_node
+
+
+def _cut_power_after(step: int, run: RunDirectory) -> None:
+    """Only for metrics.jsonl: what a power cut leaves of a checkpoint is tried call by call elsewhere."""
+    durable, fsync, commit = [0], os.fsync, Place.commit
+
+    def sync(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.path.samestat(os.fstat(descriptor), run.metrics.stat()):
+            durable[0] = os.fstat(descriptor).st_size
+
+    def commit_and_end(self: Place, staging: Path, manifest: Manifest, **facts: Any) -> Path:
+        final = commit(self, staging, manifest, **facts)
+        if manifest.step == step:
+            os.truncate(run.metrics, durable[0])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return final
+
+    os.fsync, Place.commit = sync, commit_and_end  # type: ignore[method-assign]
 
 
 def _kill_in(step: int) -> None:

@@ -89,6 +89,18 @@ def test_a_resume_from_a_background_checkpoint_is_bitwise_equal(plain: Path, tmp
 
 
 @distributed
+@pytest.mark.parametrize("background", [True, False])
+def test_a_power_cut_takes_no_line_of_a_step_that_a_checkpoint_has(
+    plain: Path, tmp_path: Path, background: bool
+) -> None:
+    run, config = tmp_path / "run", saving(background=background)
+    codes, text = finish(start(run, config, fault={"dark_step": 6}))
+    assert codes[0] == -9 and 6 in steps_in(run / "checkpoints"), text
+    run_to_end(run, config, attempt=1)
+    assert_same_steps(run, plain)
+
+
+@distributed
 def test_a_full_disk_in_a_periodic_save_is_reported_and_training_goes_on(plain: Path, tmp_path: Path) -> None:
     text = run_to_end(tmp_path / "run", saving(), fault={"full_rank": 1, "full_step": 6})
     assert text.count("the checkpoint of step 6 failed, training goes on; the one before is untouched") == 1
