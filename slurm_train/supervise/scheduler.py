@@ -167,6 +167,8 @@ class SlurmJob(Scheduler):
         self._all_nodes, self._spares = all_nodes, [node for node in all_nodes if node not in allocation.nodes]
         self.lost: set[str] = set()
         """Nodes of the ranks that do not answer any more."""
+        self.blocked = ""
+        """Why Slurm makes no more steps in this job; "" where it does."""
         self._run, self._env, self._patience_s, self._before_requeue = run, env, patience_s, before_requeue
         self._site: dict[str, float | None] = {}
 
@@ -191,7 +193,9 @@ class SlurmJob(Scheduler):
         return _answer(lambda: self.commands.ended_states(job_id), ())
 
     def explain(self, attempt: int) -> str:
-        """Reads what srun wrote."""
+        """Reads what srun wrote, unless it could not make the step."""
+        if self.blocked:
+            return self.blocked
         log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
         return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 
@@ -231,6 +235,8 @@ class SlurmJob(Scheduler):
 
     def clear(self, attempt: int) -> bool:
         """Ends the attempt's steps."""
+        if self.blocked:
+            return False
         if self.lost:
             # The step stays until Slurm gives the lost node up; on the other nodes its ranks are killed at once.
             name = STEP_NAME.format(attempt=attempt)

@@ -18,6 +18,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, NodesError, SilentNodesError
 from slurm_train.frozen_class import frozen
+from slurm_train.launch.batch_script import STEP_NAME
 from slurm_train.rundir.attempts import newest_round
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
@@ -147,6 +148,39 @@ class _EndOfRanks(Task):
             self.is_overdue |= time.time() - mark.time_unix_s > linger_s
 
 
+class _StepsInTheWay(Task):
+    """Finds a step of an earlier attempt that keeps srun from starting the ranks, and that nobody can end.
+
+    A slurmctld that was killed comes back with what its files say. A step that has ended since they were written runs
+    on for it until the job ends, whoever cancels it (22.05), and srun waits for its cores.
+    """
+
+    name = "the look for steps in the way"
+    every_s = 10.0
+    _MOST_LOOKS = 3
+
+    def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob) -> None:
+        self._run, self._attempt, self._job = run, attempt, job
+        self._earlier = {STEP_NAME.format(attempt=earlier) for earlier in range(attempt)}
+        self._has_begun, self._looks = False, 0
+
+    def look(self) -> None:
+        """Ends such steps, as far as they can be ended; gives the job up for this start when they stay."""
+        self._has_begun = self._has_begun or bool(read_beats(self._run, self._attempt))
+        if self._has_begun:
+            return
+        steps = {step: name for one in self._job.job_ids for step, name in self._job.commands.steps(one).items()}
+        self._has_begun = STEP_NAME.format(attempt=self._attempt) in steps.values()
+        left = [step for step, name in steps.items() if name in self._earlier]
+        self._looks = self._looks + 1 if left and not self._has_begun else 0
+        if self._looks >= self._MOST_LOOKS:
+            names = ", ".join(left)
+            self._job.blocked = f"Slurm makes no step for the ranks while it has {names} of an earlier attempt"
+        elif self._looks:
+            for step in left:
+                self._job.commands.cancel_step(step)
+
+
 class _NextRanks(Task):
     """Starts the ranks in waiting once those of the attempt train: at the start nothing is to take their cores."""
 
@@ -223,6 +257,8 @@ class SrunLaunch:
             monitor = watch_ranks(run, attempt, self.config, world_size=world_size, end_ranks=self.job.end_ranks)
             for task in (NoticeKeeper(run, attempt, ask=self.job.notice), FindingsRelay(run, attempt), end):
                 monitor.add(task)
+            if attempt:
+                monitor.add(_StepsInTheWay(run, attempt, self.job))
             if self.job.has_spares:
                 monitor.add(_LostNodes(run, attempt, self.job, self.env))
             if self.config.requeue.warm_ranks:
@@ -233,7 +269,7 @@ class SrunLaunch:
                 return run_step(
                     process,
                     log=log,
-                    is_overdue=lambda: end.is_overdue or bool(self.job.lost),
+                    is_overdue=lambda: end.is_overdue or bool(self.job.lost or self.job.blocked),
                     beside=monitor.check,
                 )
 

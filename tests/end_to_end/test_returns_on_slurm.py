@@ -13,7 +13,13 @@ import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from tests.support.cluster_faults import controller_away, daemons_stopped, preempted_by_urgent, start_urgent_job
+from tests.support.cluster_faults import (
+    controller_away,
+    controller_set_back,
+    daemons_stopped,
+    preempted_by_urgent,
+    start_urgent_job,
+)
 from tests.support.command_line import TINY, Person
 from tests.support.process_faults import (
     kill,
@@ -110,6 +116,21 @@ def test_a_controller_that_is_away_costs_nothing(person: Person) -> None:
     assert story(warned) == [("time_limit", "requeue"), ("done", "finish")]
     first, second = read_ledger(warned)
     assert second["first_step"] == first["last_step"]
+
+
+def test_a_step_that_a_killed_controller_has_again_holds_nobody_up(person: Person) -> None:
+    job, run = submits(person, "set-back", "checkpoint.every_steps=2", steps=60)
+    wait_until_step(run, 6, within_s=LONG_S)
+    with controller_set_back(job):
+        kill(rank_pid(run, 1))
+        wait_for(lambda: len(read_ledger(run)) == 2, within_s=60, what="the second attempt")
+        wait_until_step(run, max(losses(run)) + 6, within_s=LONG_S)
+    kill(rank_pid(run, 0, attempt=1))
+    wait_until_finished(run, within_s=LONG_S)
+    failed = ("failed", "relaunch")
+    assert story(run) == [failed, failed, ("failed", "requeue"), ("done", "finish")]
+    assert f"{job}.0 of an earlier attempt" in read_ledger(run)[2]["note"]
+    assert sorted(losses(run)) == list(range(1, 61))
 
 
 def _asks_in_vain(run: RunDirectory) -> bool:

@@ -69,3 +69,27 @@ def test_nodes_are_asked_when_the_heartbeats_of_one_stop(job: SlurmJob, tmp_path
     time.sleep(0.3)
     task.look()
     assert job.lost == {"node2"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_blocked", "cancelled"),
+    [
+        pytest.param({"7.0": "attempt_1", "7.batch": "batch"}, True, ["7.0", "7.0"], id="it-stays"),
+        pytest.param({"7.0": "attempt_1", "7.1": "attempt_2"}, False, [], id="the-ranks-have-begun"),
+        pytest.param({"7.0": "python", "7.batch": "batch"}, False, [], id="somebody-elses"),
+    ],
+)
+def test_a_step_that_slurm_keeps_is_found_when_the_ranks_cannot_begin(
+    steps: dict[str, str], is_blocked: bool, cancelled: list[str], job: SlurmJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(job.commands, "steps", lambda _job_id: steps)
+    monkeypatch.setattr(job.commands, "cancel_step", ended.append)
+    task = srun._StepsInTheWay(job._run, 2, job)
+    for _ in range(4):
+        task.look()
+    assert bool(job.blocked) == is_blocked
+    assert ended == cancelled
+    if is_blocked:
+        assert "7.0" in job.explain(2)
+        assert not job.clear(2), "the job is requeued"

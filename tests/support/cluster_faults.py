@@ -50,6 +50,24 @@ def controller_away() -> Iterator[None]:
 
 
 @contextmanager
+def controller_set_back(job: str) -> Iterator[None]:
+    """Kills slurmctld at the end, and starts it with its jobs and steps as they were at the beginning.
+
+    So it comes back when it is killed before it has written what happened last.
+    """
+    lines = command("scontrol", "show", "config").splitlines()
+    (place,) = (line.split("=")[1].strip() for line in lines if line.startswith("StateSaveLocation"))
+    jobs = Path(place) / "job_state"
+    begin_ns = jobs.stat().st_mtime_ns
+    command("scontrol", "update", f"jobid={job}", "comment=written")
+    wait_for(lambda: jobs.stat().st_mtime_ns > begin_ns, within_s=30, what=f"a new {jobs}")
+    before = jobs.read_bytes()
+    yield
+    with controller_away():
+        jobs.write_bytes(before)
+
+
+@contextmanager
 def kill_wait(seconds: int) -> Iterator[None]:
     """Gives what Slurm ends more time before it is killed; most sites have Slurm's default of 30 s."""
     conf = cluster().slurm_conf
