@@ -16,6 +16,7 @@ from tests.campaigns.record import Tally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 _BEGIN = "<!-- written by `python -m tests.campaigns versions-VERSION --keep` -->\n\n"
+_BEGIN_FAULTS = "<!-- written by `python -m tests.campaigns faults-VERSION --keep` -->\n\n"
 _BEGIN_SITES = "<!-- written by `python -m tests.campaigns sites-HABIT --keep` -->\n\n"
 _BEGIN_SAID = "<!-- written by `python -m tests.campaigns sites --keep` -->\n\n"
 _END = "\n<!-- end of what is written -->\n"
@@ -247,6 +248,16 @@ CAMPAIGNS: dict[str, Campaign] = {
         for suite, (version, _) in SUITES.items()
     },
     **{
+        f"faults-{version}": Campaign(
+            f"campaigns from above on Slurm {version}, of Debian {suite} ([table](slurm.md#versions-of-slurm))",
+            f"versions:faults {suite}",
+            12,
+            needs_cluster=False,
+        )
+        for suite, (version, _) in SUITES.items()
+        if version != "22.05"
+    },
+    **{
         f"sites-{site.name}": Campaign(
             "a run is submitted, preempted, cancelled and resumed at a site with another habit",
             f"sites:live {site.name}",
@@ -273,16 +284,21 @@ def pages(records: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
     """Returns the text of every page that has results of campaigns."""
     slurm = PAGE.with_name("slurm.md")
     text = slurm.read_text(encoding="utf-8")
-    tables = {_BEGIN: _versions(records), _BEGIN_SITES: _sites(records), _BEGIN_SAID: _said(records)}
+    tables = {
+        _BEGIN: _versions(records, "versions-"),
+        _BEGIN_FAULTS: _versions(records, "faults-"),
+        _BEGIN_SITES: _sites(records),
+        _BEGIN_SAID: _said(records),
+    }
     for begin, table in tables.items():
         before, _, rest = text.partition(begin)
         text = before + begin + table + _END + rest.partition(_END)[2]
     return {PAGE: render(records), slurm: text}
 
 
-def _versions(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the table of flows and versions of Slurm."""
-    found = [records[name] for name in CAMPAIGNS if name.startswith("versions-") and name in records]
+def _versions(records: Mapping[str, Mapping[str, Any]], prefix: str) -> str:
+    """Returns the table of versions of Slurm and what was tried on them, of the campaigns that begin so."""
+    found = [records[name] for name in CAMPAIGNS if name.startswith(prefix) and name in records]
     tables = [table for one in found for table in one["result"]["table"].items()]
     return _table(
         ("", *(version for version, _ in tables)),

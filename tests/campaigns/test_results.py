@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.campaigns.catalogue import CAMPAIGNS, pages, render
 from tests.campaigns.record import Tally, keep_record, read_records
+from tests.campaigns.versions import FAULTS, read_verdict
 
 FOUND = Tally(trials=100, held=99, figures={"longest": "3.1 s"}, problems=["trial 7: lost step 12"])
 FACTS = {"date": "2026-01-02", "seed": 5, "wall_s": 90.0, "revision": "abc1234"}
@@ -31,6 +32,13 @@ def test_the_table_of_versions_has_a_row_per_flow_and_a_column_per_slurm() -> No
 | date, commit | 2026-01-02, `abc1234` | 2026-01-02, `abc1234` |
 """
     assert wanted in text
+
+
+def test_the_verdict_of_a_campaign_on_another_version_is_read_from_what_it_prints() -> None:
+    said = "13. kills-0: rank 0 of 2 killed at commit\nkills: 12 of 13 held in 76 s\n  runs: 1\nbroken: kills\n"
+    assert read_verdict("kills", said) == (12, 13)
+    assert read_verdict("kills", "Traceback (most recent call last):\n") == (0, 0)
+    assert set(FAULTS) <= set(CAMPAIGNS)
 
 
 def test_a_record_takes_the_place_of_the_older_and_a_broken_promise_stands_on_the_page(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 `run` builds and removes a cluster; the flows are typed inside, by this module as a program:
 `python -m slurm_train devcluster exec --slurm 24.11 -- python -m tests.campaigns.versions [FLOW ...]`.
+`faults` runs other campaigns there, with fewer trials.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tests.support.slurm_runs import (
 from tests.support.waiting import wait_for
 
 PATIENCE_S = 400.0
-_NODES, _AT_ONCE = 4, 2
+_NODES, _GPUS, _AT_ONCE = 4, 8, 2
 _WORDS = (*TINY, "train.threads=1", "checkpoint.every_steps=10")
 _SCRIPT = """
 import os
@@ -298,12 +299,66 @@ def run(suite: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> di
 
 
 def _type_all_in(suite: str, flows: list[str], log: Path) -> Iterator[dict[str, str]]:
-    up = devcluster("up", "--slurm", suite, "--nodes", str(_NODES), "--gpus", "4")
-    assert up.returncode == 0, f"no cluster of {suite}: {up.stderr[-500:]}"
-    inside = ("exec", "--slurm", suite, "--", "python", "-m", "tests.campaigns.versions", *flows)
-    with log.open("w") as errors, devcluster_process(*inside, stderr=errors) as process:
+    _bring_up(suite)
+    with log.open("w") as errors, _process_in(suite, "tests.campaigns.versions", *flows, stderr=errors) as process:
         assert process.stdout is not None
         yield from map(json.loads, process.stdout)
+
+
+# Campaigns that need no particular Slurm, and how many trials of each there are on every version.
+FAULTS = {
+    "kills": 39,
+    "lost-work": 20,
+    "exactness": 10,
+    "storm": 12,
+    "no-progress": 2,
+    "cancel": 40,
+    "two-starters": 10,
+    "continuation": 20,
+    "split-brain": 10,
+    "controller": 10,
+    "hang": 6,
+    "arrays": 16,
+}
+
+
+def faults(suite: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
+    """Runs so many campaigns, the first ones of `FAULTS`, in a cluster of its own."""
+    cells: dict[str, str] = {}
+    try:
+        _bring_up(suite)
+        for name in list(FAULTS)[:trials]:
+            words = (name, "--seed", str(seed), "--trials", str(FAULTS[name]))
+            with _process_in(suite, "tests.campaigns", *words, stderr=subprocess.STDOUT) as process:
+                said = process.communicate()[0]
+            (folder / name).write_text(said)
+            held, tried = read_verdict(name, said)
+            if held:
+                tally.add(name, trials=held)
+            if process.returncode:
+                last = said.strip().splitlines() or ["nothing was printed"]
+                tally.add(name, last[-3:], trials=max(1, tried - held))
+            cells[f"`{name}`"] = f"{held} of {tried}"
+        found = devcluster("exec", "--slurm", suite, "--", "sinfo", "--version").stdout
+    finally:
+        devcluster("down", "--slurm", suite)
+    tally.table[found.split()[-1]] = cells
+    return {"Slurm": found.split()[-1]}
+
+
+def read_verdict(name: str, said: str) -> tuple[int, int]:
+    """Returns how many trials held, and of how many, from what a campaign has printed; 0 and 0 if it did not end."""
+    found = re.search(rf"(?m)^{name}: (\d+) of (\d+) held in", said)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _bring_up(suite: str) -> None:
+    up = devcluster("up", "--slurm", suite, "--nodes", str(_NODES), "--gpus", str(_GPUS))
+    assert up.returncode == 0, f"no cluster of {suite}: {up.stderr[-500:]}"
+
+
+def _process_in(suite: str, module: str, *words: str, stderr: IO[str] | int) -> subprocess.Popen[str]:
+    return devcluster_process("exec", "--slurm", suite, "--", "python", "-m", module, *words, stderr=stderr)
 
 
 def devcluster(*words: str) -> subprocess.CompletedProcess[str]:
@@ -312,7 +367,7 @@ def devcluster(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
-def devcluster_process(*words: str, stderr: IO[str]) -> subprocess.Popen[str]:
+def devcluster_process(*words: str, stderr: IO[str] | int) -> subprocess.Popen[str]:
     """Starts a `devcluster` command whose output is read as it comes."""
     argv = [sys.executable, "-m", "slurm_train", "devcluster", *words]
     return subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True)
