@@ -61,6 +61,8 @@ class Seen:
     """How often the campaign requeued this element."""
     preempted: int
     """How often its ledger says that it was preempted."""
+    in_vain: int = 0
+    """How often it was started after its run was finished: 24.11 does that to a job that was preempted before."""
     is_finished: bool
     steps: int
     """Different steps on record."""
@@ -84,6 +86,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
         requeued = _disturb(job, len(elements), chance)
         hold.unlink()
         wait_for(lambda: all(map(_is_over, elements)), within_s=_PATIENCE_S, what="the end of all elements")
+        _wait_until_over(job)
     except AssertionError as err:
         print(f"  {err}", flush=True)
         requeued = []
@@ -110,7 +113,7 @@ def check(seen: Sequence[Seen]) -> list[tuple[int, str]]:
             problems.append((one.index, "has no result"))
         elif one.steps != one.expected_steps:
             problems.append((one.index, f"has {one.steps} of {one.expected_steps} steps on record"))
-        if one.restarts != one.requeued + one.preempted:
+        if one.restarts != one.requeued + one.preempted + min(one.in_vain, one.preempted):
             causes = f"{one.requeued} requeues and {one.preempted} preemptions"
             problems.append((one.index, f"was restarted {one.restarts} times by {causes} of its own"))
     disturbed = sum(one.requeued + one.preempted > 0 for one in seen)
@@ -146,9 +149,7 @@ def _disturb(job: str, count: int, chance: random.Random) -> list[int]:
 
 def _wait_until_over(job: str) -> None:
     asked = ("squeue", "-h", "-t", "pending,running,completing", "-j", job)
-    wait_for(
-        lambda: not command(*asked, must=False), within_s=60.0, what=f"the end of the urgent job {job}", poll_s=0.5
-    )
+    wait_for(lambda: not command(*asked, must=False), within_s=60.0, what=f"the end of job {job}", poll_s=0.5)
 
 
 def restarts(job: str) -> dict[int, int]:
@@ -168,6 +169,7 @@ def _look(job: str, elements: Sequence[Element], requeued: Sequence[int]) -> lis
                 restarts=counted.get(element.index, 0),
                 requeued=list(requeued).count(element.index),
                 preempted=reasons.count("preempted"),
+                in_vain=(element.run.logs / "batch.log").read_text().count("is finished already"),
                 is_finished=element.run.result.exists(),
                 steps=len(losses(element.run)),
                 expected_steps=_STEPS,

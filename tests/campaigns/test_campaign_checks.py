@@ -123,6 +123,7 @@ KEPT = [
     replace(CALM, index=2, restarts=2, preempted=1, requeued=1),
     replace(CALM, index=3, restarts=1, requeued=1),
     replace(CALM, index=4, restarts=1, preempted=1),
+    replace(CALM, index=5, restarts=2, preempted=1, in_vain=1),
 ]
 
 

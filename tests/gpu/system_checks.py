@@ -26,7 +26,7 @@ _STOPPED = 75
 
 def cli_end_to_end(stage: Stage) -> dict[str, Any]:
     """`python -m slurm_train` trains on the GPU over NCCL, stops when asked, saves, resumes and finishes."""
-    root, steps = stage.folder / "runs", stage.size(1500, 40)
+    root, steps = stage.folder / "runs", stage.size(4000, 200)
     words = [
         *("model.width=64", "model.num_layers=2", "data.context=64", f"data.path={stage.folder / 'stdlib'}"),
         *(f"run.root={root}", "run.processes=1", f"train.max_steps={steps}", "train.log_every_steps=5"),
