@@ -348,9 +348,12 @@ def _known(text: str) -> str:
 
 
 _TASK_ERROR = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)$", re.MULTILINE)
+NO_STEP = "Unable to create step"
 _STEP_ERRORS = (
     r"(?m)^srun: error: (Node failure on \S+)",
     r"(?m)^srun: error: (srun itself was killed by signal \d+)$",
+    # Also in the supervisor's own line, where the nodes could not be asked.
+    rf"(?m)\bsrun: error: ({NO_STEP} for job [^;\n]+)",
     # What the supervisor writes when a node did not answer whether it sees the run.
     r"(?m)^error: (no answer from .+ within \d+ s)",
 )

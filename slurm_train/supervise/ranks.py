@@ -28,6 +28,7 @@ from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import compact_nodelist, het_job_ids
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
+from slurm_train.slurm.records import NO_STEP
 
 # --- does every node see the run ---
 
@@ -35,6 +36,8 @@ _TIMEOUT_S = 25.0
 _ASKED_DIRECTLY_S, _FEW = 5.0, 10
 _PATIENCE_S = 120.0
 """For a controller that is away; as long as other questions to it are repeated by default."""
+_REFUSED_S = 30.0
+"""For one that makes no step: after its restart it may not have freed the cores and memory of the one before."""
 _LATE_S = 12
 """How long a node may take to see the file of an attempt, which is there before the question is asked."""
 _QUESTION = """
@@ -97,8 +100,11 @@ def require_seen_by_all(
             hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
         )
     if silent := sorted(set(nodes) - set(answers)):
+        what = f"no answer from {', '.join(silent)}"
+        if NO_STEP not in complaint:
+            what += f" within {_TIMEOUT_S:.0f} s"
         raise SilentNodesError(
-            f"no answer from {', '.join(silent)} within {_TIMEOUT_S:.0f} s, when asked for {run.path}{complaint}",
+            f"{what}, when asked for {run.path}{complaint}",
             code="NODE_MISSING",
             nodes=silent,
             hint=f"look at the node, or leave it out with cluster.exclude={','.join(silent)}",
@@ -132,21 +138,23 @@ def _ask(
 ) -> tuple[dict[str, str], str]:
     """Returns the answer of each node that gave one, and what srun complained about, if anything.
 
-    Asks again while there are no answers at all because Slurm's controller is away and no step can be made.
+    Asks again while there are no answers at all because Slurm's controller is away or makes no step.
     """
     question = ["/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
-    deadline = time.monotonic() + patience_s
+    began_s = time.monotonic()
     while True:
         try:
             done = run_on_each_node(question, nodes, env, timeout_s=timeout_s)
-            output, errors, may_be_away = done.stdout, done.stderr, is_away(done.stderr)
+            output, errors, again_for_s = done.stdout, done.stderr, patience_s
+            if not is_away(errors):
+                again_for_s = min(patience_s, _REFUSED_S) if NO_STEP in errors else 0.0
         except subprocess.TimeoutExpired as err:
             output, errors = (_text(part) for part in (err.stdout, err.stderr))
-            may_be_away = True
+            again_for_s = patience_s
         lines = (line.split() for line in output.splitlines())
         known = (*_PROBLEMS, "fine", "stale")
         answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in known}
-        if answers or not may_be_away or time.monotonic() > deadline:
+        if answers or time.monotonic() >= began_s + again_for_s:
             said = errors.strip().splitlines()
             return answers, f"; it said: {said[-1]}" if said else ""
         time.sleep(1.0)

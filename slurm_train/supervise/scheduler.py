@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from slurm_train.errors import EXIT_ORPHANED, ClusterError
 from slurm_train.launch.batch_script import STEP_NAME
-from slurm_train.rundir.attempts import AttemptStart, first_round
+from slurm_train.rundir.attempts import AttemptStart, first_round, read_ledger
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.jobs import Holder, this_process
@@ -26,7 +26,7 @@ from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, het_job_ids
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import read_preemption
-from slurm_train.slurm.records import end_and_limit, nodes_in, queue_seconds, restarts_of, violent_end
+from slurm_train.slurm.records import NO_STEP, end_and_limit, nodes_in, queue_seconds, restarts_of, violent_end
 from slurm_train.status.activity import holder_lives, newest_job
 from slurm_train.supervise.continuation import can_avoid, is_cancelled, keep_off, submit_continuation
 from slurm_train.supervise.decision import Decision, is_over_its_limit
@@ -167,8 +167,6 @@ class SlurmJob(Scheduler):
         self._all_nodes, self._spares = all_nodes, [node for node in all_nodes if node not in allocation.nodes]
         self.lost: set[str] = set()
         """Nodes of the ranks that do not answer any more."""
-        self.blocked = ""
-        """Why Slurm makes no more steps in this job; "" where it does."""
         self._run, self._env, self._patience_s, self._before_requeue = run, env, patience_s, before_requeue
         self._site: dict[str, float | None] = {}
 
@@ -193,9 +191,7 @@ class SlurmJob(Scheduler):
         return _answer(lambda: self.commands.ended_states(job_id), ())
 
     def explain(self, attempt: int) -> str:
-        """Reads what srun wrote, unless it could not make the step."""
-        if self.blocked:
-            return self.blocked
+        """Reads what srun wrote."""
         log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
         return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 
@@ -235,7 +231,8 @@ class SlurmJob(Scheduler):
 
     def clear(self, attempt: int) -> bool:
         """Ends the attempt's steps."""
-        if self.blocked:
+        if NO_STEP in self.explain(attempt) and self._has_begun_before(attempt):
+            # Slurm's books of this job are wrong since slurmctld was killed, and are so until the job ends (22.05).
             return False
         if self.lost:
             # The step stays until Slurm gives the lost node up; on the other nodes its ranks are killed at once.
@@ -248,6 +245,12 @@ class SlurmJob(Scheduler):
         within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
         name = STEP_NAME.format(attempt=first_round(self._run, attempt))
         return all(end_step(one, name, self.commands, within_s=within_s) for one in self.job_ids)
+
+    def _has_begun_before(self, attempt: int) -> bool:
+        """Returns whether ranks of an earlier attempt were started by this start of the job."""
+        same = (self.start.job_id, self.start.restart_count)
+        before = [line for line in read_ledger(self._run) if line["attempt"] < attempt]
+        return any((line.get("job_id"), line.get("restart_count")) == same for line in before)
 
     def requeue(self, decision: Decision) -> bool:
         """Requeues the job, and puts it off or excludes nodes as decided."""

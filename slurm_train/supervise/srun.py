@@ -38,6 +38,7 @@ from slurm_train.rundir.files import create_empty, for_each, read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation, compact_nodelist, het_job_ids
+from slurm_train.slurm.records import NO_STEP
 from slurm_train.supervise.monitor import (
     BestEffort,
     FindingsRelay,
@@ -163,9 +164,11 @@ class _StepsInTheWay(Task):
         self._run, self._attempt, self._job = run, attempt, job
         self._earlier = {STEP_NAME.format(attempt=earlier) for earlier in range(attempt)}
         self._has_begun, self._looks = False, 0
+        self.left = ""
+        """Such steps that stay, by their ids."""
 
     def look(self) -> None:
-        """Ends such steps, as far as they can be ended; gives the job up for this start when they stay."""
+        """Ends such steps, as far as they can be ended."""
         self._has_begun = self._has_begun or bool(read_beats(self._run, self._attempt))
         if self._has_begun:
             return
@@ -174,8 +177,7 @@ class _StepsInTheWay(Task):
         left = [step for step, name in steps.items() if name in self._earlier]
         self._looks = self._looks + 1 if left and not self._has_begun else 0
         if self._looks >= self._MOST_LOOKS:
-            names = ", ".join(left)
-            self._job.blocked = f"Slurm makes no step for the ranks while it has {names} of an earlier attempt"
+            self.left = ", ".join(left)
         elif self._looks:
             for step in left:
                 self._job.commands.cancel_step(step)
@@ -257,8 +259,9 @@ class SrunLaunch:
             monitor = watch_ranks(run, attempt, self.config, world_size=world_size, end_ranks=self.job.end_ranks)
             for task in (NoticeKeeper(run, attempt, ask=self.job.notice), FindingsRelay(run, attempt), end):
                 monitor.add(task)
+            in_the_way = _StepsInTheWay(run, attempt, self.job)
             if attempt:
-                monitor.add(_StepsInTheWay(run, attempt, self.job))
+                monitor.add(in_the_way)
             if self.job.has_spares:
                 monitor.add(_LostNodes(run, attempt, self.job, self.env))
             if self.config.requeue.warm_ranks:
@@ -266,12 +269,16 @@ class SrunLaunch:
                 monitor.add(_NextRanks(run, attempt, world_size=world_size, start=start))
             process = warm or self._start_step(attempt, log=log)
             with monitor.running():
-                return run_step(
+                code = run_step(
                     process,
                     log=log,
-                    is_overdue=lambda: end.is_overdue or bool(self.job.lost or self.job.blocked),
+                    is_overdue=lambda: end.is_overdue or bool(self.job.lost or in_the_way.left),
                     beside=monitor.check,
                 )
+            if in_the_way.left:
+                no_step = f"{NO_STEP} for job {self.job.job_id}: it still has {in_the_way.left} of an earlier attempt"
+                log.write(f"srun: error: {no_step}\n".encode())
+            return code
 
     def close(self) -> None:
         """Ends what waits beside the ranks."""

@@ -376,7 +376,7 @@ class Supervisor:
         if decision.action == "relaunch":
             cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
             if not cleared:
-                note = f"{cause}; what is left of the ranks does not end, so the job is requeued"
+                note = f"{cause}; nothing more can be started in this allocation, so the job is requeued"
                 return replace(decision, action="requeue", note=note, replace="")
             if decision.replace:
                 self._scheduler.replace(decision.replace)

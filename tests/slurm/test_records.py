@@ -224,6 +224,11 @@ def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
             "srun: error: node2: task 3: User defined signal 2\nsrun: error: node1: tasks 0-1: Terminated\n",
             "rank 3 on node2: User defined signal 2",
         ),
+        (
+            "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n"
+            "srun: error: Unable to create step for job 7: Memory required by task is not available\n",
+            "Unable to create step for job 7: Memory required by task is not available",
+        ),
         ("srun: error: Node failure on node3\nsrun: error: node1: task 0: Killed\n", "node failure on node3"),
         ("error: no answer from node2 within 25 s, when asked for /runs/a\n", "no answer from node2 within 25 s"),
     ],

@@ -102,7 +102,10 @@ def test_nodes_that_cannot_run_it_are_named(
     assert error.exit_code == (EXIT_FAILURE if isinstance(error, SilentNodesError) else EXIT_WRONG_USE)
 
 
-def test_the_question_itself_finds_what_is_wrong(run: RunDirectory, tmp_path: Path) -> None:
+def test_the_question_itself_finds_what_is_wrong(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_REFUSED_S", 0.5)
     run.logs.rmdir()
     refused = refusal(run, fake_srun(tmp_path, "echo 'srun: error: Unable to create step' >&2; exit 1"))
     assert "srun: error: Unable to create step" in refused.message
@@ -123,8 +126,17 @@ def test_nodes_that_do_not_see_the_attempt_are_behind(
     require_seen_by_all(run, NODES, env, attempt=3)
 
 
-def test_while_the_controller_is_away_nodes_are_asked_again(run: RunDirectory, tmp_path: Path) -> None:
-    away = "echo 'srun: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Unable to contact slurm controller (connect failure)",
+        "Unable to create step for job 7: Memory required by task is not available",
+    ],
+)
+def test_while_the_controller_is_away_or_makes_no_step_nodes_are_asked_again(
+    said: str, run: RunDirectory, tmp_path: Path
+) -> None:
+    away = f"echo 'srun: error: {said}' >&2; exit 1"
     require_seen_by_all(run, NODES, fake_srun(tmp_path, f"if mkdir {tmp_path}/asked; then {away}; fi\n{ASK_ALL}"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import ClusterError
+from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
@@ -144,6 +145,23 @@ def test_a_job_without_spare_nodes_has_no_lost_ones(tmp_path: Path) -> None:
     job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=2, patience_s=0.0)
     # Slurm ends the job.
     assert job.lost_nodes({**RUNNING, "NodeList": "node1"}) == () == job.spares_for("node2")
+
+
+@pytest.mark.parametrize(
+    ("said", "is_free"),
+    [
+        ("srun: error: Unable to create step for job 7: Memory required by task is not available", False),
+        ("NODE_MISSING node1: no answer, it said: srun: error: Unable to create step for job 7: Requested", False),
+        ("srun: error: node1: task 0: Killed", True),
+    ],
+)
+def test_a_job_that_gets_no_more_steps_is_not_free(said: str, is_free: bool, tmp_path: Path) -> None:
+    job = spared_job(tmp_path)
+    for attempt in (0, 1):
+        open_attempt(job._run, job.start)
+        (job._run.attempt_logs(attempt) / "batch.log").write_text(f"{said}\n")
+    assert job.clear(0), "the first ranks of a job: what is asked of srun may be wrong, and would be again"
+    assert job.clear(1) == is_free
 
 
 def test_the_step_of_a_lost_node_is_killed_and_not_waited_for(tmp_path: Path) -> None:
