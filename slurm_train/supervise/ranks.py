@@ -100,11 +100,9 @@ def require_seen_by_all(
             hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
         )
     if silent := sorted(set(nodes) - set(answers)):
-        what = f"no answer from {', '.join(silent)}"
-        if NO_STEP not in complaint:
-            what += f" within {_TIMEOUT_S:.0f} s"
+        within = "" if NO_STEP in complaint else f" within {_TIMEOUT_S:.0f} s"
         raise SilentNodesError(
-            f"{what}, when asked for {run.path}{complaint}",
+            f"no answer from {', '.join(silent)}{within}, when asked for {run.path}{complaint}",
             code="NODE_MISSING",
             nodes=silent,
             hint=f"look at the node, or leave it out with cluster.exclude={','.join(silent)}",
