@@ -55,6 +55,8 @@ from slurm_train.train.signals import NodeLeader, StopFlag, release_continue, st
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 # Devices, networks and files fail for a time; tried again, the same program may go on.
+_IN_WORKER = "Original Traceback (most recent call last):"
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _PASSES = re.compile(
     r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError", re.I
 )
@@ -124,10 +126,10 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
         leave(_leave_restart(run, int(env[_ATTEMPT]), code, closes=closes) if is_under_torchrun(env) else code)
     except SlurmTrainError as err:
         print(f"error: {err}", file=sys.stderr, flush=True)
-        _fail(run, env, err.exit_code, err.message)
+        _fail(run, env, err.exit_code, err.message.partition("\n")[0])
     except BaseException as err:
         print(redact(traceback.format_exc()), file=sys.stderr, end="", flush=True)
-        _fail(run, env, EXIT_FAILURE, f"{type(err).__name__}: {err}", place=place_of(err))
+        _fail(run, env, EXIT_FAILURE, message_of(err), place=place_of(err))
 
 
 def leave(code: int) -> NoReturn:
@@ -140,10 +142,19 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def message_of(err: BaseException) -> str:
+    """Returns an exception in one line; one of a DataLoader's worker, whose traceback torch makes a message, too."""
+    lines = f"{type(err).__name__}: {err}".splitlines()
+    return lines[-1] if _IN_WORKER in lines else lines[0]
+
+
 def place_of(err: BaseException) -> str:
     """Returns where an exception was raised, e.g. "model.py:41 in forward"; "" for one that may pass by itself."""
     if isinstance(err, OSError) or _PASSES.search(f"{type(err).__name__}: {err}"):
         return ""
+    if _IN_WORKER in str(err) and (frames := _FRAME.findall(str(err))):
+        file, line, name = frames[-1]
+        return f"{Path(file).name}:{line} in {name}"
     last = traceback.extract_tb(err.__traceback__)[-1]
     return f"{Path(last.filename).name}:{last.lineno} in {last.name}"
 
@@ -153,7 +164,6 @@ def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *,
         # No attempt knows this rank yet.
         leave(code)
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
-    message = message.partition("\n")[0]
     mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message, place=place)
     # Where nothing can be written, the log has said what is wrong.
     with contextlib.suppress(OSError):

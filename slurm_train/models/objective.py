@@ -166,8 +166,9 @@ class Objective(nn.Module):
             named = {name: one for name, one in batch.items() if name != _LABELS or self._takes_labels}
             if self._repeats is not False and labels.dim() > 1:
                 labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            outputs = self.model(**named, targets=labels) if self.takes_targets else self.model(**named)
-            return getattr(outputs, "logits", outputs), labels
+            if self.takes_targets:
+                return self.model(**named, targets=labels), labels
+            return self._scores_in(self.model(**named)), labels
         if len(batch) != 2:
             raise ConfigError(
                 f"a batch of {len(batch)} tensors has no (inputs, targets)",
@@ -175,9 +176,17 @@ class Objective(nn.Module):
             )
         if self.takes_targets:
             return self.model(batch[0], targets=batch[1]), batch[1]
-        outputs = self.model(batch[0])
+        return self._scores_in(self.model(batch[0])), batch[1]
+
+    def _scores_in(self, outputs: Any) -> Tensor:
         # Models of the transformers library give an object that holds the logits.
-        return getattr(outputs, "logits", outputs), batch[1]
+        scores = getattr(outputs, "logits", outputs)
+        if not isinstance(scores, Tensor):
+            raise ConfigError(
+                f"{type(self.model).__name__} gave a {type(scores).__name__}, not a tensor of scores",
+                hint="give the tensor, or an object with it as `.logits`, or define training_loss(batch) on the model",
+            )
+        return scores
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

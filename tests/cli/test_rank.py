@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from slurm_train.cli.rank import allocator_environment, gloo_environment, place_of
+from slurm_train.cli.rank import allocator_environment, gloo_environment, message_of, place_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.ranks import WAITS
 from tests.support.command_line import REPOSITORY
@@ -42,6 +43,22 @@ def test_only_an_exception_of_the_program_has_a_place(err: BaseException, is_kno
     place = place_of(raised(err))
     assert (place.startswith("test_rank.py:") and place.endswith(" in raised")) == is_known
     assert is_known or place == ""
+
+
+class Broken(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise ValueError(f"sample {index} is broken")
+
+
+def test_what_a_worker_of_a_data_loader_raised_is_named_and_not_the_worker() -> None:
+    with pytest.raises(ValueError, match="Caught ValueError in DataLoader worker process 0") as caught:
+        next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
+    assert message_of(caught.value) == "ValueError: sample 0 is broken"
+    assert place_of(caught.value).startswith("test_rank.py:") and place_of(caught.value).endswith(" in __getitem__")
+    assert message_of(KeyError("oops")) == "KeyError: 'oops'"
 
 
 @pytest.mark.parametrize(

@@ -229,3 +229,13 @@ def test_bigram_arrays_are_not_joined_and_bytes_divide() -> None:
 def test_long_bigram_arrays_are_counted_across_blocks() -> None:
     tokens = np.tile(np.array([0, 1, 2], dtype=np.uint16), 2**20)
     assert bigram_bits_per_byte([tokens], [tokens], vocab_size=3) < 1e-5
+
+
+@pytest.mark.parametrize("output", [(torch.zeros(2, 3), None), {"scores": torch.zeros(2, 3)}, None])
+def test_what_is_no_tensor_of_scores_is_refused_in_words(output: Any) -> None:
+    class Odd(nn.Module):
+        def forward(self, inputs: Tensor) -> Any:
+            return output
+
+    with pytest.raises(ConfigError, match=f"Odd gave a {type(output).__name__}, not a tensor of scores"):
+        Objective(Odd())((torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)))
