@@ -64,7 +64,7 @@ class Objective(nn.Module):
         """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor)."""
         own = self._own_loss(batch)
         if own is not None:
-            return own(batch)
+            return self._sum_and_count(own(batch))
         outputs, targets = self._score(batch)
         return self.loss_of(outputs, targets)
 
@@ -75,10 +75,16 @@ class Objective(nn.Module):
         """
         own = getattr(self.model, "evaluation_sums", None)
         if own is not None:
-            return cast("dict[str, Tensor]", own(batch))
+            sums = own(batch)
+            if not isinstance(sums, dict) or not {"loss", "count"} <= set(sums):
+                raise ConfigError(
+                    f"{type(self.model).__name__}.evaluation_sums gave {_kind(sums)}, not a dict with loss and count",
+                    hint='return the sum of the loss over the batch as "loss" and the number of items as "count"',
+                )
+            return {name: one if isinstance(one, Tensor) else torch.tensor(one) for name, one in sums.items()}
         own_loss = self._own_loss(batch)
         if own_loss is not None:
-            loss, count = own_loss(batch)
+            loss, count = self._sum_and_count(own_loss(batch))
             return {"loss": loss, "count": count}
         return self.sums_of(*self._score(batch))
 
@@ -139,12 +145,27 @@ class Objective(nn.Module):
                 hint="leave them out of the samples, or define training_loss(batch) on the model",
             )
 
-    def _own_loss(self, batch: Batch) -> Callable[[Batch], tuple[Tensor, Tensor]] | None:
+    def _own_loss(self, batch: Batch) -> Callable[[Batch], Any] | None:
         own = getattr(self.model, "training_loss", None)
         if own is None and isinstance(batch, dict):
             labels = batch.get(_LABELS)
             own = self._mean_over_samples if labels is None or labels.is_floating_point() else None
-        return cast("Callable[[Batch], tuple[Tensor, Tensor]] | None", own)
+        return cast("Callable[[Batch], Any] | None", own)
+
+    def _sum_and_count(self, made: Any) -> tuple[Tensor, Tensor]:
+        """Returns what the model's own loss gave; a count that is a plain number as a tensor."""
+        if (
+            not isinstance(made, (tuple, list))
+            or len(made) != 2
+            or not (isinstance(made[0], Tensor) and made[0].dim() == 0 and isinstance(made[1], (Tensor, int, float)))
+        ):
+            raise ConfigError(
+                f"{type(self.model).__name__}.training_loss gave {_kind(made)}, not the sum of the loss as a scalar "
+                "tensor and the number of items",
+                hint="return losses.sum(), losses.numel(); of a mean over n items mean * n, n",
+            )
+        loss, count = made
+        return loss, count if isinstance(count, Tensor) else torch.full((), count, device=loss.device)
 
     def _mean_over_samples(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         loss = getattr(self.model(**batch), "loss", None)
@@ -234,6 +255,15 @@ def _by_item(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         f"the model gave {tuple(outputs.shape)} for whole-number targets of {tuple(targets.shape)}",
         hint="give one score per class, classes last, or define training_loss(batch) on the model",
     )
+
+
+def _kind(value: object) -> str:
+    """Returns what a value is, e.g. "(tensor of (4, 1), int)", "dict with loss"."""
+    if isinstance(value, Tensor):
+        return f"tensor of {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_kind, value))})"
+    return f"dict with {', '.join(map(str, value))}" if isinstance(value, dict) else type(value).__name__
 
 
 def _precise(values: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch.nn import functional
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import IGNORED, Objective, bigram_bits_per_byte, default_loss, default_sums
 
+NOT_A_SUM = ", not the sum of the loss as a scalar tensor and the number of items"
+
 
 class Given(nn.Module):
     """A model whose output is its input."""
@@ -112,6 +114,59 @@ def test_message_of_shapes_that_do_not_fit(outputs: tuple[int, ...], targets: Te
     with pytest.raises(ConfigError) as caught:
         default_loss(torch.zeros(outputs), targets)
     assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("method", "made", "message"),
+    [
+        (
+            "training_loss",
+            torch.tensor(1.0),
+            f"Made.training_loss gave tensor of (){NOT_A_SUM}",
+        ),
+        (
+            "training_loss",
+            (torch.zeros(4), torch.tensor(4)),
+            f"Made.training_loss gave (tensor of (4,), tensor of ()){NOT_A_SUM}",
+        ),
+        (
+            "training_loss",
+            (1.0, 4),
+            f"Made.training_loss gave (float, int){NOT_A_SUM}",
+        ),
+        (
+            "evaluation_sums",
+            {"loss": torch.tensor(1.0)},
+            "Made.evaluation_sums gave dict with loss, not a dict with loss and count",
+        ),
+        (
+            "evaluation_sums",
+            torch.tensor(1.0),
+            "Made.evaluation_sums gave tensor of (), not a dict with loss and count",
+        ),
+    ],
+)
+def test_message_of_what_an_own_loss_must_not_return(method: str, made: object, message: str) -> None:
+    model = type("Made", (nn.Module,), {method: lambda _, __: made})()
+    of_model = Objective(model)
+    with pytest.raises(ConfigError) as caught:
+        (of_model.evaluation_sums if method == "evaluation_sums" else of_model)((torch.zeros(4, 1), torch.zeros(4, 1)))
+    assert caught.value.message == message
+
+
+def test_plain_numbers_count_as_tensors_do() -> None:
+    class WithNumbers(nn.Module):
+        def training_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+            return batch[0].sum(), batch[0].numel()
+
+    class WithNumbersOfBoth(WithNumbers):
+        def evaluation_sums(self, batch: tuple[Tensor, ...]) -> dict[str, float]:
+            return {"loss": batch[0].sum().item(), "count": batch[0].numel()}
+
+    batch = (torch.ones(4),)
+    assert Objective(WithNumbers())(batch) == (torch.tensor(4.0), torch.tensor(4))
+    for model in (WithNumbers(), WithNumbersOfBoth()):
+        assert Objective(model).evaluation_sums(batch) == {"loss": torch.tensor(4.0), "count": torch.tensor(4)}
 
 
 def test_batch_without_targets_needs_an_own_loss() -> None:
