@@ -150,7 +150,7 @@ _ADVICE = {
     "-m and several values, which makes one job array: -m optim.lr=1e-3,3e-4": (
         "sweep multirun tune hpo search grid array -a"
     ),
-    "`status`; `status -w` goes on looking": "squeue ls list ps jobs show queue info sacct",
+    "`status`; `status -w` goes on looking": "squeue watch ls list ps jobs show queue info sacct",
     "`cancel RUN`": "scancel stop kill abort",
     "`logs -f RUN`": "log tail follow attach output error -o -e",
     "`resume RUN`, or the run's own command again; an interrupted job comes back by itself (requeue.enabled=true)": (

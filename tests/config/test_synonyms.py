@@ -22,6 +22,7 @@ GIVEN = [
     ("mem", "64G", "write cluster.memory_gb_per_node=64"),
     ("run_name", None, "write run.name=my_run"),
     ("run_name", "a b", "write run.name=my_run"),
+    ("watch", None, "`status`; `status -w` goes on looking"),
     ("-N", "2", "write +cluster=2x8, nodes x GPUs per node"),
     # Keywords of a model or data set of one's own are nobody's synonyms.
     ("model.lr", "1", ""),
