@@ -420,11 +420,11 @@ LOOPS = {"plain": plain, "ours": ours, "lightning": lightning, "accelerate": acc
 """What builds each loop; the first is what the others are compared with."""
 
 
-def quick(folder: Path, *, tiny: bool, local_size: int = 16, rounds: int = 4) -> Sequence[Figures]:
+def quick(folder: Path, *, tiny: bool) -> Sequence[Figures]:
     """Returns the rows of ours and of the plain loop, quickly: for the acceptance checks."""
-    order = {"tiny": tiny, "local_size": 2 if tiny else local_size, "accumulation": 1}
+    order = {"tiny": tiny, "local_size": 2 if tiny else 16, "accumulation": 1}
     kinds = {"plain": {"kind": "plain"}, "ours": {"kind": "ours"}}
-    rows, notes = compare(kinds, order, folder, rounds=1 if tiny else rounds, steps=2 if tiny else 15)
+    rows, notes = compare(kinds, order, folder, rounds=1 if tiny else 4, steps=2 if tiny else 15)
     if len(rows) < 2:
         raise RuntimeError("\n".join(notes))
     return rows

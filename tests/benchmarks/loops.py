@@ -59,9 +59,9 @@ class Loop:
         """
         self.facts = self._answer(timeout_s)
 
-    def turn(self, steps: int, *, timeout_s: float = 300.0) -> Figures:
+    def turn(self, steps: int) -> Figures:
         """Lets the loop take steps and returns what it measured: seconds per step, peak bytes."""
-        self.turns.append(self.ask({"steps": steps}, timeout_s=timeout_s))
+        self.turns.append(self.ask({"steps": steps}))
         return self.turns[-1]
 
     def ask(self, order: Mapping[str, Any], *, timeout_s: float = 300.0) -> Figures:
@@ -224,14 +224,14 @@ def machine() -> Figures:
     return found
 
 
-def markdown(title: str, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> str:
+def markdown(title: str, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns rows with the same keys as a table, under a line of facts."""
     keys = list(rows[0]) if rows else []
     dry = [] if facts.get("device") != "cpu" else ["**On a CPU, in a tiny form: this shows that it runs, no speed.**"]
     head = ", ".join(f"{key} {value}" for key, value in facts.items() if value not in (None, ""))
     lines = [f"| {' | '.join(keys)} |", "|---|" + "--:|" * (len(keys) - 1)]
     lines += [f"| {' | '.join(_cell(one.get(key)) for key in keys)} |" for one in rows]
-    return "\n\n".join([f"# {title}", *dry, head, "\n".join(lines), *notes])
+    return "\n\n".join([f"# {title}", *dry, head, "\n".join(lines)])
 
 
 def _cell(value: Any) -> str:

@@ -127,7 +127,7 @@ def look(run: RunDirectory) -> Look:
 
 
 @contextmanager
-def watching(run: RunDirectory, seen: list[Look], *, every_s: float = 0.1) -> Iterator[None]:
+def watching(run: RunDirectory, seen: list[Look]) -> Iterator[None]:
     """Looks at a run all the time while the body runs, and appends to `seen` without repetitions."""
 
     def watch() -> None:
@@ -135,7 +135,7 @@ def watching(run: RunDirectory, seen: list[Look], *, every_s: float = 0.1) -> It
         if not seen or now.checkpoints != seen[-1].checkpoints:
             seen.append(now)
 
-    with repeating(watch, every_s=every_s):
+    with repeating(watch, every_s=0.1):
         yield
 
 

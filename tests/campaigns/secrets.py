@@ -72,15 +72,15 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
     return {"searches and refusals": str(tally.trials), "where Slurm itself keeps what cluster.export names": kept}
 
 
-def hits(root: Path, *, canary: str = CANARY, skip: Iterable[Path] = ()) -> list[str]:
+def hits(root: Path, *, skip: Iterable[Path] = ()) -> list[str]:
     """Returns the files below a folder whose name or content holds the canary, in UTF-8 or as UTF-16."""
-    forms = (canary.encode(), canary.encode("utf-16-le"))
+    forms = (CANARY.encode(), CANARY.encode("utf-16-le"))
     left_out = set(skip)
     found = []
     for path in sorted(root.rglob("*")):
         if any(place == path or place in path.parents for place in left_out):
             continue
-        is_hit = canary in path.name or (path.is_file() and any(form in path.read_bytes() for form in forms))
+        is_hit = CANARY in path.name or (path.is_file() and any(form in path.read_bytes() for form in forms))
         found += [str(path.relative_to(root))] if is_hit else []
     return found
 

@@ -139,12 +139,7 @@ def test_evaluation_by_length_gives_all_ranks_as_much_to_do() -> None:
 GLOBAL_SIZE, POOL = 32, 8
 
 
-def make_lengths(num_samples: int = 1000) -> np.ndarray:
-    values = np.random.default_rng(3).lognormal(4.0, 0.8, num_samples)
-    return np.clip(values, 4, 600).astype(np.int32)
-
-
-LENGTHS = make_lengths()
+LENGTHS = np.clip(np.random.default_rng(3).lognormal(4.0, 0.8, 1000), 4, 600).astype(np.int32)
 
 
 def make(seed: int = 5, *, first: int = 0, pool: int = POOL, lengths: np.ndarray = LENGTHS) -> LengthBatches:

@@ -15,13 +15,13 @@ def job_state(job_id: str, word: str = "RUNNING", *, source: str = "squeue", **f
     return JobState(job_id=job_id, word=word, source=source, **fields)
 
 
-def four_by_eight(name: str = "main") -> Partition:
+def four_by_eight() -> Partition:
     """Returns the default partition of a cluster of 4 nodes with 8 GPUs and 64 CPUs each."""
     nodes = NodeGroup(
         num_nodes=4, gpus_per_node=8, gpu_type="", cpus_per_node=64, memory_per_node_mb=512000, state="idle"
     )
     return Partition(
-        name=name,
+        name="main",
         is_default=True,
         state="up",
         max_nodes=None,

@@ -20,10 +20,10 @@ from slurm_train.rundir.sweep import (
 )
 
 
-def new_sweep(root: Path, sweep_id: str = "9b1c44e0", *, count: int = 3) -> SweepDirectory:
+def new_sweep(root: Path, sweep_id: str = "9b1c44e0") -> SweepDirectory:
     sweep = SweepDirectory(root / "sweeps" / sweep_id)
     sweep.path.mkdir(parents=True)
-    runs = [RunDirectory(root / "gpt-stdlib" / f"0000000{index}") for index in range(count)]
+    runs = [RunDirectory(root / "gpt-stdlib" / f"0000000{index}") for index in range(3)]
     write_table(sweep, [Element(index=i, run=run, overrides={"seed": str(i)}) for i, run in enumerate(runs)])
     return sweep
 

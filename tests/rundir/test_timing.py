@@ -231,8 +231,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def times_of(run: RunDirectory, *, rank: int = 0, clock: float = 0.0) -> StepTimes:
-    return StepTimes(run, 2, rank=rank, host=f"node{rank}", clock=lambda: clock)
+def times_of(run: RunDirectory, *, rank: int = 0) -> StepTimes:
+    return StepTimes(run, 2, rank=rank, host=f"node{rank}", clock=lambda: 0.0)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.5, 0.95, 0.99])

@@ -28,8 +28,6 @@ from slurm_train.supervise.ranks import (
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.support.waiting import wait_for
 
-Capfd = pytest.CaptureFixture[str]
-
 NODES = ("node1", "node2", "node3")
 
 

@@ -132,7 +132,7 @@ class Person:
         return own | {"PYTHONPATH": f"{REPOSITORY}:{self.path}".rstrip(":"), "NO_COLOR": "1"}
 
 
-def somebody_else(folder: Path, user: str = "nobody") -> Person | str:
+def somebody_else(folder: Path) -> Person | str:
     """Returns an unprivileged person in a folder of theirs, or why there can be none.
 
     The tests' own interpreter may lie where only root gets to; then the system's takes its place, with the same
@@ -140,13 +140,13 @@ def somebody_else(folder: Path, user: str = "nobody") -> Person | str:
     """
     project = new_project(folder)
     for path in (project, *project.iterdir()):
-        shutil.chown(path, user)
+        shutil.chown(path, "nobody")
     for python, path in ((sys.executable, ""), ("/usr/bin/python3", sysconfig.get_path("purelib"))):
-        person = Person(project, user=user, python=python, path=path)
+        person = Person(project, user="nobody", python=python, path=path)
         done = person.runs(python, "-c", "import sys, torch; print(sys.version_info[:2])")
         if done.code == 0 and done.out.strip() == str(sys.version_info[:2]):
             return person
-    return f"no Python with torch that {user} may run"
+    return "no Python with torch that nobody may run"
 
 
 def write(folder: Path, files: dict[str, str]) -> str:

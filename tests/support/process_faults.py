@@ -33,9 +33,9 @@ def supervisor_pid(run: RunDirectory) -> int:
     return _only(_find(lambda words, _env: words[3:5] == ["supervise", str(run.path)]), f"supervisor of {run.path}")
 
 
-def stepd_pid(run: RunDirectory, rank: int = 0, *, attempt: int = 0) -> int:
-    """Returns the slurmstepd that holds a rank."""
-    return _parent(rank_pid(run, rank, attempt=attempt))
+def stepd_pid(run: RunDirectory, *, attempt: int = 0) -> int:
+    """Returns the slurmstepd that holds rank 0."""
+    return _parent(rank_pid(run, 0, attempt=attempt))
 
 
 def kill(pid: int) -> None:

@@ -115,6 +115,6 @@ def _write_step_times(run: RunDirectory, rank: int, seconds: float) -> None:
     times.keep()
 
 
-def run_in(folder: Path, name: str = "gpt", run_id: str = "3f9a1c07") -> RunDirectory:
+def run_in(folder: Path, run_id: str = "3f9a1c07") -> RunDirectory:
     """Returns the paths of a run below a folder."""
-    return RunDirectory(folder / "runs" / name / run_id)
+    return RunDirectory(folder / "runs" / "gpt" / run_id)

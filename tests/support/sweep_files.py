@@ -57,10 +57,10 @@ def write_sweep(folder: Path, runs: Sequence[SweptRun] = RUNS) -> tuple[SweepDir
     return sweep, elements, trials
 
 
-def sweep_document_of(folder: Path, runs: Sequence[SweptRun] = RUNS, *, metric: str | None = None) -> Document:
+def sweep_document_of(folder: Path, runs: Sequence[SweptRun] = RUNS) -> Document:
     """Returns the document of a sweep that it writes below a folder."""
     sweep, elements, trials = write_sweep(folder, runs)
-    return sweep_document(sweep, elements, trials, metric=metric, now_unix_s=BEGAN_UNIX_S + 5000)
+    return sweep_document(sweep, elements, trials, metric=None, now_unix_s=BEGAN_UNIX_S + 5000)
 
 
 def _write(folder: Path, index: int, run: SweptRun) -> Element:

@@ -101,15 +101,15 @@ def query(database: Path, sql: str) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-def mlflow_points(database: Path, key: str = "loss") -> list[tuple[int, float]]:
-    """Returns (step, value) of a curve as MLflow has kept it, by time."""
-    return query(database, f"SELECT step, value FROM metrics WHERE key = '{key}' ORDER BY timestamp")
+def mlflow_points(database: Path) -> list[tuple[int, float]]:
+    """Returns (step, value) of the loss as MLflow has kept it, by time."""
+    return query(database, "SELECT step, value FROM metrics WHERE key = 'loss' ORDER BY timestamp")
 
 
-def trackio_points(database: Path, key: str = "loss") -> list[tuple[int, float]]:
-    """Returns (step, value) of a curve as trackio has kept it, in its order."""
+def trackio_points(database: Path) -> list[tuple[int, float]]:
+    """Returns (step, value) of the loss as trackio has kept it, in its order."""
     rows = query(database, "SELECT step, metrics FROM metrics ORDER BY id")
-    return [(step, json.loads(text)[key]) for step, text in rows if key in json.loads(text)]
+    return [(step, json.loads(text)["loss"]) for step, text in rows if "loss" in json.loads(text)]
 
 
 def tensorboard_points(folder: Path, key: str = "loss") -> list[tuple[int, float]]:

@@ -25,16 +25,11 @@ def said(*found: GpuSpeeds) -> list[tuple[str, str, str]]:
     return [(one.code, one.node, one.seen) for one in _slow_gpus(job)]
 
 
-def test_the_slow_gpu_is_named_among_all_nodes() -> None:
-    assert said(speeds("node1", 780, 790, 512), speeds("node2", 775, 785, 781)) == [
-        ("SLOW_GPU", "node1", "GPU 2 (NVIDIA H200) computes 512 TFLOP/s in bfloat16, the others 781")
-    ]
-
-
-def test_a_slow_memory_is_named() -> None:
-    assert said(speeds("node1", 780, 780), speeds("node2", 781, copies=2100.0)) == [
-        ("SLOW_GPU", "node2", "GPU 0 (NVIDIA H200) copies 2100 GB/s within its memory, the others 4000")
-    ]
+def test_the_slow_gpu_or_memory_is_named_among_all_nodes() -> None:
+    computes = "GPU 2 (NVIDIA H200) computes 512 TFLOP/s in bfloat16, the others 781"
+    assert said(speeds("node1", 780, 790, 512), speeds("node2", 775, 785, 781)) == [("SLOW_GPU", "node1", computes)]
+    copies = "GPU 0 (NVIDIA H200) copies 2100 GB/s within its memory, the others 4000"
+    assert said(speeds("node1", 780, 780), speeds("node2", 781, copies=2100.0)) == [("SLOW_GPU", "node2", copies)]
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,11 @@ def test_what_slurm_takes_at_once_stays_as_it_is(site: str) -> None:
     assert tried(site, lambda _: True) == (build_profile(facts_of(site), {}), [])
 
 
-def test_the_spelling_of_gpus_is_found_by_trying() -> None:
-    site, problems = tried("devcluster", lambda script: "--gres=gpu:8" in script)
-    assert (site.cluster["gpu_flag"], problems) == ("gres", [])
+@pytest.mark.parametrize(("taken", "flag"), [("--gres=gpu:8", "gres"), ("--gpus-per-task=1", "gpus-per-task")])
+def test_the_spelling_of_gpus_is_found_by_trying(taken: str, flag: str) -> None:
+    site, problems = tried("devcluster", lambda script: taken in script)
+    assert (site.cluster["gpu_flag"], problems) == (flag, [])
     assert "gpu_flag" not in site.partitions["main"].cluster
-
-
-def test_gpus_per_task_are_asked_for_where_nothing_else_is_taken() -> None:
-    site, problems = tried("devcluster", lambda script: "--gpus-per-task=1" in script)
-    assert (site.cluster["gpu_flag"], problems) == ("gpus-per-task", [])
 
 
 def test_requeue_is_left_out_where_it_is_refused() -> None:
