@@ -199,8 +199,9 @@ _WORDS = {
     "Degree": "whole number from 1, -1",
     "Positive": "number above 0",
     "list[Count]": "list of whole numbers from 1",
-    "Annotated[int, Bound(0)]": "whole number from 0",
-    "Annotated[float, Bound(0)]": "number from 0",
+    "Whole": "whole number from 0",
+    "Amount": "number from 0",
+    "list[Amount]": "list of numbers from 0",
     "Annotated[float, Bound(1, is_open=True)]": "number above 1",
 }
 

@@ -391,6 +391,10 @@ _SAID: Mapping[str, tuple[str, str]] = {
         "give it one",
     ),
     r"An item is already at '(.*?)'": ("{0} is there already, and + adds a key", "write {0}=VALUE, without the +"),
+    r"Error merging override \+?(callbacks|optim\.groups)\b": (
+        "{0} is a list of mappings, and was given something else",
+        'write "{0}=[{...}]"',
+    ),
     r"(Config group override) must be a string or a list": (
         "a group is chosen by the name of an option, not by a number or null",
         f"write {_SIZE}; ~GROUP leaves a group out, e.g. ~cluster",

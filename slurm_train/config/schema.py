@@ -50,8 +50,10 @@ class Bound(NamedTuple):
 
 
 Count = Annotated[int, Bound(1)]
+Whole = Annotated[int, Bound(0)]
 Degree = Annotated[int, Bound(1, other=-1)]
 Positive = Annotated[float, Bound(0, is_open=True)]
+Amount = Annotated[float, Bound(0)]
 
 KEYWORDS = "keywords"
 """Field of a section that takes keys which no other field has; in mappings they stand beside the others."""
@@ -110,9 +112,9 @@ class GroupRule:
     """Numbers of dimensions, e.g. [0, 1] for whatever is no matrix; empty: all."""
     lr: Positive | None = None
     """Peak learning rate in place of `optim.lr`."""
-    lr_scale: float = 1.0
+    lr_scale: Amount = 1.0
     """The same as a multiple of `optim.lr`."""
-    weight_decay: float | None = None
+    weight_decay: Amount | None = None
     _target_: str | None = None
     """Another optimizer for these."""
     keywords: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +134,7 @@ class OptimSection:
     _target_: str = "torch.optim.AdamW"
     """Class of the optimizer, of torch or a package; other keys of this section that it takes are its keywords, e.g.
     `optim._target_=torch.optim.SGD optim.lr=0.1 optim.momentum=0.9`."""
-    lr: float = 1e-3
+    lr: Amount = 1e-3
     """Peak learning rate, tuned for `lr_global_size`."""
     lr_global_size: Count | None = None
     """Global batch that `lr` was tuned for; default: that of the run, so `lr` is not changed."""
@@ -141,19 +143,19 @@ class OptimSection:
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] | dict[str, Any] = "cosine"
     """Shape after the warm-up, counted in samples, so it does not depend on how a batch is split; wsd is constant, then
     linear at the end. `optim.schedule._target_=my_package.my_schedule`: a function of your own, warm-up included."""
-    warmup_samples: int | None = None
+    warmup_samples: Whole | None = None
     """Samples of linear warm-up; default 5 % of the run."""
-    decay_samples: int | None = None
+    decay_samples: Whole | None = None
     """Samples of the linear decay at the end of wsd; default 20 % of the run."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Amount = 0.1
     """Last learning rate of cosine, linear and wsd, and the least of inverse_sqrt, as a fraction of the peak."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[Amount] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of the two moments, for a class that takes `betas` and `eps`."""
-    eps: float = 1e-8
+    eps: Amount = 1e-8
     """Term that such a class adds to the denominator."""
-    weight_decay: float = 0.1
+    weight_decay: Amount = 0.1
     """Weight decay of parameters with two or more dimensions (not of norms and biases)."""
-    grad_clip_norm: float | None = 1.0
+    grad_clip_norm: Positive | None = 1.0
     """Largest global gradient norm, applied once per optimizer step; null switches clipping off."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """Rules for some parameters, of which the first that fits counts. `match` (patterns of names, e.g. "*embed*") and
@@ -214,9 +216,9 @@ class TrainSection:
     but slower. Without it, attention and additions in parallel may round differently on a GPU from run to run."""
     samples_digest: bool = False
     """Logs a digest of the sample indices that the ranks used (independent of their order), for tests of exactness."""
-    start_timeout_s: float = 600.0
+    start_timeout_s: Positive = 600.0
     """Time-out of the rendezvous, and of the time until the end of the first step (compilation)."""
-    steady_timeout_s: float = 300.0
+    steady_timeout_s: Positive = 300.0
     """Time-out of collectives after the first step, if there is no hang watchdog (`health.hang_timeout_s`)."""
     threads: Count | None = None
     """CPU threads of torch per rank; default: cores of this rank, at least 1."""
@@ -227,7 +229,7 @@ class TrainSection:
     """Path of a checkpoint that is evaluated, and nothing is trained; `evaluate` and `generate` set it."""
     generate: dict[str, Any] | None = None
     """Texts that `evaluate_from` continues, and how, in place of the evaluation; `generate` sets it."""
-    sample_tokens: int = 0
+    sample_tokens: Whole = 0
     """Length of the text that is generated at the end of a run, if the model can generate; 0: none."""
 
     def compiles(self, *, on_gpu: bool) -> bool:
@@ -239,7 +241,7 @@ class TrainSection:
 class DdpSection:
     """DistributedDataParallel."""
 
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: Positive = 25.0
     """Size of a gradient bucket in MiB."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
@@ -248,7 +250,7 @@ class DdpSection:
     comm: Literal["none", "bf16", "powersgd", "post_local_sgd"] = "none"
     """How gradients are exchanged on slow networks: in full; in bfloat16; as thin matrices (PowerSGD); only within each
     node, with regular averages of the parameters. All except none change the result slightly."""
-    comm_start_step: Annotated[int, Bound(0)] = 100
+    comm_start_step: Whole = 100
     """Steps at the beginning of a run for which powersgd and post_local_sgd exchange full gradients."""
     powersgd_rank: Count = 2
     """Columns of PowerSGD's matrices: more columns are more exact and send more bytes."""
@@ -300,7 +302,7 @@ class HealthSection:
     """Optimizer steps between comparisons of the parameters of all replicas, also before each save; null: never."""
     pace_every_steps: Count | Literal["auto"] | None = "auto"
     """Steps between measurements for stragglers; auto: about four per second, at least every 64 steps; null: off."""
-    straggler_excess: float = 0.1
+    straggler_excess: Positive = 0.1
     """A rank is a straggler if its own part of a step takes this fraction longer than that of the others."""
 
 
@@ -318,7 +320,7 @@ class PreflightSection:
     """Also measures and compares compute speed and network speed of nodes: about a second, with GPUs up to a minute."""
     only: bool = False
     """Ends after the checks; `doctor +cluster=NxG` sets it."""
-    exclude_bad_nodes_h: Annotated[float, Bound(0)] = 4.0
+    exclude_bad_nodes_h: Amount = 4.0
     """Hours for which later submissions exclude a bad node; 0: they do not."""
 
 
@@ -396,9 +398,9 @@ class TrackSection:
     wandb: WandbSection = WandbSection()
     mlflow: MlflowSection = MlflowSection()
     trackio: TrackioSection = TrackioSection()
-    timeout_s: float = 120.0
+    timeout_s: Positive = 120.0
     """Seconds that a tracker may take to start or to accept lines; then it is ended and started again later."""
-    close_timeout_s: float = 15.0
+    close_timeout_s: Amount = 15.0
     """Seconds that a job waits for its trackers after its ranks have ended; missing lines are sent later."""
 
 
@@ -447,17 +449,17 @@ class ClusterSection:
     """Number of nodes; with `launcher=torchrun` also a range, "2-4": as many of them as are available."""
     gpus_per_node: Count | list[Count] = 1
     """GPUs, and so ranks, on each node; a list for uneven nodes, in rank order, e.g. [4,2]."""
-    spare_nodes: Annotated[int, Bound(0)] = 0
+    spare_nodes: Whole = 0
     """Further nodes of the allocation that wait: one takes a lost or bad node's place without a requeue."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """What starts the ranks: srun, or one torchrun per node, which can restart its ranks."""
-    max_restarts: int = 3
+    max_restarts: Whole = 3
     """Largest number of restarts of failed ranks by torchrun before the step ends; only with `launcher=torchrun`."""
-    cpus_per_gpu: int | None = None
+    cpus_per_gpu: Count | None = None
     """CPU cores for each rank; default: what Slurm gives."""
-    memory_gb_per_node: int | None = None
+    memory_gb_per_node: Whole | None = None
     """Memory of a node in GiB; 0: all of it; default: that of the partition."""
-    memory_gb_per_gpu: int | None = None
+    memory_gb_per_gpu: Whole | None = None
     """Memory of a node in GiB for each of its GPUs, if `memory_gb_per_node` is not set."""
     partition: str | None = None
     """Partition; default: Slurm's own default."""
@@ -465,7 +467,7 @@ class ClusterSection:
     """Account the time is charged to."""
     qos: str | None = None
     """Quality of service."""
-    time_limit_min: int | None = None
+    time_limit_min: Count | None = None
     """Wall-clock limit of one attempt in minutes; default: the partition's."""
     nodelist: str | None = None
     """Nodes that the job must use, e.g. "node[1-4]"."""
@@ -548,6 +550,83 @@ class RunConfig:
         return self.task is None and self.script is None
 
 
+GPT_TARGET = "slurm_train.models.gpt.GPT"
+
+
+@frozen
+class GptSection:
+    """What the shipped GPT takes as `model`; the meanings are those of its constructor's arguments."""
+
+    vocab_size: Count = 257
+    context: Count = 256
+    num_layers: Count = 4
+    num_heads: Count = 4
+    num_kv_heads: Whole = 0
+    width: Count = 160
+    hidden: Whole = 0
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: Positive = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    positions: Literal["rope", "learned"] = "rope"
+    rope_theta: Positive = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    bias: bool = False
+    dropout: Amount = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuses heads that do not divide the width or each other, and a dropout of everything."""
+        if self.dropout >= 1:
+            raise ConfigError(f"model.dropout must be below 1, got {self.dropout:g}", hint="write model.dropout=0.1")
+        if self.width % (2 * self.num_heads):
+            raise ConfigError(
+                f"model.width={self.width} cannot be split into model.num_heads={self.num_heads} heads of an even "
+                "width",
+                hint=f"set model.width to a multiple of {2 * self.num_heads}",
+            )
+        if self.num_heads % (self.num_kv_heads or self.num_heads):
+            raise ConfigError(
+                f"model.num_heads={self.num_heads} heads cannot share model.num_kv_heads={self.num_kv_heads} "
+                "in equal groups",
+                hint=f"set model.num_kv_heads to a divisor of {self.num_heads}; 0: as many",
+            )
+
+
+@frozen
+class ReadingSection:
+    """What any `data` may have besides the keywords of its target (`data.build`)."""
+
+    heldout: dict[str, Any] | None = None
+    num_workers: Whole | None = None
+    prefetch: Whole | None = None
+    keyed_randomness: bool = True
+    allow_world_change: bool = False
+
+
+def check_groups(config: RunConfig) -> None:
+    """Checks what is known of the open sections `model` and `data` before anything is built of them.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of its range; sequences longer than the shipped GPT takes.
+    """
+    model, data = config.model or {}, config.data or {}
+    _build_known(ReadingSection, data, path="data.")
+    positions = None
+    if str(data.get("_target_")).startswith("slurm_train.data.") and "context" in data:
+        positions = _convert(Count, data["context"], "data.context")
+    if model.get("_target_") == GPT_TARGET:
+        shape = _build_known(GptSection, model, path="model.")
+        if positions is not None and positions > shape.context:
+            raise ConfigError(
+                f"data.context={positions} is longer than model.context={shape.context}",
+                hint="leave model.context out: it follows data.context",
+            )
+
+
+def _build_known(cls: type[T], values: Mapping[str, Any], *, path: str) -> T:
+    return build_config(cls, {key: value for key, value in values.items() if key in _hints(cls)}, path=path)
+
+
 def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
     """Returns an instance of a dataclass.
 
@@ -614,6 +693,10 @@ def unknown_key_error(key: str, known: Iterable[str], *, value: object = None) -
     import difflib
 
     hint = advise(key, value)
+    # "callbacks.mine._target_": lists of mappings are the parts that other tools let one name.
+    lists = (name for name, kind in all_keys(RunConfig).items() if kind == list[dict[str, Any]])
+    if not hint and (name := next((one for one in lists if key.startswith(f"{one}.")), "")):
+        hint = f'{name} is a list of mappings: "{name}=[{{...}}]"'
     if not hint:
         nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(nearest)}?" if nearest else "`--cfg job` prints every key"

@@ -102,17 +102,13 @@ def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
     """Returns how many micro-batches of the training samples a thread reads ahead, 0 for none.
 
     Raises:
-        ConfigError: it is no count, or reading these samples in a thread would disturb the training.
+        ConfigError: reading these samples in a thread would disturb the training.
     """
     depth = config.get(_PREFETCH) or 0
     if depth and isinstance(source, StreamSource):
         raise ConfigError(
             "data.prefetch would read a stream ahead of the place that is saved",
             hint="let the stream itself read ahead",
-        )
-    if not isinstance(depth, int) or depth < 0:
-        raise ConfigError(
-            f"data.prefetch must be a whole number of at least 0, got {depth!r}", hint="0 reads nothing ahead"
         )
     if depth and config.get("num_workers"):
         raise ConfigError(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, stage_blocks, stages_of
-from slurm_train.config.schema import OptimSection, ParallelSection, RunConfig
+from slurm_train.config.schema import GPT_TARGET, GptSection, OptimSection, ParallelSection, RunConfig
 from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import positions_of
 
@@ -27,7 +27,7 @@ FLOAT, HALF, INDEX = 4, 2, 8
 """Bytes of a number in float32, in bfloat16, and of a token id."""
 PLAIN_SCORES, CHUNK_SCORES = 2**22, 2**27
 """Scores of a micro-batch above which they exist in chunks, and those of one chunk on a GPU (`models.head`)."""
-_GPT, _EMA = "slurm_train.models.gpt.GPT", "slurm_train.train.callbacks.EMA"
+_EMA = "slurm_train.train.callbacks.EMA"
 
 
 class Part(NamedTuple):
@@ -40,27 +40,13 @@ class Part(NamedTuple):
 
 
 @frozen
-class GptShape:
+class GptShape(GptSection):
     """What decides how large the shipped GPT is: arguments of its constructor, with their defaults."""
-
-    vocab_size: int = 257
-    context: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 0
-    width: int = 160
-    hidden: int = 0
-    norm: str = "layernorm"
-    activation: str = "gelu"
-    positions: str = "rope"
-    bias: bool = False
-    dropout: float = 0.0
-    tied: bool = True
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> GptShape | None:
         """Returns the shape that the `model` part of a configuration asks for; None for any other model."""
-        if model.get("_target_") != _GPT:
+        if model.get("_target_") != GPT_TARGET:
             return None
         return cls(**{one.name: model[one.name] for one in fields(cls) if one.name in model})
 

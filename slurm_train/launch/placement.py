@@ -15,13 +15,12 @@ from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import AXES, ParallelLayout, solve_layout
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import GPT_TARGET, RunConfig
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.commands import run_program
 
 _LISTING_TIMEOUT_S = 20.0
-_GPT = "slurm_train.models.gpt.GPT"
 _CNN = "slurm_train.models.cnn.CNN"
 CAUSAL_LM = "slurm_train.models.causal_lm.causal_lm"
 """The target of model=hf."""
@@ -287,7 +286,7 @@ def _model_checks(layout: ParallelLayout, model: Mapping[str, Any], *, stages: i
         f"parallel asks for {layout}, but model=hf has no pipeline stages",
         "use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
     )
-    if target != _GPT:
+    if target != GPT_TARGET:
         return
     layers = int(model.get("num_layers", 4))
     yield (
@@ -330,7 +329,7 @@ def _position_checks(layout: ParallelLayout, config: RunConfig) -> Iterator[Chec
         f"{asked} was asked, but model=hf cannot split sequences",
         "use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
     )
-    if model.get("_target_") != _GPT:
+    if model.get("_target_") != GPT_TARGET:
         return
     key = "data.context" if (config.data or {}).get("context") else "model.context"
     context, chunks = positions_of(config.data, default=int(model.get("context", 256))), 2 * layout.cp

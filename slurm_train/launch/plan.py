@@ -27,7 +27,7 @@ from slurm_train.config.batch import (
 )
 from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.config.schema import SCALABLE_COMMS, BatchSection, RunConfig, to_mapping
+from slurm_train.config.schema import SCALABLE_COMMS, BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
@@ -119,6 +119,8 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     config = composed.config
     _check_text(config)
     require_all(_conflicts(config))
+    if config.trains:
+        check_groups(config)
     _check_script(config, cwd)
     world = plan_world(config, env)
     layout = plan_layout(config, world)

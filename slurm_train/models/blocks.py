@@ -17,11 +17,6 @@ from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
 
 SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
-_CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
-    "activation": ("gelu", "gelu_tanh", "swiglu"),
-    "positions": ("rope", "learned"),
-}
 
 
 @frozen
@@ -38,24 +33,6 @@ class BlockShape:
     positions: str
     bias: bool
     dropout: float
-
-    def __post_init__(self) -> None:
-        """Refuses an unknown choice, and heads that do not divide the width or each other."""
-        for name, known in _CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"model.{name}={value} is not known", hint=f"use one of {', '.join(known)}")
-        if self.num_heads < 1 or self.width % (2 * self.num_heads):
-            raise ConfigError(
-                f"model.width={self.width} cannot be split into model.num_heads={self.num_heads} heads of an even "
-                "width",
-                hint=f"set model.width to a multiple of {2 * max(self.num_heads, 1)}",
-            )
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"model.num_heads={self.num_heads} heads cannot share model.num_kv_heads={self.num_kv_heads} "
-                "in equal groups",
-                hint=f"set model.num_kv_heads to a divisor of {self.num_heads}; 0: as many",
-            )
 
     @property
     def head_width(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slurm_train.config.schema import GptSection, build_config
 from slurm_train.errors import ConfigError
 from slurm_train.models.blocks import Angles, Block, BlockShape
 from slurm_train.models.head import Head
@@ -73,6 +74,15 @@ class GPT(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
+        build_config(
+            GptSection,
+            {
+                "vocab_size": vocab_size, "context": context, "num_layers": num_layers, "num_heads": num_heads,
+                "num_kv_heads": num_kv_heads, "width": width, "hidden": hidden, "norm": norm, "norm_eps": norm_eps,
+                "activation": activation, "positions": positions, "rope_theta": rope_theta, "dropout": dropout,
+            },
+            path="model.",
+        )  # fmt: skip
         shape = BlockShape(
             width=width, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, hidden=hidden or 4 * width,
             norm=norm, norm_eps=norm_eps, activation=activation, positions=positions, bias=bias, dropout=dropout,

@@ -117,8 +117,9 @@ def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection) -> O
         built = instantiate({TARGET: path, "_args_": [groups], "_recursive_": False, **keywords})
     except (TypeError, ValueError) as err:
         raise ConfigError(
-            f"{path} does not take these parameters: {err}",
-            hint="`optim.groups` can give some of them to another optimizer, see conf/optim/muon.yaml",
+            f"{path} does not take these parameters or keywords: {err}",
+            hint="change the keyword; `optim.groups` can give some parameters to another optimizer, see "
+            "conf/optim/muon.yaml",
         ) from err
     if not isinstance(built, Optimizer):
         raise ConfigError(

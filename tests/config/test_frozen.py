@@ -76,7 +76,7 @@ printable = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]))
 
 
 @settings(deadline=None)
-@given(env=st.dictionaries(printable, printable, max_size=3), name=printable, lr=st.floats(allow_nan=False))
+@given(env=st.dictionaries(printable, printable, max_size=3), name=printable, lr=st.floats(0, allow_nan=False))
 def test_any_text_and_number_survives_the_disk(
     env: dict[str, str], name: str, lr: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -107,7 +107,6 @@ def test_lengths_are_those_that_the_data_set_says() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"prefetch": -1}, "data.prefetch must be a whole number of at least 0, got -1"),
         ({"prefetch": 2, "num_workers": 1, "keyed_randomness": False}, "both read ahead"),
         ({"prefetch": 2}, "would share its random generators with the training"),
     ],

@@ -126,7 +126,7 @@ def test_scores_in_chunks_keep_two_gradients(monkeypatch: pytest.MonkeyPatch, ha
 def test_the_defaults_are_those_of_the_constructor() -> None:
     parameters, shape = inspect.signature(GPT.__init__).parameters, GptShape()
     assert {one.name: parameters[one.name].default for one in fields(shape)} == asdict(shape)
-    assert {*parameters} - {one.name for one in fields(shape)} == {"self", "norm_eps", "rope_theta", "rope_scaling"}
+    assert {*parameters} - {one.name for one in fields(shape)} == {"self"}
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,8 @@ def count_products(graphs: list[torch.fx.GraphModule]) -> list[int]:
     ("words", "message"),
     [
         ({"num_heads": 4, "num_kv_heads": 3}, "model.num_heads=4 heads cannot share model.num_kv_heads=3 in equal gro"),
-        ({"activation": "relu"}, "model.activation=relu is not known\nhint: use one of gelu, gelu_tanh, swiglu"),
-        ({"positions": "alibi"}, "model.positions=alibi is not known\nhint: use one of rope, learned"),
+        ({"activation": "relu"}, "model.activation must be gelu or gelu_tanh or swiglu, got 'relu'"),
+        ({"positions": "alibi"}, "model.positions must be rope or learned, got 'alibi'"),
         ({"rope_scaling": {"factor": 8.0}}, "model.rope_scaling has the keys factor\nhint: give all of factor, low_f"),
     ],
 )

@@ -132,8 +132,14 @@ def test_rules_can_give_parameters_to_another_optimizer() -> None:
         ({"_target_": "torch.optim.Adamw"}, "torch.optim has no 'Adamw'"),
         ({"_target_": "torch.nn.Linear"}, "torch.nn.Linear got an unexpected keyword argument 'weight_decay'"),
         ({"momentum": 0.9}, "torch.optim.AdamW got an unexpected keyword argument 'momentum'"),
-        ({"_target_": "torch.optim.Muon"}, "torch.optim.Muon does not take these parameters: Muon only supports 2D"),
-        ({"lr": -1.0}, "torch.optim.AdamW does not take these parameters: Invalid learning rate: -1.0"),
+        (
+            {"_target_": "torch.optim.Muon"},
+            "torch.optim.Muon does not take these parameters or keywords: Muon only supports 2D",
+        ),
+        (
+            {"betas": [2.0, 0.9]},
+            "AdamW does not take these parameters or keywords: Invalid beta parameter at index 0: 2.0",
+        ),
         ({"_target_": "torch.optim.LBFGS", "weight_decay": 0.0}, "LBFGS computes the loss several times in a step"),
         ({"_target_": "torch.optim.LBFGS"}, "torch.optim.LBFGS got an unexpected keyword argument 'weight_decay'"),
         ({"_target_": f"{__name__}.no_optimizer", "weight_decay": 0.0}, "gave a list"),
