@@ -564,7 +564,7 @@ refused, with what to type instead
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 wants to be run again)."""
+    """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 must be started again)."""
     _stand_in_for_passwd()
     try:
         code = _dispatch(words)

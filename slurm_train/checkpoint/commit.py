@@ -4,7 +4,7 @@ A process may be stopped in any file-system call (a frozen node, a stuck file se
 of time, while its successor works. Nothing here depends on when that is, because names have one owner:
 
 - A name carries the attempt that owns it and the random id of one save. An attempt acts on names of its own number, or
-  of lower ones that nobody has claimed, never of higher ones; no name is used for a second save.
+  of lower ones that are not claimed, never of higher ones; no name is used for a second save.
 - A directory is changed in two ways only: staging -> checkpoint (everything in it durable, COMPLETE included) and
   anything -> trash. Each is one rename within the directory of checkpoints. Nothing is written to or removed from a
   directory that has a checkpoint's name.

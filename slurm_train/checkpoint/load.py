@@ -237,7 +237,7 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
 
 
 def _check_here(choice: Choice, group: ProcessGroup | None) -> None:
-    """Checks that this node sees the same checkpoint, and that nobody else could have written this rank's share."""
+    """Checks that this node sees the same checkpoint, and that no other user could have written this rank's share."""
     wait_until_visible(choice.path / COMPLETE_FILE)
     if read_manifest(choice.path) != choice.manifest:
         raise CheckpointError(
@@ -275,7 +275,7 @@ def read_model(path: Path, *, averaged: bool = False) -> tuple[Manifest, dict[st
         averaged: take the average of a parameter, where a callback has kept one.
 
     Raises:
-        CheckpointError: the checkpoint does not verify, belongs to somebody else, or holds no model, or no average.
+        CheckpointError: the checkpoint does not verify, belongs to another user, or holds no model, or no average.
     """
     manifest = verify(path)
     check_owners(path, manifest.files)

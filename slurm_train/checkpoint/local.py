@@ -75,8 +75,8 @@ class NodePlace(Place):
 def open_private(base: Path, *parts: str) -> Path:
     """Returns a folder below one of this user's own in `base`, made where it is missing; a node's leader calls it.
 
-    The user's folder is `slurm_train-<uid>`. Where somebody else has made something of that name, it gets a random
-    suffix, so nobody can keep a user out by making names first; it is found again by its owner and mode.
+    The user's folder is `slurm_train-<uid>`. If another user has made something of that name, it gets a random
+    suffix, so no user can be kept out by making names first; it is found again by its owner and mode.
 
     Raises:
         CheckpointError: the base is not there, anybody may exchange what lies in it, or a folder in the user's own is
@@ -127,7 +127,7 @@ def _require_keeps_names(base: Path) -> None:
 
 
 def _is_private(path: Path) -> bool:
-    """Returns whether a path is a folder, no link, that this user owns and nobody else may enter."""
+    """Returns whether a path is a folder, no link, that this user owns and no other user may enter."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

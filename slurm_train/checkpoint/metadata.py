@@ -84,7 +84,7 @@ class _StandIn:
 
 
 def _enum_member(owner: Any, name: Any) -> Any:
-    """Stands for `getattr` in a pickle: returns a member of the one enum that torch's metadata has, nothing else."""
+    """Replaces `getattr` in a pickle: returns a member of the one enum that torch's metadata has, nothing else."""
     if isinstance(owner, type) and owner.__name__ == _ENUM and isinstance(name, str):
         if issubclass(owner, _StandIn):
             return owner(name)

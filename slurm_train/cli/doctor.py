@@ -123,7 +123,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
         )
     if cluster.launcher == "torchrun":
         raise ConfigError(
-            f"doctor {' '.join(settings)} would start its ranks by torchrun, under which there is no preflight",
+            f"doctor {' '.join(settings)} starts its ranks by torchrun, and there is no preflight under torchrun",
             hint="add cluster.launcher=srun, and give one number of nodes: they are the same nodes",
         )
     start = Start(words=["doctor", *settings], env=env)

@@ -152,7 +152,7 @@ class Sweep:
 
 
 def submit(words: Sequence[str], *, after: Sequence[Run | Sweep] = (), verbose: bool = False) -> Run | Sweep:
-    """Submits what the words ask for, e.g. ["+cluster=2x4", "optim.lr=3e-4"], and returns it; with "-m" a sweep.
+    """Submits the run of a command line, e.g. ["+cluster=2x4", "optim.lr=3e-4"], and returns it; with "-m" a sweep.
 
     A run that is finished is returned as it is.
 

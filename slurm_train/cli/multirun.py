@@ -101,7 +101,7 @@ def multirun(
 
 
 def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) -> tuple[SweepPlan, list[RunOutput]]:
-    """Returns the plan of the sweep that the words ask for, and prints it; touches nothing.
+    """Returns the plan of the sweep that the command line describes, and prints it; touches nothing.
 
     Raises:
         ConfigError: as `plan_sweep`, or a sweeper that does not know its points beforehand.
@@ -132,7 +132,7 @@ def plan_points(
         sweep_id: as in `plan_sweep`.
 
     Raises:
-        ConfigError: as `plan_sweep`, or what is said to Hydra does not go together with it.
+        ConfigError: as `plan_sweep`, or settings of Hydra do not fit it.
         DataError: data that a run asks for are not there.
     """
     composed = settings.compose_points([point.overrides for point in points], first=first)

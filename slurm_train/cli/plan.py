@@ -136,7 +136,7 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
     samples = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
     half = in_half(config, on_gpu=has_gpus(config, env))
     command = [sys.executable, "-m", "slurm_train", "measure", str(samples), "half" if half else "full"]
-    # Nobody's GPU is needed, and a login node's may be somebody else's.
+    # No GPU is needed, and a login node's may be in use by others.
     apart, text = {**env, "CUDA_VISIBLE_DEVICES": ""}, dump_config(config)
     try:
         done = subprocess.run(

@@ -169,7 +169,7 @@ class Series:
 
 
 def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) -> Series:
-    """Returns the study that the words ask for; touches nothing.
+    """Returns the study that the command line describes; touches nothing.
 
     Args:
         flags: the words, with one size and any ways of exchanging.
@@ -208,7 +208,7 @@ def _require_something_to_time(plan: RunPlan) -> None:
             ),
             (
                 not plan.world.is_even or plan.world.min_nodes is not None,
-                f"scaling compares numbers of equal nodes, the words ask for {plan.world.nodes_in_words}",
+                f"scaling compares numbers of equal nodes, the command line asks for {plan.world.nodes_in_words}",
                 "give one number of nodes and one number of GPUs for all of them, e.g. +cluster=4x8",
             ),
             (

@@ -70,7 +70,7 @@ class Start:
         self.commands = SlurmCommands(env)
 
     def dependency(self, config: RunConfig, root: Path) -> str:
-        """Returns what sbatch is told of the runs in `after`, e.g. "afterok:12:13"; "" where none is to be waited for.
+        """Returns sbatch's dependency on the runs in `after`, e.g. "afterok:12:13"; "" if there is none to wait for.
 
         Args:
             config: what is to wait.

@@ -108,7 +108,7 @@ class Painter:
 
 
 class _Enduring(io.FileIO):
-    """A descriptor that is turned to a file once nobody reads it any more.
+    """A descriptor that is redirected to a file once its reader is gone.
 
     Args:
         descriptor: 1 or 2.

@@ -196,7 +196,7 @@ class Composer:
     def _with_fitting_plus(self, groups: Sequence[Override], mode: RunMode) -> list[str]:
         """Returns words with + where they add a group, without where they replace one of the user's primary file.
 
-        Which of the two, Hydra wants to be told; which groups that file chooses, the other words alone show.
+        Hydra has to be given the right one of the two; composing without the groups shows which ones that file chooses.
         """
         plain = [one for one in groups if re.fullmatch(r"\+?\w+=.*", str(one.input_line))]
         try:

@@ -118,7 +118,7 @@ class HydraSettings:
     """Whether the basic launcher was asked for by name: here, one run after the other."""
 
     def compose(self) -> Composed:
-        """Returns the configuration of the one run that the words ask for.
+        """Returns the configuration of the one run that the command line describes.
 
         Raises:
             ConfigError: an unknown key, group or value; a launcher and a cluster that do not go together.

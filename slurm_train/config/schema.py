@@ -56,7 +56,7 @@ Positive = Annotated[float, Bound(0, is_open=True)]
 Amount = Annotated[float, Bound(0)]
 
 KEYWORDS = "keywords"
-"""Field of a section that takes keys which no other field has; in mappings they stand beside the others."""
+"""Field of a section that takes keys which no other field has; in mappings they are at the same level as the others."""
 
 # Resolving annotations takes a millisecond for each class, and every word is checked against all of them.
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))

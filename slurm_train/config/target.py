@@ -7,7 +7,7 @@ mistakes, and are answered with the names that there are. What a source does not
 module, a decorator, a name that is bound twice) is left to the ranks.
 
 What acts on the machine instead of building a part of a run is refused. This catches a slip and the lazy attack, it is
-no wall: a configuration names code, a script and lines of shell anyway, so one from somebody else deserves the look
+no wall: a configuration names code, a script and lines of shell anyway, so one from another person deserves the look
 that their program does. The wall is around the run directory (`rundir.private`), whose frozen configuration is the only
 one that a job reads.
 """

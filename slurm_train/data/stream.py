@@ -33,7 +33,7 @@ from slurm_train.data.source import Batch, Draw
 from slurm_train.errors import DataError
 
 _METHODS = ("__iter__", "state_dict", "load_state_dict")
-# Nobody knows how many samples there are; no run gets through this many.
+# The number of samples is unknown; no run reads this many.
 _NUM_SAMPLES = 2**60
 
 

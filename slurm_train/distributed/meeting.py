@@ -240,7 +240,7 @@ class CallerHandshake:
 
         Raises:
             OSError: the listener has hung up.
-            ValueError: it is somebody else; the message says who, as far as is known.
+            ValueError: another program listens there; the message says which, as far as is known.
         """
         self.channel.pull()
         while (line := self.channel.line()) is not None:
@@ -251,7 +251,7 @@ class CallerHandshake:
                 return True
             greeting, _, nonce = line.partition(" nonce=")
             if greeting != self._point.greeting:
-                raise ValueError(f"somebody else: {line[:80]!r}")
+                raise ValueError(f"another program: {line[:80]!r}")
             own = secrets.token_hex(16)
             about = (own, nonce, _shown_end(self.channel.connection.getpeername()), self._rank, self._host)
             self.channel.write(f"{self._rank} {own} {self._point.proof('caller', *about)} {self._host}")
@@ -263,7 +263,7 @@ class CallerHandshake:
 
         Raises:
             OSError: the listener has hung up, or is not proved at the deadline (`time.monotonic`).
-            ValueError: it is somebody else.
+            ValueError: another program listens there.
         """
         while not self.is_proved():
             self.channel.wait(select.POLLIN, deadline)
@@ -571,7 +571,7 @@ class _Candidate:
     pause_s: float
     tries: int = 0
     is_doubtful: bool = False
-    """Answered as somebody else, or not at all for a while."""
+    """Another program has answered, or none for a while."""
     connect_s: float = _FIRST_CONNECT_S
     channel: Channel | None = None
     handshake: CallerHandshake | None = None
@@ -593,9 +593,9 @@ class _Candidate:
 class Search:
     """A rank's search for its rank 0 among all that listen at the candidate ports.
 
-    All candidates are tried at the same time, so a port that is silent, slow or somebody else's delays nothing. Rank 0
-    takes the first port that it can bind: the first one is called often, the next ones rarely, unless somebody else is
-    at the first.
+    All candidates are tried at the same time, so a port that is silent, slow or another program's delays nothing. Rank
+    0 takes the first port that it can bind: the first one is called often, the next ones rarely, unless another program
+    has the first.
 
     Args:
         place: this rank.

@@ -414,7 +414,7 @@ def units(model: nn.Module) -> Iterator[nn.Module]:
         return
     patterns = own()
     for name, module in model.named_modules():
-        # A pattern stands for one level of names per part: "blocks.*" is no name below a block.
+        # Each part of a pattern matches one level of names: "blocks.*" is no name below a block.
         if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns):
             # What another stage has is without parameters here.
             yield from (module,) if any(True for _ in module.parameters()) else ()

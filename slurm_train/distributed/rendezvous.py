@@ -2,9 +2,9 @@
 
 torch is asked to connect only after the handshake of `meeting`: its client hangs at a silent port and fills the log at
 a talking one (seen with 2.13). Rank 0 listens at one socket from the handshake until torch's store takes it over, so
-nobody can get its port in between. Every rank resolves the master address itself, so a name that one node does not know
-is reported by that node and not by a time-out of all. Nothing falls back to localhost. torch is imported only where
-the store is opened and where its agent runs.
+no other program can get its port in between. Every rank resolves the master address itself, so a name that one node
+does not know is reported by that node and not by a time-out of all. Nothing falls back to localhost. torch is imported
+only where the store is opened and where its agent runs.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def require_files(place: RankPlace) -> None:
 
 
 def _addresses(place: RankPlace, point: MeetingPoint) -> list[str]:
-    # On one node nobody outside needs to reach rank 0.
+    # On one node no rank outside needs to reach rank 0.
     return resolve_master(place, point.master_addr) if place.spans_nodes else [_LOOPBACK]
 
 

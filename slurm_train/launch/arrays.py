@@ -230,7 +230,7 @@ def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str
     scripts = commands.own_scripts() if lost else {}
     found = []
     for array in lost:
-        # Its script lies in its folder, where nobody else's does.
+        # Its script lies in its folder, where no other user's script is.
         ids = {number_of(job_id) for job_id, script in scripts.items() if script.startswith(f"{array.path}/")}
         if ids:
             _record(sweep, array, str(max(ids)))

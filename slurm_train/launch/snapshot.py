@@ -6,7 +6,7 @@ permission (folders keep it, so that `rm -r` works and Python can cache), and th
 attempt.
 
 A repository's configuration names programs (fsmonitor, hooks, filters, textconv, transports), and the folder may come
-from somebody else: `run_git` starts git so that none of them is run.
+from another person: `run_git` starts git so that none of them is run.
 """
 
 from __future__ import annotations

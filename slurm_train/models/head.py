@@ -194,7 +194,7 @@ def _sums_and_gradients(
         dist.all_reduce(grad_x_NC, group=group_named(group))
     if group and differentiates and not is_part:
         sizes = [after - before for before, after in itertools.pairwise(bounds)]
-        # Ranks with one row fewer send one that nobody uses.
+        # Ranks with one row fewer send one that is not used.
         parts = _gathered(functional.pad(grad_VC, (0, 0, 0, max(sizes) - len(own_VC))), group)
         grad_VC = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
     return sums, grad_x_NC, grad_VC

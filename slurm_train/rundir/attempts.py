@@ -56,7 +56,7 @@ class AttemptStart:
     world_size: int
     """Ranks."""
     first_committed: int | None = None
-    """Step of the newest checkpoint, -1 if there is none; None where nobody knows, as with a user's own code."""
+    """Step of the newest checkpoint, -1 if there is none; None if unknown, as with a user's own code."""
 
 
 def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None = None) -> int:
@@ -93,7 +93,7 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
 
 
 def attempt_secret(run: RunDirectory, attempt: int, *, wait_s: float = 0.0) -> str:
-    """Returns what only the ranks of one attempt know, "" for an attempt that nobody has opened.
+    """Returns what only the ranks of one attempt know, "" for an attempt that was not opened.
 
     Args:
         run: the run.
@@ -336,7 +336,7 @@ def _close_round(run: RunDirectory, attempt: int, committed_step: int | None) ->
 
 
 def note_saved(run: RunDirectory, attempt: int) -> None:
-    """Leaves a mark that a rank of the attempt has saved and wants to be run again, for which torchrun has no code."""
+    """Leaves a mark that a rank of the attempt has saved and must be started again, for which torchrun has no code."""
     (run.attempt_logs(attempt) / "saved").touch(mode=0o600)
 
 

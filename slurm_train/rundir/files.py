@@ -86,7 +86,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_shared(folder: Path) -> bool:
-    """Returns whether a folder is one that `share_folder` has prepared: for its group to read, for nobody else."""
+    """Returns whether a folder is one that `share_folder` has prepared: readable by its group and no other user."""
     return folder.stat().st_mode & 0o2077 == 0o2050
 
 

@@ -159,7 +159,7 @@ class Limits:
 
 
 def limits_of(config: RunConfig) -> Limits | None:
-    """Returns how long ranks may make no progress; None where nobody watches, as with a user's own code."""
+    """Returns how long ranks may make no progress; None if there is no watchdog, as with a user's own code."""
     if config.health.hang_timeout_s is None or not config.trains:
         return None
     return Limits(config.train.start_timeout_s, config.health.hang_timeout_s, config.checkpoint.save_timeout_s)

@@ -214,7 +214,7 @@ def take_lock(path: Path, holder: Holder, *, is_alive: Callable[[Holder], bool],
         wait_s: seconds to wait for a process, which may be writing for a moment only; a job is not waited for.
 
     Raises:
-        RunError: somebody else who is alive holds it.
+        RunError: another living process or job holds it.
     """
     deadline_s, tries = time.monotonic() + wait_s, 0
     while tries < 10:
@@ -252,7 +252,7 @@ def clear_dead(path: Path, *, is_alive: Callable[[Holder], bool]) -> None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Returns who holds a lock; None for nobody, or a damaged file."""
+    """Returns who holds a lock; None if it is free or its file is damaged."""
     return read_record(path, Holder)
 
 

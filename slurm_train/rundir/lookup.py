@@ -70,7 +70,7 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
     """Returns the runs that the words name; all of them for no words.
 
     Raises:
-        RunError: a word names nothing, or is the beginning of several run ids; all runs are somebody else's.
+        RunError: a word names nothing, or is the beginning of several run ids; all runs belong to another user.
     """
     runs, closed = list_runs(root), ""
     if not runs or words:
@@ -107,7 +107,7 @@ def _roots_file(env: Mapping[str, str]) -> Path:
 def remember_root(root: Path, env: Mapping[str, str]) -> None:
     """Adds a root to those that are known, where that is possible; several processes may do so at once."""
     file = _roots_file(env)
-    # A home that is full, read-only or absent keeps nobody from starting a run.
+    # A home that is full, read-only or absent does not prevent the start of a run.
     with contextlib.suppress(OSError):
         if not any(line.get("root") == str(root) for line in read_lines(file)):
             make_private(file.parent)
@@ -239,7 +239,7 @@ def refuse_unwritable(path: Path, *, hint: str) -> None:
 
 
 def make_alias(alias: Path, run: RunDirectory) -> None:
-    """Makes the link, and the folders above it; does nothing where it is there already.
+    """Makes the link, and the folders above it, unless it exists already.
 
     Raises:
         RunError: as `require_free`, or nothing can be written there.

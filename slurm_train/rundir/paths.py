@@ -2,7 +2,7 @@
 
 The submitting half and the training half share no memory; they meet in these files. Whoever writes or reads one of
 them takes its path from here. Code, script and configuration in it run later in its user's name, so a folder or file
-that somebody else owns or may write is refused, not repaired: it could have been changed already.
+that another user owns or may write is refused, not repaired: it could have been changed already.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def require_private(run: RunDirectory) -> None:
-    """Checks that nobody but this user can have changed what the run will run.
+    """Checks that only this user can have changed what the run will execute.
 
     Looked at are the folders above the run that exist, the run's own, and in it what is run or obeyed. A folder above
     may be writable for others where it is sticky, as /tmp is, or for the user's own group of one.
@@ -247,10 +247,10 @@ def require_private(run: RunDirectory) -> None:
     for path in (entry for entry in own if os.path.lexists(entry)):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in _trusted() or _is_open(status):
-            raise _refusal(path, status, "somebody else could have written what would run in your name")
+            raise _refusal(path, status, "another user could have written what would run in your name")
     for path in (run.path.parent, run.path.parent.parent):
         if os.path.lexists(path) and _others_may_replace(status := path.stat()):
-            raise _refusal(path, status, "somebody else could put other files in the place of yours")
+            raise _refusal(path, status, "another user could replace your files")
     for path in run.path.parent.parent.parents:
         if os.path.lexists(path) and (status := path.stat()).st_mode & stat.S_IWOTH and not _is_sticky(status):
             raise _refusal(path, status, "anybody could put other files in the place of yours")

@@ -100,7 +100,7 @@ class Spent:
         self.longest_step_s = max(self.longest_step_s, seconds / max(steps, 1))
 
     def add(self, cause: str, seconds: float) -> None:
-        """Adds seconds to an account; "" is nobody's."""
+        """Adds seconds to an account; "" is not counted."""
         if cause:
             setattr(self, cause, getattr(self, cause) + seconds)
 
@@ -235,7 +235,7 @@ class Notice:
     kill_wait_s: float | None = None
     """From the last TERM to KILL."""
     grace_s: float | None = None
-    """From the first TERM of a preemption to its last; 0 where nobody preempts, None where accounting does not say."""
+    """From the first TERM of a preemption to its last; 0 if there is no preemption, None if accounting does not say."""
 
 
 def read_notice(run: RunDirectory, attempt: int) -> Notice:
@@ -244,7 +244,7 @@ def read_notice(run: RunDirectory, attempt: int) -> Notice:
 
 
 def time_left_s(notice: Notice, *, asked_by: str, since_s: float, now_unix_s: float) -> float | None:
-    """Returns the seconds until a rank that was asked to stop is killed; None where nobody kills, or nobody knows.
+    """Returns the seconds until a rank that was asked to stop is killed; None if it is not killed, or unknown.
 
     A TERM may mean preemption or scancel. The longer grace time is assumed, and one that is not known as long enough:
     a save that is cut off leaves the checkpoint before it as it was.

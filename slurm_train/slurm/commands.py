@@ -267,7 +267,7 @@ class SlurmCommands:
         return records.parse_config(self._run(["scontrol", "show", "config"]))
 
     def federation(self) -> str:
-        """Returns the name of the federation that this cluster is one of, "" where it is in none or nobody answers."""
+        """Returns the name of the federation that this cluster is one of, "" if it is in none or there is no answer."""
         with contextlib.suppress(ClusterError):
             name, _, rest = self._run(["scontrol", "show", "federation"]).partition(":")
             return rest.split()[0] if name == "Federation" and rest.split() else ""

@@ -233,7 +233,7 @@ class Preemption:
     by: Literal["nobody", "qos", "partition"]
     """What decides whose job is preempted."""
     mode: str
-    """Slurm's word, e.g. "REQUEUE", "CANCEL", "GANG,SUSPEND"; "OFF" where nobody preempts."""
+    """Slurm's word, e.g. "REQUEUE", "CANCEL", "GANG,SUSPEND"; "OFF" if there is no preemption."""
     grace_s: float | None
     """From the first TERM to the last; None if not known."""
     kill_wait_s: float | None

@@ -441,7 +441,7 @@ _BEGINNINGS = {
     "BurstBuffer": "waits for the burst buffer",
     "FrontEnd": "waits for a front-end node",
 }
-# These wait for nodes; all others wait for something else and delay nobody.
+# These wait for nodes; all others wait for something else and delay no other job.
 _WAITS_FOR_NODES = ("", "None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "Nodes required for job are")
 
 _LIMIT = re.compile(

@@ -86,7 +86,7 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
 
 
 def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:
-    """Returns what a preemption does to a job of a QOS and a partition; nothing where nobody could preempt it."""
+    """Returns what a preemption does to a job of a QOS and a partition; nothing if no job can preempt it."""
     record, found = facts.record(partition), facts.qos_named(qos)
     preemption = read_preemption(facts.settings, qos=found, partition=record)
     nobody = Preemption(by="nobody", mode="OFF", grace_s=0.0, kill_wait_s=preemption.kill_wait_s)

@@ -152,7 +152,7 @@ _IN_WORDS = {"data": "data loading", "evaluate": "the evaluation", "gather": "th
 
 @frozen
 class Hang:
-    """Nobody makes progress."""
+    """No rank makes progress."""
 
     ranks: tuple[int, ...]
     """Who is behind; all of them where they do not differ."""

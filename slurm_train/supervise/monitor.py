@@ -114,7 +114,7 @@ class Task:
 
 
 class CheckedClock:
-    """Seconds without those in which nobody calls `tick`: a suspended job, whose ranks are stopped as well.
+    """Seconds without those in which `tick` is not called: a suspended job, whose ranks are stopped as well.
 
     Args:
         monotonic: seconds that go on whatever happens to the process.
@@ -371,7 +371,7 @@ class StragglerSearch(_OfRanks):
         run: the run.
         attempt: number of the attempt.
         excess: see `Judge`.
-        world_size: ranks; one alone has nobody to wait for.
+        world_size: ranks; a single rank waits for no other.
         first_window_s: length of the first window; later ones grow.
     """
 
@@ -495,7 +495,7 @@ class FindingsRelay(Task):
 
 
 def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str | None]) -> threading.Thread:
-    """Writes an attempt's `environment.json` in a thread that nobody has to wait for; names packages that have changed.
+    """Writes an attempt's `environment.json` in a thread that need not be joined; names packages that have changed.
 
     The code of a run is its own copy, but packages are where they are installed; whoever upgrades one between two
     attempts changes the run.

@@ -260,7 +260,7 @@ def end_step(
 
     Args:
         job_id: the job.
-        name: the step's name; other steps of the allocation are somebody else's.
+        name: the step's name; other steps of the allocation are not ours.
         commands: Slurm.
         within_s: seconds that it may take.
         sleep: waits so many seconds.
@@ -302,8 +302,8 @@ done
 def start_guard(run: RunDirectory, node: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts a step that requeues the job when the node of this process is taken from it; returns its srun.
 
-    With --no-kill Slurm (seen with 22.05) leaves a job running whose batch script went with its node: nobody would ever
-    end it before its time limit.
+    With --no-kill Slurm (seen with 22.05) leaves a job running whose batch script was lost with its node: it would
+    only end at its time limit.
 
     Args:
         run: the run; its batch log gets the reason.

@@ -1,6 +1,6 @@
 """What the supervisor asks of whatever starts jobs: Slurm, or this machine, which has no jobs.
 
-A restart of slurmctld must not cost a run: while nobody answers, Slurm is asked again for some minutes.
+A restart of slurmctld must not cost a run: while it does not answer, the question is repeated for some minutes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Scheduler:
         return holder_lives(holder, self.commands)
 
     def queue_s(self) -> float | None:
-        """Returns the seconds that the job waited, from when it could have started; None where nobody knows."""
+        """Returns the seconds that the job waited, from when it could have started; None if unknown."""
         return None
 
     def newest_job(self) -> int | None:
@@ -77,7 +77,7 @@ class Scheduler:
         return None
 
     def past_ends(self, _job_id: str) -> Sequence[str]:
-        """Returns how the earlier starts of a job ended in Slurm's words, oldest first; empty where nobody knows."""
+        """Returns how the earlier starts of a job ended in Slurm's words, oldest first; empty if unknown."""
         return ()
 
     def explain(self, _attempt: int) -> str:
@@ -241,7 +241,7 @@ class SlurmJob(Scheduler):
                 self.commands.cancel_step(step, kill=True)
             return True
         mark = first_mark(self._run, attempt)
-        # Slurm has nobody left who could end the step of a killed slurmstepd (22.05: it stays until the job ends).
+        # Slurm has no process left that could end the step of a killed slurmstepd (22.05: it stays until the job ends).
         within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
         name = STEP_NAME.format(attempt=first_round(self._run, attempt))
         return all(end_step(one, name, self.commands, within_s=within_s) for one in self.job_ids)

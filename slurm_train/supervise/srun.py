@@ -150,7 +150,7 @@ class _EndOfRanks(Task):
 
 
 class _StepsInTheWay(Task):
-    """Finds a step of an earlier attempt that keeps srun from starting the ranks, and that nobody can end.
+    """Finds a step of an earlier attempt that keeps srun from starting the ranks, and that cannot be ended.
 
     A slurmctld that was killed comes back with what its files say. A step that has ended since they were written runs
     on for it until the job ends, whoever cancels it (22.05), and srun waits for its cores.
@@ -324,7 +324,7 @@ class SrunLaunch:
             "MASTER_ADDR": _address(nodes[0], self.job),
             "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=self.env)),
         }
-        # This process works elsewhere: its own imports must not come from code that nobody has looked at.
+        # This process works elsewhere: its own imports must not come from code that was not verified.
         cwd = run.code if run.code.is_dir() else None
         return start_step(words, env=env, log=log, cwd=cwd, waits=waits is not None)
 

@@ -1,9 +1,9 @@
 """Supervises one attempt: opens it, runs the ranks, reads what they left, writes the ledger, acts on the decision.
 
 Runs where the batch script runs: on the head node, outside any container, without torch. Everything is written before
-`scontrol requeue` is called, because Slurm kills this process by it. When the ranks have ended, nothing is sure to be
-readable: each fact has a default, and the decision is made from what can be read. Attempts that nobody closed, because
-their supervisor was killed or lost with its node, are closed by the next one.
+`scontrol requeue` is called, because Slurm kills this process by it. When the ranks have ended, any file may be
+unreadable: each fact has a default, and the decision is made from what can be read. An attempt that was not closed,
+because its supervisor was killed or lost with its node, is closed by the next one.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Supervisor:
         """Runs one attempt, and more in the same allocation where that helps; returns the exit code of the whole.
 
         Raises:
-            RunError: somebody else runs this directory, or a newer attempt has taken over meanwhile.
+            RunError: another job or process runs this directory, or a newer attempt has taken over meanwhile.
         """
         run, scheduler, job_id = self._run, self._scheduler, self._job_id
         # Whoever writes configuration or code holds the lock for a moment; a job waits for that.
@@ -200,7 +200,7 @@ class Supervisor:
         return replace(self._scheduler.start, first_committed=self._committed())
 
     def _committed(self) -> int | None:
-        """Returns the step of the newest checkpoint; None where nobody knows or it cannot be read."""
+        """Returns the step of the newest checkpoint; None if it is unknown or cannot be read."""
         return None if self._committed_step is None else BestEffort()("the checkpoints", self._committed_step, None)
 
     def _returned_in_vain(self, start: AttemptStart) -> str:
@@ -329,7 +329,7 @@ class Supervisor:
             has_slurm=self._job_id is not None,
             job=job,
             restart_count=self._restart_count,
-            # Nobody's own code has run where the nodes were found unfit before.
+            # No user code has run if the nodes were found unfit before.
             can_relaunch=self._settings.enabled and scheduler.can_relaunch and not (self._is_own_code and has_begun),
             fruitless_failures=before["failed"] + 1 if in_vain else 0,
             asked_by=str(stop.get("asked_by", "")),
@@ -439,7 +439,7 @@ def close_lost(
     Args:
         run: the run; its lock is held, so no attempt of it is under way.
         now: the attempt that is about to begin; what is committed now was committed in an earlier one.
-        past_ends: how the earlier starts of a job ended in Slurm's words, oldest first; empty where nobody knows.
+        past_ends: how the earlier starts of a job ended in Slurm's words, oldest first; empty if unknown.
         last_step: the newest step on record.
     """
     for entry in read_ledger(run):

@@ -131,7 +131,7 @@ def evaluate_checkpoint(parts: Parts, path: Path) -> int:
     Raises:
         ConfigError: texts are asked of a model that writes none, or their encoding is not known.
         DataError: there are no held-out samples.
-        CheckpointError: the checkpoint does not verify, or is somebody else's.
+        CheckpointError: the checkpoint does not verify, or belongs to another user.
         RunError: its weights do not fit the model.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict

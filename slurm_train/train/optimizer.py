@@ -70,7 +70,7 @@ def require_rules_fit(model: nn.Module, *, optim: OptimSection) -> None:
         if rule.match and rule._target_ is None and not any(rule.fits(name) for name in names):
             raise ConfigError(
                 f"optim.groups[{index}].match={rule.match} fits no parameter of {type(model).__name__}",
-                hint=f"a pattern is compared with the whole name, e.g. {names[0]}; * stands for any text",
+                hint=f"a pattern is compared with the whole name, e.g. {names[0]}; * matches any text",
             )
 
 

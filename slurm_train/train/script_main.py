@@ -18,7 +18,7 @@ import traceback
 from types import TracebackType
 
 _RUN_AGAIN = 75
-"""EXIT_REQUEUE of slurm_train.errors: saved, and wants to be run again."""
+"""EXIT_REQUEUE of slurm_train.errors: saved; must be started again."""
 
 
 def main() -> None:

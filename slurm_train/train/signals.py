@@ -58,7 +58,7 @@ class StopFlag:
         self.requested = 1
 
     def withdraw(self, by: str) -> None:
-        """Takes back what `request` asked for, unless somebody else or a signal has asked first."""
+        """Takes back what `request` asked for, unless another caller or a signal has asked first."""
         if self.requested and self.asked_by == by:
             self.requested = 0
             # A signal may come at any moment; it sets both.

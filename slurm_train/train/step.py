@@ -191,7 +191,7 @@ class ReplicaPasses(Passes):
     Args:
         rank: this rank.
         module: what is wrapped.
-        ddp: the wrapper; None for one rank, which has nobody to exchange with.
+        ddp: the wrapper; None for one rank, which exchanges nothing.
         must_arrange: what is kept about DDP's buckets has to fit from the first step on.
     """
 

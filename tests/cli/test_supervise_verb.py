@@ -170,7 +170,7 @@ def test_no_code_of_a_changed_copy_is_run_before_it_is_refused(shell: Shell, is_
     # An empty part of PYTHONPATH means the working directory, also to Python's own start.
     env["PYTHONPATH"] = f":{env.get('PYTHONPATH', '')}"
     done = subprocess.run(["bash", run.submit_script], cwd="/", env=env, capture_output=True, text=True, check=False)
-    said = "somebody else could have written what would run" if is_open else "is not what was submitted"
+    said = "another user could have written what would run" if is_open else "is not what was submitted"
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert not canary.exists() and not (batch.here / "words").exists(), "neither the supervisor nor a rank has begun"
 

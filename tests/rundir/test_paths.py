@@ -107,7 +107,7 @@ WRITABLE: list[Callable[[RunDirectory], Path]] = [
 @pytest.mark.parametrize("mode", [0o777, 0o707])
 def test_what_others_may_write_is_refused(run: RunDirectory, place: Callable[[RunDirectory], Path], mode: int) -> None:
     place(run).chmod(mode)
-    with pytest.raises(RunError, match="somebody else could") as caught:
+    with pytest.raises(RunError, match="another user could") as caught:
         require_private(run)
     assert str(place(run)) in caught.value.message
 
@@ -133,7 +133,7 @@ def test_what_somebody_else_owns_is_refused(run: RunDirectory, place: Callable[[
 def test_a_group_that_is_not_the_users_own_may_not_write(run: RunDirectory) -> None:
     os.chown(run.path, 0, SOMEBODY)
     run.path.chmod(0o770)
-    with pytest.raises(RunError, match="somebody else could"):
+    with pytest.raises(RunError, match="another user could"):
         require_private(run)
 
 

@@ -1,6 +1,6 @@
 """Builds a real Slurm on this machine, removes it completely, and kills or revives one node of it.
 
-`up` builds over nothing that somebody else made; `down` removes a cluster in whatever state it is: whole, half built,
+`up` builds over nothing that others made; `down` removes a cluster in whatever state it is: whole, half built,
 half dead, or after a reboot.
 """
 
@@ -417,7 +417,7 @@ def require_free_place(plan: ClusterPlan) -> None:
     """Checks that nothing on this machine is in the way of a cluster.
 
     Raises:
-        ClusterError: there is a slurm.conf, namespace, bridge, host name, route or directory that somebody else made.
+        ClusterError: there is a slurm.conf, namespace, bridge, host name, route or directory that others made.
     """
     hosts, state_dir = system.read_hosts(), plan.state_dir
     others = ", ".join(sorted({str(path) for path in system.marked_hosts(hosts).values() if path != state_dir}))
@@ -459,7 +459,7 @@ def require_free_place(plan: ClusterPlan) -> None:
 
 
 def require_own(directory: Path) -> None:
-    """Checks that nobody else prepared a directory or may write it: root's daemons read what is in it.
+    """Checks that no other user prepared a directory or may write it: root's daemons read what is in it.
 
     Raises:
         ClusterError: another user owns it or may write to it, or it is a link.

@@ -178,7 +178,7 @@ def configuration(plan: ClusterPlan, *, nsswitch: str = "", slurm: tuple[int, ..
     absent = [habit.names.slurm.format(index) for index in range(plan.nodes + 1, habit.num_known + 1)]
     nodelist = compact_nodelist([*names.values(), *absent])
     if absent:
-        # Addresses of documentation: Slurm wants each to resolve, and nobody is there.
+        # Addresses of documentation: Slurm needs each to resolve, and no machine has them.
         ends = f"NodeAddr=192.0.2.[{plan.nodes + 1}-{habit.num_known}]"
         nodes += f"NodeName={compact_nodelist(absent)} {ends} {shape} State=DOWN\n"
     values = {

@@ -168,7 +168,7 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
             continue
         yield error(code, trouble.node, seen, blames=True)
     if len(blocked) > 1 and len(blocked) == len(job.names) - 1:
-        # Nobody reaches it: the fault is at rank 0's node if the others reach each other.
+        # No node reaches it: the fault is at rank 0's node if the others reach each other.
         first, reach = blocked[0], any(trouble.reached for trouble in blocked)
         seen = f"no other node reaches rank 0 at {first.address}:{first.port}: {first.error}"
         yield error("PORT_BLOCKED", master, seen + ("; they reach each other" if reach else ""), blames=reach)

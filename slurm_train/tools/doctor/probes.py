@@ -157,7 +157,7 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Buff
     """Returns a line to a peer's server after both sides have proved who they are, or None.
 
     Returns:
-        With None, why packets do not get there, as the kernel says it; "" where they do and nobody answers.
+        With None, why packets do not get there, as the kernel says it; "" if they do and no program answers.
     """
     why = "no address"
     for timeout_s in _CONNECT_S if address else ():
@@ -174,7 +174,7 @@ def reach(point: MeetingPoint, node: str, address: str, port: int) -> tuple[Buff
             return _line(connection, timeout_s=_ANSWER_S), ""
         except ValueError:
             connection.close()
-            return None, "somebody else answers there"
+            return None, "another program answers there"
         except ConnectionError:
             connection.close()
             why = "hung up"  # once may be for want of room among many callers

@@ -29,7 +29,7 @@ NAMES = tuple(_SWITCHES)
 
 
 class NoTrackers(nullcontext[None]):
-    """Stands for the trackers of a run that has none."""
+    """The trackers of a run that has none."""
 
     def finish_soon(self) -> None:
         """Does nothing."""

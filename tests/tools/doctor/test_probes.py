@@ -69,7 +69,7 @@ def test_a_file_that_comes_late_or_never(
 
 
 def test_an_answer_of_another_program_is_no_answer_of_the_peer(server: ProbeServer) -> None:
-    assert reach(POINT, "node9", "127.0.0.1", server.port) == (None, "somebody else answers there")
+    assert reach(POINT, "node9", "127.0.0.1", server.port) == (None, "another program answers there")
     assert reach(replace(POINT, secret="6" * 32), "node2", "127.0.0.1", server.port) == (None, "hung up")
     assert reach(POINT, "node2", "", 1) == (None, "no address")
 
