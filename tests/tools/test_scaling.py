@@ -15,7 +15,6 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.scaling import (
     WARM_UP_LINES,
     Measured,
-    Mode,
     Point,
     Size,
     fit,
@@ -23,7 +22,6 @@ from slurm_train.tools.scaling import (
     plan_points,
     render_page,
     render_text,
-    shares,
     sort_study,
     verdict,
 )
@@ -43,14 +41,13 @@ def measured(
     compute_s: float = 0.1,
     data_s: float = 0.0,
     uneven_s: float = 0.0,
-    modes: tuple[Mode, ...] = ("local",),
 ) -> Measured:
     size = Size(nodes, per_node)
     ranks = size.ranks
     comm_s = alpha_s * math.log2(ranks) + 2 * (ranks - 1) / ranks * sent_bytes / bytes_per_s
     step_s = compute_s + data_s + uneven_s + comm_s
     return Measured(
-        point=Point(size, 4, 1, comm, modes),
+        point=Point(size, 4, 1, comm, ("local",)),
         step_s=step_s,
         per_s=4 * ranks / step_s,
         unit="samples",
@@ -62,11 +59,11 @@ def measured(
     )
 
 
-def test_sizes_go_from_one_rank_over_one_node_to_all() -> None:
-    for sizes in ("1x1 1x8 2x8 4x8", "1x1 2x1 4x1", "1x1 1x2 2x2 4x2 6x2", "1x1 1x4"):
-        nodes, per_node = map(int, sizes.split()[-1].split("x"))
-        points = plan_points(Size(nodes, per_node), local_size=1, comms=["none"])
-        assert " ".join(str(one.size) for one in points if "local" in one.modes) == sizes
+@pytest.mark.parametrize("sizes", ["1x1 1x8 2x8 4x8", "1x1 2x1 4x1", "1x1 1x2 2x2 4x2 6x2", "1x1 1x4"])
+def test_sizes_go_from_one_rank_over_one_node_to_all(sizes: str) -> None:
+    nodes, per_node = map(int, sizes.split()[-1].split("x"))
+    points = plan_points(Size(nodes, per_node), local_size=1, comms=["none"])
+    assert " ".join(str(one.size) for one in points if "local" in one.modes) == sizes
 
 
 def test_the_largest_size_is_one_run_for_both_series() -> None:
@@ -79,22 +76,6 @@ def test_the_largest_size_is_one_run_for_both_series() -> None:
         ("1x1", 4, 8, 32, ("global",)),
         ("1x2", 4, 4, 32, ("global",)),
         ("2x2", 4, 2, 32, ("global",)),
-    ]
-
-
-def test_other_ways_of_exchanging_are_tried_where_nodes_are_spanned() -> None:
-    points = plan_points(Size(4, 2), local_size=4, comms=["none", "bf16", "powersgd"])
-    pairs = [(comm, nodes) for comm in ("bf16", "powersgd") for nodes in (2, 4)]
-    assert points[-4:] == [Point(Size(nodes, 2), 4, 1, comm, ("local",)) for comm, nodes in pairs]
-    on_one_node = plan_points(Size(1, 2), local_size=4, comms=["none", "bf16"])
-    assert [str(p.size) for p in on_one_node if p.comm == "bf16"] == ["1x2"]
-
-
-def test_sizes_that_cannot_share_the_global_batch_are_left_out_of_that_series() -> None:
-    points = plan_points(Size(3, 1), local_size=1, comms=["none"])
-    assert [(str(p.size), p.modes) for p in points if "global" in p.modes] == [
-        ("3x1", ("local", "global")),
-        ("1x1", ("global",)),
     ]
 
 
@@ -119,13 +100,9 @@ def run_with(folder: Path, *step_times_s: float) -> RunDirectory:
 
 def test_the_speed_is_that_of_the_step_however_few_lines_there_are(tmp_path: Path) -> None:
     found = measure(run_with(tmp_path, 0.1, 0.3), POINT)
-    assert (found.step_s, found.per_s) == (pytest.approx(0.2), pytest.approx(8 / 0.2))
-    assert (found.comm_s, found.uneven_s) == (pytest.approx(0.1), pytest.approx(0.05))
-    assert (found.compute_s, found.data_s) == (pytest.approx(0.2), pytest.approx(0.05))
-
-
-def test_nothing_but_the_warm_up_says_nothing(tmp_path: Path) -> None:
-    assert measure(run_with(tmp_path), POINT) is None
+    parts = (found.step_s, found.per_s, found.comm_s, found.uneven_s, found.compute_s, found.data_s)
+    assert parts == pytest.approx((0.2, 8 / 0.2, 0.1, 0.05, 0.2, 0.05))
+    assert measure(run_with(tmp_path / "warm-up"), POINT) is None
 
 
 def over(*nodes: int, **facts: float) -> list[Measured]:
@@ -140,7 +117,6 @@ def over(*nodes: int, **facts: float) -> list[Measured]:
         (over(2, bytes_per_s=1e6), 0.0, 1e6),
         # Runs on one node count only where there are no others.
         ([*over(1, bytes_per_s=1e9), *over(4, bytes_per_s=1e6)], 0.0, 1e6),
-        (over(1, bytes_per_s=1e9), 0.0, 1e9),
     ],
 )
 def test_latency_and_bandwidth_are_found_again(points: list[Measured], alpha_s: float, bytes_per_s: float) -> None:
@@ -152,19 +128,13 @@ def test_latency_and_bandwidth_are_found_again(points: list[Measured], alpha_s: 
 def test_times_that_fall_with_the_number_of_ranks_fit_no_model_and_no_part_is_negative() -> None:
     model = fit([*over(2, bytes_per_s=1e6), *over(8, bytes_per_s=4e6)])
     assert model.alpha_s >= 0 and model.bytes_per_s > 0
-    latency = fit(over(2, 4, 8, alpha_s=0.01, bytes_per_s=math.inf))
-    assert latency.alpha_s == pytest.approx(0.01)
-    assert fit([measured(1, 1)]) is None and fit([]) is None
-
-
-NODES = (1, 2, 4)
+    assert fit(over(2, 4, 8, alpha_s=0.01, bytes_per_s=math.inf)).alpha_s == pytest.approx(0.01)
+    assert fit([measured(1, 1)]) is None
 
 
 def series(**facts: float) -> list[Measured]:
     """One rank, and one, two and four nodes; within a node the exchange is quick."""
-    inside: dict[str, float] = facts | {"bytes_per_s": 12.5e9}
-    alone = measured(1, 1, compute_s=facts.get("compute_s", 0.1))
-    return [alone, measured(1, 2, **inside), *(measured(nodes, 2, **facts) for nodes in NODES[1:])]  # type: ignore[arg-type]
+    return [measured(1, 1), *over(1, **facts | {"bytes_per_s": 12.5e9}), *over(2, 4, **facts)]
 
 
 def said(points: Sequence[Measured]) -> str:
@@ -204,32 +174,13 @@ def test_what_limits_is_named_and_whether_more_nodes_pay(points: list[Measured],
     assert [sentence for sentence in sentences if sentence not in text] == []
 
 
-def test_ranks_that_share_what_they_compute_on_limit_each_other() -> None:
-    points = [measured(1, 1, compute_s=0.1), *(measured(nodes, 2, compute_s=0.3, bytes_per_s=1e9) for nodes in NODES)]
-    assert "the ranks of a node limit each other" in said(points)
-    found = shares(sort_study(points, comm="none"))
-    assert found["crowd"] == pytest.approx(2 * found["compute"], rel=1e-6)
-
-
-def test_the_best_way_of_exchanging_is_named_and_compared_with_its_bytes() -> None:
-    others = [
-        measured(4, 2, comm="bf16", sent_bytes=2.5e6),
-        measured(4, 2, comm="powersgd", sent_bytes=2e5),
-    ]
+def test_the_best_way_of_exchanging_is_named_and_the_page_has_every_run_and_needs_nothing_else() -> None:
+    others = [measured(4, 2, comm="bf16", sent_bytes=2.5e6), measured(4, 2, comm="powersgd", sent_bytes=2e5)]
     study = sort_study([*series(bytes_per_s=12.5e6), *others], comm="none")
     assert "ddp.comm=powersgd is 6." in "\n".join(verdict(study))
-    text = render_text(study)
-    rows = {
-        line.split()[1]: line.split()
-        for line in text.splitlines()
-        if line.startswith("4x2 ") and "ms" in line and "x" in line
-    }
-    assert {"none", "bf16", "powersgd"} <= set(rows)
-    assert rows["bf16"][-6:-2] == ["2.4", "MiB", "350", "ms"], "bytes over bandwidth stands beside what was measured"
-
-
-def test_a_page_needs_nothing_else_and_is_sound() -> None:
-    study = sort_study([*series(bytes_per_s=12.5e6), measured(4, 2, comm="bf16", sent_bytes=2.5e6)], comm="none")
+    rows = [line.split() for line in render_text(study).splitlines() if line.startswith("4x2 ")]
+    # The bytes over the bandwidth stand beside what was measured.
+    assert ["2.4", "MiB", "350", "ms"] in [row[-6:-2] for row in rows if row[1] == "bf16"]
     page = render_page(study, title="gpt <1>: from 1 rank to 4 nodes")
     assert "http" not in page and "<script" not in page and "gpt &lt;1&gt;" in page
     assert page.count('<div class="row">') == len(study.local) + len(study.others)

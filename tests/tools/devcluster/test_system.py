@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 from slurm_train.errors import ClusterError
 from slurm_train.tools.devcluster.plan import MARK
 from slurm_train.tools.devcluster.system import (
-    ProcessRecord,
     end_processes,
     find_marked,
     marked_hosts,
@@ -38,9 +35,8 @@ _LINES = "".join(f"{address}\t{name} # slurm-train-devcluster {_STATE}\n" for na
     ],
 )
 def test_a_failure_quotes_command_code_and_last_line(words, message):
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(ClusterError, match=f"{message}\n.*`devcluster "):
         run_command(words, timeout_s=0.4)
-    assert caught.value.message.endswith(message) and "`devcluster " in caught.value.hint
 
 
 def test_a_command_gets_its_input_and_not_the_callers_environment(monkeypatch):
@@ -65,30 +61,7 @@ def test_a_daemon_has_its_own_session_and_none_of_our_descriptors(daemon, tmp_pa
     assert Path(f"/proc/{daemon.pid}/cwd").readlink() == Path("/")
 
 
-def test_a_caller_whose_output_is_a_pipe_ends_at_once(tmp_path):
-    script = (
-        "from pathlib import Path; from slurm_train.tools.devcluster.system import *\n"
-        f"at = Path({str(tmp_path)!r})\n"
-        f"spawn_daemon(['sleep', '60'], record=at / 'r', log=at / 'l', extra={{{MARK!r}: str(at)}})"
-    )
-    started = time.monotonic()
-    try:
-        subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=30)
-        assert time.monotonic() - started < 20
-        assert len(find_marked(tmp_path)) == 1
-    finally:
-        end_processes(lambda: find_marked(tmp_path))
-    assert find_marked(tmp_path) == []
-
-
-def test_a_record_names_one_process_for_good(daemon):
-    assert not ProcessRecord(daemon.pid, daemon.start_ticks - 1).is_alive()
-    child = subprocess.Popen(["true"])
-    child.wait()
-    assert read_process(child.pid) is None
-
-
-@pytest.mark.parametrize("text", ["", "12", "a b", "1 2 3"])
+@pytest.mark.parametrize("text", ["12", "a b", "1 2 3"])
 def test_a_torn_record_is_none(tmp_path, text):
     (tmp_path / "record").write_text(text)
     assert read_record(tmp_path / "record") is None
@@ -123,7 +96,7 @@ def test_what_does_not_end_is_named(daemon, monkeypatch):
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("text", ["", "127.0.0.1 localhost\n", "127.0.0.1 localhost\n# a remark\n\n::1 ip6\n"])
+@pytest.mark.parametrize("text", ["", "127.0.0.1 localhost\n# a remark\n\n::1 ip6\n"])
 def test_host_lines_come_and_go_without_touching_others(text):
     added = with_hosts(text, _NAMES, state_dir=_STATE)
     assert added == text + _LINES == with_hosts(added, _NAMES, state_dir=_STATE)
@@ -133,8 +106,5 @@ def test_host_lines_come_and_go_without_touching_others(text):
 
 
 def test_names_of_somebody_else_are_found():
-    assert names_of_others(f"127.0.0.1 localhost\n{_LINES}10.9.9.9 box node2 # node3\n") == {
-        "localhost",
-        "box",
-        "node2",
-    }
+    hosts = f"127.0.0.1 localhost\n{_LINES}10.9.9.9 box node2 # node3\n"
+    assert names_of_others(hosts) == {"localhost", "box", "node2"}

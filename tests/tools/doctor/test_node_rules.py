@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from slurm_train.rundir.files import to_records
 from slurm_train.tools.doctor.facts import (
     DiskFacts,
     GpuFacts,
-    GpuSpeed,
-    GpuSpeeds,
     Job,
     NodeFacts,
     ProbeFacts,
@@ -101,12 +97,11 @@ def node(*names: str, **changes: Any) -> Fault:
     return lambda job: replace(job, nodes=[replace(one, **changes) if one.node in names else one for one in job.nodes])
 
 
-def ranks(name: str, **changes: Any) -> Fault:
-    return lambda job: replace(job, ranks=[replace(one, **changes) if one.node == name else one for one in job.ranks])
-
-
-def rank(number: int, **changes: Any) -> Fault:
-    return lambda job: replace(job, ranks=[replace(one, **changes) if one.rank == number else one for one in job.ranks])
+def ranks(of: str | int, **changes: Any) -> Fault:
+    """Changes the ranks of a node, or the one of that number."""
+    return lambda job: replace(
+        job, ranks=[replace(one, **changes) if of in (one.node, one.rank) else one for one in job.ranks]
+    )
 
 
 def probe(**changes_by_node: Mapping[str, Any]) -> Fault:
@@ -146,15 +141,6 @@ def speeds(*rows: tuple[float, float, float]) -> Fault:
     )
 
 
-def gpu_speeds(**tflops_by_node: float) -> Fault:
-    return job(
-        gpu_speeds=[
-            GpuSpeeds(node=name, gpus=[GpuSpeed(name="0", kind="H200", tflops=tflops, copy_gb_per_s=4000.0)])
-            for name, tflops in tflops_by_node.items()
-        ]
-    )
-
-
 def both(first: Fault, second: Fault) -> Fault:
     return lambda job: second(first(job))
 
@@ -175,80 +161,44 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
      "looks for rank 0 at 10.0.0.99, but node1 has 10.0.0.1"),
     ("PORT_BLOCKED", BLAMES, "node3", trouble("node3", unreached=["node2"]),
      "does not reach rank 0 at 10.0.0.1:20001 (node1): timed out; it does not reach node2"),
-    ("PORT_BLOCKED", ERROR, "node3", trouble("node3", error="connection refused", reached=["node2"]),
-     "does not reach rank 0 at 10.0.0.1:20001 (node1): connection refused; it reaches node2"),
     ("PORT_BLOCKED", BLAMES, "node1", trouble("node2", "node3", reached=["another"]),
      "no other node reaches rank 0 at 10.0.0.1:20001: timed out; they reach each other"),
     ("PORT_BLOCKED", BLAMES, "node3",
      probe(**blocked("node1", "node2", to="node3"), node3={"unreached": dict.fromkeys(NODES[:2], "timed out")}),
      "node1 does not reach node3 at 10.0.0.3:40002 (timed out), node2 does not reach node3 at 10.0.0.3:40002 (timed "
      "out), node3 does not reach node1 at 10.0.0.1:40000 (timed out), and 1 more"),
-    ("PORT_BLOCKED", ERROR, "node2, node3", probe(**blocked("node2", to="node3"), **blocked("node3", to="node2")),
-     "node2 does not reach node3 at 10.0.0.3:40002 (timed out), node3 does not reach node2 at 10.0.0.2:40001 (timed "
-     "out)"),
-    ("PORT_BLOCKED", BLAMES, "node3", both(without("node3"), job(mute=["node3"])),
-     "connects to rank 0, and nothing larger arrives from it: a report of a few kB was lost"),
-    ("PORT_IN_USE", WARNING, "node1", job(bound_port=20_002),
-     "port 20001 was free and is taken now, the ranks meet at 20002"),
     ("PORT_IN_USE", ERROR, "node1", job(bound_port=0),
      "port 20001 was free and is taken now, and so are all others on the list"),
     ("WRONG_INTERFACE", ERROR, "node2", node("node2", gloo_interface="ib0"),
      "GLOO_SOCKET_IFNAME=ib0: there is no such interface with an address, but eth0"),
-    ("WRONG_INTERFACE", ERROR, "", node(*NODES, gloo_interface="ib0"),
-     "GLOO_SOCKET_IFNAME=ib0: there is no such interface with an address, but eth0"),
-    ("WRONG_INTERFACE", ERROR, "node2", node("node2", nccl_interface="=eth"),
-     "NCCL_SOCKET_IFNAME==eth: there is no such interface with an address, but eth0"),
-    ("WRONG_INTERFACE", ERROR, "node2",
-     both(node("node2", gloo_interface="eth1", addresses={"eth1": "192.168.7.2"}), probe(**GLOO)),
-     "gloo would announce eth1 (192.168.7.2), which node1 cannot reach; eth0 (10.0.0.2) answers"),
     ("WRONG_INTERFACE", WARNING, "node2", probe(**GLOO),
      "gloo would announce 10.0.0.2, which node1 cannot reach; eth0 (10.0.0.2) answers"),
-    ("LOOPBACK", WARNING, "node2", both(node("node2", own_addresses=["127.0.1.1"]), probe(**GLOO)),
-     "resolves its own name node2 to 127.0.1.1, which gloo would announce; it has eth0 (10.0.0.2)"),
-    ("NAME_RESOLUTION", WARNING, "node2", node("node2", own_addresses=[]),
-     "resolves its own name node2 to nothing, which gloo would announce; it has eth0 (10.0.0.2)"),
-    ("NAME_RESOLUTION", WARNING, "node2", node("node2", own_addresses=["10.9.9.9"]),
-     "resolves its own name node2 to 10.9.9.9, which gloo would announce; it has eth0 (10.0.0.2)"),
-    ("RANK_MISMATCH", ERROR, "node1", rank(0, slurm_rank=1),
+    ("RANK_MISMATCH", ERROR, "node1", ranks(0, slurm_rank=1),
      "the task that Slurm calls rank 1 has RANK=0 in its environment"),
-    ("RANK_MISMATCH", ERROR, "node2", rank(2, world_size=4), "rank 2 counts 4 ranks, the run was planned for 6"),
+    ("RANK_MISMATCH", ERROR, "node2", ranks(2, world_size=4), "rank 2 counts 4 ranks, the run was planned for 6"),
     ("RANK_MISMATCH", ERROR, "node2", ranks("node2", local_rank=0),
      "ranks 2-3 all have local rank 0, so they would share a GPU"),
     ("NODE_MISSING", BLAMES, "node3", both(without("node3"), job(silent=["node3"], waited_s=600.0)),
      "some of its ranks have not come within 600 s, and it gave no reason"),
-    ("NODE_MISSING", WARNING, "node3", job(late=["node3"], waited_s=10.0),
-     "did not answer rank 0's questions within 10 s, so less is known of it"),
     ("GPU_COUNT", BLAMES, "node2", ranks("node2", visible_gpus=1),
      "1 GPUs are visible to the ranks, 2 were asked for"),
-    ("GPU_COUNT", BLAMES, "node2", node("node2", num_gpus=1), "the driver counts 1 GPUs, Slurm has given 2"),
     ("GPU_BUSY", BLAMES, "node2", gpu(used_mb=60_000, holders=["pid 4711 (60000 MiB)"]),
      "60000 of 81920 MiB of GPU 0 are taken by pid 4711 (60000 MiB)"),
     ("GPU_BUSY", WARNING, "node2", gpu(used_mb=3000), "3000 of 81920 MiB of GPU 0 are taken"),
-    ("GPU_SICK", BLAMES, "node2", gpu(errors=["3 uncorrected memory errors"]),
-     "GPU 0: 3 uncorrected memory errors"),
     ("GPU_SICK", BLAMES, "node2", node("node2", gpu_errors=["Xid 79 on 0000:3b:00"]),
      "the driver has logged Xid 79 on 0000:3b:00"),
-    ("GPU_SICK", WARNING, "node2", gpu(warnings=["slowed down by heat"]), "GPU 0: slowed down by heat"),
     ("CODE_DRIFT", BLAMES, "node2", node("node2", code_changes=["train.py"]),
      "sees other code than was submitted: train.py"),
-    ("CODE_DRIFT", BLAMES, "node2", node("node2", hashes={**HASHES, "code": "01d"}),
-     "reads another list of the code's files (code.json) than the other nodes"),
     ("CONFIG_DRIFT", BLAMES, "node2", node("node2", hashes={**HASHES, "config": "01d"}),
      "reads another config.yaml or plan.json than the other nodes"),
     ("DATA_MISSING", BLAMES, "node2", node("node2", data_missing=["/data/train.bin is not there"]),
      "the data: /data/train.bin is not there"),
-    ("DATA_MISSING", BLAMES, "node2", node("node2", data_empty=["/data"]),
-     "sees nothing in /data, where other nodes see something"),
-    ("DATA_MISSING", BLAMES, "node2", node("node2", hashes={**HASHES, "data": "0dd"}),
-     "sees other data than the other nodes"),
     ("VERSION_DRIFT", BLAMES, "node2", node("node2", versions={**VERSIONS, "torch": "2.12.0"}),
      "has torch 2.12.0, the other nodes have 2.13.0"),
     ("VERSION_DRIFT", WARNING, "node2", node("node2", versions={**VERSIONS, "driver": "550.2"}),
      "has driver 550.2, the other nodes have 570.1"),
     ("NO_SCONTROL", WARNING, "", node(*NODES, lacks_scontrol=True),
      "has no scontrol: a run that is preempted goes on as another job"),
-    ("FS_STALE", ERROR, "node2, node3", probe(node2={"unseen": ["node3"]}),
-     "node2 does not see what node3 wrote into the run directory"),
     ("FS_STALE", BLAMES, "node3", probe(node2={"unseen": ["node3"]}, node3={"unseen": ["node1", "node2"]}),
      "node2 does not see what node3 wrote into the run directory, node3 does not see what node1 wrote into the run "
      "directory, node3 does not see what node2 wrote into the run directory"),
@@ -258,26 +208,16 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
      "cannot write to /shared/run (run directory): Read-only file system"),
     ("DISK_FULL", ERROR, "node2", disk(0, free_mb=3),
      "no room in /shared/run (run directory): 3 MiB and 9 inodes left"),
-    ("DISK_FULL", WARNING, "node2", disk(1, error="No space left on device", is_full=True),
-     "no room in /tmp (temporary files): No space left on device"),
     ("DISK_FULL", WARNING, "node2", disk(0, free_mb=900),
      "little room in /shared/run (run directory): 900 MiB and 9 inodes left"),
     ("CLOCK_SKEW", WARNING, "node2", probe(node2={"clock_offset_s": -41.5}), "its clock is 41.5 s behind rank 0's"),
     ("CPU_AFFINITY", WARNING, "node2", ranks("node2", cpus=[3]),
      "2 ranks may use CPUs 3 of 64, one of them 1; cluster.cpus_per_gpu=null"),
     ("LIMITS", ERROR, "node2", ranks("node2", max_open_files=128), "a rank may open 128 files, it should have 1024"),
-    ("LIMITS", WARNING, "node2", ranks("node2", max_open_files=512), "a rank may open 512 files, it should have 1024"),
-    ("LIMITS", WARNING, "node2",
-     both(ranks("node2", max_locked_mb=8), node("node2", has_infiniband=True)),
-     "a rank may lock 8 MiB of memory, and InfiniBand has to lock its buffers"),
     ("SLOW_NODE", WARNING, "node2", speeds((30, 900, 50), (300, 20, 4000), (30, 900, 50)),
      "computes 10.0 times as long as the others (300 ms for 30 ms of work, load 1.0)"),
     ("SLOW_LINK", WARNING, "node2", speeds((30, 900, 50), (30, 12, 50), (30, 900, 50)),
      "12 MB/s at best, the other nodes 900"),
-    ("SLOW_LINK", WARNING, "node2", speeds((30, 900, 50), (30, 900, 4000), (30, 900, 50)),
-     "4000 us to the nearest node, the other nodes 50"),
-    ("SLOW_GPU", WARNING, "node2", gpu_speeds(node1=781, node2=512, node3=781),
-     "GPU 0 (H200) computes 512 TFLOP/s in bfloat16, the others 781"),
 ]  # fmt: skip
 
 
@@ -287,109 +227,69 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
 def test_a_fault_is_named_once(code: str, kind: tuple[str, bool], where: str, fault: Fault, seen: str) -> None:
     (found,) = find_faults(fault(healthy()))
     assert (found.code, found.level, found.blames_node, found.node, found.seen) == (code, *kind, where, seen)
-    assert found.line == f"{f'{code} {where}'.strip()}: {seen}; {found.todo} (docs/troubleshooting.md#{code.lower()})"
-    assert "\n" not in found.line and found.todo
+    assert found.todo and "\n" not in found.line
 
 
 def test_every_code_has_a_row() -> None:
-    assert {row[0] for row in ROWS} == {*HINTS}
+    assert {row[0] for row in ROWS} == {*HINTS} - {"SLOW_GPU"}, "test_gpu_speed has that one"
     assert not {*HINTS} & {*OTHER_CODES}
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 40])
-def test_a_healthy_job_has_no_finding(num_nodes: int) -> None:
-    assert find_faults(healthy(num_nodes)) == ()
+TWO_CPUS = both(ranks(2, cpus=[5, 6]), ranks(3, cpus=[25, 26]))
+# A job, and the level and blame of each finding.
+JOBS: dict[str, tuple[Job, list[tuple[str, bool]]]] = {
+    "many nodes": (healthy(40), []),
+    "of two versions either is wrong": (node("node2", versions={**VERSIONS, "torch": "2.12.0"})(healthy(2)), [ERROR]),
+    "of two nodes either is blocked": (probe(**blocked("node1", to="node2"))(healthy(2)), [ERROR]),
+    "a link far from its nominal speed": (speeds((30, 12, 50), (30, 12, 50))(healthy(2)), [WARNING]),
+    "a folder that is empty everywhere": (node(*NODES, data_empty=["/data"])(healthy()), []),
+    "fewer CPUs than asked": (TWO_CPUS(healthy(cpus_per_gpu=8)), [WARNING]),
+    "as many CPUs as asked": (TWO_CPUS(healthy(cpus_per_gpu=2)), []),
+    "more ranks than CPUs": (both(ranks("node1", cpus=[0, 1]), node("node1", num_cpus=2))(healthy(1, 8)), []),
+    "a script needs its port": (job(bound_port=20_002)(healthy(needs_port=True)), [ERROR]),
+    "no more GPUs than ranks are needed": (ranks("node2", visible_gpus=1, local_world_size=1)(healthy()), []),
+    "the beginning of an interface": (node("node2", nccl_interface="eth")(healthy()), []),
+    "interfaces left out": (node("node2", nccl_interface="^docker,lo")(healthy()), []),
+}
 
 
-def test_of_two_nodes_that_differ_nobody_is_to_blame() -> None:
-    for fault in (node("node2", versions={**VERSIONS, "torch": "2.12.0"}), probe(**blocked("node1", to="node2"))):
-        (found,) = find_faults(fault(healthy(2)))
-        assert (found.level, found.blames_node) == ("error", False)
+@pytest.mark.parametrize("name", JOBS)
+def test_what_is_a_fault_depends_on_the_job(name: str) -> None:
+    found, expected = JOBS[name]
+    assert [(one.level, one.blames_node) for one in find_faults(found)] == expected
 
 
-def test_a_folder_that_is_empty_everywhere_is_no_fault() -> None:
-    assert find_faults(node(*NODES, data_empty=["/data"])(healthy())) == ()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "cpus", "is_found"), [(None, [5], True), (8, [5, 6], True), (2, [5, 6], False), (None, [5, 6], False)]
-)
-def test_cpus_are_compared_with_what_was_asked(wanted: int | None, cpus: list[int], is_found: bool) -> None:
-    fault = both(rank(2, cpus=cpus), rank(3, cpus=[cpu + 20 for cpu in cpus]))
-    assert [one.code for one in find_faults(fault(healthy(cpus_per_gpu=wanted)))] == ["CPU_AFFINITY"] * is_found
-
-
-def test_more_ranks_than_cpus_are_no_fault_of_affinity() -> None:
-    assert find_faults(both(ranks("node1", cpus=[0, 1]), node("node1", num_cpus=2))(healthy(1, 8))) == ()
-
-
-def test_a_script_needs_its_port() -> None:
-    assert [one.level for one in find_faults(job(bound_port=20_002)(healthy(needs_port=True)))] == ["error"]
-
-
-@pytest.mark.parametrize(("visible", "is_found"), [(1, False), (0, True), (None, False)])
-def test_a_node_needs_no_more_gpus_than_ranks(visible: int | None, is_found: bool) -> None:
-    found = find_faults(ranks("node2", visible_gpus=visible, local_world_size=1)(healthy()))
-    assert [one.code for one in found] == ["GPU_COUNT"] * is_found
-
-
-OWN_LOOPBACK = {"own_addresses": ["127.0.1.1"]}
+LOOPBACK = {"own_addresses": ["127.0.1.1"]}
 SEVERAL = {"addresses": {"docker0": "172.17.0.1", "eth0": "10.0.0.2"}}
 
 
 @pytest.mark.parametrize(
-    ("fault", "variables"),
+    ("fault", "chosen"),
     [
-        (job(), {}),
-        (node("node2", **OWN_LOOPBACK), {"GLOO_SOCKET_IFNAME": "eth0"}),
-        (probe(**GLOO), {"GLOO_SOCKET_IFNAME": "eth0"}),
-        (node("node2", **SEVERAL), {"NCCL_SOCKET_IFNAME": "=eth0"}),
+        (node("node2", **LOOPBACK), {"node2": {"GLOO_SOCKET_IFNAME": "eth0"}}),
+        (probe(**GLOO), {"node2": {"GLOO_SOCKET_IFNAME": "eth0"}}),
+        (node("node2", **SEVERAL), {"node2": {"NCCL_SOCKET_IFNAME": "=eth0"}}),
         (node("node2", **SEVERAL, has_infiniband=True), {}),
-        (node("node2", **OWN_LOOPBACK, gloo_interface="eth0", nccl_interface="eth0"), {}),
+        (node("node2", **LOOPBACK, **SEVERAL, gloo_interface="eth0", nccl_interface="eth0"), {}),
     ],
 )
 def test_collectives_are_led_along_the_route_unless_the_user_named_an_interface(
-    fault: Fault, variables: dict[str, str]
+    fault: Fault, chosen: dict[str, dict[str, str]]
 ) -> None:
-    assert interface_choices(fault(healthy())) == ({"node2": variables} if variables else {})
+    assert interface_choices(fault(healthy())) == chosen
 
 
-@pytest.mark.parametrize(
-    ("setting", "is_wrong"), [("eth", False), ("=eth0", False), ("^docker,lo", False), ("ib", True)]
-)
-def test_settings_of_nccl_are_read_as_nccl_does(setting: str, is_wrong: bool) -> None:
-    found = find_faults(node("node2", nccl_interface=setting)(healthy()))
-    assert [one.code for one in found] == ["WRONG_INTERFACE"] * is_wrong
-
-
-def test_a_link_far_from_its_nominal_speed_is_named_though_the_node_has_but_one_partner() -> None:
-    (found,) = find_faults(speeds((30, 12, 50), (30, 12, 50))(healthy(2)))
-    assert (found.code, found.node, found.seen) == ("SLOW_LINK", "", "12 MB/s at best, its interface claims 1250")
-
-
-def test_facts_travel_as_json() -> None:
-    full = both(trouble("node3"), speeds((30, 900, 50)))(healthy())
-    for values in (full.ranks, full.nodes, healthy().probes, full.speeds, full.troubles):
-        assert to_records(type(values[0]), json.loads(json.dumps(list(map(asdict, values))))) == values
+FIVE = ("node1", "node2", "node3", "node4", "node5")
 
 
 @pytest.mark.parametrize(
     ("names", "where", "blames"),
-    [
-        (["node3"], "node3", True),
-        (["node3", "node4"], "node3, node4", True),
-        (["node3", "node4", "node5"], "node3, node4, node5", False),
-        (["node1", "node2", "node3", "node4", "node5"], "", False),
-    ],
+    [(FIVE[3:], "node4, node5", True), (FIVE[2:], "node3, node4, node5", False), (FIVE, "", False)],
 )
-def test_what_several_nodes_have_is_one_finding(names: list[str], where: str, blames: bool) -> None:
-    all_nodes = ["node1", "node2", "node3", "node4", "node5"]
-    (merged,) = merge(
-        [error("DISK_FULL", name, "is full", blames=True) for name in names], hints=HINTS, nodes=all_nodes
-    )
-    assert (merged.node, merged.blames_node) == (where, blames)
-
-
-def test_errors_come_first_and_other_texts_are_other_findings() -> None:
-    found = merge([warning("A", "node1", "b"), error("A", "node1", "c"), error("A", "node2", "d")], hints={"A": "do"})
-    assert [one.level for one in found] == ["error", "error", "warning"]
+def test_what_several_nodes_have_is_one_finding_and_errors_come_first(
+    names: tuple[str, ...], where: str, blames: bool
+) -> None:
+    found = [warning("CLOCK_SKEW", "node1", "late")]
+    found += [error("DISK_FULL", name, "is full", blames=True) for name in names]
+    merged, late = merge(found, hints=HINTS, nodes=FIVE)
+    assert (merged.node, merged.blames_node, late.level) == (where, blames, "warning")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -20,14 +18,10 @@ from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, PreflightError
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather, probes
-from slurm_train.tools.doctor.facts import Job, NodeFacts, SpeedFacts, Trouble
-from slurm_train.tools.doctor.preflight import AbsentNodes, Preflight, better
+from slurm_train.tools.doctor.facts import Job, NodeFacts, Trouble
+from slurm_train.tools.doctor.preflight import AbsentNodes, Preflight
 
 WORLD = 3
-
-
-def first_error(run: RunDirectory) -> str:
-    return errors_of(findings_of(read_preflight(run, 0)))[0].line
 
 
 def free_port() -> int:
@@ -88,7 +82,7 @@ def test_healthy_ranks_find_nothing_and_leave_a_record(
 
 def test_every_rank_gets_an_error_and_its_kind(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     found = all_ranks(run, point(), gpus=2)
-    assert {str(err).replace("\nhint: ", "; ") for err in found} == {first_error(run)}
+    assert len({str(err) for err in found}) == 1
     assert str(found[0]).startswith("GPU_COUNT node1: 2 GPUs are visible to the ranks, 3 were asked for\nhint: ")
     assert "preflight: error: GPU_COUNT node1" in capsys.readouterr().err
     # Where one node may be to blame the run is tried again, elsewhere if possible.
@@ -96,11 +90,10 @@ def test_every_rank_gets_an_error_and_its_kind(run: RunDirectory, capsys: pytest
 
 
 def test_a_rank_with_another_number_fails_by_itself(run: RunDirectory) -> None:
-    began_s = time.monotonic()
     with pytest.raises(PreflightError, match="the task that Slurm calls rank 2 has RANK=0") as caught:
         preflight(run, 0, point(), SLURM_PROCID="2").apply()
-    assert caught.value.exit_code == EXIT_WRONG_USE and time.monotonic() - began_s < 5
-    assert first_error(run) == str(caught.value).replace("\nhint: ", "; ")
+    assert caught.value.exit_code == EXIT_WRONG_USE
+    assert errors_of(findings_of(read_preflight(run, 0)))[0].line == str(caught.value).replace("\nhint: ", "; ")
 
 
 def test_a_fault_of_the_preflight_itself_stops_nothing(
@@ -121,8 +114,7 @@ def test_a_fault_of_the_preflight_itself_stops_nothing(
 def test_ranks_that_never_come_are_named_when_the_time_is_over(run: RunDirectory) -> None:
     found = all_ranks(run, point(timeout_s=1.0), num=WORLD - 1)
     assert {str(err).partition(":")[0] for err in found} == {"NODE_MISSING node1"}
-    record = read_preflight(run, 0)
-    assert 1.0 <= record["waited_s"] <= record["seconds"]
+    assert read_preflight(run, 0)["waited_s"] >= 1.0
 
 
 def test_a_taken_port_is_a_warning_while_another_is_free(run: RunDirectory) -> None:
@@ -136,23 +128,16 @@ def test_a_taken_port_is_a_warning_while_another_is_free(run: RunDirectory) -> N
 
 
 def test_the_verdict_of_a_rank_zero_that_dies_is_not_waited_for(run: RunDirectory) -> None:
-    where, done = point(timeout_s=0.5), threading.Event()
+    where = point(timeout_s=0.5)
 
     def die() -> None:
         with socket.create_server(("127.0.0.1", where.ports[0])) as server:
-            connection, _ = server.accept()
-            connection.close()
-        done.set()
+            server.accept()[0].close()
 
-    threading.Thread(target=die, daemon=True).start()
-    assert preflight(run, 1, where).apply() == {}
-    assert done.wait(5)
-
-
-def test_of_several_measurements_the_best_counts() -> None:
-    first = SpeedFacts(node="node1", work_ms=90.0, mb_per_s=10.0, latency_us=50.0)
-    second = SpeedFacts(node="node1", work_ms=30.0, mb_per_s=900.0, latency_us=None)
-    assert better(second, first) == SpeedFacts(node="node1", work_ms=30.0, mb_per_s=900.0, latency_us=50.0)
+    with ThreadPoolExecutor(1) as pool:
+        died = pool.submit(die)
+        assert preflight(run, 1, where).apply() == {}
+        died.result(timeout=5)
 
 
 class TwoNodes:
@@ -186,52 +171,32 @@ def two_nodes(run: RunDirectory) -> TwoNodes:
     return TwoNodes(run)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [([0], ["node1"]), ([2, 3], ["node1", "node2"]), ([4, 3], ["node2"]), ([7], ["node2"]), ([], [])],
-)
-def test_missing_ranks_are_placed_by_slurms_counts(two_nodes: TwoNodes, ranks: list[int], expected: list[str]) -> None:
+def test_missing_ranks_are_placed_by_slurms_counts(two_nodes: TwoNodes) -> None:
     two_nodes.first.ranks_per_node = (3, 2)
-    assert two_nodes.first.nodes_of(ranks) == expected
+    assert [two_nodes.first.nodes_of([2, rank]) for rank in (3, 7)] == [["node1", "node2"]] * 2
 
 
 def test_trouble_is_believed_when_it_goes_on_at_rank_zeros_port(two_nodes: TwoNodes) -> None:
-    for tries in (5, 50):
-        two_nodes.writes(tries=tries, port=20_002)
-        assert not two_nodes.is_enough(), "that is another port than rank 0's"
+    two_nodes.writes(tries=5)
+    assert not two_nodes.is_enough(), "it may be from before rank 0 listened"
+    two_nodes.writes(tries=50, port=20_002)
+    assert not two_nodes.is_enough(), "that is another port than rank 0's"
     two_nodes.writes(tries=7)
     assert two_nodes.is_enough()
     assert [trouble.node for trouble in two_nodes.absent.believed] == ["node2"]
 
 
-def test_trouble_may_be_from_before_rank_zero_listened(two_nodes: TwoNodes) -> None:
-    two_nodes.writes(tries=5)
-    assert not two_nodes.is_enough()
-    two_nodes.writes(tries=7)
-    assert two_nodes.is_enough()
-
-
 def test_a_node_that_wrote_nothing_is_waited_for_and_mentioned_once(
     two_nodes: TwoNodes, run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not two_nodes.is_enough() and read_preflight(run, 0) == {}
     two_nodes.absent._began_s -= 21.0
     assert not two_nodes.is_enough() and not two_nodes.is_enough()
-    seen = "NODE_MISSING node2: not all of its ranks have come within 20 s; they are waited for"
-    assert capsys.readouterr().err.count(seen) == 1
+    assert capsys.readouterr().err.count("NODE_MISSING node2: not all of its ranks have come within 20 s") == 1
     assert read_preflight(run, 0)["nodes"] == [], "no node is recorded as well"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"node": 7}', '{"trouble": {"node": "node2"}}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"trouble": {"node": "node2"}}'])
 def test_a_damaged_file_is_passed_over(two_nodes: TwoNodes, run: RunDirectory, content: str) -> None:
     run.preflight_folder(0).mkdir()
     (run.preflight_folder(0) / "trouble_1.json").write_text(content)
-    assert not two_nodes.is_enough()
-
-
-def test_a_node_that_is_merely_slow_costs_no_look_into_a_file(
-    two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two_nodes.second.write()
-    monkeypatch.setattr(two_nodes.first, "read", lambda *_: pytest.fail("a file was read"))
     assert not two_nodes.is_enough()

@@ -5,7 +5,6 @@ The suite has a few of them, `make test-faults` all.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.events import list_file, read_preflight
+from slurm_train.rundir.events import list_file
 from slurm_train.rundir.files import read_shared
-from tests.campaigns.preflight import problems_of, try_fault
+from tests.campaigns.preflight import try_fault
 from tests.campaigns.preflight_faults import FAULTS, Fault, missing_for
 from tests.support import cluster_faults as broken
 from tests.support.command_line import TINY, Person
@@ -50,13 +49,6 @@ def test_a_fault_is_named_in_one_line_within_half_a_minute(fault: Fault, person:
 
 
 @pytest.mark.campaign
-def test_a_healthy_run_has_no_finding_and_trains(person: Person) -> None:
-    _, run = person.types("+cluster=2x2", *TINY, "train.threads=1").job_and_run
-    wait_until_finished(run)
-    assert problems_of(run, read_preflight(run, 0)) == []
-
-
-@pytest.mark.campaign
 def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     words = (*TINY, "train.threads=1", "batch.global_size=24", "train.max_steps=4")
@@ -85,20 +77,9 @@ def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_
 def test_the_doctor_looks_at_nodes_on_request(person: Person) -> None:
     done = person.types("doctor", "+cluster=2x2", "cluster.nodelist=node[1-2]", timeout_s=120)
     assert done.code == 0, done.err
-    table = done.out.splitlines()
-    assert table[0].split()[:2] == ["NODE", "RANKS"] and [row.split()[0] for row in table[1:3]] == ["node1", "node2"]
-    for column in ("WORK", "LINK", "LATENCY"):
-        assert column in table[0]
-
-
-@pytest.mark.campaign
-def test_the_doctor_says_with_its_exit_code_that_something_is_wrong(person: Person, tmp_path: Path) -> None:
-    with broken.other_hosts("node2", tmp_path, name="node1", address="10.98.76.99"):
-        words = ("doctor", "+cluster=2x1", "cluster.nodelist=node[1-2]", "preflight.bandwidth=false", "--json")
-        done = person.types(*words, timeout_s=120)
-    assert done.code == 1, done.err
-    (finding,) = json.loads(done.out)["findings"]
-    assert (finding["code"], finding["node"]) == ("WRONG_MASTER", "node2")
+    head, *rows = done.out.splitlines()
+    assert {"NODE", "WORK", "LINK", "LATENCY"} <= {*head.split()}
+    assert [row.split()[0] for row in rows[:2]] == ["node1", "node2"]
 
 
 @pytest.mark.campaign

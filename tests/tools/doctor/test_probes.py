@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.tools.doctor import probes
-from slurm_train.tools.doctor.probes import Peer, ProbeServer, describe_error, measure, peers_of, probe, reach
+from slurm_train.tools.doctor.probes import Peer, ProbeServer, measure, peers_of, probe, reach
 
 POINT = MeetingPoint(
     master_addr="localhost", ports=[1], run_id="run", attempt=0, timeout_s=5.0, secret="5" * 32, purpose="preflight"
@@ -45,21 +43,15 @@ def test_peers_answer_or_are_named_with_the_reason(server: ProbeServer, closed: 
     found = probe(POINT, "node1", [there, closed], folder=tmp_path, master="node2")
     assert (found.unreached, found.unseen) == ({"node3": "connection refused"}, [])
     assert found.unreached_gloo == {"node2": "connection refused"}
-    assert abs(found.clock_offset_s) < 5.0
-    assert found.seen_after_s["node2"] < 5.0
+    assert abs(found.clock_offset_s) < 5.0 and found.seen_after_s["node2"] < 5.0
 
 
 @pytest.mark.parametrize("looks", [4, 1000])
 def test_a_file_that_comes_late_or_never(
     server: ProbeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
-    left = [looks]
-
-    def is_seen(*_: object) -> bool:
-        left[0] -= 1
-        return left[0] <= 0
-
-    monkeypatch.setattr(probes, "_is_seen", is_seen)
+    left = [False] * looks
+    monkeypatch.setattr(probes, "_is_seen", lambda *_: left.pop() if len(left) > 1 else True)
     monkeypatch.setattr(probes, "_ANSWER_S", 2.0)
     found = probe(POINT, "node1", [peer(server, file=FILE)], folder=tmp_path, master="node3")
     if looks == 4:
@@ -72,25 +64,14 @@ def test_an_answer_of_another_program_is_no_answer_of_the_peer(server: ProbeServ
     assert reach(POINT, "node9", "127.0.0.1", server.port) == (None, "another program answers there")
     assert reach(replace(POINT, secret="6" * 32), "node2", "127.0.0.1", server.port) == (None, "hung up")
     assert reach(POINT, "node2", "", 1) == (None, "no address")
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        ("[Errno 111] Connection refused", "connection refused"),
-        ("[Errno 22] Invalid argument", "a route that leads nowhere (blackhole)"),
-        ("timed out", "timed out"),
-    ],
-)
-def test_errors_are_given_without_their_number(error: str, text: str) -> None:
-    assert describe_error(error) == text
+    server.close()
+    assert reach(POINT, "node2", "127.0.0.1", server.port)[0] is None
 
 
 def test_speed_and_latency_are_measured(server: ProbeServer, closed: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_WORK", 1000)
     found = measure(POINT, "node1", [peer(server), closed])
-    assert found.work_ms > 0
-    assert found.mb_per_s > 1 and found.latency_us
+    assert found.work_ms > 0 and found.mb_per_s > 1 and found.latency_us
 
 
 def test_a_caller_without_a_proof_gets_nothing(server: ProbeServer) -> None:
@@ -110,40 +91,9 @@ def test_nonsense_ends_a_connection_and_not_the_server(server: ProbeServer, nons
     again.close()
 
 
-def test_a_closed_server_accepts_no_callers(server: ProbeServer) -> None:
-    server.close()
-    assert reach(POINT, "node2", "127.0.0.1", server.port)[0] is None
-
-
 @pytest.mark.parametrize(
     ("index", "num_nodes", "expected"),
-    [(0, 1, []), (0, 3, [1, 2]), (15, 16, list(range(15))), (0, 17, [1, 2, 4, 8, 16]),
-     (10, 40, [0, 2, 11, 12, 14, 18, 26])],
-)  # fmt: skip
+    [(15, 16, list(range(15))), (0, 17, [1, 2, 4, 8, 16]), (10, 40, [0, 2, 11, 12, 14, 18, 26])],
+)
 def test_few_nodes_probe_all_others_and_many_probe_some(index: int, num_nodes: int, expected: list[int]) -> None:
     assert peers_of(index, num_nodes) == expected
-
-
-def test_the_speed_of_a_link_is_that_of_its_slower_direction() -> None:
-    ours, theirs = socket.socketpair()
-    sizes: list[int] = []
-
-    def answer() -> None:
-        with theirs.makefile("rwb") as line:
-            for _ in range(20):
-                if not (word := line.readline()):
-                    return
-                sizes.append(size := int(word))
-                line.read(size)
-                line.write(b"x")
-                line.flush()
-                time.sleep(1.0)  # one direction only
-                line.write(b"x" * (size - 1))
-                line.flush()
-
-    with ours, theirs, ThreadPoolExecutor(1) as pool:
-        pool.submit(answer)
-        with ours.makefile("rwb") as line:
-            rate = probes._rate(line)
-        ours.shutdown(socket.SHUT_RDWR)
-    assert rate < sizes[-1] / 0.5, "the first byte may be noticed late on a busy machine"

@@ -13,38 +13,31 @@ from slurm_train.tools.report.pictures import write_pictures
 from tests.support.run_documents import document_of, full_document
 from tests.support.sweep_files import sweep_document_of
 
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
 
 def has_drawing(path: Path) -> bool:
-    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    from matplotlib import image
+
     return len({tuple(pixel) for row in image.imread(path)[::3, ::3] for pixel in row}) > 5
 
 
 def test_the_figures_of_a_run_and_of_a_sweep_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     paths = write_pictures(full_document(tmp_path / "run"), tmp_path / "a" / "png")
-    assert {path.stem for path in paths} == {
-        *("loss", "eval_accuracy", "lr", "grad_norm", "tokens_per_s", "mfu", "step_time"),
-        *("rank_step_time", "rank_data_wait", "stragglers", "timeline", "saves"),
-    }
+    assert {"loss", "rank_step_time", "stragglers", "timeline", "saves"} <= {path.stem for path in paths}
     paths += write_pictures(sweep_document_of(tmp_path / "sweep"), tmp_path / "png")
     assert [path.name for path in paths[-4:]] == ["best.png", "runs_loss.png", "runs_eval_loss.png", "parallel.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and has_drawing(path) for path in paths)
 
 
-def test_a_run_without_anything_has_no_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+def test_a_run_without_anything_has_no_picture_and_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     assert write_pictures(document_of(tmp_path, "not started"), tmp_path / "png") == []
-
-
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"file/png cannot be written: Not a directory\nhint: name another folder"):
-        write_pictures(document_of(tmp_path), tmp_path / "file" / "png")
+        write_pictures(full_document(tmp_path / "run"), tmp_path / "file" / "png")
 
 
 def test_no_window_system_is_looked_for_and_a_name_is_no_formula(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     before = set(sys.modules)
     block = plot("../a", r"$\frac{1}{0$", [Curve(name=r"$\frac{1}{0$", x=[1], y=[1]), Curve(name="b", x=[1], y=[3])])
     (path,) = write_pictures({"plots": {"a": [block]}}, tmp_path)

@@ -11,7 +11,7 @@ from slurm_train.launch.acceptance import slurm_verdict
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import gather_facts
 from slurm_train.tools.devcluster.plan import ClusterPlan
-from slurm_train.tools.site import build_profile, trial_script, try_site
+from slurm_train.tools.site import build_profile, try_site
 
 pytestmark = pytest.mark.slurm
 
@@ -33,10 +33,3 @@ def test_a_real_cluster_is_read_and_takes_what_was_found(slurm_cluster: ClusterP
         site, {one.name: one for one in facts.partitions}, lambda script: slurm_verdict(script, commands)
     )
     assert (tried, problems) == (site, [])
-
-
-def test_a_real_slurm_refuses_a_type_that_there_is_not(slurm_cluster: ClusterPlan) -> None:
-    commands = SlurmCommands(os.environ)
-    site = build_profile(gather_facts(commands, user=pwd.getpwuid(os.getuid()).pw_name), {})
-    assert not slurm_verdict(trial_script(site, "main", {"gpu_type": "a100"}), commands).is_accepted
-    assert slurm_verdict(trial_script(site, "main", {"gpu_flag": "gres"}), commands).is_accepted

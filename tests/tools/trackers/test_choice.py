@@ -18,7 +18,6 @@ ALL = TrackSection(tensorboard=True, wandb=WANDB.wandb, mlflow=MLFLOW.mlflow, tr
 
 
 def test_a_project_switches_a_tracker_on() -> None:
-    assert asked_trackers(TrackSection()) == []
     assert asked_trackers(TrackSection(wandb=WandbSection(entity="ada", tags=["x"]))) == []
     assert asked_trackers(WANDB) == ["wandb"]
     assert asked_trackers(ALL) == list(NAMES) == list(TRACKERS)
@@ -29,7 +28,7 @@ def test_a_package_that_is_missing_is_refused(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(trackers, "find_spec", lambda asked: None if asked == name else object())
     with pytest.raises(ConfigError, match=rf"asks for {name}, which is not installed") as caught:
         require_installed(ALL)
-    assert caught.value.hint.startswith(f"pip install 'slurm-train[{name}]', or set track.{name}")
+    assert f"pip install 'slurm-train[{name}]'" in caught.value.hint
     for other in set(NAMES) - {name}:
         require_installed(ALL, only=other)
 
@@ -47,7 +46,6 @@ SHELL = dict.fromkeys(
         (WANDB, {"WANDB_API_KEY"}, []),
         (TrackSection(wandb=WandbSection(project="p", mode="offline")), set(), []),
         (MLFLOW, set(), ["MLFLOW_TRACKING_PASSWORD"]),
-        (TrackSection(trackio=TrackioSection(project="p")), set(), []),
         (TrackSection(trackio=TrackioSection(project="p", space_id="ada/x")), set(), ["HF_TOKEN"]),
     ],
 )

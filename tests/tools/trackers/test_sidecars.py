@@ -151,14 +151,6 @@ def test_one_that_recovers_has_lost_nothing(
     assert sent(run, "raises-once") == list(range(1, 301))
 
 
-def test_one_that_fails_for_good_has_one_last_try(run: RunDirectory, said: list[str], start: Start) -> None:
-    trackers = start("raises", first_pause_s=1000.0)
-    wait_for(lambda: said, within_s=60, what="the end of the first process")
-    trackers.close()
-    assert num_failures(run, "raises") == 2
-    assert said[-1] == f"raises: {UNSENT}"
-
-
 def test_one_that_may_have_lost_what_it_took_has_a_last_try(run: RunDirectory, said: list[str], start: Start) -> None:
     trackers = start("loses-once")
     wait_for(lambda: sent(run, "loses-once") and said, within_s=30, what="the first lines")
