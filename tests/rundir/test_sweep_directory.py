@@ -36,39 +36,22 @@ def new_array(sweep: SweepDirectory, number: int, runs: list[RunDirectory], job_
         array.job.write_text(json.dumps({"job_id": job_id}))
 
 
-def test_the_table_is_one_line_per_run_and_reads_back(tmp_path: Path) -> None:
-    sweep = new_sweep(tmp_path)
-    assert [json.loads(line) for line in sweep.table.read_text().splitlines()][1] == {
-        "index": 1,
-        "run": "gpt-stdlib/00000001",
-        "overrides": {"seed": "1"},
-        "job": None,
-    }
-    assert read_table(sweep)[2] == Element(
-        index=2, run=RunDirectory(tmp_path / "gpt-stdlib" / "00000002"), overrides={"seed": "2"}
-    )
-
-
 def test_an_array_gives_its_elements_their_jobs_and_leaves_the_others(tmp_path: Path) -> None:
     sweep = new_sweep(tmp_path)
+    line = {"index": 1, "run": "gpt-stdlib/00000001", "overrides": {"seed": "1"}, "job": None}
+    assert json.loads(sweep.table.read_text().splitlines()[1]) == line
     runs = [element.run for element in read_table(sweep)]
     new_array(sweep, 0, runs, "12")
     new_array(sweep, 1, [runs[2], runs[0]], "40")
     elements = record_array(read_table(sweep), sweep.array(0), "12")
     assert [element.job for element in elements] == ["12_0", "12_1", "12_2"]
     assert [element.job for element in record_array(elements, sweep.array(1), "40")] == ["40_1", "12_1", "40_0"]
-
-
-def test_arrays_are_in_order_and_nothing_else_is_one(tmp_path: Path) -> None:
-    sweep = new_sweep(tmp_path)
-    assert existing_arrays(sweep) == []
-    for number in (1000, 2, 0):
-        new_array(sweep, number, [])
+    new_array(sweep, 1000, [])
     (sweep.arrays / "notes").mkdir()
-    assert [array.number for array in existing_arrays(sweep)] == [0, 2, 1000]
+    assert [array.number for array in existing_arrays(sweep)] == [0, 1, 1000]
 
 
-@pytest.mark.parametrize("word", ["9b1c44e0", "9b1c", "sweeps/9b1c44e0", "12", "PATH"])
+@pytest.mark.parametrize("word", ["9b1c", "sweeps/9b1c44e0", "12", "PATH"])
 def test_a_sweep_is_found_by_what_a_person_types(word: str, tmp_path: Path) -> None:
     sweep = new_sweep(tmp_path)
     new_array(sweep, 0, [], "12")
@@ -104,9 +87,6 @@ def test_one_submitter_at_a_time(tmp_path: Path) -> None:
         raise AssertionError("two at once")
     with submitting(sweep):
         pass
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sweeps").write_text("a file")
-    with pytest.raises(RunError, match="cannot be made"), submitting(SweepDirectory(tmp_path / "sweeps" / "x")):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot be made"), submitting(SweepDirectory(tmp_path / "file" / "x")):
         pass
