@@ -29,15 +29,11 @@ def overtaken():
     raise RunError("attempt 2 has taken over")
 
 
-def test_commit_leaves_one_verified_directory(root, place):
+def test_a_step_that_is_saved_and_verifies_is_not_written_again(root, place):
     staging, manifest = stage(root, make_header(3))
     assert place().open_staging(3) != staging, "always a fresh one"
     final = place().commit(staging, manifest)
     assert verify(final) == manifest and final.name == staging.name.removesuffix(".tmp")
-
-
-def test_a_step_that_is_saved_and_verifies_is_not_written_again(root, place):
-    final = make_checkpoint(root, 3)
     assert place().begin(3) == final
     assert place(2).begin(3).name.endswith(".tmp"), "another attempt's"
     (final / "__1_0.distcp").write_bytes(b"damaged")
@@ -113,10 +109,9 @@ def test_the_newest_whole_ones_stay(root, place):
     assert steps_in(root) == [4, 3]
 
 
-@pytest.mark.parametrize("keep", [0, -1])
-def test_keep_below_one_is_refused(place, keep):
-    with pytest.raises(CheckpointError, match=f"checkpoint.keep={keep} would remove the newest"):
-        place(keep=keep)
+def test_keep_below_one_is_refused(place):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.keep=0 would remove the newest"):
+        place(keep=0)
 
 
 @pytest.mark.parametrize("content", [b"short", b"flipped bits, same size!"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,23 +71,24 @@ def test_nodes_hold_a_checkpoint_together_or_not_at_all(fast_path: Any) -> None:
     pairs = zip(stagings, names, strict=True)
     files = {name: write_file(staging / name, os.urandom(24)) for staging, own in pairs for name in own}
     manifest = Manifest.of(make_header(NEW, world_size=2), files)
-    for node, staging, own in zip(nodes, stagings, names, strict=True):
-        node.commit(staging, manifest, here=own)
     texts: list[dict[Held, str]] = [{}, {}]
-    held = [held_here(node, anything, own) for node, own in zip(nodes, texts, strict=True)]
+    held = []
+    for number, node in enumerate(nodes):
+        node.commit(stagings[number], manifest, here=names[number])
+        held.append(held_here(node, anything, texts[number]))
 
-    def chosen(of_ranks: list[int]) -> Reachable | None:
+    def chosen(*of_ranks: int) -> Reachable | None:
         return choose_reachable([held[n] for n in of_ranks], lambda one, rank: texts[of_ranks[rank]][one])
 
     first, second = names[0]
-    assert chosen([0, 1]) == Reachable(manifest, {first: 0, second: 0, "rank_00001.pt": 1})
-    assert chosen([0, 0, 1]) == Reachable(manifest, {first: 0, second: 1, "rank_00001.pt": 2})
-    assert chosen([1, 0]) is not None, "ranks may be on other nodes now"
-    assert chosen([0]) is None, "one node is gone"
+    assert chosen(0, 1) == Reachable(manifest, {first: 0, second: 0, "rank_00001.pt": 1})
+    assert chosen(0, 0, 1) == Reachable(manifest, {first: 0, second: 1, "rank_00001.pt": 2})
+    assert chosen(1, 0) is not None, "ranks may be on other nodes now"
+    assert chosen(0) is None, "one node is gone"
 
 
 def test_each_rank_has_a_keeper_on_the_next_node() -> None:
-    assert keepers([0, 0, 1, 1, 2, 2]) == {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}
+    assert keepers([0, 1, 2]) == {0: 1, 1: 2, 2: 0}
     assert keepers([0, 0, 0, 1, 1]) == {0: 3, 1: 4, 2: 3, 3: 0, 4: 1}, "uneven nodes"
     assert keepers([0, 0]) == {} == keepers([None, None])
 
@@ -133,16 +135,12 @@ def test_the_users_folder_is_private_and_found_again(tmp_path: Any) -> None:
         open_private(tmp_path / "absent", "run")
 
 
-@pytest.mark.parametrize("make", ["a link", "a file", "an open folder"])
-def test_a_name_that_is_taken_keeps_nobody_out(tmp_path: Any, make: str) -> None:
+@pytest.mark.parametrize("make", [lambda taken: taken.symlink_to(taken.with_name("elsewhere")), Path.touch, Path.mkdir])
+def test_a_name_that_is_taken_keeps_nobody_out(tmp_path: Any, make: Any) -> None:
     taken = tmp_path / f"slurm_train-{os.geteuid()}"
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    if make == "a link":
-        taken.symlink_to(tmp_path / "elsewhere")
-    elif make == "a file":
-        taken.touch()
-    else:
-        taken.mkdir()
+    make(taken)
+    if taken.is_dir() and not taken.is_symlink():
         taken.chmod(0o777)
     own = open_private(tmp_path, "run", "node")
     assert own.parent.parent.name.startswith(f"{taken.name}.")

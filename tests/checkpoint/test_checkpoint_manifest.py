@@ -32,16 +32,11 @@ def changed(manifest, **changes):
 def test_text_and_back_gives_an_equal_manifest(manifest):
     again = Manifest.from_json(manifest.to_json())
     assert again == manifest and again.to_json() == manifest.to_json() and manifest.num_bytes == 6
+    with pytest.raises(CheckpointError, match="what JSON cannot"):
+        Manifest.of(make_header(7, extra={"loss": float("nan")}), {}).to_json()
 
 
-def test_another_format_version_is_refused_with_what_to_do(manifest):
-    with pytest.raises(CheckpointError) as caught:
-        Manifest.from_json(changed(manifest, format_version=2))
-    assert caught.value.message == "manifest.json has format version 2; this version reads 1"
-    assert caught.value.hint == "load it with the version of slurm_train that wrote it"
-
-
-@pytest.mark.parametrize("text", ["", "[]", '"x"', b"\xff", '{"format_version": true}', '{"format_version": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", b"\xff", '{"format_version": true}', '{"format_version": 1}'])
 def test_what_is_no_manifest_is_refused(text):
     with pytest.raises(CheckpointError):
         Manifest.from_json(text)
@@ -50,17 +45,14 @@ def test_what_is_no_manifest_is_refused(text):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"format_version": 2},
         {"step": "7"},
         {"step": True},
         {"step": -1},
-        {"samples": 1.5},
         {"mesh": []},
         {"unknown": 1},
-        {"files": []},
         {"files": {"a.pt": {"bytes": 1}}},
-        {"files": {"a.pt": {"bytes": True, "xxh3_128": "0" * 32}}},
         {"files": {"a.pt": {"bytes": -1, "xxh3_128": "0" * 32}}},
-        {"files": {"a.pt": {"bytes": 1, "xxh3_128": "0" * 31}}},
         {"files": {"a.pt": {"bytes": 1, "xxh3_128": "G" * 32}}},
         {"job": "1/../2"},
     ],
@@ -80,16 +72,10 @@ def test_file_names_that_lead_elsewhere_are_refused(manifest, name):
         Manifest.from_json(changed(manifest, files={name: {"bytes": 3, "xxh3_128": "0" * 32}}))
 
 
-def test_a_header_that_json_cannot_hold_is_refused():
-    with pytest.raises(CheckpointError, match="what JSON cannot"):
-        Manifest.of(make_header(7, extra={"loss": float("nan")}), {}).to_json()
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("checkpoint_0001000_attempt_0002_3f9a1c07", (1000, 2, "3f9a1c07")),
-        ("checkpoint_12345678_attempt_12345_3f9a1c07", (12345678, 12345, "3f9a1c07")),
         ("checkpoint_00001000_attempt_0002_3f9a1c07", None),
         ("checkpoint_0001000_attempt_00002_3f9a1c07", None),
         ("checkpoint_0001000_attempt_0002_3F9A1C07", None),

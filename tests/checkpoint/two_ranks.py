@@ -5,6 +5,7 @@ Each scene asserts on both ranks; what it finds wrong is written to FOLDER/SCENE
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -13,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
@@ -58,6 +60,28 @@ def error_of(work: Any, kind: type[SlurmTrainError] = CheckpointError) -> str:
     raise AssertionError("no error was raised")
 
 
+@contextlib.contextmanager
+def files_of_rank_1_are_below(num_bytes: int) -> Iterator[None]:
+    """Refuses longer files on rank 1, as a disk does that has become full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if distributed.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@contextlib.contextmanager
+def rank_1_sees_no_folder() -> Iterator[None]:
+    """Hides folders from rank 1, as a node does that has another file system mounted."""
+    with pytest.MonkeyPatch.context() as patch:
+        if distributed.get_rank() == 1:
+            patch.setattr(verify_module, "VISIBLE_TIMEOUT_S", 0.0)
+            patch.setattr(Path, "exists", lambda _: False)
+        yield
+
+
 def failure_scene(root: Path) -> None:
     """Rank 1 cannot write (file size limit: torch's files, its own), sees no directory, or has an unsafe state."""
     rank = distributed.get_rank()
@@ -65,19 +89,12 @@ def failure_scene(root: Path) -> None:
     files = verify(save(root, 1, state).path).files
     shares = [files[f"__{number}_0.distcp"].bytes for number in range(2)]
     assert all(4 * 4096 < share < 1.2 * 4 * 4096 for share in shares), "replicated tensors are written once"
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for limit, rank_state in ((4096, {}), (30_000, {"big": torch.ones(10_000)})):
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        error = error_of(lambda state_of_rank=rank_state: save(root, 2, state, rank_state=state_of_rank))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        with files_of_rank_1_are_below(limit):
+            error = error_of(lambda state_of_rank=rank_state: save(root, 2, state, rank_state=state_of_rank))
         assert "rank 1" in error and "[Errno 27] File too large" in error and "Traceback" not in error, error
-    exists = Path.exists
-    if rank == 1:
-        verify_module.VISIBLE_TIMEOUT_S = 0.0
-        Path.exists = lambda _: False
-    error = error_of(lambda: save(root, 2, state))
-    Path.exists = exists
+    with rank_1_sees_no_folder():
+        error = error_of(lambda: save(root, 2, state))
     assert "rank 1: " in error and "is not visible on this node" in error, error
     assert "every node mounts at the same path" in error, error
     error = error_of(lambda: save(root, 2, state, rank_state={"path": root} if rank == 1 else {}))
@@ -190,13 +207,10 @@ def copies_scene(root: Path) -> None:
     for name, record in saved.manifest.files.items():
         check_hash(saved.path / name, record)
     # One rank has no room for its own files and those of the other.
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     room = max(record.bytes for record in saved.manifest.files.values()) // 2
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
     facts |= {"tensors": {"more": torch.ones(64)}, "rank_state": {"big": torch.ones(6 << 20)} if rank == 0 else {}}
-    error = error_of(lambda: save_to(place, header=make_header(2, world_size=2), **facts))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with files_of_rank_1_are_below(room):
+        error = error_of(lambda: save_to(place, header=make_header(2, world_size=2), **facts))
     assert "rank 1" in error and "[Errno 27] File too large" in error, error
     # One rank cannot open what it has written: the other one does not wait for it.
     with pytest.MonkeyPatch.context() as patch:
@@ -324,17 +338,11 @@ def plans_scene(root: Path) -> None:
         check(lone if rank == 1 else {}, is_anew=True, wanted=lone)
         check(lone if rank == 1 else {}, is_anew=False, wanted=lone)
         # A save that fails where files are written, and one that fails while it is planned: on one rank each.
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
-        error_of(lambda: save(root, 90, state_of(90, {})))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        with files_of_rank_1_are_below(16):
+            error_of(lambda: save(root, 90, state_of(90, {})))
         planned.clear()
         check({}, is_anew=True)
-        with pytest.MonkeyPatch.context() as other:
-            if rank == 1:
-                other.setattr(verify_module, "VISIBLE_TIMEOUT_S", 0.0)
-                other.setattr(Path, "exists", lambda _: False)
+        with rank_1_sees_no_folder():
             error_of(lambda: save(root, 91, state_of(91, {})))
         planned.clear()
         check({}, is_anew=True)
