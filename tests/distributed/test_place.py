@@ -38,6 +38,7 @@ PLACE = RankPlace(rank=5, local_rank=1, node_rank=1, world_size=6, local_world_s
 )
 def test_place_of_an_environment(env: dict[str, str], expected: RankPlace) -> None:
     assert RankPlace.from_env(env, host="n1") == expected
+    assert expected.spans_nodes == (expected.world_size == 6)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +59,3 @@ def test_contradictions_are_refused(change: dict[str, str | None], text: str) ->
 def test_a_node_goes_by_its_name_in_slurm() -> None:
     assert RankPlace.from_env({**SLURM, "SLURMD_NODENAME": "gpu-a7"}).host == "gpu-a7"
     assert RankPlace.from_env(TORCHRUN).host == socket.gethostname()
-
-
-def test_spans_nodes() -> None:
-    assert PLACE.spans_nodes
-    assert not RankPlace.from_env({}).spans_nodes

@@ -41,27 +41,20 @@ def test_gloo_needs_an_address_that_others_reach(monkeypatch: pytest.MonkeyPatch
         check_gloo_address(across, {})
 
 
-def test_the_store_is_shared_on_the_port_of_the_handshake() -> None:
+@pytest.mark.parametrize("secret", ["", "5" * 32])
+def test_the_store_is_shared_on_the_port_of_the_handshake_and_on_one_node_nobody_outside_reaches_it(
+    secret: str,
+) -> None:
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
-    point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=0, timeout_s=20)
+    point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=0, timeout_s=20, secret=secret)
     with ThreadPoolExecutor(2) as pool:
-        (first, first_port), (second, second_port) = pool.map(
-            lambda rank: open_store(place(rank=rank), point), range(2)
-        )
-    assert first_port == second_port == port
+        (first, *ports), (second, *more) = pool.map(lambda rank: open_store(place(rank=rank), point), range(2))
+    assert ports == more == [port]
     first.set("key", "value")
     assert second.get("key") == b"value"
-
-
-def test_on_one_node_the_store_listens_to_nobody_outside() -> None:
-    with socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
-    point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=0, timeout_s=20, secret="5" * 32)
-    with ThreadPoolExecutor(2) as pool:
-        (_store, _), _ = pool.map(lambda rank: open_store(place(rank=rank), point), range(2))
     listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-    addresses = {line.split()[1] for line in listening.splitlines() if f":{port:04X} " in f"{line.split()[1]} "}
+    addresses = {line.split()[1] for line in listening.splitlines() if line.split()[1].endswith(f":{port:04X}")}
     assert f"0100007F:{port:04X}" in addresses
     assert f"00000000:{port:04X}" not in addresses
 

@@ -18,13 +18,6 @@ def test_a_rank_has_a_chunk_of_the_front_and_its_mirror_image() -> None:
     assert parts == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_ranks_have_every_position_once_and_equally_much_to_compare(num_ranks: int) -> None:
-    parts = [SequencePart(place, num_ranks).positions(48) for place in range(num_ranks)]
-    assert torch.cat(parts).sort().values.tolist() == list(range(48))
-    assert len({int((part + 1).sum()) for part in parts}) == 1
-
-
 def test_every_tensor_of_a_batch_is_cut_by_positions() -> None:
     tokens = torch.arange(16).reshape(2, 8)
     inputs, targets = SequencePart(1, 2).cut((tokens, tokens + 1))
