@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import nfs_mounts
-from tests.support.nfs_mounts import NOAC, Client, clients
+from tests.support.nfs_mounts import Client, clients
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(bool(nfs_mounts.missing()), reason=f"needs {nfs_mounts.missing()}")
@@ -75,23 +75,6 @@ def test_without_close_to_open_content_is_old(tmp_path: Path) -> None:
             os.close(descriptor)
 
 
-def test_without_caches_everything_is_seen_at_once(tmp_path: Path) -> None:
-    with clients(tmp_path, **NOAC) as (first, second):
-        assert not (second.path / "file").exists()
-        with (first.path / "file").open("w") as file:
-            file.write("12345")
-            file.flush()
-            assert (second.path / "file").stat().st_size == 5
-
-
-def test_writes_wait_for_close(two: tuple[Client, Client]) -> None:
-    with (two[0].path / "file").open("w") as file:
-        file.write("text")
-        file.flush()
-        assert (two[1].export / "file").stat().st_size == 0
-    assert (two[1].export / "file").read_text() == "text"
-
-
 def test_what_was_not_sent_is_lost_with_the_node(two: tuple[Client, Client]) -> None:
     descriptor = os.open(two[0].path / "file", os.O_CREAT | os.O_WRONLY)
     os.write(descriptor, b"text")
@@ -125,14 +108,6 @@ def test_a_file_that_another_client_removed_is_stale(two: tuple[Client, Client])
     (two[1].path / "folder").stat()
     folder.rmdir()
     assert errno_of((two[1].path / "folder" / "file").touch) in (errno.ESTALE, errno.ENOENT)
-
-
-def test_a_file_that_was_replaced_is_opened_anew(two: tuple[Client, Client]) -> None:
-    (two[0].path / "file").write_text("old")
-    assert (two[1].path / "file").read_text() == "old"
-    (two[0].path / "next").write_text("new")
-    (two[0].path / "next").replace(two[0].path / "file")
-    assert (two[1].path / "file").read_text() == "new"
 
 
 def test_an_open_file_that_is_removed_keeps_its_folder(two: tuple[Client, Client]) -> None:
@@ -174,11 +149,6 @@ def test_calls_wait_for_a_server_that_is_away_and_a_kill_ends_them(two: tuple[Cl
     assert not waiting.is_alive()
 
 
-def test_a_soft_mount_gives_up(tmp_path: Path) -> None:
-    with clients(tmp_path, 1, soft=0.2) as (client,), client.having(away=1.0):
-        assert errno_of(lambda: names_in(client.path)) == errno.EIO
-
-
 def test_times_are_the_servers(two: tuple[Client, Client]) -> None:
     with two[0].having(clock=30.0):
         (two[0].path / "file").write_text("x")
@@ -211,12 +181,3 @@ def test_locks_are_the_servers_or_local_or_none(tmp_path: Path, mode: str, expec
         if mode == "server":
             with (second.path / "lock").open("r+") as other:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_a_setgid_folder_gives_its_group(two: tuple[Client, Client]) -> None:
-    two[0].export.chmod(0o2777)
-    os.chown(two[0].export, -1, 12)
-    (two[0].path / "folder").mkdir()
-    (two[0].path / "folder" / "file").touch()
-    assert [(two[0].export / name).stat().st_gid for name in ("folder", "folder/file")] == [12, 12]
-    assert (two[0].export / "folder").stat().st_mode & 0o2000
