@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
-import pytest
 import torch
 
-from slurm_train.data.digits import build, held_out_rows, read_rows
-from slurm_train.errors import DataError
+from slurm_train.data.digits import build, held_out_rows
 
 
 def test_halves_are_disjoint_and_hold_all_digits_in_proportion() -> None:
@@ -23,21 +19,6 @@ def test_halves_are_disjoint_and_hold_all_digits_in_proportion() -> None:
     assert train.fingerprint() != held_out.fingerprint()
 
 
-def test_rows_equal_those_of_the_package() -> None:
-    datasets = pytest.importorskip("sklearn.datasets")
-    assert np.array_equal(read_rows()[:, :-1], datasets.load_digits().data)
-
-
 def test_held_out_rows_are_the_same_for_ever() -> None:
     labels = np.repeat(np.arange(2), 10)
-    assert np.flatnonzero(held_out_rows(labels)).tolist() == HELD_OUT
-
-
-def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(DataError) as caught:
-        build()
-    assert caught.value.hint == "pip install 'slurm-train[digits]'"
-
-
-HELD_OUT = [6, 9, 14, 19]
+    assert np.flatnonzero(held_out_rows(labels)).tolist() == [6, 9, 14, 19]

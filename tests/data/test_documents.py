@@ -54,14 +54,13 @@ def test_each_row_is_a_document_in_one_half(write: Callable[[Path], Path], tmp_p
     texts = [[text.decode() for file, rows in half for text in file.texts(rows, column="text")] for half in halves]
     assert sorted(texts[0] + texts[1]) == sorted(row["text"] for row in ROWS)
     assert 5 <= len(texts[1]) <= 35
-
     index = prepare([given], out=tmp_path / "out", options=PrepareOptions(held_out=0.3))
     for split, expected in zip(("train", "heldout"), texts, strict=True):
         (tokens,) = map_tokens(tmp_path / "out", index, split)  # type: ignore[arg-type]
         pieces = bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).strip(b"\0").split(b"\0")
         assert [piece.decode() for piece in pieces] == expected
-        assert index.splits[split].documents == len(expected)
-        assert index.splits[split].bytes == sum(len(text.encode()) for text in expected)
+        written = index.splits[split].documents, index.splits[split].bytes
+        assert written == (len(expected), sum(len(text.encode()) for text in expected))
 
 
 @pytest.mark.parametrize("held_out", [1e-9, 1 - 1e-9])

@@ -161,9 +161,9 @@ def test_what_a_stream_cannot_do_is_refused(config: dict[str, Any], part: Any, m
 
 
 def test_a_stream_is_no_part_of_a_mix_and_not_read_by_number_or_ahead() -> None:
+    source = StreamSource(Counting())
     with pytest.raises(DataError, match="Counting is a stream"):
         build_mix(sources={"a": {"_target_": "my_data.Counting"}}, seed=0)
-    source = StreamSource(Counting())
     with pytest.raises(DataError, match="sample 3 of a Counting was asked for by number"):
         source.batch(np.array([3]))
     with pytest.raises(ConfigError, match=r"data\.prefetch would read a stream ahead"):

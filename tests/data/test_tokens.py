@@ -10,7 +10,7 @@ import torch
 from slurm_train.data import stdlib, text
 from slurm_train.data.prepare import PrepareOptions, prepare
 from slurm_train.data.shards import check_sizes, known_num_samples, read_index
-from slurm_train.data.source import IGNORED, SampleSource
+from slurm_train.data.source import IGNORED
 from slurm_train.data.text import TokenSource
 from slurm_train.errors import DataError
 
@@ -41,14 +41,18 @@ def source(shards: Path, split: str, context: int = 16) -> TokenSource:
     return made
 
 
-def test_targets_are_the_inputs_one_token_later(shards: Path) -> None:
+def test_training_takes_whole_windows_of_each_shard_in_order(shards: Path) -> None:
     train = source(shards, "train")
-    assert isinstance(train, SampleSource)
     inputs, targets = train.batch(np.arange(len(train)))
     assert inputs.shape == targets.shape == (len(train), 16)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert inputs.is_contiguous() and targets.is_contiguous()
+    expected = [shard[1 : 1 + (len(shard) - 1) // 16 * 16].astype(np.int64) for shard in train.shards()]
+    assert np.array_equal(targets.flatten().numpy(), np.concatenate(expected))
+    others = [source(shards, "train", context=8), source(shards, "heldout")]
+    assert len({one.fingerprint() for one in (train, *others)}) == 3, "content and context"
+    with pytest.raises(DataError, match="no train window of 5000 tokens"):
+        source(shards, "train", context=5000)
 
 
 def test_the_number_of_windows_is_known_without_reading_them(shards: Path, tmp_path: Path) -> None:
@@ -56,15 +60,6 @@ def test_the_number_of_windows_is_known_without_reading_them(shards: Path, tmp_p
     assert known_num_samples(data, cwd=tmp_path) == len(source(shards, "train"))
     assert known_num_samples({"_target_": "my_data.Mine"}, cwd=tmp_path) is None
     assert known_num_samples({**data, "path": "nowhere"}, cwd=tmp_path) is None
-
-
-def test_training_takes_whole_windows_of_each_shard_in_order(shards: Path) -> None:
-    train = source(shards, "train")
-    expected = [
-        torch.from_numpy(shard[1 : 1 + (len(shard) - 1) // 16 * 16].astype(np.int64)) for shard in train.shards()
-    ]
-    _, targets = train.batch(np.arange(len(train)))
-    assert torch.equal(targets.flatten(), torch.cat(expected))
 
 
 def test_each_held_out_token_is_a_target_exactly_once(shards: Path) -> None:
@@ -92,6 +87,7 @@ def test_of_many_shards_only_those_that_are_read_are_opened(tmp_path: Path) -> N
     prepare([tmp_path / "a.txt"], out=out, options=PrepareOptions(held_out=0, max_targets=16))
     train = source(out, "train")
     assert len(train) == 400 and num_open(out) == 0
+    assert text.build(path=str(out), context=16, split="heldout") is None
     # Nothing looks at a file before its first use; then it is named.
     damaged = out / "train_00003.bin"
     damaged.write_bytes(damaged.read_bytes()[:-2])
@@ -116,34 +112,8 @@ def test_nodes_share_the_look_at_the_lengths_of_many_shards(tmp_path: Path) -> N
             return damaged.name in err.message
         return False
 
-    assert sees(0, 1)
     assert [sees(node, 4) for node in range(4)] == [False, True, False, False]
-    few = [sees(node, 1000) for node in range(1000)]
-    assert any(few), "each is looked at"
-
-
-def test_shards_shorter_than_a_window_are_refused(shards: Path) -> None:
-    with pytest.raises(DataError, match="no train window of 5000 tokens"):
-        source(shards, "train", context=5000)
-
-
-def test_fingerprint_tells_content_and_context(shards: Path) -> None:
-    prints = {
-        source(shards, split, context).fingerprint()
-        for split, context in [("train", 16), ("train", 8), ("heldout", 16)]
-    }
-    assert len(prints) == 3
-
-
-def test_text_without_held_out_part_has_no_held_out_source(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abc" * 100)
-    prepare([tmp_path / "a.txt"], out=tmp_path / "out", options=PrepareOptions(held_out=0))
-    assert text.build(path=str(tmp_path / "out"), context=8, split="heldout") is None
-
-
-def test_bytes_are_decoded_back(shards: Path) -> None:
-    encoding = source(shards, "train").encoding()
-    assert encoding.decode([104, 105, 256, 255, 33]) == "hi\n\n\ufffd!"
+    assert sees(0, 1) and any(sees(node, 1000) for node in range(1000)), "each is looked at"
 
 
 def test_standard_library_is_real_text_and_made_once(tmp_path: Path) -> None:
@@ -152,4 +122,5 @@ def test_standard_library_is_real_text_and_made_once(tmp_path: Path) -> None:
     assert read_index(tmp_path / "shards") == train.index == held_out.index
     assert len(train) * 64 > 4_000_000 and len(held_out) * 64 > 100_000
     assert 0.99 < train.bytes_per_target <= 1.0
+    assert train.encoding().decode([104, 105, 256, 255, 33]) == "hi\n\n\ufffd!"
     assert "import" in train.encoding().decode(np.asarray(next(train.shards())[:20_000]).tolist())
