@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,19 +90,24 @@ def test_memory_does_not_grow_over_thirty_saves(saver, buffers, root):
     assert [verify(path).step for path in list_checkpoints(root)] == [30, 29]
 
 
-def test_a_copy_equals_its_source_and_does_not_follow_it(buffers):
-    def make() -> dict:
-        model = {"a": torch.full((3, 4), 1.5), "half": torch.ones(5).bfloat16()}
-        groups = [{"lr": 1.5, "params": ["a", "b"], "tensors": (torch.tensor(1.5),)}]
-        return {"model": model, "optimizer": {"groups": groups, "none": None, "empty": torch.empty(0)}}
+def state_of(value: float) -> dict:
+    weights = {"a": torch.full((3, 4), value), "b": torch.full((3, 4), -value), "half": torch.ones(5).bfloat16()}
+    groups = [{"lr": value, "params": ["a", "b"], "tensors": (torch.tensor(value),)}]
+    return {"model": weights, "optimizer": {"param_groups": groups, "none": None, "empty": torch.empty(0)}}
 
-    state = make()
+
+def test_a_copy_equals_its_source_and_does_not_follow_it(buffers):
+    state = state_of(1.5)
     staged = buffers.stage(state)
     state["model"]["a"].add_(1)
-    state["optimizer"]["groups"][0]["lr"] = 7.0
-    state["optimizer"]["groups"][0]["params"].append("c")
-    assert staged["model"]["half"].dtype == torch.bfloat16
-    assert str(staged) == str(make())
+    state["optimizer"]["param_groups"][0]["lr"] = 7.0
+    state["optimizer"]["param_groups"][0]["params"].append("c")
+    expected = state_of(1.5)
+    for name, tensor in expected["model"].items():
+        assert staged["model"][name].equal(tensor) and staged["model"][name].dtype == tensor.dtype
+    (group,) = staged["optimizer"]["param_groups"]
+    assert (group["lr"], group["params"], group["tensors"][0].item()) == (1.5, ["a", "b"], 1.5)
+    assert staged["optimizer"]["none"] is None and staged["optimizer"]["empty"].shape == (0,)
 
 
 def test_prepared_memory_is_what_the_first_copy_takes(buffers):
@@ -125,6 +131,16 @@ def test_the_parts_of_the_ranks_make_the_whole_and_what_all_need_is_the_first_on
     assert [set(part["model"]) for part in parts] == [{"a", "d", "small"}, {"b", "c"}]
     assert parts[0]["optimizer"] == state["optimizer"] and parts[1]["optimizer"] == {}
     assert own_part(state, rank=0, num_ranks=1) == state
+
+
+def test_large_buffers_pin_no_more_than_they_need(buffers, monkeypatch):
+    """Torch rounds what it pins up to a power of two: an 8B model's moments would take up to twice their size."""
+    pinned = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda _, size, flags: pinned.append((size, flags)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(StagingBuffers, "_kind_of", lambda _, tensor: (tensor.shape, tensor.dtype, True))
+    buffers.stage({"weight": torch.zeros(3, 100_000), "moment": torch.zeros(5, 90_000)})
+    assert pinned == [(4 * 300_000, 1), (4 * 450_000, 1)]
 
 
 @pytest.mark.gpu

@@ -22,6 +22,8 @@ from slurm_train.data.batches import (
     Split,
     cut_evenly,
     evaluation_batches,
+    evaluation_by_length,
+    evaluation_indices,
 )
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import Draw
@@ -61,20 +63,24 @@ def read_steps(num_samples: int, *, sizes: tuple[int, ...], accumulation: int, s
     return np.concatenate(per_rank, axis=1)
 
 
-equal_sizes = st.tuples(st.integers(1, 24), st.integers(1, 8)).map(lambda pair: (pair[0],) * pair[1])
-unequal_sizes = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
+@st.composite
+def equal_sizes(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    global_size = draw(st.sampled_from([1, 6, 12, 24, 96]))
+    divisors = [d for d in range(1, global_size + 1) if global_size % d == 0]
+    ranks = draw(st.sampled_from(divisors))
+    local = draw(st.sampled_from([d for d in divisors if (global_size // ranks) % d == 0]))
+    return (local,) * ranks, global_size // ranks // local
 
 
-@given(
-    sizes=equal_sizes | unequal_sizes,
-    accumulation=st.integers(1, 3),
-    num_samples=st.integers(1, 300),
-    start_step=st.integers(0, 50),
-)
+unequal_sizes = st.tuples(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple), st.integers(1, 3))
+
+
+@given(split=equal_sizes() | unequal_sizes, num_samples=st.integers(1, 300), start_step=st.integers(0, 50))
 @settings(deadline=None)
 def test_any_split_reads_the_same_global_batches(
-    sizes: tuple[int, ...], accumulation: int, num_samples: int, start_step: int
+    split: tuple[tuple[int, ...], int], num_samples: int, start_step: int
 ) -> None:
+    sizes, accumulation = split
     global_size = sum(sizes) * accumulation
     found = read_steps(num_samples, sizes=sizes, accumulation=accumulation, start=start_step * global_size, steps=4)
     whole = SampleOrder(num_samples, seed=5).indices(0, (start_step + 4) * global_size)
@@ -89,10 +95,10 @@ def test_resume_at_any_step_continues_the_stream_beyond_its_lookahead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_length", "num_samples", "size"), [(False, 50, 9), (False, 0, 2), (True, 1, 3), (True, 64, 4)]
+    ("lengths", "num_samples", "size"), [(None, 50, 9), (None, 0, 2), (None, 7, 1), (1, 1, 3), (7, 7, 2), (64, 64, 4)]
 )
-def test_evaluation_sees_each_sample_once_over_all_ranks(by_length: bool, num_samples: int, size: int) -> None:
-    lengths = np.random.default_rng(4).integers(1, 300, num_samples) if by_length else None
+def test_evaluation_sees_each_sample_once_over_all_ranks(lengths: Any, num_samples: int, size: int) -> None:
+    lengths = lengths and np.random.default_rng(4).integers(1, 300, num_samples)
     seen = [
         number
         for rank in range(size)
@@ -103,16 +109,31 @@ def test_evaluation_sees_each_sample_once_over_all_ranks(by_length: bool, num_sa
 
 
 @pytest.mark.parametrize("by_length", [False, True])
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_capped_evaluation_sees_the_same_samples_on_any_number_of_ranks(by_length: bool, size: int) -> None:
+def test_a_capped_evaluation_sees_the_same_samples_on_any_number_of_ranks(by_length: bool) -> None:
     lengths = np.random.default_rng(4).integers(1, 300, 50) if by_length else None
-    facts: dict[str, Any] = {"size": size, "batch_size": 4, "lengths": lengths, "most": 12}
-    shares = [
-        [number for (numbers,) in evaluation_batches(Numbers(50), rank=rank, **facts) for number in numbers.tolist()]
-        for rank in range(size)
-    ]
-    assert sorted(number for share in shares for number in share) == [0, 4, 8, 12, 16, 20, 25, 29, 33, 37, 41, 45]
-    assert by_length or max(map(len, shares)) - min(map(len, shares)) <= 1
+    for size in (1, 2, 3):
+        shares = [
+            [number for (numbers,) in batches for number in numbers.tolist()]
+            for batches in (
+                evaluation_batches(Numbers(50), rank=rank, size=size, batch_size=4, lengths=lengths, most=12)
+                for rank in range(size)
+            )
+        ]
+        assert sorted(number for share in shares for number in share) == [0, 4, 8, 12, 16, 20, 25, 29, 33, 37, 41, 45]
+        assert by_length or max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert sum(len(one[0]) for one in evaluation_batches(Numbers(5), rank=0, size=1, batch_size=4, most=12)) == 5
+
+
+def test_shares_differ_by_at_most_one_and_none_is_padded() -> None:
+    shares = [[batch.tolist() for batch in evaluation_indices(7, rank=rank, size=3, batch_size=2)] for rank in range(3)]
+    assert shares == [[[0, 1]], [[2, 3]], [[4, 5], [6]]]
+
+
+def test_evaluation_by_length_gives_all_ranks_as_much_to_do() -> None:
+    lengths = np.random.default_rng(4).integers(1, 300, 1000)
+    per_rank = [list(evaluation_by_length(lengths, rank=rank, size=3, batch_size=8)) for rank in range(3)]
+    work = [sum(len(batch) * lengths[batch].max() for batch in batches) for batches in per_rank]
+    assert max(work) < 1.1 * min(work)
 
 
 GLOBAL_SIZE, POOL = 32, 8
@@ -141,11 +162,9 @@ def ids(draws: list[Draw]) -> list[int]:
     return sorted(int(sample) for draw in draws for sample in draw.indices)
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(4, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (4, 2), (8, 1), (3, 1)])
 def test_any_split_by_length_reads_the_same_global_batches(ranks: int, accumulation: int) -> None:
     one = steps_of(make(), ranks=1, accumulation=1, steps=30)
-    plain = SampleOrder(len(LENGTHS), seed=5).indices(0, POOL * GLOBAL_SIZE)
-    assert ids([draw for step in one[:POOL] for draw in step]) == sorted(plain.tolist()), "a pool has its samples once"
     split = steps_of(make(), ranks=ranks, accumulation=accumulation, steps=30)
     assert [ids(step) for step in split] == [ids(step) for step in one]
 
@@ -163,6 +182,14 @@ def test_a_start_at_any_step_reads_what_follows(start_step: int, first: int) -> 
     assert [ids(step) for step in rest] == [ids(step) for step in whole[start_step:]]
 
 
+def test_a_pool_holds_each_of_its_samples_once_and_as_many_batches_as_the_plain_order() -> None:
+    drawn = steps_of(make(), ranks=2, accumulation=1, steps=2 * POOL)
+    for pool in range(2):
+        found = ids([draw for step in drawn[pool * POOL : (pool + 1) * POOL] for draw in step])
+        plain = SampleOrder(len(LENGTHS), seed=5).indices(pool * POOL * GLOBAL_SIZE, POOL * GLOBAL_SIZE)
+        assert found == sorted(plain.tolist())
+
+
 def test_positions_are_those_of_the_plain_order() -> None:
     order = SampleOrder(len(LENGTHS), seed=5)
     for step in steps_of(make(), ranks=2, accumulation=2, steps=40):
@@ -177,13 +204,40 @@ def test_the_parts_of_a_step_cost_the_same_and_hold_neighbours_in_length() -> No
         ratios.append(max(costs) / np.mean(costs))
         padded += sum(costs)
     plain = SampleOrder(len(LENGTHS), seed=5).indices(0, 64 * GLOBAL_SIZE).reshape(64, 4, -1)
-    assert np.mean(ratios) < 1.1
-    assert padded < 0.6 * (LENGTHS[plain].max(axis=2) * plain.shape[2]).sum(), "little is padding"
+    plain_costs = LENGTHS[plain].max(axis=2) * plain.shape[2]
+    assert np.mean(ratios) < 1.1 < np.mean(plain_costs.max(axis=1) / plain_costs.mean(axis=1))
+    assert padded < 0.6 * plain_costs.sum(), "little is padding"
+
+
+def test_the_batches_of_a_pool_cost_about_the_same() -> None:
+    drawn = steps_of(make(pool=32), ranks=1, accumulation=1, steps=32)
+    costs = [len(step[0].indices) * int(LENGTHS[step[0].indices].max()) for step in drawn]
+    assert np.std(costs) < 0.2 * np.mean(costs)
+    sizes = [len(step[0].indices) for step in drawn]
+    assert min(sizes) >= GLOBAL_SIZE // 4 and max(sizes) > 2 * GLOBAL_SIZE, "short samples come in larger batches"
+
+
+def test_batches_of_a_pool_are_shuffled_and_differ_by_seed_and_pool() -> None:
+    def mean_lengths(seed: int, pool: int) -> list[int]:
+        drawn = steps_of(make(seed), ranks=1, accumulation=1, steps=(pool + 1) * POOL)[pool * POOL :]
+        return [int(LENGTHS[step[0].indices].mean()) for step in drawn]
+
+    assert mean_lengths(5, 0) == mean_lengths(5, 0)
+    assert mean_lengths(5, 0) != sorted(mean_lengths(5, 0))
+    assert np.argsort(mean_lengths(5, 0)).tolist() != np.argsort(mean_lengths(5, 1)).tolist()
+    assert np.argsort(mean_lengths(5, 0)).tolist() != np.argsort(mean_lengths(6, 0)).tolist()
+
+
+def test_a_position_within_a_batch_moves_to_the_next_one() -> None:
+    batches = make()
+    end = batches.size_at(0)
+    assert batches.align(1) == batches.align(end) == end
+    assert batches.size_at(1) == end - 1
+    assert make(first=50).align(7) == 50, "a position before the first pool"
 
 
 def test_sample_ids_are_those_of_the_batches_in_order() -> None:
     batches = make()
-    assert batches.align(1) == batches.align(batches.size_at(0)) == batches.size_at(0), "a position within a batch"
     steps = steps_of(batches, ranks=1, accumulation=1, steps=12)
     flat = np.concatenate([step[0].indices for step in steps])
     assert np.array_equal(batches.sample_ids(0, len(flat)), flat)
@@ -193,17 +247,48 @@ def test_sample_ids_are_those_of_the_batches_in_order() -> None:
 def test_lengths_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DataError, match="1000 samples and lengths of shape"):
         LengthBatches(SampleOrder(1000, seed=0), LENGTHS[:-1], global_size=8, pool_batches=4)
+    wrong = LENGTHS.copy()
+    wrong[:] = 0
     with pytest.raises(DataError, match="has a length of 0"):
-        make(lengths=0 * LENGTHS).size_at(0)
+        make(lengths=wrong).size_at(0)
 
 
-@given(lengths=st.lists(st.integers(1, 500), min_size=64, max_size=256), num_parts=st.integers(1, 8))
+def best_cost(lengths: list[int], num_parts: int) -> int:
+    """The smallest largest cost of any cut into so many parts, by trying all (dynamic programming)."""
+    end = len(lengths)
+    best = [[0.0] * (end + 1) for _ in range(num_parts + 1)]
+    best[0] = [0.0] + [float("inf")] * end
+    for parts in range(1, num_parts + 1):
+        best[parts][0] = float("inf")
+        for stop in range(1, end + 1):
+            best[parts][stop] = min(
+                max(best[parts - 1][start], (stop - start) * lengths[stop - 1]) for start in range(stop)
+            )
+    return int(best[num_parts][end])
+
+
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=24), num_parts=st.integers(1, 8))
 @settings(deadline=None)
-def test_every_part_gets_its_least_number_of_samples(lengths: list[int], num_parts: int) -> None:
+def test_the_costliest_part_costs_as_little_as_it_can(lengths: list[int], num_parts: int) -> None:
+    num_parts = min(num_parts, len(lengths))
+    ascending = np.sort(np.array(lengths, dtype=np.int64))
+    borders = cut_evenly(ascending, num_parts)
+    assert borders[0] == 0 and borders[-1] == len(lengths) and len(borders) == num_parts + 1
+    assert (np.diff(borders) >= 1).all()
+    best = best_cost(ascending.tolist(), num_parts)
+    costs = np.diff(borders) * ascending[borders[1:] - 1]
+    assert costs.max() <= best + max(1, 0.01 * best)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=64, max_size=256), num_parts=st.integers(1, 8), seed=st.integers(0)
+)
+@settings(deadline=None)
+def test_every_part_gets_its_least_number_of_samples(lengths: list[int], num_parts: int, seed: int) -> None:
     ascending = np.sort(np.array(lengths, dtype=np.int64))
     least = len(lengths) // num_parts // 4
     borders = cut_evenly(ascending, num_parts, least=least)
-    assert (len(borders), borders[0], borders[-1]) == (num_parts + 1, 0, len(lengths))
+    assert len(borders) == num_parts + 1 and borders[-1] == len(lengths)
     assert np.diff(borders).min() >= least
 
 
@@ -235,8 +320,11 @@ def test_an_error_of_reading_comes_where_its_item_would_have_been() -> None:
             next(ahead)
 
 
-def test_closing_ends_a_thread_that_waits_for_a_place() -> None:
+def test_the_end_of_the_items_is_the_end() -> None:
     assert list(Prefetch(iter([1, 2, 3]), depth=2)) == [1, 2, 3]
+
+
+def test_closing_ends_a_thread_that_waits_for_a_place() -> None:
     before = threading.active_count()
     ahead = Prefetch(iter(range(100)), depth=1)
     next(ahead)

@@ -11,32 +11,45 @@ from slurm_train.data.order import DIGEST_MODULUS, KeyedPermutation, SampleOrder
 from slurm_train.errors import DataError
 
 
-@pytest.mark.parametrize("size", [1, 2, 10, 4095, 4096, 4097, 65_537])
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 4095, 4096, 4097, 4100, 10_000, 65_537, 300_001])
 def test_every_sample_appears_exactly_once(size: int) -> None:
     samples = KeyedPermutation(size, seed=3, epoch=1)(np.arange(size, dtype=np.int64))
     assert samples.dtype == np.int64
     assert np.array_equal(np.sort(samples), np.arange(size))
 
 
-@given(size=st.integers(5000, 2**60), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 10**6))
-@settings(deadline=None)
-def test_samples_stay_inside_and_differ_at_any_size(size: int, seed: int, epoch: int) -> None:
-    samples = KeyedPermutation(size, seed=seed, epoch=epoch)(np.arange(size - 50, size, dtype=np.int64))
-    assert samples.min() >= 0 and samples.max() < size and len(np.unique(samples)) == 50
+@given(size=st.integers(1, 2**60), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 10**6), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_samples_stay_inside_and_differ_at_any_size(size: int, seed: int, epoch: int, data: st.DataObject) -> None:
+    positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
+    samples = KeyedPermutation(size, seed=seed, epoch=epoch)(np.array(positions, dtype=np.int64))
+    assert ((samples >= 0) & (samples < size)).all()
+    assert len(set(samples.tolist())) == len(positions)
+
+
+def test_value_does_not_depend_on_how_positions_are_grouped() -> None:
+    permutation = KeyedPermutation(10**9, seed=0, epoch=0)
+    positions = np.arange(50_000, dtype=np.int64)
+    one_by_one = np.concatenate([permutation(positions[i : i + 1]) for i in range(0, 50_000, 1000)])
+    assert np.array_equal(permutation(positions)[::1000], one_by_one)
 
 
 # Written down once: a change of these values would give every resumed run another order.
 def test_order_is_the_same_for_ever() -> None:
     positions = np.arange(5, dtype=np.int64)
     found = {size: KeyedPermutation(size, seed=7, epoch=2)(positions).tolist() for size in (5, 100_000, 10**13)}
-    assert found == {
-        5: [0, 2, 4, 1, 3],
-        100_000: [44832, 99575, 67876, 31974, 38423],
-        10**13: [4037855468976, 316164433863, 8733576895979, 9185167301315, 6374188240201],
-    }
+    assert found == EXPECTED
 
 
-@pytest.mark.parametrize("size", [100_003, 10**12 + 7])
+@pytest.mark.parametrize("size", [4096, 5000, 100_003, 10**9, 10**12 + 7])
+def test_values_at_fixed_positions_are_uniform_over_seeds(size: int) -> None:
+    positions = np.array([0, 1, size // 2, size - 1], dtype=np.int64)
+    drawn = np.stack([KeyedPermutation(size, seed=seed, epoch=0)(positions) for seed in range(1500)])
+    for place in range(4):
+        assert chi_square(drawn[:, place] * 16 // size, bins=16) < limit(16)
+
+
+@pytest.mark.parametrize("size", [5000, 100_003, 10**9, 10**12 + 7])
 def test_neighbours_are_independent(size: int) -> None:
     samples = KeyedPermutation(size, seed=1, epoch=0)(np.arange(min(size, 100_000), dtype=np.int64))
     coarse = samples * 16 // size
@@ -62,13 +75,35 @@ def limit(bins: int) -> float:
     return bins - 1 + 5 * math.sqrt(2 * bins)
 
 
+EXPECTED = {
+    5: [0, 2, 4, 1, 3],
+    100000: [44832, 99575, 67876, 31974, 38423],
+    10000000000000: [4037855468976, 316164433863, 8733576895979, 9185167301315, 6374188240201],
+}
+
+
+@settings(deadline=None)
+@given(num_samples=st.integers(1, 60), start=st.integers(0, 500), count=st.integers(0, 200))
+def test_any_window_equals_the_same_part_of_the_whole(num_samples: int, start: int, count: int) -> None:
+    whole = SampleOrder(num_samples, seed=4).indices(0, 700)
+    assert np.array_equal(SampleOrder(num_samples, seed=4).indices(start, count), whole[start : start + count])
+
+
+def test_each_epoch_holds_each_sample_once_in_its_own_order() -> None:
+    epochs = SampleOrder(37, seed=0).indices(0, 37 * 4).reshape(4, 37)
+    assert np.array_equal(np.sort(epochs, axis=1), np.tile(np.arange(37), (4, 1)))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
 def test_positions_with_gaps_over_several_epochs() -> None:
-    with pytest.raises(DataError, match="no samples"):
-        SampleOrder(0, seed=1)
     order = SampleOrder(10, seed=1)
-    assert len({tuple(order.indices(10 * epoch, 10)) for epoch in range(4)}) == 4, "each epoch has its own order"
     positions = np.array([0, 9, 10, 31, 95], dtype=np.int64)
     assert order.at(positions).tolist() == [int(order.indices(p, 1)[0]) for p in positions.tolist()]
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(DataError, match="no samples"):
+        SampleOrder(0, seed=0)
 
 
 @settings(deadline=None)

@@ -16,6 +16,7 @@ from slurm_train.rundir.attempts import (
     attempt_secret,
     begin_round,
     check_fence,
+    close_attempt,
     first_round,
     newest_round,
     open_attempt,
@@ -32,12 +33,24 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 START = AttemptStart(job_id="12_3", restart_count=1, nodes=("n1", "n2"), world_size=16)
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    path = tmp_path / "gpt" / "3f9a1c07"
+    path.mkdir(parents=True)
+    return RunDirectory(path)
+
+
+def test_attempts_are_numbered_from_zero_and_get_a_log_folder(run: RunDirectory) -> None:
+    assert [open_attempt(run, START) for _ in range(3)] == [0, 1, 2]
+    assert existing_attempts(run) == [0, 1, 2]
+    assert all(run.attempt_logs(number).is_dir() for number in range(3))
+
+
 def test_a_number_is_never_given_twice_also_after_gaps(run: RunDirectory) -> None:
-    assert open_attempt(run, START) == 0 and run.attempt_logs(0).is_dir()
+    open_attempt(run, START)
     (run.epochs / "attempt_7").write_text("{}")
     (run.epochs / "note.txt").write_text("not an attempt")
     assert open_attempt(run, START) == 8
-    assert existing_attempts(run) == [0, 7, 8]
 
 
 OPENER = """
@@ -72,16 +85,54 @@ def test_processes_that_open_at_once_get_different_numbers(run: RunDirectory) ->
     assert [entry["attempt"] for entry in read_ledger(run)] == list(range(30))
 
 
+def test_the_fence_lets_only_the_newest_through(run: RunDirectory) -> None:
+    first = open_attempt(run, START)
+    check_fence(run, first)
+    second = open_attempt(run, START)
+    check_fence(run, second)
+    with pytest.raises(RunError, match=r"attempt 0 of .* was overtaken by attempt 1"):
+        check_fence(run, first)
+
+
+def test_the_ledger_merges_start_and_end(run: RunDirectory) -> None:
+    number = open_attempt(run, START)
+    (running,) = read_ledger(run)
+    assert "end_time_unix_s" not in running
+    close_attempt(run, number, {"reason": "preempted", "exit_code": 75, "last_step": 40})
+    open_attempt(run, START)
+    entry, other = read_ledger(run)
+    assert "reason" not in other, "the end line stays with its attempt"
+    assert entry["end_time_unix_s"] >= entry["time_unix_s"]
+    assert {key: value for key, value in entry.items() if not key.endswith("time_unix_s")} == {
+        "attempt": 0,
+        "event": "end",
+        "job_id": "12_3",
+        "restart_count": 1,
+        "nodes": ["n1", "n2"],
+        "world_size": 16,
+        "first_committed": None,
+        "reason": "preempted",
+        "exit_code": 75,
+        "last_step": 40,
+    }
+
+
 def test_a_result_replaces_an_older_attempts_and_only_the_newest_publishes(run: RunDirectory) -> None:
     first = open_attempt(run, START)
     publish_result(run, first, {"attempt": first})
-    run.prepared_result(first).write_text("{}")
     second = open_attempt(run, START)
-    assert not run.prepared_result(first).exists(), "else a rename that comes late would publish it"
     with pytest.raises(RunError, match="overtaken by attempt 1"):
         publish_result(run, first, {"attempt": first, "late": True})
     publish_result(run, second, {"attempt": second})
     assert read_json(run.result) == {"attempt": second}
+
+
+def test_a_prepared_result_is_taken_away_by_the_next_attempt(run: RunDirectory) -> None:
+    first = open_attempt(run, START)
+    run.prepared_result(first).write_text("{}")
+    second = open_attempt(run, START)
+    run.prepared_result(second).write_text("{}")
+    assert not run.prepared_result(first).exists() and run.prepared_result(second).exists()
 
 
 def test_a_withdrawn_result_is_kept_and_no_attempt_until_then_writes_another(run: RunDirectory, tmp_path: Path) -> None:
@@ -103,12 +154,18 @@ SUPERVISOR = AttemptStart(job_id="77", restart_count=2, nodes=("node1", "node2")
 RANKS = AttemptStart(job_id=None, restart_count=0, nodes=("node2", "node1"), world_size=6)
 
 
-def test_ranks_that_are_started_again_are_another_attempt_of_the_same_job(run: RunDirectory) -> None:
+def test_the_first_round_is_the_attempt_that_the_supervisor_has_opened(run: RunDirectory) -> None:
     attempt = open_attempt(run, SUPERVISOR)
     assert read_round(run, attempt) is None
-    assert begin_round(run, RANKS, first=attempt) == attempt == newest_round(run, attempt), "the supervisor's own"
+    assert begin_round(run, RANKS, first=attempt) == attempt
     begun = read_round(run, attempt)
     assert begun is not None and (begun.world_size, begun.first_step) == (6, 0)
+    assert (newest_round(run, attempt), first_round(run, attempt)) == (attempt, attempt)
+    assert len(read_ledger(run)) == 1
+
+
+def test_ranks_that_are_started_again_are_another_attempt_of_the_same_job(run: RunDirectory) -> None:
+    begin_round(run, RANKS, first=open_attempt(run, SUPERVISOR))
     append_line(run.metrics, {"step": 7, "loss": 1.0})
     leave_mark(run, 0, FailureMark(rank=4, host="node2", exit_code=1, message="Boom: no"))
     assert begin_round(run, RANKS, first=0) == 1
@@ -139,21 +196,29 @@ def test_without_a_supervisor_rank_0_opens_and_closes_all(run: RunDirectory) -> 
     assert newest_round(run, 0) == 0, "nobody's step"
     first, second = read_ledger(run)
     assert first["reason"] == "failed" and "reason" not in second
-    assert first["end_time_unix_s"] >= first["time_unix_s"] and "end_time_unix_s" not in second
     assert second["nodes"] == ["node2", "node1"]
 
 
 def test_the_lobby_has_one_secret_and_says_where_it_is_not_seen(run: RunDirectory, tmp_path: Path) -> None:
     secret = rendezvous_secret(run, is_first=True, wait_s=0.0)
     assert len(secret) == 32
-    assert {rendezvous_secret(run, is_first=is_first, wait_s=0.0) for is_first in (True, False)} == {secret}
+    assert (
+        secret
+        == rendezvous_secret(run, is_first=True, wait_s=0.0)
+        == rendezvous_secret(run, is_first=False, wait_s=0.0)
+    )
     assert (run.epochs / "lobby").stat().st_mode & 0o777 == 0o600
     with pytest.raises(RunError, match="rank 0 does not write to this run directory"):
         rendezvous_secret(RunDirectory(tmp_path / "elsewhere"), is_first=False, wait_s=0.0)
 
 
-def test_an_end_waits_for_what_is_under_way_and_lets_nothing_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _own_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "_under_way", threading.RLock())
+
+
+@pytest.mark.usefixtures("_own_lock")
+def test_an_end_waits_for_what_is_under_way() -> None:
     began, may_end, done = threading.Event(), threading.Event(), []
 
     def publish() -> None:
@@ -168,10 +233,15 @@ def test_an_end_waits_for_what_is_under_way_and_lets_nothing_follow(monkeypatch:
     may_end.set()
     assert attempts.end_publishing(within_s=10) and done == ["published"]
     thread.join()
-    late = threading.Thread(target=publish, daemon=True)
-    late.start()
-    late.join(0.05)
-    assert late.is_alive() and done == ["published"]
+
+
+@pytest.mark.usefixtures("_own_lock")
+def test_nothing_is_published_after_it() -> None:
+    assert attempts.end_publishing(within_s=0)
+    thread = threading.Thread(target=lambda: attempts.publishing().__enter__(), daemon=True)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
 
 
 _WORKER = """

@@ -6,7 +6,7 @@ import resource
 import signal
 import socket
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +20,28 @@ from slurm_train.rundir.files import (
     change_times,
     for_each,
     listed,
+    read_json,
     read_lines,
     read_record,
     read_shared,
     size_of,
     to_record,
     write_atomic,
+    write_durable,
     write_record,
 )
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_atomic(path, "old")
+    write_atomic(path, "new", mode=0o700)
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["plan.json"]
 
 
 @pytest.mark.faults
@@ -47,12 +57,40 @@ def test_a_failed_write_leaves_the_old_file_whole(call: str, tmp_path: Path, mon
         patch.setattr(files.os, call, fail)
         with pytest.raises(OSError, match="No space left"):
             write_atomic(path, "new")
-    assert (path.read_text(), names(tmp_path)) == ("old", ["job.json"])
-    write_atomic(path, "new")
-    assert (path.read_text(), names(tmp_path)) == ("new", ["job.json"])
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["job.json"]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 1, "loss": 0.', "\ufffd"])
+@pytest.mark.faults
+def test_a_reader_never_sees_half_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    texts = {"a" * 100_000, "b" * 150_000}
+    write_atomic(path, "a" * 100_000)
+    done = threading.Event()
+    seen: set[str] = set()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.add(path.read_text())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(30):
+        for text in sorted(texts):
+            write_atomic(path, text, durable=False)
+    done.set()
+    reader.join()
+    assert seen <= texts
+
+
+def test_write_durable_refuses_to_overwrite(tmp_path: Path) -> None:
+    write_durable(tmp_path / "once", "first")
+    with pytest.raises(FileExistsError):
+        write_durable(tmp_path / "once", "second")
+    assert (tmp_path / "once").read_text() == "first"
+
+
+@pytest.mark.parametrize("torn", ['{"step": 1', '{"step": 1, "loss": 0.', '"just a text', "\ufffd"])
 def test_a_torn_line_costs_itself_and_nothing_after_it(torn: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     append_line(path, {"step": 0})
@@ -60,7 +98,21 @@ def test_a_torn_line_costs_itself_and_nothing_after_it(torn: str, tmp_path: Path
         file.write(torn)
     assert list(read_lines(path)) == [{"step": 0}]
     append_line(path, {"step": 2})
-    assert list(read_lines(path)) == [{"step": 0}, {"step": 2}]
+    append_line(path, {"step": 3})
+    assert list(read_lines(path)) == [{"step": 0}, {"step": 2}, {"step": 3}]
+
+
+def test_lines_of_many_writers_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+
+    def write(writer: int) -> None:
+        for step in range(100):
+            append_line(path, {"writer": writer, "step": step, "pad": "x" * 200})
+
+    in_threads(write, 4)
+    lines = list(read_lines(path))
+    assert len(lines) == 400
+    assert [line["step"] for line in lines if line["writer"] == 2] == list(range(100))
 
 
 def test_a_file_system_that_takes_a_line_in_parts_gets_all_of_it(
@@ -97,9 +149,27 @@ def test_each_node_appends_to_a_file_of_its_own(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         append_shared(path, {"host": host, "time_unix_s": time_unix_s})
     path.write_text('{"no": "time"}\n')
-    assert names(tmp_path) == ["events.jsonl", "events@node1.jsonl", "events@node2.jsonl"]
+    assert sorted(part.name for part in tmp_path.iterdir()) == [
+        "events.jsonl",
+        "events@node1.jsonl",
+        "events@node2.jsonl",
+    ]
     found = [(line.get("host"), line.get("time_unix_s")) for line in read_shared(path)]
     assert found == [(None, None), ("node1", 1), ("node1", 4), ("node2", 5), ("node2", 3), ("node1", 9)]
+
+
+def in_threads(target: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=target, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(("text", "expected"), [('{"a": 1}', {"a": 1}), ('{"a": ', None), ("[1]", None), ("", None)])
+def test_read_json_gives_whole_objects_only(text: str, expected: object, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert read_json(tmp_path / "x.json") == expected
 
 
 class Point(NamedTuple):
@@ -125,10 +195,15 @@ def test_a_record_is_read_as_it_was_written_and_keys_of_a_later_version_are_igno
 
 @pytest.mark.parametrize(
     "change",
-    [{"points": [[1]]}, {"points": [[float("nan"), "a"]]}, {"counts": 3}, {"note": 1}],
+    [{"points": [[1]]}, {"points": [["1", "a"]]}, {"points": [[float("nan"), "a"]]}, {"counts": 3}, {"note": 1}],
 )
 def test_a_value_of_another_type_makes_no_record(change: dict[str, Any]) -> None:
     assert to_record(Record, WHOLE | change) is None and to_record(Record, {"counts": {}}) is None
+
+
+def test_what_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "nothing") is None
+    assert list(read_lines(tmp_path / "nothing")) == []
 
 
 def test_what_is_gone_by_the_time_it_is_looked_at_is_left_out(tmp_path: Path) -> None:
@@ -141,16 +216,25 @@ def test_what_is_gone_by_the_time_it_is_looked_at_is_left_out(tmp_path: Path) ->
     assert listed(tmp_path / "absent") == listed(found[1]) == []
 
 
-@pytest.mark.parametrize("number", [3, 1000])
+@pytest.mark.parametrize("number", [0, 3, 64, 1000])
 def test_file_operations_keep_their_order_and_of_many_several_run_together(number: int) -> None:
     threads = set[str]()
+    together = threading.Barrier(16)
 
     def work(item: int) -> int:
-        threads.add(threading.current_thread().name)
-        time.sleep(0.001)
+        if number == 1000 and (name := threading.current_thread().name) not in threads:
+            threads.add(name)
+            together.wait(30)
         return 2 * item
 
     assert for_each(work, iter(range(number))) == list(range(0, 2 * number, 2))
-    assert (len(threads) > 1) == (number == 1000)
-    with pytest.raises(ZeroDivisionError):
-        for_each(lambda item: 1 // (number - 1 - item), range(number))
+
+
+@pytest.mark.parametrize("number", [3, 1000])
+def test_what_one_of_many_file_operations_raises_is_raised(number: int) -> None:
+    def work(item: int) -> None:
+        if item == number - 1:
+            raise OSError(errno.ESTALE, "stale")
+
+    with pytest.raises(OSError, match="stale"):
+        for_each(work, range(number))

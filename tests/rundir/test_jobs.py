@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,40 +34,83 @@ from slurm_train.rundir.paths import RunDirectory
 from tests.support.run_facts import RunFacts, attempt
 
 
-def test_a_recorder_that_wakes_up_late_loses_no_job(run: RunDirectory) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def ids(run: RunDirectory) -> tuple[str, ...]:
+    record = read_job(run)
+    return () if record is None else record.job_ids
+
+
+def test_jobs_are_listed_in_the_order_of_recording(run: RunDirectory) -> None:
     assert read_job(run) is None
     record_job(run, "12")
-    stale = run.job.read_text()
     record_job(run, "13_4", continues="12")
     record_job(run, "12")
-    assert json.loads(run.job.read_text())["job_ids"] == ["12", "13_4"]
-    # It had read the list before 13_4 was there, and writes it now.
-    run.job.write_text(stale)
     record = read_job(run)
-    assert record is not None and (record.job_ids, record.continues) == (("12", "13_4"), {"13_4": "12"})
+    assert record is not None and (record.job_ids, record.job_id) == (("12", "13_4"), "13_4")
+    assert record.continues == {"13_4": "12"}
+    assert json.loads(run.job.read_text())["job_ids"] == ["12", "13_4"]
 
 
-@pytest.mark.parametrize(
-    ("job_id", "continues", "begins"),
-    [
-        pytest.param("78_0", None, True, id="submitted by hand later"),
-        pytest.param("77", None, False, id="on its way by then"),
-        pytest.param("75_3", None, False, id="an element of a cancelled array"),
-        pytest.param("80", "70", False, id="takes over from a cancelled job"),
-        pytest.param("80", "78", True, id="takes over from a job that came later"),
-        pytest.param(None, None, False, id="without Slurm"),
-    ],
-)
+def test_a_recorder_that_wakes_up_late_loses_no_job(run: RunDirectory) -> None:
+    record_job(run, "12")
+    stale = run.job.read_text()
+    record_job(run, "13")
+    # It had read the list before 13 was there, and writes it now.
+    run.job.write_text(stale)
+    assert ids(run) == ("12", "13")
+
+
+def test_recorders_at_the_same_moment_lose_no_job(run: RunDirectory) -> None:
+    code = (
+        "import sys; from pathlib import Path; from slurm_train.rundir.jobs import record_job; "
+        "from slurm_train.rundir.paths import RunDirectory\n"
+        "for number in range(20): record_job(RunDirectory(Path(sys.argv[1])), f'{sys.argv[2]}{number:02}')"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", code, str(run.path), str(one)]) for one in (1, 2, 3)]
+    assert [process.wait(60) for process in started] == [0, 0, 0]
+    assert sorted(ids(run)) == [f"{one}{number:02}" for one in (1, 2, 3) for number in range(20)]
+
+
+BEGINS = [
+    ("78", None, True),
+    ("78_0", None, True),
+    ("77", None, False),
+    ("75", None, False),
+    ("75_3", None, False),
+    ("80", "70", False),
+    ("80", "78", True),
+    (None, None, False),
+]
+IDS = [
+    "submitted by hand later",
+    "an array submitted later",
+    "on its way by then",
+    "cancelled itself",
+    "an element of a cancelled array",
+    "takes over from a cancelled job",
+    "takes over from a job that came later",
+    "without Slurm",
+]
+
+
+@pytest.mark.parametrize(("job_id", "continues", "begins"), BEGINS, ids=IDS)
 def test_a_stop_holds_back_what_was_submitted_before_it(
     job_id: str | None, continues: str | None, begins: bool, run: RunDirectory
 ) -> None:
-    ask_to_stop(run, ["70", "75_1"], newest_job=None)
-    assert json.loads(run.stop_file.read_text())["newest_job"] == 75, "Slurm did not answer"
     ask_to_stop(run, ["70", "75"], newest_job=77)
     assert json.loads(run.stop_file.read_text()) == {"jobs": ["70", "75"], "newest_job": 77}
     refusal = obey_stop(run, job_id, continues=continues, newest_job=lambda: 99)
     assert (refusal == "") is begins
     assert run.stop_file.exists() is not begins, "a new request forgets the old stop"
+
+
+def test_without_an_answer_of_slurm_the_cancelled_jobs_are_the_newest(run: RunDirectory) -> None:
+    ask_to_stop(run, ["70", "75_1"], newest_job=None)
+    assert json.loads(run.stop_file.read_text())["newest_job"] == 75
 
 
 def test_a_stop_by_touch_holds_back_what_slurm_knows_when_it_is_obeyed(run: RunDirectory) -> None:
@@ -95,18 +137,37 @@ DEAD = Holder(job_id=None, host=socket.gethostname(), pid=4_194_300, started="1"
 JOB = Holder(job_id="12", host="node1", pid=5, started="100")
 
 
+def never(_holder: Holder) -> bool:
+    return False
+
+
 def always(_holder: Holder) -> bool:
     return True
 
 
-def test_a_living_holder_keeps_the_run_and_a_dead_one_is_overtaken(run: RunDirectory) -> None:
-    take_lock(run.lock, JOB, is_alive=always)
+def test_a_free_run_is_taken_and_given_back(run: RunDirectory) -> None:
     me = this_process()
-    with pytest.raises(RunError, match=f"{run.path} is being run by Slurm job 12") as caught:
-        take_lock(run.lock, me, is_alive=always)
+    take_lock(run.lock, me, is_alive=always)
+    assert read_holder(run.lock) == me
+    release_lock(run.lock, me)
+    assert read_holder(run.lock) is None
+    assert not run.lock.exists()
+
+
+def test_a_living_holder_is_named_and_keeps_the_run(run: RunDirectory) -> None:
+    take_lock(run.lock, JOB, is_alive=always)
+    with pytest.raises(RunError) as caught:
+        take_lock(run.lock, this_process(), is_alive=always)
+    assert caught.value.message == f"{run.path} is being run by Slurm job 12"
     assert f"remove {run.lock}" in caught.value.hint
     assert read_holder(run.lock) == JOB
-    take_lock(run.lock, me, is_alive=lambda _: False)
+
+
+@pytest.mark.parametrize("holder", [DEAD, JOB], ids=["process", "job"])
+def test_a_dead_holder_is_overtaken(holder: Holder, run: RunDirectory) -> None:
+    take_lock(run.lock, holder, is_alive=always)
+    me = this_process()
+    take_lock(run.lock, me, is_alive=never)
     assert read_holder(run.lock) == me
 
 
@@ -119,28 +180,30 @@ def test_the_next_attempt_of_the_same_job_overtakes_though_the_job_lives(run: Ru
     assert read_holder(run.lock) == again, "the earlier attempt cannot give away what it has no more"
 
 
-def test_a_damaged_lock_is_nobodys(run: RunDirectory) -> None:
-    run.lock.write_text('{"pid": 1}')
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 1}', '{"who": "knows"}'])
+def test_a_damaged_lock_is_nobodys(text: str, run: RunDirectory) -> None:
+    run.lock.write_text(text)
     me = this_process()
     take_lock(run.lock, me, is_alive=always)
     assert read_holder(run.lock) == me
 
 
-@pytest.mark.parametrize(
-    ("change", "lives"),
-    [
-        ({}, True),
-        ({"started": "1"}, False),
-        ({"pid": DEAD.pid}, False),
-        ({"host": "elsewhere", "started": "1"}, True),
-    ],
-    ids=["this one", "its number was given again", "none", "cannot be told from here"],
-)
-def test_the_lock_of_a_dead_process_is_cleared(change: dict[str, Any], lives: bool, run: RunDirectory) -> None:
-    holder = replace(this_process(), **change)
-    take_lock(run.lock, holder, is_alive=always)
+def test_clear_dead_removes_the_dead_only(run: RunDirectory) -> None:
+    clear_dead(run.lock, is_alive=always)
+    take_lock(run.lock, DEAD, is_alive=always)
+    clear_dead(run.lock, is_alive=always)
+    assert read_holder(run.lock) == DEAD
     clear_dead(run.lock, is_alive=process_lives)
-    assert read_holder(run.lock) == (holder if lives else None)
+    assert read_holder(run.lock) is None
+
+
+def test_a_process_is_known_by_its_start_not_by_its_number() -> None:
+    me = this_process()
+    assert process_lives(me)
+    recycled = Holder(job_id=None, host=me.host, pid=me.pid, started="1")
+    assert not process_lives(recycled)
+    assert not process_lives(DEAD)
+    assert process_lives(Holder(job_id=None, host="elsewhere", pid=1, started="1")), "it cannot be told from here"
 
 
 def test_a_lock_that_was_made_since_one_looked_is_left_where_it_is(
@@ -154,6 +217,24 @@ def test_a_lock_that_was_made_since_one_looked_is_left_where_it_is(
     with pytest.raises(RunError, match="another starter is quicker"):
         take_lock(run.lock, DEAD, is_alive=always)
     assert run.lock.stat().st_ctime_ns == made.st_ctime_ns, "it was away for a moment, in which it could be taken"
+
+
+def test_a_link_that_was_made_but_reported_as_existing_is_ours(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS server that gets the same request twice answers the second one."""
+    real = os.link
+
+    def link_twice(source: Path, target: Path) -> None:
+        real(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    me = this_process()
+    take_lock(run.lock, me, is_alive=always)
+    assert read_holder(run.lock) == me
+    with pytest.raises(RunError, match="is being run by"):
+        take_lock(run.lock, JOB, is_alive=always)
 
 
 def test_a_release_that_comes_late_leaves_the_successors_lock(
@@ -197,12 +278,14 @@ sys.stdin.readline()
 
 
 @pytest.mark.faults
-def test_of_starters_that_race_for_the_lock_of_the_dead_exactly_one_wins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stale", [False, True], ids=["free", "held by the dead"])
+def test_of_starters_that_race_exactly_one_wins(stale: bool, tmp_path: Path) -> None:
     rounds = 40
     for number in range(rounds):
         folder = tmp_path / str(number)
         folder.mkdir()
-        take_lock(RunDirectory(folder).lock, DEAD, is_alive=always)
+        if stale:
+            take_lock(RunDirectory(folder).lock, DEAD, is_alive=always)
     starters = [
         subprocess.Popen(
             [sys.executable, "-c", STARTER, str(tmp_path), str(rounds)],
@@ -227,7 +310,8 @@ def test_of_starters_that_race_for_the_lock_of_the_dead_exactly_one_wins(tmp_pat
         starter.communicate()
     assert sorted(winners) == list(range(rounds))
     for number in range(rounds):
-        assert {path.name for path in (tmp_path / str(number)).iterdir()} <= {"lock.json", ".lock.guard"}
+        left = {path.name for path in (tmp_path / str(number)).iterdir()}
+        assert left <= {"lock.json", ".lock.guard"}
         assert json.loads((tmp_path / str(number) / "lock.json").read_text())["pid"] in [s.pid for s in starters]
 
 
@@ -237,23 +321,23 @@ def tell(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-STOPPED = attempt(0, action="stop")
+ENDS = [
+    ("nothing yet", {}, False),
+    ("running", {"ledger": attempt(0)}, False),
+    ("requeued", {"ledger": attempt(0, action="requeue")}, False),
+    ("stopped", {"ledger": attempt(0, action="stop")}, True),
+    ("stopped, running again", {"ledger": (*attempt(0, action="stop"), *attempt(1))}, False),
+    ("stopped, then submitted again", {"ledger": attempt(0, action="stop"), "job_ids": ("13",)}, False),
+    (
+        "submitted, then stopped",
+        {"ledger": attempt(0, action="stop"), "job_ids": ("12",), "submitted_unix_s": 1.0},
+        True,
+    ),
+    ("finished", {"ledger": attempt(0, action="finish"), "result": {}}, True),
+]
 
 
-@pytest.mark.parametrize(
-    ("facts", "ended"),
-    [
-        pytest.param({}, False, id="nothing yet"),
-        pytest.param({"ledger": attempt(0, action="requeue")}, False, id="requeued"),
-        pytest.param({"ledger": STOPPED}, True, id="stopped"),
-        pytest.param({"ledger": (*STOPPED, *attempt(1))}, False, id="stopped, running again"),
-        pytest.param({"ledger": STOPPED, "job_ids": ("13",)}, False, id="stopped, then submitted again"),
-        pytest.param(
-            {"ledger": STOPPED, "job_ids": ("12",), "submitted_unix_s": 1.0}, True, id="submitted, then stopped"
-        ),
-        pytest.param({"ledger": attempt(0, action="finish"), "result": {}}, True, id="finished"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "ended"), [case[1:] for case in ENDS], ids=[case[0] for case in ENDS])
 def test_when_nothing_more_will_come(facts: dict[str, Any], ended: bool, tmp_path: Path) -> None:
     run = RunFacts(**facts).write(RunDirectory(tmp_path / "gpt" / "3f9a1c07"))
     assert has_ended(run) is ended
