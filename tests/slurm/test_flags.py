@@ -11,27 +11,6 @@ from tests.support.refusals import refusal
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("main", "main"),
-        ("node[1-2]", "'node[1-2]'"),
-        ("a100&nvlink|[c*2]", "'a100&nvlink|[c*2]'"),
-        ("/scratch/%u/%j.log", "/scratch/%u/%j.log"),
-        ("two words", "'two words'"),
-        ("it's", "'it'\"'\"'s'"),
-        ('say "x" #now', "'say \"x\" #now'"),
-        ("$HOME `id`", "'$HOME `id`'"),
-        ("", "''"),
-        ("gr\u00fc\u00dfe", "'gr\u00fc\u00dfe'"),
-        ("x" * 1024, "x" * 1024),
-    ],
-)
-def test_flag_values_are_quoted_where_needed(value: str, text: str) -> None:
-    assert check_flag_value(value) == text
-    assert shlex.split(text) == [value]
-
-
-@pytest.mark.parametrize(
     ("value", "message"),
     [
         ("a\nb", "a line break at character 2 of 'a\\nb' cannot be in a Slurm option's value"),

@@ -11,25 +11,22 @@ from tests.support.refusals import refusal
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("n01", ["n01"]),
         ("", []),
         ("a,b", ["a", "b"]),
-        ("h[5,7-9]", ["h5", "h7", "h8", "h9"]),
         ("h[7,3,5]", ["h7", "h3", "h5"]),
         ("a[1],b[2-3]", ["a1", "b2", "b3"]),
         ("rack[1-2]node[3-4]", ["rack1node3", "rack1node4", "rack2node3", "rack2node4"]),
         # With three groups Slurm runs through the first faster than through the second.
         ("a[1-2]b[3-4]c[5-6]", ["a1b3c5", "a1b3c6", "a2b3c5", "a2b3c6", "a1b4c5", "a1b4c6", "a2b4c5", "a2b4c6"]),
-        ("gpu[001-003]", ["gpu001", "gpu002", "gpu003"]),
         ("n[8-12]", ["n8", "n9", "n10", "n11", "n12"]),
         ("n[08-12]", ["n08", "n09", "n10", "n11", "n12"]),
-        ("n[2-0004]", ["n2", "n3", "n4"]),
         ("n[1-010]", [f"n{number}" for number in range(1, 11)]),
+        ("n[2-0004]", ["n2", "n3", "n4"]),
         ("n[00-1]", ["n00", "n01"]),
         ("n1,n01,n001", ["n1", "n01", "n001"]),
-        ("1[2-3]", ["12", "13"]),
         ("[1-2]", ["1", "2"]),
-        ("a.b[1].c[2]", ["a.b1.c2"]),
+        # Text after the last bracket is part of each host.
+        ("r[1-2]n[3-4].lan", ["r1n3.lan", "r1n4.lan", "r2n3.lan", "r2n4.lan"]),
         (",a,,b,", ["a", "b"]),
         ("a b\tc\nd", ["a", "b", "c", "d"]),
     ],
@@ -38,28 +35,18 @@ def test_hosts_come_as_scontrol_prints_them(text: str, hosts: list[str]) -> None
     assert parse_nodelist(text) == hosts
 
 
-def test_text_after_the_last_bracket_is_part_of_each_host() -> None:
-    assert parse_nodelist("gpu[001-002].c,x") == ["gpu001.c", "gpu002.c", "x"]
-    assert parse_nodelist("r[1-2]n[3-4].lan") == ["r1n3.lan", "r1n4.lan", "r2n3.lan", "r2n4.lan"]
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("n[1-2", "unexpected '[' at character 2"),
-        ("n1]", "unexpected ']' at character 3"),
         ("n[1-2]]", "unexpected ']' at character 7"),
-        ("n[[1]]", "unexpected '[' at character 2"),
         ("(null)", "unexpected '(' at character 1"),
         ("a;reboot", "unexpected ';' at character 2"),
         ("n[]", "expected a number or a range, found ''"),
         ("n[1-]", "expected a number or a range, found '1-'"),
-        ("n[1, 2]", "expected a number or a range, found ' 2'"),
-        ("a,n[x]", "expected a number or a range, found 'x'"),
         ("n[1-2-3]", "expected a number or a range, found '1-2-3'"),
         ("n[\u0661-\u0662]", "expected a number or a range, found '\u0661-\u0662'"),
         ("n[1,3-2]", "range '3-2' runs backwards or has more than 65536 hosts"),
-        ("n[1-65537]", "range '1-65537' runs backwards or has more than 65536 hosts"),
         ("n[1-999]m[1-999]", "more than 65536 hosts"),
         ("n[9999999999999999999]", "number too large in '9999999999999999999'"),
     ],
@@ -92,11 +79,9 @@ def test_malformed_task_counts_are_refused(text: str) -> None:
     ("hosts", "text"),
     [
         ([], ""),
-        (["vm"], "vm"),
         (["n8", "n9", "n10", "m1"], "n[8-10],m1"),
         (["n08", "n09", "n10"], "n[08-10]"),
         (["n9", "n010"], "n9,n010"),
-        (["n2", "n1"], "n2,n1"),
         (["rack1-n1", "rack1-n2", "rack2-n1"], "rack1-n[1-2],rack2-n1"),
         (["a", "a"], "a,a"),
     ],

@@ -54,25 +54,6 @@ def test_one_squeue_for_all_jobs_and_none_before_it_is_time() -> None:
     assert slurm.told() == [("squeue", ["7", "9"])]
 
 
-def test_the_whole_queue_is_read_only_where_somebody_may_wait() -> None:
-    slurm = Asked(job_state("7", "PENDING"))
-    slurm.ahead = {"7": 3}
-    assert view_of(slurm).look(Wanted(job_ids=["7"], may_wait=True)).jobs_ahead == {"7": 3}
-    assert view_of(slurm).look(Wanted(job_ids=["7"])).jobs_ahead == {}
-    # More than a command line takes.
-    view_of(slurm).look(Wanted(job_ids=[str(number) for number in range(6000)]))
-    assert [name for name, _ in slurm.told()][:3] == ["whole", "squeue", "whole"]
-
-
-def test_nobody_is_asked_about_nothing_or_where_there_is_no_slurm() -> None:
-    slurm = Asked()
-    assert view_of(slurm).look(Wanted()).age_s is None
-    away = Asked()
-    away._is_available = False
-    assert view_of(away).look(Wanted(job_ids=["7"])).problem == ""
-    assert slurm.told() + away.told() == []
-
-
 def test_accounting_is_asked_once_about_an_end_and_not_about_what_is_settled() -> None:
     slurm = Asked(accounts=[ENDED])
     view, wanted = view_of(slurm), Wanted(job_ids=["6", "8"], settled=["6"])

@@ -2,18 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.records import explain_reason, waits_for_nodes
+from slurm_train.slurm.records import explain_reason
 
 REASONS = [
     ("", ""),
-    ("Resources", "waits for free nodes (Resources)"),
-    ("Priority", "other jobs come first (Priority)"),
     ("JobHeldUser", "held by its user; `scontrol release` lets it go (JobHeldUser)"),
     (
         "BeginTime",
         "its earliest start has not come yet; after a requeue Slurm waits for two minutes (BeginTime)",
     ),
-    ("Dependency", "another job must end first (Dependency)"),
     (
         "ReqNodeNotAvail, UnavailableNodes:node[1-2]",
         "a node that it needs is down, drained or reserved (ReqNodeNotAvail, UnavailableNodes:node[1-2])",
@@ -28,9 +25,7 @@ REASONS = [
     ),
     ("RaisedSignal:9(Killed)", "was ended by a signal (RaisedSignal:9(Killed))"),
     ("QOSMaxJobsPerUserLimit", "the QOS's limit on running jobs per user is reached (QOSMaxJobsPerUserLimit)"),
-    ("QOSMaxGRESPerUser", "the QOS's limit on GPUs per user is reached (QOSMaxGRESPerUser)"),
     ("AssocGrpGRES", "your account's limit on GPUs of all jobs together is reached (AssocGrpGRES)"),
-    ("AssocMaxJobsLimit", "your account's limit on running jobs is reached (AssocMaxJobsLimit)"),
     (
         "AssocGrpCPURunMinutesLimit",
         "your account's limit on minutes of CPU cores of all jobs together is reached (AssocGrpCPURunMinutesLimit)",
@@ -75,22 +70,3 @@ QOSMaxCpuPerUserLimit QOSMaxMemoryPerUser QOSMaxNodePerUserLimit QOSMaxSubmitJob
 @pytest.mark.parametrize("code", LIMITS.split())
 def test_every_limit_has_words(code: str) -> None:
     assert explain_reason(code).endswith(f" ({code})")
-
-
-@pytest.mark.parametrize(
-    ("reason", "in_line"),
-    [
-        ("", True),
-        ("Priority", True),
-        ("Resources", True),
-        ("ReqNodeNotAvail, UnavailableNodes:n1", True),
-        ("Nodes required for job are DOWN, DRAINED or reserved", True),
-        ("JobHeldUser", False),
-        ("Dependency", False),
-        ("BeginTime", False),
-        ("JobArrayTaskLimit", False),
-        ("QOSMaxJobsPerUserLimit", False),
-    ],
-)
-def test_who_is_in_line_for_nodes(reason: str, in_line: bool) -> None:
-    assert waits_for_nodes(reason) is in_line

@@ -12,15 +12,11 @@ from tests.tools.site.sites import facts_of
 @pytest.mark.parametrize(
     ("site", "qos", "partition", "outcome", "grace_s"),
     [
-        ("devcluster", "normal", "main", "requeued", 15),
         ("devcluster", "urgent", "main", "never", 0),
         ("devcluster", "", "main", "requeued", None),
-        ("typed", "normal", "a100", "never", 0),
         ("typed", "normal", "scavenge", "requeued", 120),
-        ("gres_only", "", "short", "never", 0),
         ("gres_only", "", "long", "suspended", 0),
         ("mixed_nodes", "free", "gpu", "cancelled", 300),
-        ("mixed_nodes", "normal", "gpu", "never", 0),
         ("no_accounting", "", "batch", "never", 0),
     ],
 )
@@ -40,14 +36,10 @@ def association(default_qos: str = "", *qos: str, partition: str = "", account: 
     [
         ([association("high", "normal", "high")], ["normal", "high"], "high"),
         ([association("high"), association("gpu", partition="a100")], ["normal"], "gpu"),
-        ([association("high"), association("gpu", partition="h100")], ["normal"], "high"),
         ([association("", "free")], ["normal", "free"], "free"),
-        ([association("", "normal", "free")], ["normal", "free"], "normal"),
         ([association("", "low", "free")], ["normal", "low", "free"], ""),
         ([association("high", account="other")], ["normal", "high"], "normal"),
-        ([], ["normal"], "normal"),
         ([association()], ["low"], ""),
-        ([], [], ""),
     ],
 )
 def test_the_qos_of_a_job_that_asks_for_none(associations: list[Association], known: list[str], expected: str) -> None:

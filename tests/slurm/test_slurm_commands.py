@@ -224,11 +224,6 @@ def test_a_node_without_scontrol_asks_squeue(tmp_path: Path) -> None:
         commands.requeue("7")
 
 
-@pytest.mark.parametrize(("said", "name"), [("Federation: fed\nSelf: a:b:1\n", "fed"), ("", "")])
-def test_a_federation_is_known_by_its_name(said: str, name: str) -> None:
-    assert SlurmCommands({}, runner=Script(scontrol=ok(said))).federation() == name
-
-
 def test_a_node_of_two_partitions_is_named_once() -> None:
     said = "n001|10.98.76.11|blade1\nn001|10.98.76.11|blade1\nn002|10.98.76.12|blade2\n"
     names = [("n001", "10.98.76.11", "blade1"), ("n002", "10.98.76.12", "blade2")]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.slurm.policy import Refusal
@@ -80,13 +79,6 @@ def test_every_element_of_a_held_array_is_listed(real_slurm: SlurmCommands, scri
         real_slurm.cancel([job_id])
 
 
-def test_an_unknown_job_is_absent_and_cannot_be_shown(real_slurm: SlurmCommands) -> None:
-    assert real_slurm.job_states(["4000000"]) == {}
-    assert real_slurm.job_states(["4000000", "4000001_2"]) == {}
-    with pytest.raises(ClusterError, match="Invalid job id specified"):
-        real_slurm.show_job("4000000")
-
-
 def test_a_running_job_is_requeued_and_a_cancelled_one_stays_cancelled(real_slurm: SlurmCommands, script: Path) -> None:
     job_id = submit(script, "--requeue")
     try:
@@ -98,16 +90,6 @@ def test_a_running_job_is_requeued_and_a_cancelled_one_stays_cancelled(real_slur
     wait_for(lambda: real_slurm.job_states([job_id])[job_id].phase is Phase.CANCELLED)
     real_slurm.requeue(job_id)
     assert real_slurm.show_job(job_id)["JobState"] == "CANCELLED"
-
-
-def test_partitions_have_nodes(real_slurm: SlurmCommands) -> None:
-    partitions = real_slurm.partitions()
-    assert sum(partition.is_default for partition in partitions) == 1
-    assert all(partition.num_nodes > 0 and partition.cpus_per_node > 0 for partition in partitions)
-
-
-def test_the_configuration_is_read(real_slurm: SlurmCommands) -> None:
-    assert int(real_slurm.show_config()["MaxArraySize"]) > 0
 
 
 @pytest.mark.parametrize(
