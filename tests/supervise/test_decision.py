@@ -43,16 +43,13 @@ LOST = {"lost": "node2", "cause": "node failure on node2"}
 
 # What is known besides that, or instead of it, and what follows.
 TABLE: dict[str, tuple[str, dict[str, Any]]] = {
-    "finished": ("done finish", {"exit_code": 0, "is_finished": True}),
     "finished, and a rank aborted after it": ("done finish", {"exit_code": 134, "is_finished": True}),
     "preempted": ("preempted requeue", {"job": PREEMPTED}),
-    "preempted, srun says 0": ("preempted requeue", {"job": PREEMPTED, "exit_code": 0}),
     "warned before the limit": ("time_limit requeue", {}),
     "signalled by somebody": ("signalled requeue", {"asked_by": "TERM"}),
     "the late end of a lost node's step": ("signalled requeue", {"asked_by": "another rank", "is_early": True}),
     "warned, and another rank saw it first": ("time_limit requeue", {"asked_by": "another rank"}),
     "warned by hand, long before the limit": ("time_limit requeue", {"asked_by": "USR2", "is_early": True}),
-    "signalled while it was being preempted": ("preempted requeue", {"asked_by": "TERM", "job": PREEMPTED}),
     "a script that dies of the warning": ("time_limit requeue", {"exit_code": 140, "can_relaunch": False}),
     "one rank dies of the warning, the others of its end": (
         "time_limit requeue",
@@ -60,14 +57,12 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cancelled, and a rank dies of the warning": ("cancelled stop", {"job": CANCELLED, "exit_code": 140}),
     "over the limit": ("time_limit requeue", {"job": TIME_LIMIT, "exit_code": 143}),
-    "cancelled, ranks saved": ("cancelled stop", {"job": CANCELLED}),
-    "cancelled, srun says 0": ("cancelled stop", {"job": CANCELLED, "exit_code": 0}),
+    "cancelled, ranks saved": ("cancelled stop", {"job": {**CANCELLED, "PreemptTime": "Unknown"}}),
     "cancelled and already so called": ("cancelled stop", {"job": {**RUNNING, "JobState": "CANCELLED"}}),
     "cancelled while it was being preempted": ("cancelled stop", {"job": {**PREEMPTED, "JobState": "CANCELLED"}}),
     "`cancel` leaves a STOP file, too": ("cancelled stop", {"stop_asked": True, "job": CANCELLED}),
     "stopped by the STOP file": ("stopped stop", {"stop_asked": True}),
     "stopped by file while preempted": ("stopped stop", {"stop_asked": True, "job": PREEMPTED}),
-    "a rank died": ("failed relaunch", {"exit_code": 137}),
     "twice in a row on the same node": (
         "failed requeue",
         {"exit_code": 137, "fruitless_failures": 2, "bad_node": "node2"},
@@ -79,7 +74,6 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "the same exception twice": ("failed stop", {"exit_code": 1, "fruitless_failures": 2, "is_repeated": True}),
     "and once more": ("failed stop", {"exit_code": 137, "fruitless_failures": 3}),
     "wrong use is not tried again": ("failed stop", {"exit_code": 2}),
-    "a user's own function failed": ("failed stop", {"exit_code": 1, "can_relaunch": False}),
     "0 without a result is no success": ("failed relaunch", {"exit_code": 0}),
     "Slurm does not answer": ("unknown stop", {"job": None}),
     "Slurm does not answer and it failed": ("failed relaunch", {"job": None, "exit_code": 1}),
@@ -88,7 +82,6 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
         "node_failure leave",
         {"job": {**CANCELLED, "Restarts": "1"}, "exit_code": 0, "cause": "node failure on node2"},
     ),
-    "a node was lost and a spare one is there": ("node_failure relaunch", {"exit_code": 137, **LOST, "spare": "node4"}),
     "a node was lost and srun says 0": ("node_failure relaunch", {"exit_code": 0, **LOST, "spare": "node4"}),
     "a node was lost and none is left": ("node_failure requeue", {"exit_code": 137, **LOST}),
     "a node was lost from a script's job": (
@@ -115,12 +108,11 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "requeue switched off": ("preempted stop", {"job": PREEMPTED, "settings": RequeueSection(enabled=False)}),
     "Slurm was quicker": ("preempted leave", {"job": REQUEUED}),
     "an earlier restart is not this one": ("preempted requeue", {"job": REQUEUED, "restart_count": 1}),
-    "preemptions never use up the budget": ("preempted requeue", {"job": PREEMPTED, "fruitless_failures": 50}),
     "a second time limit in vain": ("time_limit requeue", {"fruitless_ends": {"time_limit": 1}}),
     "a third one": ("time_limit stop", {"fruitless_ends": {"time_limit": 2}}),
     "preemptions in vain": (
         "preempted requeue",
-        {"job": PREEMPTED, "fruitless_ends": {"preempted": 50, "time_limit": 9}},
+        {"job": PREEMPTED, "fruitless_ends": {"preempted": 88, "time_limit": 9}, "fruitless_failures": 50},
     ),
     "too many of them": ("preempted stop", {"job": PREEMPTED, "fruitless_ends": {"preempted": 89}}),
     "Slurm was quicker than the budget": ("preempted leave", {"job": REQUEUED, "fruitless_ends": {"preempted": 89}}),
@@ -128,7 +120,6 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
 TABLE_HERE: dict[str, tuple[str, dict[str, Any]]] = {
     "a script here that Ctrl-C ends": ("stopped stop", {"exit_code": 140}),
     "local, stopped by Ctrl-C": ("stopped stop", {}),
-    "local, finished": ("done finish", {"exit_code": 0, "is_finished": True}),
     "local, failed": ("failed stop", {"exit_code": 1}),
 }
 ALL = {
@@ -146,17 +137,10 @@ def test_what_follows_from_what_is_known(known: Outcome, expected: str, facts: d
 
 def test_the_next_attempt_leaves_out_the_node_that_a_spare_one_replaces() -> None:
     lost = decide(replace(SAVED, exit_code=137, lost="node2", spare="node4", cause="node failure on node2"))
-    assert lost.note == "node failure on node2; node4 takes the place of node2 in this allocation"
     bad = decide(replace(SAVED, exit_code=1, bad_node="node1,node2", spare="node4,node5", cause="no GPU"))
-    assert bad.note == "no GPU; node4,node5 take the place of node1,node2 in this allocation"
     assert (lost.replace, bad.replace, lost.exclude) == ("node2", "node1,node2", "")
     # Slurm may not have noticed: the requeued job would get it again.
     assert decide(replace(SAVED, exit_code=137, lost="node2", bad_node="node2", cause="x")).exclude == "node2"
-
-
-@pytest.mark.parametrize("word", ["Unknown", ""])
-def test_a_preemption_time_that_says_nothing_is_none(word: str) -> None:
-    assert decide(replace(SAVED, job={**CANCELLED, "PreemptTime": word})).reason == "cancelled"
 
 
 @pytest.mark.parametrize(("job", "is_over"), [(TIME_LIMIT, True), (RUNNING, False), (PREEMPTED, False)])
@@ -233,10 +217,8 @@ def test_ends_count_since_the_newest_that_brought_the_run_on_or_stopped_it() -> 
         ("ranks 0-3 on node2: Killed", "node2"),
         ("node failure on node2", "node2"),
         ("node failure on node[2-3]", ""),
-        ("no answer from node2 within 25 s", "node2"),
         ("no answer from node2, node3 within 25 s", ""),
         ("srun itself was killed by signal 9", ""),
-        ("", ""),
     ],
 )
 def test_the_node_of_a_cause(cause: str, node: str) -> None:
@@ -246,15 +228,9 @@ def test_the_node_of_a_cause(cause: str, node: str) -> None:
 @pytest.mark.parametrize(
     ("cause", "advice"),
     [
-        (
-            "rank 0 on a: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-            "; out of GPU memory: lower ",
-        ),
         ("rank 0 on a: RuntimeError: CUDA error: out of memory", "; out of GPU memory: lower batch.local_size"),
         ("rank 0 on a: Out Of Memory", "; out of the node's memory: raise cluster.memory_gb_per_node"),
-        ("rank 0 on a: MemoryError: ", "; out of the node's memory: "),
         ("rank 0 on a: ValueError: memory", ""),
-        ("OUT_OF_MEMORY", "; out of the node's memory: "),
     ],
 )
 def test_memory_that_is_short_is_named_with_what_to_change(cause: str, advice: str) -> None:

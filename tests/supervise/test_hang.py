@@ -16,10 +16,8 @@ from slurm_train.supervise.hang import (
     Flight,
     Flights,
     Observer,
-    disagreement,
     exchange_in,
     read_flights,
-    recording_environment,
 )
 
 LIMITS = Limits(600.0, 300.0, 1800.0)
@@ -68,13 +66,11 @@ IN_STEP, IN_SAVE = beat(1, phase="step"), beat(1, phase="save")
     [
         ("step", True, None, (), 300),
         ("step", False, None, (), 600),
-        ("start", False, None, (), 600),
         ("start", True, None, (), 600),  # back to a checkpoint
         ("save", True, None, (), 1800),
         ("save", True, IN_SAVE, (), 1800),
         ("save", True, IN_SAVE, (1,), 300),  # no process, no bytes
         ("save", True, IN_STEP, (), 300),  # the others wait in the save for one that has not come
-        ("save", True, beat(1, step=8, phase="data"), (), 1800),
     ],
 )
 def test_the_limit_is_that_of_the_phase_of_whoever_is_behind(
@@ -128,7 +124,6 @@ def has_begun(begun: int, over: int, name: str = "all_reduce", group: str = "def
     return {f"nccl {group}": Flight(begun, over, newest)}
 
 
-CHAIN = {rank: has_begun(7, 7) | has_begun(begun, 4, group="mesh_tp") for rank, begun in ((2, 5), (3, 4))}
 ALL = dict.fromkeys(range(8), BACKWARD)
 EIGHT = [beat(rank) for rank in range(8)]
 AT_STEP, IN_DATA = "in step at step 7 since 310 s", "in data loading at step 7 since 310 s"
@@ -143,12 +138,8 @@ EXPLAINED: dict[str, tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int
         *((), ALL, {}),
         f"rank 5 on node3 is {IN_DATA}; 7 ranks wait for it in all_reduce",
     ),
-    # On a GPU the host waits for the device on all ranks, so stacks and phases show no difference.
-    "then the one that has not come": (
-        EIGHT[:4],
-        *((), ALL, {rank: has_begun(8, 7) for rank in (0, 1, 3)} | {2: has_begun(7, 7)}),
-        f"rank 2 on node2 is {AT_STEP}; 3 ranks wait for it in all_reduce #8 of 64 elements",
-    ),
+    # On a GPU the host waits for the device on all ranks, so stacks and phases show no difference. Then it is the one
+    # that has not come.
     # Ranks 0 and 1 wait for rank 2 in the gradients' group, and that one for rank 3 in another: rank 3 is behind.
     "in any group, and of a chain its end": (
         EIGHT[:4],
@@ -163,17 +154,11 @@ EXPLAINED: dict[str, tuple[list[Beat], tuple[int, ...], dict[int, str], dict[int
         ),
         f"rank 3 on node2 is {AT_STEP}; 3 ranks wait for it in all_reduce #8 of 64 elements",
     ),
-    "in a group of few": (
-        EIGHT[:2],
-        *((), ALL, {0: has_begun(5, 4, group="mesh_tp"), 1: has_begun(4, 4, group="mesh_tp")}),
-        f"rank 1 on node1 is {AT_STEP}; 1 rank waits for it in all_reduce #5 of 64 elements in mesh_tp",
-    ),
     "then the one outside an exchange": (
         EIGHT[:2],
         *((), {0: BACKWARD, 1: BUSY}, {}),
         f"rank 1 on node1 is {AT_STEP}; 1 rank waits for it in all_reduce",
     ),
-    "no difference": (EIGHT[:2], (), ALL, {}, f"ranks 0, 1 on node1 are {AT_STEP}; no rank stands out"),
     "different collectives": (
         EIGHT[:2],
         *((), {}, {0: has_begun(8, 7), 1: has_begun(8, 7, "broadcast")}),
@@ -231,28 +216,11 @@ def test_a_record_tells_what_a_rank_waits_in() -> None:
     found = read_flights(record(entry(7), entry(8), entry(9, group="1"), begun=8, over=7))["gloo 0"]
     assert found == Flight(8, 7, (Collective(7, "all_reduce", 1310720), Collective(8, "all_reduce", 1310720)))
     assert found.waits_in == Collective(8, "all_reduce", 1310720)
-    assert str(found.waits_in) == "all_reduce #8 of 1,310,720 elements"
     assert read_flights(record(entry(8), begun=8, over=8))["gloo 0"].waits_in is None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '[{"pg_status": {}, "entries": []}]', '[{"pg_status": {"0": {}}, "entries": 3}]', "[3]"]
+    "text", ["", "{}", '[{"pg_status": {}, "entries": []}]', '[{"pg_status": {"0": {}}, "entries": 3}]']
 )
 def test_what_is_no_record_is_passed_over(text: str) -> None:
     assert read_flights(text) == {}
-
-
-def test_sizes_count_only_where_they_have_to_be_alike() -> None:
-    def of(name: str, size: int) -> Flights:
-        return read_flights(record(entry(3, name, size), begun=3, over=2))
-
-    assert disagreement({0: of("nccl:all_gather", 5), 1: of("nccl:all_gather", 6)}) == ""
-    assert "all_reduce of 5 elements, but rank 1" in disagreement({0: of("x:all_reduce", 5), 1: of("x:all_reduce", 6)})
-
-
-@pytest.mark.parametrize(
-    ("version", "is_asked"),
-    [("2.6.0+cu124", True), ("2.8.1", True), ("2.9.0", False), ("2.13.0+cpu", False), ("x", False)],
-)
-def test_only_older_versions_of_torch_have_to_be_asked_to_record(version: str, is_asked: bool) -> None:
-    assert bool(recording_environment(version)) == is_asked

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,7 @@ import pytest
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import AttemptStart, begin_round, open_attempt, read_ledger
 from slurm_train.rundir.events import Finding, first_mark, read_events, write_preflight
-from slurm_train.rundir.heartbeat import Beat, Heartbeat, Limits, read_beats, read_oldest
+from slurm_train.rundir.heartbeat import Beat, Heartbeat, Limits, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice, read_notice, read_windows
 from slurm_train.supervise import monitor as module
@@ -41,7 +39,6 @@ from slurm_train.supervise.monitor import (
 )
 from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
 from tests.support.faulty_files import FaultyFiles
-from tests.support.run_facts import beat
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import start_rank
 from tests.train.small_runs import RANK_PROGRAM, config_of
@@ -133,23 +130,6 @@ def test_the_clock_stands_still_while_the_process_was_stopped() -> None:
 LIMITS = Limits(0.5, 0.5)
 
 
-def test_the_search_for_stragglers_notes_the_oldest_of_many_nodes_now_and_then(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.attempt_logs(0).mkdir(parents=True)
-    for rank in range(40):
-        record = json.dumps(asdict(beat(rank, age_s=100 - rank, host=f"n{rank}"))).encode()
-        run.heartbeats(0, rank).write_bytes(record)
-    search = StragglerSearch(run, 0, excess=0.1, world_size=40)
-    search.look()
-    for path in run.attempt_logs(0).glob("heartbeats_*"):
-        path.unlink()
-    found = read_oldest(run, 0)
-    assert found is not None and found.rank == 0
-    run.oldest_heartbeat(0).unlink()
-    search.look()
-    assert not run.oldest_heartbeat(0).exists(), "not at each look"
-
-
 def has_beat(run: RunDirectory) -> dict[int, Beat]:
     """Leaves the heartbeat of a rank that does not go on, and returns it."""
     heart = Heartbeat()
@@ -158,12 +138,6 @@ def has_beat(run: RunDirectory) -> dict[int, Beat]:
     heart.start(run, 0, rank=0, host="here", step_id="7.0", limits=None)
     heart.stop()
     return read_beats(run, 0)
-
-
-def watchdog(
-    run: RunDirectory, ended: list[Mapping[int, Beat]], now: list[float], **read: Callable[..., Mapping[int, Beat]]
-) -> Task:
-    return HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=lambda: now[0], **read)
 
 
 def looks_until(dog: Task, ended: list[Mapping[int, Beat]], now: list[float]) -> None:
@@ -182,7 +156,7 @@ def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(number: int, tmp_pa
         at += 1
         run, ended, now = RunDirectory(tmp_path / f"run_{at}"), list[Mapping[int, Beat]](), [0.0]
         beats = has_beat(run)
-        dog = watchdog(run, ended, now)
+        dog = HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=lambda now=now: now[0])
 
         def fail(moment: str, name: str) -> None:
             if moment == "before":
@@ -195,14 +169,6 @@ def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(number: int, tmp_pa
             break
     assert at > 15, "the mark and the event were among the calls"
     assert [event["ranks"] for event in read_events(run, "hang")] == [[0]]
-
-
-def test_hung_ranks_are_ended_though_the_run_directory_is_gone(tmp_path: Path) -> None:
-    run, ended, now = RunDirectory(tmp_path / "run"), list[Mapping[int, Beat]](), [0.0]
-    beats = has_beat(run)
-    shutil.rmtree(run.path)
-    looks_until(watchdog(run, ended, now, read=lambda _run, _attempt: beats), ended, now)
-    assert ended == [beats]
 
 
 class Slurm:
@@ -235,24 +201,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     return run
 
 
-def test_an_extended_limit_reaches_the_ranks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NoticeKeeper, "_NEAR_S", 0.02)
-    slurm = Slurm(time.time() + 100, time.time() + 100, time.time() + 900)
-    with keeping_time(run, slurm):
-        wait_for(lambda: read_notice(run, 0).end_unix_s == slurm.ends[0], within_s=5, what="a notice", poll_s=0.001)
-        wait_for(lambda: read_notice(run, 0).end_unix_s == slurm.ends[2], within_s=5, what="the new one", poll_s=0.01)
-    asked = slurm.asked
-    assert asked >= 3
-
-
-def test_a_controller_that_is_away_is_asked_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NoticeKeeper, "_ASK_AGAIN_S", 0.02)
-    slurm = Slurm(None, None, 5e9)
-    with keeping_time(run, slurm):
-        wait_for(lambda: read_notice(run, 0).end_unix_s == 5e9, within_s=5, what="a notice", poll_s=0.01)
-    assert slurm.asked == 3
-
-
 def test_ranks_that_torchrun_starts_again_are_told_as_well(run: RunDirectory) -> None:
     start = AttemptStart(job_id="7", restart_count=0, nodes=("here",), world_size=1)
     begin_round(run, start, first=open_attempt(run, start))
@@ -274,6 +222,17 @@ def test_each_of_the_preflight_s_findings_is_printed_once_and_the_last_at_the_en
     write_preflight(run, 0, {"findings": [late.as_json()]})
     relay.end()
     assert said == [finding.line for finding in (one, two, late)]
+
+
+def test_an_extended_limit_reaches_the_ranks_though_the_controller_was_away(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NoticeKeeper, "_ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr(NoticeKeeper, "_NEAR_S", 0.02)
+    slurm = Slurm(None, time.time() + 100, time.time() + 900)
+    with keeping_time(run, slurm):
+        wait_for(lambda: read_notice(run, 0).end_unix_s == slurm.ends[1], within_s=5, what="a notice", poll_s=0.001)
+        wait_for(lambda: read_notice(run, 0).end_unix_s == slurm.ends[2], within_s=5, what="the new one", poll_s=0.01)
 
 
 TIMEOUT_S = 4.0

@@ -124,20 +124,6 @@ def test_nodes_that_do_not_see_the_attempt_are_behind(
     require_seen_by_all(run, NODES, env, attempt=3)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        "Unable to contact slurm controller (connect failure)",
-        "Unable to create step for job 7: Memory required by task is not available",
-    ],
-)
-def test_while_the_controller_is_away_or_makes_no_step_nodes_are_asked_again(
-    said: str, run: RunDirectory, tmp_path: Path
-) -> None:
-    away = f"echo 'srun: error: {said}' >&2; exit 1"
-    require_seen_by_all(run, NODES, fake_srun(tmp_path, f"if mkdir {tmp_path}/asked; then {away}; fi\n{ASK_ALL}"))
-
-
 def test_an_absent_controller_is_not_waited_for_without_end(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,15 +133,17 @@ def test_an_absent_controller_is_not_waited_for_without_end(
     assert error.message.startswith("no answer from node1, node2, node3 within")
 
 
+def test_while_the_controller_is_away_nodes_are_asked_again(run: RunDirectory, tmp_path: Path) -> None:
+    away = "echo 'srun: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    require_seen_by_all(run, NODES, fake_srun(tmp_path, f"if mkdir {tmp_path}/asked; then {away}; fi\n{ASK_ALL}"))
+
+
 def test_nodes_that_do_not_answer_twice_are_silent(run: RunDirectory, tmp_path: Path) -> None:
     first = f"if mkdir {tmp_path}/asked 2>/dev/null; then echo fine node1; else echo fine node3; fi"
     assert silent_nodes(run, NODES, fake_srun(tmp_path, first)) == ["node2"]
     assert "--nodelist=node[2-3]" in (tmp_path / "words").read_text().split()
     assert silent_nodes(run, NODES, fake_srun(tmp_path, ASK_ALL)) == []
-
-
-def test_where_no_node_answers_none_is_blamed(run: RunDirectory, tmp_path: Path) -> None:
-    assert silent_nodes(run, NODES, fake_srun(tmp_path, "exit 1")) == []
+    assert silent_nodes(run, NODES, fake_srun(tmp_path, "exit 1")) == [], "where no node answers none is blamed"
 
 
 # --- the step of srun ---
@@ -167,20 +155,6 @@ def ran(tmp_path: Path, program: str, *, is_overdue: bool = False) -> tuple[int,
         process = start_step([sys.executable, "-S", "-c", program], env=os.environ, log=file)
         code = run_step(process, log=file, is_overdue=lambda: is_overdue)
     return code, log.read_text()
-
-
-def test_a_step_ends_with_its_code(tmp_path: Path) -> None:
-    assert ran(tmp_path, "import sys; print('said'); sys.exit(3)") == (3, "said\n")
-
-
-def test_an_srun_that_is_killed_says_so_for_the_ledger(tmp_path: Path) -> None:
-    code, log = ran(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert code == 137 and violent_end(log) == "srun itself was killed by signal 9"
-
-
-def test_an_srun_that_missed_the_end_is_ended(tmp_path: Path) -> None:
-    code, log = ran(tmp_path, "import signal; signal.pause()", is_overdue=True)
-    assert code == 137 and log == ""
 
 
 def test_only_the_own_step_is_ended() -> None:
@@ -196,6 +170,22 @@ def test_a_step_that_stays_is_told(error: ClusterError | None) -> None:
     commands.running_steps, commands.stuck_steps = {"7.0": "attempt_0"}, {"7.0"}
     commands.error = error
     assert not end_step("7", "attempt_0", commands, within_s=0.01, sleep=lambda _s: None)
+
+
+@pytest.mark.parametrize(
+    ("program", "is_overdue", "code", "said"),
+    [
+        ("import sys; sys.exit(3)", False, 3, ""),
+        # Ended here, since it has missed the end of its ranks.
+        ("import signal; signal.pause()", True, 137, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", False, 137, "srun itself was killed by signal 9"),
+    ],
+)
+def test_how_srun_ends_is_its_code_and_said_for_the_ledger(
+    program: str, is_overdue: bool, code: int, said: str, tmp_path: Path
+) -> None:
+    found, log = ran(tmp_path, program, is_overdue=is_overdue)
+    assert (found, violent_end(log)) == (code, said)
 
 
 # --- ranks in waiting ---
@@ -277,7 +267,7 @@ def test_each_rank_knows_its_place_and_writes_to_its_log(
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [("0 0", 0), ("0 3", 3), ("75 75", 75), ("75 0", 75), ("75 1", 1), ("-9 0", 137), ("0 -15", 143)],
+    [("0 0", 0), ("75 0", 75), ("75 1", 1), ("-9 0", 137)],
 )
 def test_the_exit_code_of_the_whole(codes: str, expected: int, local: RunDirectory) -> None:
     code = (

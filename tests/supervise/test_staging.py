@@ -89,15 +89,6 @@ def test_a_folder_that_others_can_fill_is_not_used(
     assert "node2 (1 of 2) have a folder of another user" in capsys.readouterr().err
 
 
-def test_a_node_without_an_answer_or_no_srun_at_all(site: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    srun = Path(site["DISKS"]) / "bin" / "srun"
-    srun.write_text(SRUN.replace("node1 node2", "node1"))
-    assert stage(site) == {}
-    assert "node2 (1 of 2) did not say" in capsys.readouterr().err
-    assert stage(site | {"PATH": site["DISKS"]}) == {}
-    assert "FileNotFoundError" in capsys.readouterr().err
-
-
 def test_an_archive_folder_of_somebody_else_is_not_read(site: dict[str, str]) -> None:
     folder = Path(site["DISKS"]) / "runs" / f".environments_{os.getuid()}"
     folder.mkdir()
