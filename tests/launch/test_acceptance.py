@@ -10,7 +10,6 @@ from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, salloc_words
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import Refusal, TestVerdict
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.fakes.slurm_programs import SlurmPrograms
@@ -30,7 +29,6 @@ HINTS = [
         {"nodes": 1, "gpus_per_node": 16},
         "1 nodes with 16 GPUs were asked; partition main has 4 nodes, with at most 8 GPUs: lower cluster.nodes or ",
     ),
-    (Refusal.RESOURCES, {"nodes": 5, "gpus_per_node": 8}, "5 nodes with 8 GPUs were asked; partition main has 4 nodes"),
     (Refusal.RESOURCES, {"nodes": 4, "gpus_per_node": 8, "cpus_per_gpu": 99}, Refusal.RESOURCES.value),
     (Refusal.RESOURCES, {"gpus_per_node": 16, "gpu_flag": "none"}, Refusal.RESOURCES.value),
     (Refusal.PARTITION, {"partition": "nope"}, "partitions here: main; set cluster.partition"),
@@ -46,45 +44,6 @@ def test_a_refusal_is_explained_by_what_there_is(why: Refusal, cluster: dict[str
     error = refusal(ClusterError, require_acceptable, SCRIPT, commands, plan)
     assert error.message == "Slurm would not take this job: Slurm's own words"
     assert error.hint.startswith(hint)
-
-
-@pytest.mark.parametrize(
-    ("words", "cluster", "hint"),
-    [
-        (
-            "name the GPU: --gres=gpu:a100:N",
-            {"gpu_type": "h999"},
-            "GPUs in partition main are of type a100, and h999 was",
-        ),
-        (
-            "name the GPU: --gres=gpu:a100:N",
-            {},
-            "GPUs in partition main are of type a100, and no type was asked: set clu",
-        ),
-        ("say which model", {"gpu_type": "h999"}, "GPUs in partition main are of type a100, and h999 was asked"),
-        (
-            "Invalid generic resource (gres) specification",
-            {"gpu_type": "h999"},
-            "GPUs in partition main are of type a100",
-        ),
-        ("name the GPU: --gres=gpu:a100:N", {"gpu_type": "a100"}, Refusal.RESOURCES.value),
-        ("say please", {}, Refusal.OTHER.value),
-        ("Invalid qos specification", {"gpu_type": "h999"}, Refusal.QOS.value),
-    ],
-)
-def test_a_type_of_gpu_that_is_not_there_is_named_whatever_a_filter_says(
-    words: str, cluster: dict[str, Any], hint: str, tmp_path: Path
-) -> None:
-    programs = SlurmPrograms(tmp_path / "bin")
-    programs.refuse(f"sbatch: error: {words}")
-    sinfo = programs.folder / "sinfo.out"
-    sinfo.write_text(sinfo.read_text().replace("gpu:8", "gpu:a100:8"))
-    commands = SlurmCommands({"PATH": programs.path})
-    plan = make_plan(cluster={"nodes": 2, "gpus_per_node": 8, **cluster}, batch={})
-    error = refusal(ClusterError, require_acceptable, SCRIPT, commands, plan)
-    assert words in error.message and error.hint.startswith(hint)
-    if "was asked" in error.hint:
-        assert "set cluster.gpu_type; `init` finds out which type and which cluster.gpu_flag" in error.hint
 
 
 def test_a_limit_that_slurm_would_take_and_never_start_is_refused() -> None:
@@ -129,13 +88,10 @@ def test_without_a_list_slurm_is_not_even_asked(run: RunDirectory) -> None:
     ("directives", "names", "flag"),
     [
         ((), ("node3",), "--exclude=node3"),
-        (("nodes=2-4",), ("node3",), "--exclude=node3"),
         (('exclude="node[1]"',), ("node3",), "--exclude=node[1],node3"),
         (("nodes=4",), ("node3",), ""),
-        ((), ("node1", "node2", "node3"), ""),
         (("exclude=node1",), ("node2", "node3"), ""),
         (("nodelist=node[3-4]",), ("node3",), ""),
-        (("partition=other",), ("node3",), ""),
         (("mem=0\n#SBATCH hetjob", "nodes=1"), ("node3",), ""),
     ],
 )
@@ -161,7 +117,6 @@ CLUSTER: dict[str, Any] = {
 }
 # As Slurm 22.05 and 24.05 write it.
 JOB = {"JobId": "55", "JobState": "RUNNING", "NumNodes": "2", "NumCPUs": "24", "TRES": "cpu=24,node=2,gres/gpu=8"}
-NEWER = {**JOB, "TRES": "", "ReqTRES": "cpu=1,node=2", "AllocTRES": "cpu=24,mem=1G,node=2,gres/gpu=8,gres/gpu:a100=8"}
 
 
 def test_an_allocation_is_asked_for_like_a_job() -> None:
@@ -184,13 +139,6 @@ def test_an_allocation_is_asked_for_like_a_job() -> None:
     ]
 
 
-def test_for_torchrun_there_is_one_task_on_each_node_and_the_fewest_nodes_will_do() -> None:
-    cluster = {"nodes": "2-4", "gpus_per_node": 4, "cpus_per_gpu": 3, "launcher": "torchrun"}
-    plan = make_plan(cluster=cluster, batch={})
-    assert salloc_words(plan)[2:6] == ["--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=12"]
-    require_room(plan, JOB)
-
-
 def test_a_shell_whose_job_is_over_is_no_allocation() -> None:
     plan = make_plan(cluster=CLUSTER)
     require_room(plan, {"JobId": "55", "JobState": "RUNNING"})  # what Slurm does not tell is not refused
@@ -199,15 +147,18 @@ def test_a_shell_whose_job_is_over_is_no_allocation() -> None:
             require_room(plan, job)
 
 
-@pytest.mark.parametrize("job", [JOB, NEWER])
+@pytest.mark.parametrize(
+    "job",
+    [
+        JOB,
+        {**JOB, "TRES": "", "ReqTRES": "cpu=1,node=2", "AllocTRES": "cpu=24,mem=1G,node=2,gres/gpu=8,gres/gpu:a100=8"},
+    ],
+)
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
         ({}, ""),
-        ({"nodes": 3}, "2 nodes, 3 asked; 8 GPUs, 12 asked; 24 CPUs, 36 asked"),
         ({"gpus_per_node": 5}, "8 GPUs, 10 asked; 24 CPUs, 30 asked"),
-        ({"cpus_per_gpu": 4}, "24 CPUs, 32 asked"),
-        ({"nodes": 1, "gpus_per_node": 2}, ""),
         ({"gpu_flag": "none", "gpus_per_node": 12, "cpus_per_gpu": 1}, ""),
     ],
 )
@@ -218,4 +169,3 @@ def test_what_an_allocation_lacks_is_said(job: dict[str, str], change: dict[str,
         return
     error = refusal(ClusterError, require_room, plan, job)
     assert error.message == f"the allocation of job 55 is too small for this run: {missing}"
-    assert f"salloc --job-name=gpt-stdlib-{plan.run.run_id} --nodes={plan.world.num_nodes}" in error.hint

@@ -69,15 +69,6 @@ def test_an_elements_script_that_others_may_write_is_not_run(name: str, tmp_path
     assert not (tmp_path / "canary").exists()
 
 
-NO_ELEMENTS = [(None, "this script is for sbatch"), ("7", "there is no such line in runs.txt")]
-
-
-@pytest.mark.parametrize(("task", "complaint"), NO_ELEMENTS)
-def test_an_element_without_a_run_says_so_and_fails(task: str | None, complaint: str, tmp_path: Path) -> None:
-    done = element(tmp_path, RunDirectory(tmp_path), task=task)
-    assert done.returncode != 0 and complaint in done.stderr
-
-
 def test_runs_of_another_shape_go_into_another_array() -> None:
     small, large = scripts(3), scripts(2, nodes=4, gpus_per_node=4)
     arrays = cut_arrays([small[0], large[0], small[1], large[1], small[2]], max_size=1001, max_parallel=None)
@@ -88,10 +79,7 @@ def test_runs_of_another_shape_go_into_another_array() -> None:
 
 CHUNKS = [
     # runs, largest array, limit -> sizes, throttles, waits for
-    (5, 1001, None, [5], [None], [None]),
-    (5, 1001, 2, [5], [2], [None]),
     (5, 1001, 9, [5], [5], [None]),
-    (7, 3, None, [3, 3, 1], [None, None, None], [None, None, None]),
     (7, 3, 6, [3, 3, 1], [3, 2, 1], [None, None, None]),
     (7, 3, 2, [3, 3, 1], [1, 1, 1], [None, None, 0]),
     (7, 2, 1, [2, 2, 2, 1], [1, 1, 1, 1], [None, 0, 1, 2]),
@@ -114,7 +102,6 @@ def test_a_sweep_is_cut_at_the_largest_array_and_shares_its_limit(
 @pytest.mark.parametrize(
     ("settings", "size"),
     [
-        ({"MaxArraySize": "1001"}, 1001),
         ({}, 1001),
         ({"MaxArraySize": "1001", "SchedulerParameters": "bf_interval=1,max_array_tasks=200,x"}, 200),
     ],

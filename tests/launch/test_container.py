@@ -48,51 +48,6 @@ def test_the_script_is_the_golden_file(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def binds(plan: RunPlan) -> list[str]:
-    words = command(plan)
-    return [words[index + 1] for index, word in enumerate(words) if word == "--bind"]
-
-
-def test_the_run_its_code_and_its_data_are_there_without_being_named() -> None:
-    assert "--nv" in command(planned(IMAGE)) and "--nv" not in command(planned(IMAGE, cluster={"gpu_flag": "none"}))
-    assert binds(planned(IMAGE)) == [
-        f"{HOST_PACKAGE}:/opt/slurm_train/slurm_train:ro",
-        "/scratch/me/runs",
-        "/home/me/project",
-        "/shared/books",
-    ]
-
-
-def test_what_lies_below_another_mount_is_not_mounted_again() -> None:
-    data = {"_target_": "my.Data", "path": "/home/me/project/data", "more": ["/a/b", {"deep": "/a"}], "text": "no/path"}
-    assert binds(planned(IMAGE, data=data, run={"root": "runs"}))[1:] == ["/home/me/project", "/a"]
-
-
-def test_the_embedded_text_is_kept_where_later_runs_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    plan = planned(IMAGE, data={"_target_": "slurm_train.data.stdlib.build", "context": 256})
-    assert binds(plan)[-1] == str(tmp_path / ".cache" / "slurm_train")
-    RankCommand(plan.config, plan.run, plan.directory).make_mount_points()
-    assert (tmp_path / ".cache" / "slurm_train").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("image", "kind", "word"),
-    [
-        ("images/a.sif", "apptainer", "/home/me/project/images/a.sif"),
-        ("/images/a.sif", "apptainer", "/images/a.sif"),
-        ("docker://pytorch/pytorch", "apptainer", "docker://pytorch/pytorch"),
-        ("./a.sqsh", "pyxis", "/home/me/project/a.sqsh"),
-        ("/images/a.sqsh", "pyxis", "/images/a.sqsh"),
-        ("pytorch/pytorch", "pyxis", "pytorch/pytorch"),
-    ],
-)
-def test_an_image_is_a_path_or_a_name(image: str, kind: str, word: str) -> None:
-    plan = planned({"kind": kind, "image": image})
-    flags = RankCommand(plan.config, plan.run, plan.directory).step_flags({})
-    assert word in (flags["container-image"] if kind == "pyxis" else command(plan))
-
-
 def test_no_value_of_a_variable_is_on_a_command_line() -> None:
     plan = planned(PYXIS, cluster={"env": {"NCCL_DEBUG": "verbose-value"}, "export": ["WANDB_API_KEY", "MY_*"]})
     words = render(plan).partition("srun ")[2]

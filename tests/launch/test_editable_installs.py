@@ -89,30 +89,6 @@ def test_a_job_imports_the_copy(layout: Layout, python: Path, projects: dict[str
         assert answer["child"] == "old"
 
 
-def test_a_job_imports_the_copy_where_the_project_is_gone_by_then(
-    python: Path, projects: dict[str, Path], tmp_path: Path
-) -> None:
-    project, run = projects["hatch_src"], tmp_path / "runs" / "a" / "1"
-    runs(python, SUBMIT, str(run), cwd=project)
-    moved = project.rename(project.with_name("moved"))
-    try:
-        answer = runs(python, JOB, str(run), "hatch_src", cwd=run / "code")
-    finally:
-        moved.rename(project)
-    assert answer["file"].startswith(f"{run}/code/src/")
-
-
-def test_a_package_that_is_not_in_the_copy_is_named(python: Path, projects: dict[str, Path], tmp_path: Path) -> None:
-    project, run = projects["pdm_src"], tmp_path / "runs" / "a" / "1"
-    runs(python, SUBMIT, str(run), cwd=project)
-    (late := project / "src" / "late").mkdir()
-    (late / "__init__.py").write_text("VERSION = 'new'\n")
-    answer = runs(python, JOB, str(run), "late", cwd=run / "code")
-    assert answer["says"][-1] == (
-        f"warning: late is imported from where it is edited, not from the run's copy of the code: {late}/__init__.py"
-    )
-
-
 def test_a_package_from_elsewhere_is_named_and_copied_if_asked(
     python: Path, projects: dict[str, Path], tmp_path: Path
 ) -> None:

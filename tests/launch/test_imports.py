@@ -13,8 +13,6 @@ import pytest
 
 from slurm_train.launch.imports import (
     built_modules,
-    code_elsewhere,
-    import_from_snapshot,
     import_roots,
 )
 
@@ -40,32 +38,12 @@ def test_places_in_a_folder_are_told_relative_to_it(tmp_path: Path) -> None:
     assert import_roots(str(tmp_path / "project"), [*here, *outside], []) == ["src", ".hidden/src", ""]
 
 
-def test_a_link_to_the_folder_is_the_folder(tmp_path: Path) -> None:
-    folders(tmp_path, "project/src")
-    (tmp_path / "home").symlink_to(tmp_path / "project")
-    assert import_roots(str(tmp_path / "project"), [str(tmp_path / "home" / "src")], []) == ["src"]
-    assert import_roots(str(tmp_path / "home"), [str(tmp_path / "project" / "src")], []) == ["src"]
-
-
 def test_setuptools_table_names_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders(tmp_path, "python/mine", "lib", "more/extra")
     table = {name: str(tmp_path / place) for name, place in (("mine", "python/mine"), ("called", "lib"))}
     table |= {"mine.extra": str(tmp_path / "more" / "extra")}
     finders = [finder(monkeypatch, table)]
     assert import_roots(str(tmp_path), [], finders) == ["python"]
-
-
-def test_code_elsewhere_is_what_the_user_may_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders(tmp_path, "project/src", "library", "toolkit/slurm_train", "copied/src")
-    (tmp_path / "toolkit" / "slurm_train" / "__init__.py").touch()
-    paths = [str(tmp_path / name) for name in ("project/src", "library", "toolkit", "copied/src", "gone")]
-    paths += [sysconfig.get_path("purelib"), "/usr/share" if not Path("/usr/share").stat().st_mode & 0o002 else "/gone"]
-    copied = [str(tmp_path / "project"), str(tmp_path / "copied")]
-    monkeypatch.setattr("os.access", lambda path, _mode: not str(path).startswith("/usr"))
-    assert code_elsewhere(copied, paths, []) == [str(tmp_path / "library")]
-    assert code_elsewhere(copied, [], [finder(monkeypatch, {"x": str(tmp_path / "library" / "x")})]) == [
-        str(tmp_path / "library")
-    ]
 
 
 def test_built_modules_lie_beside_sources_that_are_imported(tmp_path: Path) -> None:
@@ -102,12 +80,6 @@ def test_the_copy_of_each_place_takes_its_place(tmp_path: Path) -> None:
         "imported from the run's copy of the code: packed",
         f"warning: late is imported from where it is edited, not from the run's copy of the code: {live}/src/late.py",
     ]
-
-
-def test_without_a_copy_nothing_changes(tmp_path: Path) -> None:
-    before = list(sys.path)
-    assert import_from_snapshot(str(tmp_path), python_path="/a:/b") == ("/a:/b", [])
-    assert sys.path == before
 
 
 def test_installed_packages_come_from_the_stage_where_they_are_there(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ def test_the_same_run_keeps_its_folder_at_another_size(tmp_path: Path) -> None:
 PLACES = [
     ({}, "/home/user/project/runs/gpt-stdlib"),
     ({"root": "../all", "name": "mine"}, "/home/user/all/mine"),
-    ({"root": "/scratch/x"}, "/scratch/x/gpt-stdlib"),
     ({"root": "~/runs"}, f"{Path.home()}/runs/gpt-stdlib"),
 ]
 
@@ -57,16 +56,6 @@ PLACES = [
 @pytest.mark.parametrize(("section", "folder"), PLACES)
 def test_where_a_run_lies(section: dict[str, str], folder: str) -> None:
     assert str(make_plan(run=section).run.path.parent) == folder
-
-
-def test_a_script_or_task_is_called_after_its_file_or_function(tmp_path: Path) -> None:
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "train.py").write_text("")
-    script = make_plan(tmp_path, script=["jobs/train.py", "--flag"], cluster=CLUSTER)
-    assert script.run.name == "train"
-    assert script.batch.global_size == 32, "its batch is its own affair; ours must not refuse anything"
-    task = make_plan(tmp_path, task={"_target_": "my_package.main"}, cluster={"nodes": 3, "gpus_per_node": 5})
-    assert (task.run.name, task.world.size) == ("main", 15)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -77,15 +66,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         ({"script": words}, f"script={words[0]} starts ranks, and this program starts one per GPU already")
         for words in (
-            ["torchrun", "train.py"],
             ["/opt/bin/torchrun", "--nproc_per_node=8", "-m", "pkg"],
             ["python", "-m", "torch.distributed.run", "train.py"],
             ["accelerate", "launch", "train.py"],
             ["srun", "train.py"],
         )
     ),
-    ({"task": {"x": 1}}, "task has no _target_: there is nothing to build"),
-    ({"model": {"width": 3}}, "model has no _target_: there is nothing to build"),
     ({"model": None}, "model has no _target_: there is nothing to build"),
     ({"data": {"_target_": ""}}, "data has no _target_: there is nothing to build"),
     ({"ddp": {"static_graph": True, "find_unused_parameters": True}}, "ddp.find_unused_parameters=true looks for"),
@@ -103,10 +89,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             f"train.precision=fp8 was asked, and the ranks will have {found}",
         )
         for cluster, found in (
-            *(
-                ({"gpu_type": name}, f"GPUs of type {name}")
-                for name in ("a100", "A100-SXM4-40GB", "rtx_a6000", "2080ti")
-            ),
+            *(({"gpu_type": name}, f"GPUs of type {name}") for name in ("A100-SXM4-40GB", "2080ti")),
             ({"gpu_flag": "none"}, "no GPUs"),
         )
     ),
@@ -117,7 +100,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
         for train, sections, asked in (
             ({"precision": "float32"}, {}, "train.precision=float32"),
-            ({"precision": "float16"}, {}, "train.precision=float16"),
             ({}, {"parallel": {"gather_dtype": "float32"}}, "parallel.gather_dtype=float32"),
             ({}, {"ddp": {"comm": "powersgd"}}, "ddp.comm=powersgd"),
         )
@@ -125,7 +107,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         ({"requeue": {"warm_ranks": True}, **sections}, "requeue.warm_ranks=true needs the trainer, equal nodes and")
         for sections in (
-            {"task": {"_target_": "m.f"}},
             {"cluster": {"nodes": 2, "gpus_per_node": [4, 2]}},
             {"cluster": {"nodes": 2, "launcher": "torchrun"}},
         )
@@ -180,11 +161,6 @@ def test_a_range_of_nodes_keeps_one_global_batch_that_each_number_can_share() ->
     assert elastic(batch={"local_size": 3, "accumulation": 2}).batch.global_size == 48
 
 
-@pytest.mark.parametrize("name", ["h100", "l40s", "rtx_6000_ada", "rtx4090", "gh200", "mi300x", None])
-def test_float8_is_left_to_the_ranks_on_other_cards(tmp_path: Path, name: str | None) -> None:
-    make_plan(tmp_path, train={"precision": "fp8"}, cluster={"nodes": 1, "gpus_per_node": 2, "gpu_type": name})
-
-
 @pytest.mark.parametrize("batch", [{"global_size": 64}, {"local_size": 1}])
 def test_a_number_of_nodes_that_cannot_share_the_batch_is_refused_before_it_is_granted(batch: dict[str, int]) -> None:
     with pytest.raises(
@@ -210,14 +186,6 @@ def sweep_of(*sections: dict[str, Any]) -> SweepPlan:
     return plan_sweep(points, configs(), cwd=CWD, env={})
 
 
-def test_the_runs_lie_where_they_would_lie_alone_and_the_sweep_beside_them() -> None:
-    sweep = sweep_of({"seed": 1}, {"seed": 2})
-    assert [element.run for element in sweep.elements] == [one.run for one in sweep.plans]
-    assert {one.run.path.parent for one in sweep.plans} == {CWD / "runs" / "gpt-stdlib"}
-    assert sweep.sweep.path.parent == CWD / "runs" / "sweeps"
-    assert (sweep.uses_cluster, sweep.keys, sweep.max_parallel) == (False, ["n"], None)
-
-
 def test_the_same_runs_are_the_same_sweep_in_any_order() -> None:
     one, other = sweep_of({"seed": 1}, {"seed": 2}), sweep_of({"seed": 2}, {"seed": 1})
     assert one.sweep == other.sweep
@@ -241,8 +209,3 @@ NO_SWEEPS: list[tuple[list[dict[str, Any]], str]] = [
 @pytest.mark.parametrize(("sections", "message"), NO_SWEEPS)
 def test_what_cannot_be_one_sweep_is_refused(sections: list[dict[str, Any]], message: str) -> None:
     assert refusal(ConfigError, sweep_of, *sections).message.startswith(message)
-
-
-def test_an_impossible_run_keeps_the_kind_of_its_error() -> None:
-    with pytest.raises(BatchError, match=r"run 1 \(n=1\)"):
-        sweep_of({}, {"cluster": {"nodes": 1, "gpus_per_node": 8}, "batch": {"global_size": 33}})
