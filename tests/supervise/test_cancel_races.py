@@ -203,6 +203,14 @@ def test_the_check_finds_the_plain_form_of_requeue(tmp_path: Path) -> None:
     assert "the cancelled job is PENDING" in found
 
 
+def test_a_cancel_in_the_grace_is_called_one(tmp_path: Path) -> None:
+    controller = Controller(preempted=True, cancel_before=0)
+    end_an_attempt(tmp_path / "run", controller, 75)
+    assert not controller.continuation and controller.num_restarts == 0
+    ledger = (tmp_path / "run" / "attempts.jsonl").read_text()
+    assert '"reason":"cancelled","action":"stop"' in ledger
+
+
 def test_a_job_that_comes_after_cancel_does_not_begin(tmp_path: Path) -> None:
     run, controller = RunDirectory(tmp_path / "run"), Controller()
     run.path.mkdir()

@@ -54,14 +54,19 @@ def test_a_controller_that_stays_away_is_an_error_in_the_end() -> None:
     assert away.pauses == []
 
 
-@pytest.mark.parametrize(
-    ("state", "reason", "is_over"),
-    [("COMPLETING", "TimeLimit", True), ("CANCELLED", "TimeLimit", False), ("COMPLETING", "None", False)],
-)
-def test_the_plain_form_is_used_only_for_a_job_that_is_still_over_its_limit(
-    state: str, reason: str, is_over: bool
-) -> None:
-    commands = fake(JobState=state, Reason=reason)
+def test_an_answer_that_was_lost_is_not_asked_for_twice() -> None:
+    commands = fake(Restarts="1")
+    assert bring(commands) and commands.requeued == []
+
+
+def test_a_cancelled_job_is_not_brought_back() -> None:
+    assert not bring(fake(JobState="COMPLETING"))
+
+
+@pytest.mark.parametrize("reason", ["None", "TimeLimit"])
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "RUNNING"])
+def test_the_plain_form_is_used_only_for_a_job_that_is_still_over_its_limit(state: str, reason: str) -> None:
+    commands, is_over = fake(JobState=state, Reason=reason), reason == "TimeLimit" and state != "CANCELLED"
     assert bring(commands, is_over=True) is is_over
     assert commands.requeued == (["7"] if is_over else [])
 
