@@ -13,107 +13,65 @@ from torch.nn import functional
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import IGNORED, Objective, bigram_bits_per_byte, default_loss, default_sums
 
-NOT_A_SUM = ", not the sum of the loss as a scalar tensor and the number of items"
-
 
 class Given(nn.Module):
-    """A model whose output is its input."""
+    """Gives what it is made with, or its input."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs
-
-
-class WithOwnLoss(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, given: Any = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.given = given
 
-    def training_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        return self.weight * batch[0].sum(), torch.tensor(batch[0].numel())
-
-
-class WithOwnSums(WithOwnLoss):
-    def evaluation_sums(self, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return {"loss": batch[0].sum(), "count": torch.tensor(1), "blue": torch.tensor(3)}
+    def forward(self, inputs: Tensor) -> Any:
+        return inputs if self.given is None else self.given
 
 
-def test_parts_of_a_batch_add_up_to_the_whole() -> None:
+def numbers(sums: dict[str, Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in sums.items()}
+
+
+def own(**methods: Any) -> Objective:
+    """Returns the objective of a model with these methods, which are given the batch."""
+    named = {name: lambda _, batch, give=give: give(batch) for name, give in methods.items()}
+    return Objective(type("Own", (nn.Module,), named)())
+
+
+def test_parts_of_a_batch_add_up_to_the_cross_entropy_of_what_counts() -> None:
     logits, labels = torch.randn(10, 7, 5), torch.randint(0, 5, (10, 7))
     labels[3:6, 2:] = IGNORED
-    whole = default_sums(logits, labels)
-    parts = [default_sums(logits[part], labels[part]) for part in (slice(0, 4), slice(4, 10))]
-    for key, value in whole.items():
-        torch.testing.assert_close(sum(part[key] for part in parts), value)
-    assert whole["count"] == 55
-
-
-def test_cross_entropy_counts_what_is_not_passed_over() -> None:
-    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, IGNORED, 4], [0, 2, IGNORED]])
-    loss, count = Objective(Given())((logits, labels))
     kept = labels != IGNORED
-    torch.testing.assert_close(loss, functional.cross_entropy(logits[kept], labels[kept], reduction="sum"))
-    assert count == 4 and loss.dtype == torch.float32
+    expected = functional.cross_entropy(logits[kept], labels[kept], reduction="sum")
+    parts = [default_sums(logits[part], labels[part]) for part in (slice(0, 4), slice(4, 10))]
+    loss, count, correct = (sum(part[key] for part in parts) for key in ("loss", "count", "correct"))
+    torch.testing.assert_close(loss, expected)
+    assert (count, correct) == (55, (logits.argmax(-1) == labels)[kept].sum())
+    torch.testing.assert_close(Objective(Given())((logits, labels))[0], expected)
 
 
-def test_batch_with_nothing_to_count_is_zero() -> None:
-    sums = default_sums(torch.randn(2, 5), torch.full((2,), IGNORED))
-    assert {key: value.item() for key, value in sums.items()} == {"loss": 0, "count": 0, "correct": 0}
+def test_nothing_to_count_is_zero_and_float_targets_give_the_squared_error() -> None:
+    ignored = torch.full((2,), IGNORED)
+    assert numbers(default_sums(torch.randn(2, 5), ignored)) == {"loss": 0, "count": 0, "correct": 0}
+    outputs, targets = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])
+    assert numbers(default_sums(outputs, targets)) == {"loss": 5, "count": 2}
 
 
-def test_correct_counts_the_highest_scores() -> None:
-    logits = torch.eye(4)
-    assert default_sums(logits, torch.tensor([0, 1, 3, 3]))["correct"] == 3
-
-
-def test_classes_may_stand_second_as_in_torch() -> None:
-    logits, labels = torch.randn(2, 5, 3, 4), torch.randint(0, 5, (2, 3, 4))
+def test_classes_may_stand_second_as_in_torch_and_low_precision_gives_a_float32_loss() -> None:
+    logits, labels = torch.randn(2, 5, 3, 4).bfloat16(), torch.randint(0, 5, (2, 3, 4))
     loss, count = default_loss(logits, labels)
-    torch.testing.assert_close(loss, functional.cross_entropy(logits, labels, reduction="sum"))
+    torch.testing.assert_close(loss, functional.cross_entropy(logits.float(), labels, reduction="sum"))
     assert count == 24
 
 
-def test_float_targets_give_squared_error() -> None:
-    outputs, targets = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])
-    assert {key: value.item() for key, value in default_sums(outputs, targets).items()} == {"loss": 5.0, "count": 2}
-
-
-def test_low_precision_outputs_give_a_float32_loss() -> None:
-    loss, _ = default_loss(torch.randn(4, 3, dtype=torch.bfloat16), torch.tensor([0, 1, 2, 0]))
-    assert loss.dtype == torch.float32
-
-
-def test_model_may_bring_its_own() -> None:
+def test_a_model_may_bring_its_own_loss_and_sums_as_tensors_or_numbers() -> None:
     batch = (torch.ones(3),)
-    loss, count = Objective(WithOwnLoss())(batch)
-    assert (loss.item(), count.item()) == (6.0, 3)
-    assert {k: v.item() for k, v in Objective(WithOwnLoss()).evaluation_sums(batch).items()} == {"loss": 6, "count": 3}
-    assert set(Objective(WithOwnSums()).evaluation_sums(batch)) == {"loss", "count", "blue"}
+    for count in (3, torch.tensor(3)):
+        objective = own(training_loss=lambda batch, count=count: (2 * batch[0].sum(), count))
+        assert [one.item() for one in objective(batch)] == [6, 3]
+        assert numbers(objective.evaluation_sums(batch)) == {"loss": 6, "count": 3}
+    sums = {"loss": 3.0, "count": torch.tensor(1), "blue": 2}
+    assert numbers(own(evaluation_sums=lambda _: sums).evaluation_sums(batch)) == {"loss": 3, "count": 1, "blue": 2}
 
 
-def test_logits_inside_an_output_object_are_found() -> None:
-    class Output:
-        def __init__(self, logits: Tensor) -> None:
-            self.logits = logits
-
-    class InObject(nn.Module):
-        def forward(self, inputs: Tensor) -> Output:
-            return Output(inputs)
-
-    loss, _ = Objective(InObject())((torch.zeros(1, 2), torch.tensor([1])))
-    torch.testing.assert_close(loss, torch.tensor(2.0).log())
-
-
-@pytest.mark.parametrize(
-    ("outputs", "targets", "message"),
-    [
-        ((4, 3), torch.zeros(5, dtype=torch.int64), "the model gave (4, 3) for whole-number targets of (5,)"),
-        ((4, 3), torch.zeros(4), "the model gave (4, 3) for targets of (4,)"),
-    ],
-)
-def test_message_of_shapes_that_do_not_fit(outputs: tuple[int, ...], targets: Tensor, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        default_loss(torch.zeros(outputs), targets)
-    assert caught.value.message == message
+NOT_A_SUM = ", not the sum of the loss as a scalar tensor and the number of items"
 
 
 @pytest.mark.parametrize(
@@ -121,57 +79,39 @@ def test_message_of_shapes_that_do_not_fit(outputs: tuple[int, ...], targets: Te
     [
         (
             "training_loss",
-            torch.tensor(1.0),
-            f"Made.training_loss gave tensor of (){NOT_A_SUM}",
-        ),
-        (
-            "training_loss",
             (torch.zeros(4), torch.tensor(4)),
-            f"Made.training_loss gave (tensor of (4,), tensor of ()){NOT_A_SUM}",
+            f"Own.training_loss gave (tensor of (4,), tensor of ()){NOT_A_SUM}",
         ),
-        (
-            "training_loss",
-            (1.0, 4),
-            f"Made.training_loss gave (float, int){NOT_A_SUM}",
-        ),
+        ("training_loss", (1.0, 4), f"Own.training_loss gave (float, int){NOT_A_SUM}"),
         (
             "evaluation_sums",
             {"loss": torch.tensor(1.0)},
-            "Made.evaluation_sums gave dict with loss, not a dict with loss and count",
-        ),
-        (
-            "evaluation_sums",
-            torch.tensor(1.0),
-            "Made.evaluation_sums gave tensor of (), not a dict with loss and count",
+            "Own.evaluation_sums gave dict with loss, not a dict with loss and count",
         ),
     ],
 )
-def test_message_of_what_an_own_loss_must_not_return(method: str, made: object, message: str) -> None:
-    model = type("Made", (nn.Module,), {method: lambda _, __: made})()
-    of_model = Objective(model)
+def test_what_an_own_loss_must_not_return_is_refused(method: str, made: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        (of_model.evaluation_sums if method == "evaluation_sums" else of_model)((torch.zeros(4, 1), torch.zeros(4, 1)))
+        own(**{method: lambda _: made}).evaluation_sums((torch.zeros(4, 1), torch.zeros(4, 1)))
     assert caught.value.message == message
 
 
-def test_plain_numbers_count_as_tensors_do() -> None:
-    class WithNumbers(nn.Module):
-        def training_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
-            return batch[0].sum(), batch[0].numel()
-
-    class WithNumbersOfBoth(WithNumbers):
-        def evaluation_sums(self, batch: tuple[Tensor, ...]) -> dict[str, float]:
-            return {"loss": batch[0].sum().item(), "count": batch[0].numel()}
-
-    batch = (torch.ones(4),)
-    assert Objective(WithNumbers())(batch) == (torch.tensor(4.0), torch.tensor(4))
-    for model in (WithNumbers(), WithNumbersOfBoth()):
-        assert Objective(model).evaluation_sums(batch) == {"loss": torch.tensor(4.0), "count": torch.tensor(4)}
+LABELS = torch.zeros(5, dtype=torch.int64)
 
 
-def test_batch_without_targets_needs_an_own_loss() -> None:
-    with pytest.raises(ConfigError, match="a batch of 1 tensors has no"):
-        Objective(Given())((torch.zeros(2),))
+@pytest.mark.parametrize(
+    ("output", "batch", "message"),
+    [
+        (None, (torch.zeros(4, 3), LABELS), "the model gave (4, 3) for whole-number targets of (5,)"),
+        (None, (torch.zeros(4, 3), torch.zeros(4)), "the model gave (4, 3) for targets of (4,)"),
+        (None, (torch.zeros(2),), "a batch of 1 tensors has no"),
+        ((torch.zeros(2, 3), None), (torch.zeros(2, 4), LABELS[:2]), "Given gave a tuple, not a tensor of scores"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(output: Any, batch: tuple[Tensor, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Objective(Given(output))(batch)
+    assert message in caught.value.message
 
 
 class Scores(nn.Module):
@@ -214,20 +154,17 @@ def test_labels_of_a_dict_that_repeat_the_inputs_are_compared_with_the_next_toke
 
 
 def test_a_batch_that_tells_nothing_of_its_labels_does_not_decide_for_later_ones() -> None:
-    objective = Objective(Scores(torch.randn(2, 4, 5)))
-    nothing = torch.full_like(TOKENS, IGNORED)
-    assert objective({"input_ids": TOKENS, "labels": nothing})[1] == 0
-    assert objective({"input_ids": torch.ones_like(TOKENS), "labels": torch.ones_like(TOKENS)})[1] == 6
-    assert objective({"input_ids": TOKENS, "labels": AHEAD})[1] == 7
+    objective, same = Objective(Scores(torch.randn(2, 4, 5))), torch.ones_like(TOKENS)
+    batches = [(TOKENS, torch.full_like(TOKENS, IGNORED)), (same, same), (TOKENS, AHEAD)]
+    assert [objective({"input_ids": ids, "labels": labels})[1] for ids, labels in batches] == [0, 6, 7]
 
 
 def test_targets_that_are_the_inputs_are_refused_but_for_a_model_with_a_loss_of_its_own() -> None:
-    batch = TOKENS, MASKED
     with pytest.raises(
         ConfigError, match=r"the targets are the inputs wherever they count.*\nhint: give \(tokens\[:-1"
     ):
-        Objective(Given()).look_at(batch)
-    Objective(WithOwnLoss()).look_at(batch)
+        Objective(Given()).look_at((TOKENS, MASKED))
+    own(training_loss=None).look_at((TOKENS, MASKED))
     for other in ((TOKENS, AHEAD), (torch.ones_like(TOKENS), torch.ones_like(TOKENS)), (torch.ones(2, 3),) * 2):
         Objective(Given()).look_at(other)
 
@@ -240,57 +177,24 @@ def test_a_dict_without_whole_number_labels_is_scored_by_the_models_own_mean() -
     pixels = torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 2.0]])
     for batch, loss in (({"pixels": pixels}, 6.0), ({"pixels": pixels, "labels": torch.ones(3)}, 3.0)):
         assert [value.item() for value in Objective(Own())(batch)] == [loss, 3]
-        assert {key: value.item() for key, value in Objective(Own()).evaluation_sums(batch).items()} == {
-            "loss": loss,
-            "count": 3,
-        }
+        assert numbers(Objective(Own()).evaluation_sums(batch)) == {"loss": loss, "count": 3}
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (
-            {"input_ids": TOKENS, "idx": TOKENS, "labels": TOKENS},
-            "a batch has idx, which Scores does not take (forward takes input_ids, attention_mask)",
-        ),
-        (
-            {"input_ids": TOKENS},
-            "a batch of input_ids has no whole-number labels, and Scores gives no loss of its own for it",
-        ),
-    ],
-)
-def test_message_of_a_dict_that_the_model_cannot_use(batch: dict[str, Tensor], message: str) -> None:
+def test_a_dict_that_the_model_cannot_use_is_refused() -> None:
     objective = Objective(Scores(torch.zeros(2, 4, 5)))
-    with pytest.raises(ConfigError) as caught:
-        objective.look_at(batch)
-        objective(batch)
-    assert caught.value.message == message
+    with pytest.raises(ConfigError, match=r"a batch has idx, which Scores does not take \(forward takes input_ids, "):
+        objective.look_at({"input_ids": TOKENS, "idx": TOKENS, "labels": TOKENS})
+    with pytest.raises(ConfigError, match="a batch of input_ids has no whole-number labels, and Scores gives no loss"):
+        objective({"input_ids": TOKENS})
 
 
-def test_bigram_baseline_equals_counting_by_hand() -> None:
+def test_bigram_baseline_equals_counting_by_hand_without_joining_arrays() -> None:
     train, held_out = np.array([0, 1, 0, 1, 1], dtype=np.uint16), np.array([0, 1, 1, 0], dtype=np.uint16)
     # after 0: 1 twice; after 1: 0 once, 1 once
     bits = -math.log2(2.1 / 2.2) - 2 * math.log2(1.1 / 2.2)
     assert bigram_bits_per_byte([train], [held_out], vocab_size=2) == pytest.approx(bits / 3)
-
-
-def test_bigram_arrays_are_not_joined_and_bytes_divide() -> None:
     halves = [np.array([0, 1], dtype=np.uint16), np.array([1, 0], dtype=np.uint16)]
-    one = bigram_bits_per_byte(halves, halves, vocab_size=2)
-    assert one == pytest.approx(-math.log2(1.1 / 1.2))
+    one = -math.log2(1.1 / 1.2)
     assert bigram_bits_per_byte(halves, halves, vocab_size=2, bytes_per_target=4.0) == pytest.approx(one / 4)
-
-
-def test_long_bigram_arrays_are_counted_across_blocks() -> None:
-    tokens = np.tile(np.array([0, 1, 2], dtype=np.uint16), 2**20)
-    assert bigram_bits_per_byte([tokens], [tokens], vocab_size=3) < 1e-5
-
-
-@pytest.mark.parametrize("output", [(torch.zeros(2, 3), None), {"scores": torch.zeros(2, 3)}, None])
-def test_what_is_no_tensor_of_scores_is_refused_in_words(output: Any) -> None:
-    class Odd(nn.Module):
-        def forward(self, inputs: Tensor) -> Any:
-            return output
-
-    with pytest.raises(ConfigError, match=f"Odd gave a {type(output).__name__}, not a tensor of scores"):
-        Objective(Odd())((torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)))
+    long = np.tile(np.array([0, 1, 2], dtype=np.uint16), 2**20)
+    assert bigram_bits_per_byte([long], [long], vocab_size=3) < 1e-5, "counted across blocks"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slurm_train.config.target import instantiate
 from slurm_train.errors import CheckpointError, ConfigError
@@ -47,6 +48,13 @@ def written(folder: Path, settings: dict[str, Any], *, shard_size: str = "5GB") 
     return model
 
 
+def assert_read_back(model: Any, path: Path, settings: dict[str, Any]) -> None:
+    back = model_of(settings, seed=1)
+    load_pretrained(back, path, settings=settings)
+    saved, found = model.state_dict(), back.state_dict()
+    assert saved.keys() == found.keys() and all(found[name].equal(saved[name]) for name in saved)
+
+
 @pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
 def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
     tmp_path: Path, settings: dict[str, Any]
@@ -57,68 +65,56 @@ def test_transformers_computes_the_same_logits_and_the_way_back_is_exact(
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
-    back = model_of(settings, seed=1)
-    load_pretrained(back, tmp_path / "out", settings=settings)
-    saved, found = model.state_dict(), back.state_dict()
-    assert saved.keys() == found.keys() and all(found[name].equal(saved[name]) for name in saved)
+    assert_read_back(model, tmp_path / "out", settings)
 
 
 def test_large_weights_are_cut_into_files_with_an_index(tmp_path: Path) -> None:
     model = written(tmp_path / "out", LLAMA, shard_size="20KB")
     names = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(names.values())) > 2 and not (tmp_path / "out" / "model.safetensors").exists()
-    back = model_of(LLAMA, seed=1)
-    load_pretrained(back, tmp_path / "out", settings=LLAMA)
-    assert all(back.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
+    assert_read_back(model, tmp_path / "out", LLAMA)
 
 
 def test_published_files_of_gpt2_have_shorter_names_and_masks(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    model = written(tmp_path / "out", GPT2)
-    file = tmp_path / "out" / "model.safetensors"
+    model, file = written(tmp_path / "out", GPT2), tmp_path / "out" / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 64, 64)}, file)
-    back = model_of(GPT2, seed=1)
-    load_pretrained(back, tmp_path / "out", settings=GPT2)
-    assert all(back.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
+    assert_read_back(model, tmp_path / "out", GPT2)
 
 
 def test_a_file_has_the_models_own_names(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    settings = {**TINY, "tied": False}
-    model, back = model_of(settings), model_of(settings, seed=1)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    load_pretrained(back, tmp_path / "model.safetensors", settings=settings)
-    assert all(back.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
+    settings, file = {**TINY, "tied": False}, tmp_path / "model.safetensors"
+    model = model_of(settings)
+    save_file(model.state_dict(), file)
+    assert_read_back(model, file, settings)
     with pytest.raises(ConfigError, match=r"it lacks blocks\.2\..* \.\.\.\n"):
-        load_pretrained(model_of({**settings, "num_layers": 3}), tmp_path / "model.safetensors", settings=settings)
+        load_pretrained(model_of({**settings, "num_layers": 3}), file, settings=settings)
 
 
 def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
     written(tmp_path / "llama", LLAMA)
-    for changes, message in (
-        (
-            {"rope_theta": 10000.0},
-            "rope_parameters {'rope_theta': 10000.0, 'rope_type': 'default'}, there {'rope_theta",
-        ),
-        ({"norm_eps": 1e-6}, "rms_norm_eps 1e-06, there 1e-05"),
-        ({"tied": True, "num_layers": 3}, "num_hidden_layers 3, there 2; tie_word_embeddings True, there False"),
+    for settings, message in (
+        ({**LLAMA, "rope_theta": 1e4}, "weights of another form than this model's: rope_parameters {'rope_theta': 1"),
+        ({**LLAMA, "num_layers": 3}, "weights of another form than this model's: num_hidden_layers 3, there 2"),
+        (GPT2, "holds a model of type llama; this GPT's form is that of gpt2"),
     ):
-        settings = {**LLAMA, **changes}
         with pytest.raises(ConfigError) as caught:
             load_pretrained(model_of(settings), tmp_path / "llama", settings=settings)
-        assert f"holds weights of another form than this model's: {message}" in caught.value.message
-    with pytest.raises(ConfigError, match="holds a model of type llama; this GPT's form is that of gpt2"):
-        load_pretrained(model_of(GPT2), tmp_path / "llama", settings=GPT2)
-    with pytest.raises(CheckpointError, match="the checkpoint's weights are not those of a llama of this shape"):
-        write_pretrained(tmp_path / "x", model_of(LLAMA).state_dict(), model={**LLAMA, "width": 64}, shard_size="5GB")
+        assert message in caught.value.message
 
 
-def test_a_form_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has the form of this GPT: norm=layernorm, activation=gelu, positions=rope"):
-        write_pretrained(tmp_path / "x", model_of(TINY).state_dict(), model=TINY, shard_size="5GB")
+@pytest.mark.parametrize(
+    ("saved", "settings", "error", "message"),
+    [
+        (LLAMA, {**LLAMA, "width": 64}, CheckpointError, "the checkpoint's weights are not those of a llama of this s"),
+        (TINY, TINY, ConfigError, "has the form of this GPT: norm=layernorm, activation=gelu, positions=rope"),
+    ],
+)
+def test_what_transformers_could_not_read_is_not_written(
+    tmp_path: Path, saved: dict[str, Any], settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        write_pretrained(tmp_path / "x", model_of(saved).state_dict(), model=settings, shard_size="5GB")
     assert not (tmp_path / "x").exists()
 
 
