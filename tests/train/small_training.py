@@ -306,19 +306,6 @@ class Teller(Callback):
         self.num_steps, self.num_asked = state["num_steps"], state["num_asked"]
 
 
-class Keeper(Callback):
-    """Writes the weights at the start and after each step."""
-
-    def attach(self, parts: Any) -> None:
-        self.model = parts.model
-
-    def on_start(self, trainer: Any) -> None:
-        self.on_step_end(trainer)
-
-    def on_step_end(self, trainer: Any) -> None:
-        torch.save(self.model.state_dict(), trainer.rank.run.path / f"weights_{trainer.position.step:02d}.pt")
-
-
 class Ender(Callback):
     """Asks on one rank for the end of the run.
 

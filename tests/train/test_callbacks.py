@@ -20,10 +20,9 @@ from slurm_train.data.prepare import PrepareOptions, prepare
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
-from slurm_train.train.callbacks import BestCheckpoint, Callback, EarlyStopping, build_callbacks
+from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks
 from tests.support.ranks import make_rank
 from tests.train.small_runs import (
-    BASE,
     assert_same_steps,
     config_of,
     digest_of,
@@ -96,12 +95,11 @@ def test_hooks_are_called_on_every_rank_at_the_same_steps_and_the_state_goes_on(
 
 @distributed
 @pytest.mark.parametrize("sections", [{}, {"parallel": {"dp_shard": 2}}], ids=["whole", "sharded"])
-def test_an_average_is_restored_bit_for_bit_and_equals_that_of_one_rank(
+def test_an_average_is_restored_bit_for_bit_and_leaves_no_trace_in_the_training(
     tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    one, whole, cut = tmp_path / "one", tmp_path / "whole", tmp_path / "cut"
+    whole, cut, plain = tmp_path / "whole", tmp_path / "cut", tmp_path / "plain"
     config = with_callbacks({**EMA, "evaluate": True}, **sections, train={"eval_every_steps": 5})
-    run_to_end(one, {**config, "parallel": {}}, ranks=1)
     run_to_end(whole, config)
     once = {"signal_at": 7, "signal_rank": 1, "only_in": str(tmp_path / "sent")}
     stopped = {**config, "model": {**config["model"], **once}, "checkpoint": {"every_steps": 3, "background": False}}
@@ -112,70 +110,33 @@ def test_an_average_is_restored_bit_for_bit_and_equals_that_of_one_rank(
     ranks[1].kill()
     finish(ranks[1:])
     assert "(step 12)" in run_to_end(cut, stopped, attempt=2)
-    expected, found, alone = averages_of(whole), averages_of(cut), averages_of(one)
-    assert digest_of(cut) == digest_of(whole)
-    for name, average in expected.items():
-        assert torch.equal(found[name], average), name
-        assert alone[name].numpy() == pytest.approx(average.numpy(), rel=1e-10), name
+    expected, found = averages_of(whole), averages_of(cut)
+    assert all(found[name].equal(average) for name, average in expected.items())
     assert state_of(cut, f"0 {EMA['_target_']}") == {"num_updates": 20, "average": {}}
-    # What was evaluated are the averages, and they left no trace in the training.
-    lines = {run: [line["eval_loss"] for line in evaluations_of(run)] for run in (one, whole, cut)}
-    assert lines[cut] == lines[whole] and lines[one] == pytest.approx(lines[whole], rel=1e-10)
-    plain = tmp_path / "plain"
     run_to_end(plain, config_of(**sections, train={"eval_every_steps": 5}))
-    assert digest_of(plain) == digest_of(whole)
+    assert digest_of(plain) == digest_of(whole) == digest_of(cut)
     assert_same_steps(whole, plain)
-    trained = [line["eval_loss"] for line in evaluations_of(plain)]
-    assert all(averaged > last for averaged, last in zip(lines[whole], trained, strict=True))
-
-
-def test_an_average_is_that_of_the_formula(tmp_path: Path) -> None:
-    saved = [{name: t.clone() for name, t in one.items()} for one in _weights_by_step(tmp_path)]
-    average = saved[0]
-    for number, now in enumerate(saved[1:], start=1):
-        decay = min(0.9, (1 + number) / (10 + number))
-        average = {name: decay * old + (1 - decay) * now[name] for name, old in average.items()}
-    found = averages_of(tmp_path / "run")
-    for name, value in average.items():
-        assert found[name].numpy() == pytest.approx(value.numpy(), rel=1e-12), name
-
-
-def _weights_by_step(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Returns the weights before the first step and after each."""
-    run = folder / "run"
-    run_to_end(run, with_callbacks(EMA, TELLER, {"_target_": "small_training.Keeper"}), ranks=1)
-    return [torch.load(path) for path in sorted(run.glob("weights_*.pt"))]
+    averaged, again, trained = ([line["eval_loss"] for line in evaluations_of(run)] for run in (whole, cut, plain))
+    assert averaged == again and all(one > last for one, last in zip(averaged, trained, strict=True))
 
 
 @distributed
-@pytest.mark.parametrize(
-    ("moment", "rank", "step", "evaluated"),
-    [("evaluation", 0, 10, [5, 10]), ("evaluation", 1, 10, [5, 10]), ("step_end", 1, 9, [5, 9])],
-)
+@pytest.mark.parametrize(("moment", "step", "evaluated"), [("evaluation", 10, [5, 10]), ("step_end", 9, [5, 9])])
 def test_ranks_agree_on_an_early_end_that_one_of_them_asks_for(
-    tmp_path: Path, moment: str, rank: int, step: int, evaluated: list[int]
+    tmp_path: Path, moment: str, step: int, evaluated: list[int]
 ) -> None:
     """After an evaluation at that step; after a step with the next one, which is then evaluated."""
-    run, ender = tmp_path / "run", {"moment": moment, "rank": rank, "step": 8}
+    run, ender = tmp_path / "run", {"moment": moment, "rank": 1, "step": 8}
     config = with_callbacks({"_target_": "small_training.Ender", **ender}, train={"eval_every_steps": 5})
-    text = run_to_end(run, config)
+    assert "ended early: it is enough" in run_to_end(run, config)
     result = result_of(run)
     assert (result["step"], result["ended_early"]) == (step, "it is enough")
     assert [line["step"] for line in evaluations_of(run)] == evaluated
-    assert result["eval_loss"] == evaluations_of(run)[-1]["eval_loss"]
-    assert f"finished step {step}" in text and "ended early: it is enough" in text
     assert [name_of(path).step for path in list_checkpoints(run / "checkpoints")] == [step]
     # Killed before its result: the next attempt finishes it and trains nothing.
     (run / "result.json").unlink()
     run_to_end(run, config, attempt=1)
     assert {**result_of(run), "attempt": 0, "time_unix_s": 0} == {**result, "time_unix_s": 0}
-    # Without the callback, as accepted, it goes on to its last step.
-    (run / "result.json").unlink()
-    record_change(
-        RunDirectory(run), AcceptedChange(number=1, step=step, config={"callbacks": [config["callbacks"], []]})
-    )
-    text = run_to_end(run, {**config, "callbacks": []}, attempt=2)
-    assert result_of(run)["step"] == 20 and "ended_early" not in result_of(run)
 
 
 # Where periodic saves go, and the checkpoints in the run directory at the end.
@@ -219,34 +180,33 @@ def test_a_run_that_goes_back_to_a_checkpoint_takes_its_callbacks_back(tmp_path:
 
 
 @distributed
-@pytest.mark.parametrize(
-    ("first", "then", "notes"),
-    [
-        ([EMA], [TELLER, EMA], ["callback 0 small_training.Teller: begins at step 7, where it has no state"]),
-        ([TELLER, EMA], [EMA], ["callback 0 small_training.Teller: left out from step 7 on"]),
-    ],
-)
-def test_another_list_is_refused_until_it_is_accepted_and_what_stays_goes_on(
-    tmp_path: Path, first: list[dict[str, Any]], then: list[dict[str, Any]], notes: list[str]
-) -> None:
+def test_another_list_is_refused_until_it_is_accepted_and_what_stays_goes_on(tmp_path: Path) -> None:
     run, once = tmp_path / "run", {"signal_at": 7, "only_in": str(tmp_path / "sent")}
+    first, then = [TELLER, EMA], [EMA, {**TELLER, "also": 1}]
     run_to_end(run, with_callbacks(*first, model=once), ranks=1, code=75)
     config = with_callbacks(*then, model=once)
     text = run_to_end(run, config, ranks=1, attempt=1, code=1)
     assert "is not what step 7 was trained with: callbacks: [" in text and "--accept config" in text
     record_change(RunDirectory(run), AcceptedChange(number=1, step=7, config={"callbacks": [first, then]}))
-    text = run_to_end(run, config, ranks=1, attempt=2)
-    assert all(note in text for note in notes)
+    run_to_end(run, config, ranks=1, attempt=2)
     assert state_of(run, f"0 {EMA['_target_']}")["num_updates"] == 20
 
 
-def test_a_weight_with_two_names_has_one_average_under_both() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+def test_an_average_is_that_of_the_formula_under_both_names_of_a_weight() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).double()
     model[1].weight = model[0].weight
     callback: Any = build_callbacks([EMA])[f"0 {EMA['_target_']}"]
     callback.attach(SimpleNamespace(model=model, rank=make_rank()))
+    callback.on_start(None)
+    expected = model[0].weight.detach().clone()
+    for number in range(1, 101):
+        torch.nn.init.normal_(model[0].weight)
+        decay = min(0.9, (1 + number) / (10 + number))
+        expected = decay * expected + (1 - decay) * model[0].weight.detach()
+        callback.on_step_end(None)
     average = callback.state_dict()["average"]
     assert list(average) == ["0.weight", "1.weight"] and average["0.weight"] is average["1.weight"]
+    torch.testing.assert_close(average["0.weight"], expected, rtol=1e-12, atol=1e-12)
     other = make_rank(config=RunConfig(ddp=DdpSection(comm="post_local_sgd")))
     with pytest.raises(ConfigError, match=r"not with ddp\.comm=post_local_sgd"):
         callback.attach(SimpleNamespace(model=model, rank=other))
@@ -272,20 +232,20 @@ def test_an_average_is_the_same_in_every_layout_that_shares_out_the_model(tmp_pa
 
 
 @distributed
-@pytest.mark.parametrize("parallel", [{}, {"dp_shard": 2}, {"pp": 2}])
-def test_samples_are_written_where_a_model_can_generate_and_change_nothing(
-    tmp_path: Path, parallel: dict[str, int]
-) -> None:
+@pytest.mark.parametrize("axis", ["dp_shard", "pp"])
+def test_samples_are_written_where_a_model_can_generate_and_change_nothing(tmp_path: Path, axis: str) -> None:
     (tmp_path / "a.txt").write_text("to be or not to be\n" * 99)
     prepare([tmp_path / "a.txt"], out=tmp_path / "text", options=PrepareOptions(held_out=0))
-    model = {"_target_": "small_training.DoubleGPT", "vocab_size": 257, "tied": "pp" not in parallel}
-    data = {"_target_": "slurm_train.data.text.build", "path": str(tmp_path / "text"), "context": 8}
-    sections: dict[str, Any] = {"model": model, "data": data, "batch": {"accumulation": 2}}
-    sections |= {"parallel": {"dp_replicate": 1, **parallel}} if parallel else {}
+    sections: dict[str, Any] = {
+        "model": {"_target_": "small_training.DoubleGPT", "vocab_size": 257, "tied": False},
+        "data": {"_target_": "slurm_train.data.text.build", "path": str(tmp_path / "text"), "context": 8},
+        "batch": {"accumulation": 2},
+        "parallel": {"dp_replicate": 1, axis: 2},
+    }
     samples = {"_target_": f"{SHIPPED}.TextSamples", "every_steps": 8, "prompts": ["to be", ""], "num_tokens": 5}
     run, plain = tmp_path / "run", tmp_path / "plain"
     text = run_to_end(run, with_callbacks(samples, **sections))
-    if "pp" in parallel:
+    if axis == "pp":
         assert "no text samples: they need prepared text, a model with generate, and no pp or cp" in text
         assert not (run / "samples.jsonl").exists()
         return
@@ -296,15 +256,14 @@ def test_samples_are_written_where_a_model_can_generate_and_change_nothing(
     assert digest_of(run) == digest_of(plain)
 
 
-def test_a_profile_is_written_for_its_window_and_its_ranks(tmp_path: Path) -> None:
+def test_a_profile_is_written_for_its_window(tmp_path: Path) -> None:
     window = {"_target_": f"{SHIPPED}.ProfilerWindow", "start_step": 5, "steps": 2}
-    text = run_to_end(tmp_path / "run", with_callbacks(window, {**window, "start_step": 19, "steps": 9}), ranks=1)
+    run_to_end(tmp_path / "run", with_callbacks(window, {**window, "start_step": 19, "steps": 9}), ranks=1)
     profiles = sorted((tmp_path / "run" / "profiles").iterdir())
     assert [path.name for path in profiles] == [f"step_{step}_attempt_0_rank_0.json.gz" for step in (19, 5)]
     with gzip.open(profiles[1], "rt") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") <= 2 and any("addmm" in str(name) for name in names)
-    assert f"profile up to step 6: {profiles[1]}" in text
 
 
 # What evaluations gave, one after the other, and after which of them (from 1) the run ends.
@@ -347,30 +306,18 @@ def test_the_best_are_sorted_in_and_asked_for_and_nan_is_none(tmp_path: Path) ->
     [
         ({"_target_": f"{SHIPPED}.EarlyStopping", "patience": 0}, "patience must be a whole number, at least 1, got 0"),
         ({"_target_": f"{SHIPPED}.EarlyStopping", "mode": "less"}, "mode must be min or max, got 'less'"),
-        ({"_target_": f"{SHIPPED}.EarlyStoping"}, "EarlyStoping"),
-        (
-            {"_target_": f"{SHIPPED}.BestCheckpoint", "keep": "all"},
-            "keep must be a whole number, at least 1, got 'all'",
-        ),
         ({"_target_": f"{SHIPPED}.EMA", "decay": 1.0}, "decay must be a number, at least 0 and below 1, got 1.0"),
-        ({"_target_": f"{SHIPPED}.ProfilerWindow", "ranks": ["all"]}, "ranks must be a whole number, at least 0"),
         ({"_target_": f"{SHIPPED}.EMA", "beta": 0.9}, "unexpected keyword argument 'beta'"),
         ({"patience": 3}, "has no _target_"),
         ({"_target_": "collections.OrderedDict"}, "callbacks[0]._target_=collections.OrderedDict gave a OrderedDict"),
     ],
 )
 def test_what_is_no_callback_or_has_wrong_values_is_refused(callback: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=r".*") as error:
+    with pytest.raises(ConfigError) as error:
         build_callbacks([callback])
     assert message in error.value.message and error.value.hint
 
 
-def test_a_measure_that_evaluations_do_not_give_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_a_measure_that_evaluations_do_not_give_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)accuracy.*eval_accuracy, eval_loss"):
         EarlyStopping(monitor="accuracy").read({"eval_loss": 1.0, "eval_accuracy": 0.5})
-    assert "accuracy" in error.value.message and "eval_accuracy, eval_loss" in error.value.hint
-
-
-def test_hooks_that_are_not_defined_do_nothing() -> None:
-    assert (Callback().state_dict(), Callback().kept_steps()) == ({}, None)
-    assert "callbacks" not in BASE

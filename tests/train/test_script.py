@@ -21,6 +21,8 @@ MASTER = {"MASTER_ADDR": "n0", "MASTER_PORT": "12345"}
 
 
 def test_ranks_are_set_as_torchrun_sets_them() -> None:
+    with pytest.raises(ConfigError, match="MASTER_PORT not set"):
+        torchrun_env(PLACE, {"MASTER_ADDR": "n0"})
     assert torchrun_env(PLACE, {**MASTER, "HOME": "/root", "RANK": "9"}) == {
         **MASTER,
         "HOME": "/root",
@@ -32,20 +34,6 @@ def test_ranks_are_set_as_torchrun_sets_them() -> None:
     }
 
 
-def test_a_python_file_runs_under_this_interpreter_and_a_program_as_itself(tmp_path: Path) -> None:
-    (tmp_path / "train.py").touch()
-    assert script_command(["train.py", "--lr", "1"], code_dir=tmp_path, run=RunDirectory(tmp_path)) == [
-        sys.executable,
-        "-u",
-        script_main.__file__,
-        str(tmp_path),
-        str(tmp_path / "train.py"),
-        "--lr",
-        "1",
-    ]
-    assert script_command(["sh", "-c", "true"], code_dir=tmp_path, run=RunDirectory(tmp_path))[1:] == ["-c", "true"]
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [([], "names no script"), (["no.py"], "script=no.py: no such file"), (["nosuchprogram"], "no such program")],
@@ -53,11 +41,6 @@ def test_a_python_file_runs_under_this_interpreter_and_a_program_as_itself(tmp_p
 def test_what_is_not_there_is_said(tmp_path: Path, words: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         script_command(words, code_dir=tmp_path, run=RunDirectory(tmp_path))
-
-
-def test_a_missing_master_is_said() -> None:
-    with pytest.raises(ConfigError, match="MASTER_PORT not set"):
-        torchrun_env(PLACE, {"MASTER_ADDR": "n0"})
 
 
 def test_the_worker_becomes_the_script_without_torch(tmp_path: Path) -> None:
@@ -77,40 +60,6 @@ def test_the_worker_becomes_the_script_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     pid, line = done.stdout.splitlines()
     assert json.loads(line) == [int(pid), "0", str(tmp_path), ["a b"]]
-
-
-def _run(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "train.py"
-    script.write_text(text)
-    command = [sys.executable, script_main.__file__, str(tmp_path), str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_name_arguments_and_neighbours_are_the_scripts_own(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("VALUE = 7\n")
-    text = "import sys, beside\nif __name__ == '__main__':\n    print(sys.argv[1:], beside.VALUE, __file__)\n"
-    done = _run(tmp_path, text, "--lr", "1")
-    assert (done.returncode, done.stdout) == (0, f"['--lr', '1'] 7 {tmp_path / 'train.py'}\n")
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "words"),
-    [
-        ("sys.exit()", 0, ""),
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit('no data')", 1, "no data\n"),
-        ("os._exit(5)", 5, ""),
-    ],
-)
-def test_exit_code_is_the_scripts_own(tmp_path: Path, line: str, code: int, words: str) -> None:
-    done = _run(tmp_path, f"import os, sys\n{line}\n")
-    assert (done.returncode, done.stderr) == (code, words)
-
-
-def test_an_exception_is_told_from_the_script_on(tmp_path: Path) -> None:
-    done = _run(tmp_path, "def f():\n    raise ValueError('odd')\nf()\n")
-    assert done.returncode == 1 and done.stderr.endswith("ValueError: odd\n")
-    assert "runpy" not in done.stderr and "script_main" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -138,19 +87,36 @@ def test_the_supervisor_learns_which_rank_failed_first(tmp_path: Path, monkeypat
     assert mark is not None and (mark.rank, mark.exit_code, mark.message) == (3, 2, "ValueError: odd")
 
 
-def test_threads_are_joined_and_exit_functions_run(tmp_path: Path) -> None:
-    text = (
-        "import atexit, threading, time\natexit.register(print, 'last')\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\nprint('end')\n"
-    )
-    assert _run(tmp_path, text).stdout == "end\nthread\nlast\n"
-
-
-def test_spawned_processes_find_the_script(tmp_path: Path) -> None:
-    text = (
-        "import multiprocessing as mp\ndef work(q):\n    q.put(42)\nif __name__ == '__main__':\n"
-        "    ctx = mp.get_context('spawn')\n    q = ctx.Queue()\n    p = ctx.Process(target=work, args=(q,))\n"
-        "    p.start()\n    print(q.get())\n    p.join()\n"
-    )
-    done = _run(tmp_path, text)
-    assert done.stdout == "42\n", done.stderr
+@pytest.mark.parametrize(
+    ("line", "code", "out", "err"),
+    [
+        ("print(__name__, sys.argv[1:], beside.VALUE); sys.exit(3)", 3, "__main__ ['--lr', '1'] 7\n", ""),
+        ("sys.exit('no data')", 1, "", "no data\n"),
+        ("os._exit(5)", 5, "", ""),
+        ("raise ValueError('odd')", 1, "", "ValueError: odd\n"),
+        (
+            "atexit.register(print, 'last')\n"
+            "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\nprint('end')",
+            0,
+            "end\nthread\nlast\n",
+            "",
+        ),
+        (
+            "def work(q): q.put(42)\nif __name__ == '__main__':\n"
+            "    ctx = mp.get_context('spawn')\n    q = ctx.Queue()\n    p = ctx.Process(target=work, args=(q,))\n"
+            "    p.start()\n    print(q.get())\n    p.join()",
+            0,
+            "42\n",
+            "",
+        ),
+    ],
+    ids=["name, arguments and neighbours", "words", "at once", "exception", "threads and exit functions", "spawned"],
+)
+def test_a_script_runs_and_ends_as_it_would_by_itself(tmp_path: Path, line: str, code: int, out: str, err: str) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    script = tmp_path / "train.py"
+    script.write_text(f"import atexit, os, sys, threading, time, beside\nimport multiprocessing as mp\n{line}\n")
+    command = [sys.executable, script_main.__file__, str(tmp_path), str(script), "--lr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, out) and done.stderr.endswith(err), done.stderr
+    assert "runpy" not in done.stderr and "script_main" not in done.stderr

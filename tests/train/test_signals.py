@@ -35,23 +35,17 @@ def restored_handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_three_signals_are_one_request(number: signal.Signals) -> None:
-    flag = StopFlag()
-    install(flag)
-    for _ in range(3):
-        os.kill(os.getpid(), number)
-    assert (flag.requested, flag.signal_number) == (1, number)
-
-
-def test_a_forked_child_does_not_ask_and_does_not_die() -> None:
+def test_three_signals_are_one_request_and_those_of_a_forked_child_are_none(number: signal.Signals) -> None:
     flag = StopFlag()
     install(flag)
     child = os.fork()
     if child == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         os._exit(flag.requested)
-    assert os.waitpid(child, 0)[1] == 0
-    assert flag.requested == 0
+    assert os.waitpid(child, 0)[1] == 0 and flag.requested == 0
+    for _ in range(3):
+        os.kill(os.getpid(), number)
+    assert (flag.requested, flag.signal_number) == (1, number)
 
 
 def test_stop_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
@@ -68,43 +62,24 @@ def test_stop_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
     assert flag.requested == 1
 
 
-def watched(overtaken_at: int | None, orphaned_at: int | None) -> list[str]:
-    """Returns what a rank is ended for, which is found at these looks."""
-    events: list[str] = []
-    looks, parents = itertools.count(), itertools.count()
+@pytest.mark.parametrize(
+    ("orphaned", "overtaken", "event"), [(3, 99, "orphaned"), (99, 2, "overtaken"), (0, 0, "orphaned")]
+)
+def test_an_orphan_and_an_overtaken_rank_are_ended_once(orphaned: int, overtaken: int, event: str) -> None:
+    """The looks at which it is found, of those at the parent and at newer attempts."""
+    events, looks, parents = list[str](), itertools.count(), itertools.count()
     # Every look finds the clock as far on as after a stop.
     clock = itertools.count(step=FENCE_EVERY_S)
     start_orphan_watchdog(
         parent=7,
-        is_overtaken=lambda: overtaken_at is not None and next(looks) >= overtaken_at,
+        is_overtaken=lambda: next(looks) >= overtaken,
         on_orphaned=lambda: events.append("orphaned"),
         on_overtaken=lambda: events.append("overtaken"),
         every_s=0.001,
-        parent_now=lambda: 1 if orphaned_at is not None and next(parents) >= orphaned_at else 7,
+        parent_now=lambda: 1 if next(parents) >= orphaned else 7,
         clock=lambda: next(clock),
     ).join(timeout=10)
-    return events
-
-
-@pytest.mark.parametrize(
-    ("overtaken_at", "orphaned_at", "event"), [(None, 3, "orphaned"), (2, None, "overtaken"), (0, 0, "orphaned")]
-)
-def test_an_orphan_is_ended_once(overtaken_at: int | None, orphaned_at: int | None, event: str) -> None:
-    assert watched(overtaken_at, orphaned_at) == [event]
-
-
-def test_the_fence_is_not_asked_at_every_look() -> None:
-    looks, parents = itertools.count(), itertools.count()
-    start_orphan_watchdog(
-        parent=7,
-        is_overtaken=lambda: next(looks) > 1_000,
-        on_orphaned=lambda: None,
-        on_overtaken=lambda: None,
-        every_s=0.0001,
-        parent_now=lambda: 7 if next(parents) < 20 else 1,
-        clock=lambda: 0.0,
-    ).join(timeout=10)
-    assert next(looks) == 1
+    assert events == [event]
 
 
 CHILD = """
