@@ -50,6 +50,9 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
             causal_lm(**words).tensor_parallel_plan()
         assert caught.value.message.startswith(f"parallel.tp was asked, but {reason}")
     model = causal_lm(**LLAMA)
+    ours = model.tensor_parallel_plan()
+    assert len(ours) == 7 and ours["network.model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert set(model.tensor_parallel_counts().values()) == {4, 2, 24}
     plan = dict(model.network.config.base_model_tp_plan)
     del plan["layers.*.self_attn.k_proj"]
     model.network.config.base_model_tp_plan = plan

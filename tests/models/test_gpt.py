@@ -15,7 +15,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 11, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_learns_to_repeat_a_sequence() -> None:
+def test_learns_to_repeat_a_sequence_and_draws_the_same_beyond_its_context_with_the_same_generator() -> None:
     torch.manual_seed(0)
     model = GPT(**SMALL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -27,6 +27,9 @@ def test_learns_to_repeat_a_sequence() -> None:
         optimizer.step()
     assert loss.item() < 0.1
     assert model.generate(torch.tensor([[0]]), num_tokens=8, temperature=0).tolist() == [list(range(9))]
+    start, how = tokens(2, 3), {"num_tokens": 12, "temperature": 1.0}
+    drawn = [model.generate(start, generator=torch.Generator().manual_seed(5), **how) for _ in range(2)]
+    assert drawn[0].shape == (2, 15) and drawn[0].equal(drawn[1]) and drawn[0][:, :3].equal(start)
 
 
 @pytest.mark.parametrize("form", [{"bias": True, "positions": "learned"}, {"norm": "rmsnorm", "activation": "swiglu"}])
