@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from slurm_train.config.schema import DdpSection
+from slurm_train.errors import RunError
+from slurm_train.tools.exchanges import HalfPrecision, PowerSgd
 from tests.support.warm_ranks import run_pair
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, run_to_end, steps_of
 
@@ -133,6 +137,15 @@ def test_post_local_sgd_leaves_each_node_its_own_gradients(found: dict[str, Foun
     assert torch.allclose(gradients(ranks[1][1]), plain * 2 / 1.5, rtol=1e-5)
 
 
+def test_bytes_that_are_sent() -> None:
+    parameters = [torch.zeros(1000, 500), torch.zeros(1000)]
+    assert HalfPrecision().sent_bytes(parameters) == 2 * 501_000
+    powersgd = PowerSgd(start_step=0, rank=2, seed=0, device=torch.device("cpu"))
+    assert powersgd.sent_bytes(parameters) == 4 * (2 * 1500 + 1000)
+    fitting = powersgd.fit_buckets(DdpSection(), parameters, device=torch.device("cpu"))
+    assert fitting.bucket_cap_mb > 4 * 501_000 / 2**20
+
+
 def config_with(comm: str, **sections: Any) -> dict[str, Any]:
     ddp = {"comm": comm, "comm_start_step": 3, "average_every_steps": 4, "powersgd_rank": 1}
     return config_of(ddp=ddp, **sections)
@@ -158,3 +171,42 @@ def test_post_local_sgd_saves_the_same_on_every_rank(tmp_path: Path) -> None:
     health = {"check_replicas_every_steps": 4}
     run_to_end(tmp_path / "run", config_with("post_local_sgd", checkpoint={"every_steps": 6}, health=health))
     assert len(steps_of(tmp_path / "run")) == 20
+
+
+class Bucket:
+    """What a hook is given."""
+
+    def __init__(self, *parameters: nn.Parameter) -> None:
+        self._parameters = list(parameters)
+        self._buffer = torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def test_what_powersgd_keeps_is_forgotten_and_must_fit(group_of_one: None) -> None:
+    weight = nn.Parameter(torch.randn(20, 20, generator=torch.Generator().manual_seed(1)))
+    exchange = PowerSgd(start_step=0, rank=1, seed=0, device=torch.device("cpu"))
+    exchange.begin(1)
+    exchange._reduce(Bucket(weight)).wait()
+    kept = exchange.state()
+    assert kept["error"][0].norm() > 0 and kept["q"][0].numel() == 20
+    exchange.forget()
+    assert exchange.state() == {"error": {}, "p": {}, "q": {}}
+    exchange.load(kept)
+    assert torch.equal(exchange.state()["error"][0], kept["error"][0])
+    with pytest.raises(RunError, match="bucket 0 has 100 gradients, PowerSGD's state is of 400"):
+        exchange._reduce(Bucket(nn.Parameter(torch.zeros(10, 10))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,30 +77,32 @@ def test_skip_and_rollback_apply_the_same_batches_bit_for_bit(tmp_path: Path) ->
 
 
 @distributed
-@pytest.mark.parametrize(
-    ("step", "health", "message"),
-    [
-        (2, {"on_non_finite": "rollback"}, "step 2 went wrong and there is no checkpoint to go back to"),
-        (BAD_STEP, {}, "step 5 is not finite"),
-    ],
-    ids=["rollback without a checkpoint", "the default"],
-)
-def test_a_step_that_is_not_finite_stops_every_rank(
-    tmp_path: Path, step: int, health: dict[str, Any], message: str
-) -> None:
-    text = run_to_end(tmp_path / "run", config_with(bad=[sample_of(step)], **health), code=1)
-    assert text.count(message) == 2
+def test_a_rollback_without_a_checkpoint_stops(tmp_path: Path) -> None:
+    config = config_with(bad=[sample_of(2)], on_non_finite="rollback")
+    text = run_to_end(tmp_path / "run", config, code=1)
+    assert text.count("step 2 went wrong and there is no checkpoint to go back to") == 2
 
 
 @distributed
-@pytest.mark.parametrize(("action", "code"), [("log", 0), ("skip", 0), ("stop", 1)])
-def test_a_spike_is_treated_as_asked(tmp_path: Path, action: str, code: int) -> None:
-    run, spikes = tmp_path / "run", {"spike_factor": 3.0, "spike_window": 4, "on_spike": action}
-    run_to_end(run, config_with(bad=[sample_of(BAD_STEP)], factor="1e4", **spikes), code=code)
-    (event,) = facts_of(run, "spike")
+def test_stop_is_the_default_and_names_the_step(tmp_path: Path) -> None:
+    text = run_to_end(tmp_path / "run", config_with(bad=[sample_of(BAD_STEP)]), code=1)
+    assert text.count("step 5 is not finite") == 2
+    assert facts_of(tmp_path / "run", "non_finite")[0]["action"] == "stop"
+
+
+@distributed
+@pytest.mark.parametrize("action", ["log", "skip", "stop"])
+def test_a_spike_is_treated_as_asked(tmp_path: Path, action: str) -> None:
+    config = config_with(
+        bad=[sample_of(BAD_STEP)], factor="1e4", spike_factor=3.0, spike_window=4, on_spike=action, max_rollbacks=1
+    )
+    run_to_end(tmp_path / "run", config, code=1 if action == "stop" else 0)
+    (event,) = facts_of(tmp_path / "run", "spike")
     assert (event["step"], event["action"]) == (BAD_STEP, action) and event["value"] > event["limit"]
-    losses = [line["loss"] for line in steps_of(run)]
-    assert action == "stop" or (len(losses), losses[BAD_STEP - 1] is None) == (8, action == "skip")
+    if action != "stop":
+        lines = steps_of(tmp_path / "run")
+        assert (lines[BAD_STEP - 1]["loss"] is None) == (action == "skip")
+        assert [line["step"] for line in lines] == list(range(1, 9))
 
 
 SPIKES: dict[str, Any] = {"factor": "1e4", "every": 3, "spike_factor": 3.0, "spike_window": 3, "on_spike": "rollback"}
@@ -119,7 +122,11 @@ def test_a_spike_takes_the_run_back_and_its_data_is_passed_over(tmp_path: Path) 
         (step, 12 * step if step <= 3 else 12 * step + 24) for step in range(1, 9)
     ]
     assert_reads_in_order(run)
-    assert all(line["loss"] < spike["limit"] for line in steps_of(run))
+    # The window is the checkpoint's, so the limit of step 4 is that of its first time.
+    run_to_end(tmp_path / "clean", config_with(bad=[], **SPIKES))
+    losses = [line["loss"] for line in steps_of(run)]
+    assert losses[:3] == [line["loss"] for line in steps_of(tmp_path / "clean")][:3]
+    assert all(loss < spike["limit"] for loss in losses)
 
 
 @distributed
@@ -160,21 +167,38 @@ def test_samples_passed_over_stay_so_after_a_resume(tmp_path: Path, samples: int
     assert position_after_rollbacks(run, position) == (expected, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_bit_and_the_order_change_the_digest_of_parameters(dtype: torch.dtype) -> None:
-    def digest(*tensors: torch.Tensor) -> int:
-        return int(digest_of_parameters(list(tensors), torch.device("cpu")))
+def test_events_are_strict_json(tmp_path: Path) -> None:
+    append_event(RunDirectory(tmp_path), "spike", attempt=0, value=float("nan"), limit=float("inf"))
 
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    (events,) = tmp_path.glob("events@*.jsonl")
+    json.loads(events.read_text(), parse_constant=refuse)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_bit_changes_the_digest_of_parameters(dtype: torch.dtype) -> None:
     tensor = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     num_bits = 8 * tensor.element_size()
-    seen = {digest(tensor), digest(tensor.flip(0)), digest(tensor[:2], tensor[2:].flip(0)), digest(tensor, tensor)}
+    seen = {int(digest_of_parameters([tensor], CPU))}
     for element in range(tensor.numel()):
         for bit in range(num_bits):
             flipped = tensor.clone()
-            flipped.view(-1).view(kind)[element] ^= 1 << bit if bit < num_bits - 1 else -(1 << bit)
-            seen.add(digest(flipped))
-    assert len(seen) == 4 + tensor.numel() * num_bits
+            mask = 1 << bit if bit < num_bits - 1 else -(1 << bit)
+            flipped.view(-1).view(integers)[element] ^= mask
+            seen.add(int(digest_of_parameters([flipped], CPU)))
+    assert len(seen) == 1 + tensor.numel() * num_bits
+
+
+def test_the_order_of_tensors_and_elements_counts() -> None:
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    digests = {int(digest_of_parameters(tensors, CPU)) for tensors in ([one, two], [two, one], [one, one], [two, two])}
+    assert len(digests) == 4
 
 
 @pytest.mark.parametrize(

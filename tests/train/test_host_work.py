@@ -100,13 +100,17 @@ def counted(step: Callable[[], object]) -> Counter[str]:
     return mode.calls
 
 
-def test_a_step_dispatches_hardly_more_than_a_bare_loop_however_large_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_dispatches_hardly_more_than_a_bare_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, own = counted(bare()), counted(ours(make_model()))
+    with capsys.disabled():
+        print(f"\noperations per step: ours {own.total()}, a bare FSDP2 loop {theirs.total()}")
+    more = own - theirs
+    assert own.total() <= theirs.total() + ALLOWANCE, f"more than the bare loop: {more.most_common(20)}"
+
+
+def test_what_a_step_adds_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     added = []
-    for layers in (2, LAYERS):
+    for layers in (2, 4):
         monkeypatch.setattr(f"{__name__}.LAYERS", layers)
-        theirs, own = counted(bare()), counted(ours(make_model()))
-        added.append(own.total() - theirs.total())
-        assert added[-1] <= ALLOWANCE, f"more than the bare loop: {(own - theirs).most_common(20)}"
+        added.append(counted(ours(make_model())).total() - counted(bare()).total())
     assert added[1] <= added[0], f"operations beyond the bare loop's: {added[0]} with 2 layers, {added[1]} with 4"

@@ -68,17 +68,17 @@ def assert_same_training(found: Path, expected: Path, *, loss: float = 1e-9, wei
 
 SHARDS_OF_MATRICES = {"dp_shard": 2, "tp": 2}
 BY_POSITIONS = {"tp": 2, "sequence_parallel": True}
-# "in chunks": scores of a padded vocabulary, for a few tokens at a time. DP2 x TP2 with whole scores is where a shard
-# is damaged, below; CP2 x TP2 by positions is among the forms.
+# DP2 x TP2 is where a shard is damaged, below; CP2 x TP2 by positions is among the forms.
 LAYOUTS: dict[str, Parallel] = {
+    "FSDP2 over 2": {"dp_shard": 2},
     "FSDP2 over 2, two micro-batches": {"dp_shard": 2},
     "FSDP2 over 2 from the host": {"dp_shard": 2, "cpu_offload": True},
     "FSDP2 over 2, recomputed": {"dp_shard": 2, "activation_checkpointing": "full", "reshard_after_forward": False},
+    "FSDP2 over 4": {"dp_shard": 4},
     "HSDP 2x2, two micro-batches": {"dp_replicate": 2, "dp_shard": 2},
     "replicas 2 x TP2": {"dp_replicate": 2, "tp": 2},
-    "DP2 x TP2 by positions, in chunks": {"dp_shard": 2, **BY_POSITIONS, "activation_checkpointing": "selective"},
-    "CP2, in chunks": {"cp": 2},
-    "FSDP2 x TP2, in chunks": SHARDS_OF_MATRICES,
+    "DP2 x TP2 by positions": {"dp_shard": 2, **BY_POSITIONS, "activation_checkpointing": "selective"},
+    "CP2": {"cp": 2},
     "DP2 x CP2": {"dp_shard": 2, "cp": 2, "activation_checkpointing": "full"},
     "HSDP over CP2": {"dp_replicate": 2, "cp": 2},
     "DDP over 4": {"dp_replicate": 4},
@@ -88,7 +88,7 @@ PIPELINES: dict[str, Parallel] = {
     "PP2": {"pp": 2},
     "PP2 x DP2": {"dp_shard": 2, "pp": 2},
     "PP4, GPipe": {"pp": 4, "pipeline_schedule": "gpipe"},
-    "PP2 x DP2, two stages each, in chunks": {"dp_shard": 2, "pp": 2, "stages_per_rank": 2},
+    "PP2 x DP2, two stages each": {"dp_shard": 2, "pp": 2, "stages_per_rank": 2},
     "PP2, zero bubble": {"pp": 2, "pipeline_schedule": "zero_bubble"},
     "PP2, two stages each, zero bubble": {"pp": 2, "stages_per_rank": 2, "pipeline_schedule": "zero_bubble"},
     "PP2 x TP2 by positions, zero bubble": {**BY_POSITIONS, "pp": 2, "pipeline_schedule": "zero_bubble"},
@@ -113,7 +113,7 @@ with_untied = pytest.mark.parametrize("alone", ["untied"], indirect=True)
 @with_tied
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_and_weights_are_those_of_one_process(tmp_path: Path, alone: Path, name: str) -> None:
-    train(tmp_path / "run", LAYOUTS[name], accumulation=2 if "micro" in name else None, in_chunks="in chunks" in name)
+    train(tmp_path / "run", LAYOUTS[name], accumulation=2 if "micro" in name else None)
     assert_same_training(tmp_path / "run", alone)
 
 
@@ -123,9 +123,28 @@ def test_losses_and_weights_are_those_of_one_process(tmp_path: Path, alone: Path
     "name", [pytest.param(name, marks=[pytest.mark.campaign] if "by positions" in name else []) for name in PIPELINES]
 )
 def test_a_pipeline_trains_as_one_process(tmp_path: Path, alone: Path, name: str) -> None:
-    train(tmp_path / "run", PIPELINES[name], tied=False, in_chunks="in chunks" in name)
+    train(tmp_path / "run", PIPELINES[name], tied=False)
     assert_same_training(tmp_path / "run", alone)
     assert digest_of(tmp_path / "run") == weights_digest(weights_of(tmp_path / "run").items())
+
+
+# Of a padded vocabulary, for a few tokens at a time.
+IN_CHUNKS: dict[str, Parallel] = {
+    "FSDP2 over 2, two micro-batches": {"dp_shard": 2},
+    "CP2": {"cp": 2},
+    "PP2": {"pp": 2},
+    "PP2 x DP2, two stages each": {"dp_shard": 2, "pp": 2, "stages_per_rank": 2},
+    "TP2 by positions, recomputed in part": {**BY_POSITIONS, "activation_checkpointing": "selective"},
+    "FSDP2 x TP2": SHARDS_OF_MATRICES,
+}
+
+
+@with_untied
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_a_loss_in_chunks_trains_as_the_plain_one(tmp_path: Path, alone: Path, name: str) -> None:
+    accumulation = 2 if "micro" in name else None
+    train(tmp_path / "run", IN_CHUNKS[name], tied=False, in_chunks=True, accumulation=accumulation)
+    assert_same_training(tmp_path / "run", alone)
 
 
 SCALED: dict[str, Parallel] = {
@@ -234,7 +253,19 @@ def test_shipped_optimizers_train_in_parts_and_go_on_in_others(tmp_path: Path, n
     assert_same_steps(tmp_path / "parts", tmp_path / "whole", rel=loss)
 
 
-@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, SHARDS_OF_MATRICES], ids=["DDP", "FSDP2 x TP2"])
+def test_resuming_under_the_same_layout_is_exact_bit_for_bit(tmp_path: Path) -> None:
+    train(tmp_path / "whole", SHARDS_OF_MATRICES, dropout=0.2)
+    facts = {"dropout": 0.2, "signal_at": 7, "only_in": str(tmp_path / "sent")}
+    assert "stopped at step 7" in train(tmp_path / "cut", SHARDS_OF_MATRICES, code=75, **facts)
+    train(tmp_path / "cut", SHARDS_OF_MATRICES, attempt=1, **facts)
+    assert digest_of(tmp_path / "cut") == digest_of(tmp_path / "whole")
+    # The tied head is in a checkpoint under both its names, among the parameters under one.
+    saved = weights_of(tmp_path / "cut")
+    assert digest_of(tmp_path / "cut") == weights_digest(item for item in saved.items() if item[0] != "head.weight")
+    assert_same_steps(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("parallel", [{}, {"dp_replicate": 2}, {"dp_shard": 2}], ids=["one rank", "DDP", "FSDP2"])
 def test_dicts_train_and_resume_bit_for_bit_as_tuples_do(tmp_path: Path, parallel: Parallel) -> None:
     train(tmp_path / "tuples", parallel, accumulation=2, dropout=0.2)
     facts = {"dropout": 0.2, "signal_at": 7, "only_in": str(tmp_path / "sent")}
@@ -243,12 +274,17 @@ def test_dicts_train_and_resume_bit_for_bit_as_tuples_do(tmp_path: Path, paralle
     run_to_end(tmp_path / "dicts", config, ranks=ranks_of(parallel), code=75)
     run_to_end(tmp_path / "dicts", config, ranks=ranks_of(parallel), attempt=1)
     assert digest_of(tmp_path / "dicts") == digest_of(tmp_path / "tuples")
-    # The tied head is in a checkpoint under both its names, among the parameters under one.
-    saved = weights_of(tmp_path / "dicts")
-    assert digest_of(tmp_path / "dicts") == weights_digest(item for item in saved.items() if item[0] != "head.weight")
     assert_same_steps(tmp_path / "dicts", tmp_path / "tuples")
     ours, theirs = ([line["eval_loss"] for line in evaluations_of(tmp_path / name)] for name in ("dicts", "tuples"))
     assert ours == theirs and len(ours) == 2
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_dicts_are_refused_where_they_cannot_be_cut(tmp_path: Path, axis: str) -> None:
+    config = layout_config({axis: 2}, tied=False)
+    config["data"] = {"_target_": "small_training.NamedTokens"}
+    text = run_to_end(tmp_path / "run", config, ranks=2, code=1)
+    assert f"batches are dicts (tokens_BT, labels), which a layout of {axis} 2 cannot cut" in text
 
 
 def stream_config(parallel: Parallel, only_in: Path, **data: Any) -> dict[str, Any]:
@@ -285,6 +321,16 @@ def test_a_stream_on_another_number_of_ranks_is_refused_or_begins_anew(tmp_path:
     assert "the streams of 2 ranks fit no 1: all begin anew, samples of the present pass come again" in text
 
 
+@pytest.mark.parametrize("sections", [{"train": {"max_epochs": 2}}, {"batch": {"by_length": True}}], ids=str)
+def test_what_needs_numbered_samples_is_refused_for_a_stream(tmp_path: Path, sections: dict[str, Any]) -> None:
+    config = stream_config({"dp_replicate": 1}, tmp_path / "sent")
+    for name, section in sections.items():
+        config[name] = {**config[name], **section}
+    ((name, section),) = sections.items()
+    text = run_to_end(tmp_path / "run", config, ranks=1, code=1)
+    assert f"{name}.{next(iter(section))} was asked, and the data are a stream" in text
+
+
 # "float32": the type of which the parameters are made.
 IN_TWO_BYTES: dict[str, Parallel] = {
     "one rank": {},
@@ -314,6 +360,28 @@ def test_parameters_of_two_bytes_train_alike_and_resume_bit_for_bit(tmp_path: Pa
     two_bytes("cut", IN_TWO_BYTES[name], code=75, model=model)
     two_bytes("cut", IN_TWO_BYTES[name], attempt=1, model=model)
     assert digest_of(tmp_path / "cut") == digest_of(tmp_path / name)
+
+
+def test_layouts_train_alike_where_products_and_residual_stream_are_bfloat16(tmp_path: Path) -> None:
+    losses = {}
+    for name, parallel in {"one": {}, "shards": {"dp_shard": 2}, "parts": BY_POSITIONS, "stages": {"pp": 2}}.items():
+        config = layout_config(parallel, tied=False, dtype="float32")
+        config["train"]["precision"] = "bfloat16"
+        run_to_end(tmp_path / name, config, ranks=ranks_of(parallel))
+        losses[name] = [line["loss"] for line in steps_of(tmp_path / name)]
+        assert losses[name] == pytest.approx(losses["one"], rel=0.005), name
+    assert losses["one"][-1] < losses["one"][0] - 0.1
+
+
+def test_a_rank_without_a_card_for_float8_says_so_before_it_meets_others(tmp_path: Path) -> None:
+    text = run_to_end(tmp_path / "run", layout_config({}, precision="fp8"), ranks=1, code=1)
+    assert "train.precision=fp8 was asked, and this rank has a CPU\nhint: float8 needs compute capability 8.9" in text
+
+
+def test_running_statistics_are_refused_with_parameters_of_two_bytes(tmp_path: Path) -> None:
+    config = config_of(model={"_target_": "small_training.WithStatistics"}, train={"param_dtype": "bfloat16"})
+    text = run_to_end(tmp_path / "run", config, ranks=1, code=1)
+    assert "train.param_dtype=bfloat16 was asked, but layers.1 of WithStatistics keeps running statistics" in text
 
 
 def test_dropout_belongs_to_the_samples_not_to_the_ranks(tmp_path: Path) -> None:
@@ -372,31 +440,6 @@ def test_a_damaged_shard_makes_the_checkpoint_before_it_count(tmp_path: Path, al
     assert_same_training(run, alone)
 
 
-DICTS = {"data": {"_target_": "small_training.NamedTokens"}}
-STREAM = {"data": {"_target_": "small_training.TokenStream"}}
-REFUSED: dict[str, tuple[Parallel, dict[str, Any], str]] = {
-    "dicts, pp": ({"pp": 2}, DICTS, "batches are dicts (tokens_BT, labels), which a layout of pp 2 cannot cut"),
-    "dicts, cp": ({"cp": 2}, DICTS, "batches are dicts (tokens_BT, labels), which a layout of cp 2 cannot cut"),
-    "epochs": ({}, {**STREAM, "train": {"max_epochs": 2}}, "train.max_epochs was asked, and the data are a stream"),
-    "lengths": ({}, {**STREAM, "batch": {"by_length": True}}, "batch.by_length was asked, and the data are a stream"),
-    "no plan": ({"tp": 2}, config_of(), "parallel.tp was asked, but Net has no tensor_parallel_plan()"),
-    "float8": (
-        {},
-        {"train": {"precision": "fp8"}},
-        "train.precision=fp8 was asked, and this rank has a CPU\nhint: float",
-    ),
-    "running statistics": (
-        {},
-        config_of(model={"_target_": "small_training.WithStatistics"}, train={"param_dtype": "bfloat16"}),
-        "train.param_dtype=bfloat16 was asked, but layers.1 of WithStatistics keeps running statistics",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_so_is_refused_on_every_rank(tmp_path: Path, name: str) -> None:
-    parallel, sections, message = REFUSED[name]
-    config = layout_config(parallel, tied=False)
-    parts = {key: {**config[key], **part} if key in ("train", "batch") else part for key, part in sections.items()}
-    config = {**config, **parts, "parallel": config["parallel"]}
-    assert message in run_to_end(tmp_path / "run", config, ranks=ranks_of(parallel), code=1)
+def test_a_model_without_a_plan_is_refused_for_tensor_parallelism(tmp_path: Path) -> None:
+    text = run_to_end(tmp_path / "run", config_of(parallel={"dp_replicate": 1, "tp": 2}), code=1)
+    assert "parallel.tp was asked, but Net has no tensor_parallel_plan()" in text

@@ -21,7 +21,7 @@ from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.files import write_record
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.rundir.timing import Notice, Spent, read_measured
+from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.saving import Checkpointer, Position, SavePace, failure_every_s, interval_steps
 from slurm_train.train.signals import StopFlag
@@ -61,11 +61,21 @@ def test_background_saves_change_no_bit_and_every_one_verifies(plain: Path, tmp_
     assert_same_steps(tmp_path / "run", plain)
     assert digest_of(tmp_path / "run") == digest_of(plain)
     assert verified_steps(tmp_path / "run") == list(range(STEPS, 0, -3))
-    for run, waits in ((tmp_path / "run", False), (plain, True)):
-        saves = read_saves(RunDirectory(run))
-        assert [save["step"] for save in saves] == list(range(3, STEPS + 1, 3))
-        assert all(save["bytes"] > 0 and save["save_s"] > 0 and save["stall_s"] > 0 for save in saves)
-        assert not waits or all(save["stall_s"] >= save["save_s"] for save in saves)
+    saves = read_saves(RunDirectory(tmp_path / "run"))
+    assert [save["step"] for save in saves] == list(range(3, STEPS + 1, 3))
+    assert all(save["bytes"] > 0 and save["save_s"] > 0 and save["stall_s"] > 0 for save in saves)
+
+
+@distributed
+def test_every_save_and_the_steps_of_every_rank_are_on_record(plain: Path) -> None:
+    saves = read_saves(RunDirectory(plain))
+    assert [save["step"] for save in saves] == list(range(3, STEPS + 1, 3))
+    assert all(save["stall_s"] >= save["save_s"] > 0 for save in saves)
+    ranks = read_step_times(RunDirectory(plain), 0)
+    # An attempt's first step is start-up.
+    assert [(times.rank, times.step.num, times.data_wait.num) for times in ranks] == [
+        (rank, STEPS - 1, STEPS - 1) for rank in (0, 1)
+    ]
 
 
 @distributed
@@ -102,6 +112,13 @@ def test_a_full_disk_in_a_periodic_save_is_reported_and_training_goes_on(plain: 
 
 
 @distributed
+def test_a_full_disk_at_the_end_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    text = run_to_end(tmp_path / "run", saving(), code=1, fault={"full_rank": 1, "full_step": STEPS})
+    assert text.count("CheckpointError: rank 1 on ") == 2
+    assert steps_in(tmp_path / "run" / "checkpoints")[0] == STEPS - 3
+
+
+@distributed
 def test_a_newer_attempt_ends_both_ranks_with_that_reason(tmp_path: Path) -> None:
     config = saving(model={"step_s": 0.02}, max_steps=2000)
     text = run_to_end(tmp_path / "run", config, code=1, fault={"overtake_step": 6})
@@ -118,6 +135,12 @@ def test_auto_saves_at_the_same_steps_on_all_ranks_and_changes_no_bit(plain: Pat
 
 
 DAY_S = 86400.0
+
+
+def test_a_number_saves_at_its_multiples_and_none_never() -> None:
+    due = {every: [step for step in range(1, 14) if SavePace(every).is_due(step)] for every in (4, None)}
+    assert due == {4: [4, 8, 12], None: []}
+    assert SavePace(4).saved(4, blocked_s=0.0, save_s=None) is None
 
 
 @pytest.mark.parametrize(
@@ -159,6 +182,23 @@ def test_auto_measures_from_its_first_save_on(group_of_one: None) -> None:
     assert due == [110, 110 + interval, 110 + 2 * interval]
     assert news[0] == f"the next checkpoint is due in {interval} steps: a save takes 0.10 s of training"
     assert news[1:] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("model", "holds"), [(nn.BatchNorm1d(4), True), (GPT(num_layers=1, width=32, num_heads=2), False)]
+)
+def test_only_statistics_that_are_saved_hold_up_the_next_pass(
+    model: nn.Module, holds: bool, group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    monkeypatch.setattr(StagingBuffers, "hold_changes", lambda _: held.append(True))
+    monkeypatch.setattr(Checkpointer, "_work", lambda *_, **__: lambda: Saved(Path(), manifest=None))
+    others: Any = dict.fromkeys(("continuity", "config_hash", "lr", "exchange", "place", "local", "group", "log"))
+    optimizer = build_optimizer(model, optim=OptimSection())
+    parts: Any = SimpleNamespace(rank=make_rank(), model=model, optimizer=optimizer, group_names=None, callbacks={})
+    buffers = StagingBuffers(torch.device("cpu"))
+    Checkpointer(parts=parts, saver=BackgroundSaver(), buffers=buffers, **others).save_soon(Position())
+    assert bool(held) == holds
 
 
 def run_with(folder: Path, notice: Notice) -> RunDirectory:
@@ -211,25 +251,33 @@ def test_a_grace_shorter_than_a_save_is_not_spent_on_one(
     assert digest_of(run.path) == digest_of(plain)
 
 
-def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left_and_a_stop_file_at_once(tmp_path: Path) -> None:
+def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -> None:
+    run = run_with(tmp_path, Notice(end_unix_s=2000.0, limit_s=3600.0, kill_wait_s=5.0))
     spent = Spent(begin_unix_s=0, longest_save_s=20.0, longest_step_s=5.0)  # 15 + 1.5 x (10 + 40) = 90
-    limited = Notice(end_unix_s=2000.0, limit_s=3600.0, kill_wait_s=5.0)
-    for number, (notice, now, has_file, asked_by) in enumerate(
-        (
-            (limited, 1909.0, False, None),
-            (limited, 1911.0, False, "clock"),
-            (Notice(end_unix_s=1e12), 1000.0, True, "file"),
-            (Notice(kill_wait_s=5.0), 1e12, False, None),
-        )
-    ):
-        run, flag = run_with(tmp_path / str(number), notice), StopFlag()
-        if has_file:
-            run.stop_file.touch()
-        stopping = Stopping(make_rank(run.path, stop=flag), spent=spent, now=lambda now=now: now)
-        stopping.look()
-        assert (flag.ask()[0] if flag.requested else None) == asked_by
-        if has_file:
-            assert stopping.decide_save(step=7) == (None, "") and stop_of(run)["step"] == 7
+    now, flag = [1909.0], StopFlag()
+    stopping = Stopping(make_rank(run.path, stop=flag), spent=spent, now=lambda: now[0])
+    stopping.look()
+    assert not flag.requested
+    now[0] = 1911.0
+    stopping.look()
+    assert flag.requested and flag.ask()[0] == "clock"
+
+
+@pytest.mark.parametrize("notice", [Notice(), Notice(kill_wait_s=5.0)])
+def test_without_a_limit_the_clock_asks_for_nothing(tmp_path: Path, notice: Notice) -> None:
+    flag = StopFlag()
+    rank = make_rank(run_with(tmp_path, notice).path, stop=flag)
+    Stopping(rank, spent=Spent(begin_unix_s=0), now=lambda: 1e12).look()
+    assert not flag.requested
+
+
+def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
+    run, flag = run_with(tmp_path, Notice(end_unix_s=1e12)), StopFlag()
+    run.stop_file.touch()
+    stopping = Stopping(make_rank(run.path, stop=flag), spent=Spent(begin_unix_s=0), now=lambda: 1000.0)
+    stopping.look()
+    assert flag.ask()[0] == "file"
+    assert stopping.decide_save(step=7) == (None, "") and stop_of(run)["step"] == 7
 
 
 def test_a_warning_that_is_followed_by_term_counts_from_the_term() -> None:
@@ -239,20 +287,3 @@ def test_a_warning_that_is_followed_by_term_counts_from_the_term() -> None:
     assert flag.ask()[0] == "USR2" and flag.ask()[1] >= 50
     flag.signal_number, flag.signal_at = signal.SIGTERM, time.monotonic() - 1
     assert flag.ask()[0] == "TERM" and 1 <= flag.ask()[1] < 10
-
-
-@pytest.mark.parametrize(
-    ("model", "holds"), [(nn.BatchNorm1d(4), True), (GPT(num_layers=1, width=32, num_heads=2), False)]
-)
-def test_only_statistics_that_are_saved_hold_up_the_next_pass(
-    model: nn.Module, holds: bool, group_of_one: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[bool] = []
-    monkeypatch.setattr(StagingBuffers, "hold_changes", lambda _: held.append(True))
-    monkeypatch.setattr(Checkpointer, "_work", lambda *_, **__: lambda: Saved(Path(), manifest=None))
-    others: Any = dict.fromkeys(("continuity", "config_hash", "lr", "exchange", "place", "local", "group", "log"))
-    optimizer = build_optimizer(model, optim=OptimSection())
-    parts: Any = SimpleNamespace(rank=make_rank(), model=model, optimizer=optimizer, group_names=None, callbacks={})
-    buffers = StagingBuffers(torch.device("cpu"))
-    Checkpointer(parts=parts, saver=BackgroundSaver(), buffers=buffers, **others).save_soon(Position())
-    assert bool(held) == holds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,18 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.schema import DdpSection, HealthSection, OptimSection, RunConfig, build_config
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.objective import Objective
-from slurm_train.train.context import native_precision
+from slurm_train.train.build import build_stepper
+from slurm_train.train.context import Parts, native_precision
 from slurm_train.train.health import refuse
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import Update, build_optimizer, can_call_kernel
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import (
+    Exchange,
     Passes,
     ReplicaPasses,
     ShardPasses,
@@ -55,6 +60,7 @@ def make_batch(seed: int = 0, size: int = 8) -> Batch:
 def make_stepper(
     model: nn.Module,
     *,
+    stop: StopFlag | None = None,
     accumulation: int = 1,
     clip_norm: float | None = None,
     world_size: int = 1,
@@ -71,7 +77,7 @@ def make_stepper(
     plan = BatchPlan(local_size=8, ranks=world_size, accumulation=accumulation)
     rank = make_rank(config=config, plan=plan, ranks=world_size)
     factor = None if scale is None else scale.factor
-    module = TrainingModule(Objective(model), stop=StopFlag(), device=CPU, autocast=autocast, factor=factor)
+    module = TrainingModule(Objective(model), stop=stop or StopFlag(), device=CPU, autocast=autocast, factor=factor)
     wrapped = build_ddp(module, ddp=config.ddp, device=CPU) if wraps else None
     passes: Passes = ReplicaPasses(rank, module, wrapped)
     optimizer = build_optimizer(model, optim=config.optim)
@@ -114,6 +120,25 @@ def test_targets_that_do_not_count_weigh_nothing_in_any_split(static_graph: bool
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def count_collectives(run: Any) -> int:
+    for _ in range(3):
+        run()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run()
+    return sum(event.count for event in seen.key_averages() if event.key.startswith("gloo:"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_agreed_numbers_add_no_collective_and_are_neither_trained_nor_saved() -> None:
+    ddp = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+    bare = count_collectives(lambda: ddp(make_batch().tensors[0]).sum().backward())
+    model = make_model()
+    stepper = make_stepper(model)
+    assert count_collectives(lambda: step_of(stepper, make_batch())) == bare == 1
+    assert len(stepper._update.parameters) == len(list(model.parameters()))
+    assert "stats_param" not in model.state_dict()
+
+
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
@@ -132,19 +157,39 @@ def test_a_bad_step_is_not_applied(spoil: Any, text: str) -> None:
         assert torch.equal(mine, other)
 
 
-def test_unused_parameters_are_refused_by_name_unless_they_are_looked_for() -> None:
-    def with_unused(**ddp: Any) -> Stepper:
-        model = make_model()
-        model.register_module("unused", nn.Linear(4, 3))
-        model.forward = model[:3].forward
-        return make_stepper(model, **ddp)
+class Branches(nn.Module):
+    """Each batch goes through one of two layers; the third is never used."""
 
-    with pytest.raises(ConfigError, match=r"not depend on 2 parameters .*unused.weight") as caught:
-        step_of(with_unused(), make_batch())
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.layers[int(inputs[0, 0] > 0)](inputs)
+        return scores
+
+
+def test_unused_parameters_are_refused_by_name_unless_they_are_looked_for() -> None:
+    batches = sorted((make_batch(seed) for seed in range(6)), key=lambda batch: bool(batch.tensors[0][0, 0] > 0))
+    pairs = list(zip(batches[:2], batches[-2:], strict=True))
+    with pytest.raises(ConfigError, match=r"not depend on 4 parameters .* layers.1.weight") as caught:
+        step_of(make_stepper(Branches()), batches[0])
     assert "ddp.find_unused_parameters=true" in caught.value.hint
-    found = step_of(with_unused(find_unused_parameters=True), make_batch())
-    expected = step_of(make_stepper(make_model()), make_batch())
-    assert (found.loss, found.grad_norm, found.applied) == (expected.loss, expected.grad_norm, True)
+    model, plain = Branches(), Branches()
+    stepper = make_stepper(model, accumulation=2, find_unused_parameters=True)
+    optimizer = build_optimizer(plain, optim=OptimSection(lr=FACTS.lr, weight_decay=0.0))
+    for pair in pairs:
+        result = step_of(stepper, *pair)
+        optimizer.zero_grad()
+        losses = [
+            cross_entropy(plain(inputs), targets, reduction="sum") for inputs, targets in (b.tensors for b in pair)
+        ]
+        (sum(losses[1:], losses[0]) / 16).backward()
+        optimizer.step()
+        assert (result.num_items, result.applied) == (16, True)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_the_pass_before_the_first_step_leaves_nothing_behind() -> None:
@@ -157,6 +202,20 @@ def test_the_pass_before_the_first_step_leaves_nothing_behind() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), stream)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulation", "static_graph", "passes"),
+    [(1, 1, False, 0), (2, 4, False, 0), (3, 1, False, 1), (2, 1, True, 0), (2, 2, True, 1)],
+)
+def test_only_ranks_whose_sums_depend_on_it_take_a_pass_before_the_first_step(
+    world_size: int, accumulation: int, static_graph: bool, passes: int
+) -> None:
+    model, seen = make_model(), []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    stepper = make_stepper(model, world_size=world_size, accumulation=accumulation, static_graph=static_graph)
+    stepper.passes.arrange(make_batch().tensors)
+    assert len(seen) == passes
 
 
 class NoWaiting(TorchDispatchMode):
@@ -216,10 +275,14 @@ SGD, PLAIN_SGD = (
 @pytest.mark.parametrize(
     ("make", "on_spike", "shards", "scales", "optim"),
     [
+        (make_model, "log", False, False, None),
         (make_model, "skip", False, True, None),
-        (Uneven, "skip", False, False, PLAIN_SGD),
-        (Uneven, "skip", True, False, SGD),
+        (Uneven, "skip", False, False, None),
+        (Uneven, "skip", True, False, None),
         (make_model, "log", True, True, None),
+        (Uneven, "skip", True, False, SGD),
+        (make_model, "skip", False, True, SGD),
+        (Uneven, "skip", False, False, PLAIN_SGD),
     ],
 )
 def test_no_step_on_a_gpu_waits_for_a_value(
@@ -251,6 +314,47 @@ def test_no_step_on_a_gpu_waits_for_a_value(
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the `meta` device are those on a GPU: with others they do not mix, and their values are not there."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
+    model = make_model()
+    optimizer = build_optimizer(model, optim=OPTIM)
+    parameters = parameters_of(optimizer)
+    rank = make_rank(device=torch.device("meta"))
+    passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters)
+    stepper = Stepper(rank, passes, optimizer)
+    for having in (parameters, parameters[1:]):
+        for parameter in having:
+            parameter.grad = torch.ones_like(parameter)
+        gradients, numbers, norm = passes.reduce(parameters)
+        assert (len(gradients), numbers.device.type, norm.device.type) == (len(having), "meta", "meta")
+        stepper._optimizer.zero_grad()
+    before = parameters[0].clone()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    numbers, norm = torch.tensor([0.0, 8.0, 4.0, 0.0]), torch.tensor(8.0)
+    monkeypatch.setattr(passes, "run", lambda _, **_how: None)
+    monkeypatch.setattr(passes, "reduce", lambda _: ([parameter.grad for parameter in parameters], numbers, norm))
+    result = stepper.step(FACTS, iter(()))
+    assert result is not None and (result.loss, result.grad_norm, result.applied) == (0.5, 1.0, True)
+    assert not torch.equal(parameters[0], before)
+
+
+def test_one_rank_exchanges_with_nobody() -> None:
+    model = make_model()
+    parts = Parts(
+        rank=make_rank(),
+        model=model,
+        optimizer=build_optimizer(model, optim=OPTIM),
+        train_data=None,  # type: ignore[arg-type]  # the data is not touched
+        heldout=None,
+        flops_per_token=(1.0, 0.0),
+    )
+    stepper = build_stepper(parts, Objective(model), exchange=Exchange(), before_change=lambda: None)
+    assert stepper.passes.ddp is None
+    assert count_collectives(lambda: step_of(stepper, make_batch())) == 0
+
+
 def test_the_loss_scale_follows_the_gradients() -> None:
     scale, fine, too_large = LossScale(CPU, None), torch.tensor(1.0), torch.tensor(float("inf"))
 
@@ -268,27 +372,35 @@ def test_the_loss_scale_follows_the_gradients() -> None:
     assert take(too_large) == (False, 2.0**-24), "smaller would not help"
 
 
-def test_gradients_that_overflow_are_not_applied_on_a_gpu_and_the_next_ones_are_smaller(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_gradients_that_overflow_are_not_applied_and_the_next_ones_are_smaller(
+    is_masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale, batch = LossScale(CPU, [2.0**17, 0.0, 1.0]), make_batch()
-    stepper = make_stepper(make_model(), autocast=torch.float16, scale=scale, wraps=False)
-    as_on_a_gpu(stepper, monkeypatch)
-    results = []
+    scale = LossScale(CPU, [2.0**17, 0.0, 1.0])
+    model, plain, batch = make_model(), make_model(), make_batch()
+    stepper = make_stepper(model, autocast=torch.float16, scale=scale, wraps=False)
+    if is_masked:
+        as_on_a_gpu(stepper, monkeypatch)
+    results = list[StepResult | None]()
     for step in range(5):
-        with NoWaiting(is_first=step < 4):
+        with NoWaiting(is_first=step < 4) if is_masked else contextlib.nullcontext():
             results.append(stepper.step(FACTS._replace(step=step), iter([batch])))
     found = [result for result in (*results, stepper.drain()) if result is not None]
-    skipped = sum(result.overflowed for result in found)
-    assert [result.applied for result in found] == [step >= skipped for step in range(5)] and 1 <= skipped <= 3
-    assert scale.factor == 2.0 ** (17 - skipped) and all(math.isfinite(result.loss) for result in found)
-    plain = make_stepper(make_model(), wraps=False)
-    for result in found[skipped:]:
-        expected = step_of(plain, batch)
+    skipped = [result.facts.step for result in found if result.overflowed]
+    assert (
+        skipped == list(range(len(skipped))) and 1 <= len(skipped) <= 3 and scale.factor == 2.0 ** (17 - len(skipped))
+    )
+    assert [result.applied for result in found] == [not result.overflowed for result in found]
+    assert all(math.isfinite(result.loss) for result in found)
+    other = make_stepper(plain, wraps=False)
+    for result in found[len(skipped) :]:
+        expected = step_of(other, batch)
         assert (result.loss, result.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-2)
 
 
-@pytest.mark.parametrize(("capability", "precision"), [((9, 0), "bfloat16"), ((7, 0), "float16"), ((6, 1), "float32")])
+@pytest.mark.parametrize(
+    ("capability", "precision"), [((9, 0), "bfloat16"), ((7, 5), "float16"), ((7, 0), "float16"), ((6, 1), "float32")]
+)
 def test_auto_is_what_a_gpu_computes_without_emulation(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str
 ) -> None:
@@ -344,6 +456,16 @@ def test_the_kernel_gives_what_torchs_own_step_gives(dtype: torch.dtype, optim: 
     take_steps(ours, range(6), update=Update(ours))
     take_steps(theirs, range(6), divisor=0)
     assert_equal(ours, theirs)
+
+
+def test_a_loaded_state_is_used_after_the_load() -> None:
+    whole, cut = make_optimizer(), make_optimizer()
+    update = Update(cut)
+    take_steps(whole, range(6))
+    take_steps(cut, range(3), update=update)
+    cut.load_state_dict(cut.state_dict())
+    take_steps(cut, range(3, 6), update=update)
+    assert_equal(whole, cut)
 
 
 @pytest.mark.parametrize("optim", [OPTIM, SGD], ids=["AdamW", "SGD"])

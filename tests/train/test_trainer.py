@@ -69,38 +69,26 @@ def test_losses_and_measures_do_not_depend_on_the_split_of_the_batch(split_runs:
 
 
 @distributed
-def test_batches_by_length_differ_in_size_and_those_that_grow_are_counted(split_runs: dict[str, Path]) -> None:
-    by_length, grown = ([line["samples"] for line in steps_of(split_runs[name])] for name in ("lengths", "growth"))
-    assert len({late - early for early, late in itertools.pairwise(by_length)}) > 3
-    # Pools end where plain batches would.
-    assert (by_length[3], by_length[19]) == (64, 320)
-    batches = [min(step, 4) + 2 * min(max(step - 4, 0), 5) + 3 * max(step - 9, 0) for step in range(1, 21)]
-    assert grown == [12 * number for number in batches]
+def test_batches_by_length_differ_in_size_and_pools_end_where_plain_batches_would(split_runs: dict[str, Path]) -> None:
+    lines = steps_of(split_runs["lengths"])
+    assert len({late["samples"] - early["samples"] for early, late in itertools.pairwise(lines)}) > 3
+    assert (lines[3]["samples"], lines[19]["samples"]) == (64, 320)
 
 
-GROWING = {
-    "batch": GROWTH,
-    "ddp": {"static_graph": True},
-    "health": {"on_spike": "log", "spike_factor": 1.01},
-}
-
-
-# The signal comes in the seventh forward pass; a static graph takes one before the first step. With three ranks or
-# more the order of additions depends on where a value lies in DDP's buckets.
+# With three ranks or more the order of additions depends on where a value lies in DDP's buckets.
 @distributed
 @pytest.mark.parametrize(
-    ("rank", "ranks", "step", "sections"),
+    ("rank", "ranks", "sections"),
     [
-        (0, 2, 7, {}),
-        (2, 4, 7, {}),
-        (1, 2, 7, {**BY_LENGTH, "data": {**PADDED, "prefetch": 3}}),
-        (1, 3, 7, {"model": {"_target_": "small_training.Branches"}, "ddp": {"find_unused_parameters": True}}),
-        (0, 2, 5, GROWING),
+        (0, 2, {}),
+        (2, 4, {}),
+        (1, 2, {**BY_LENGTH, "data": {**PADDED, "prefetch": 3}}),
+        (1, 3, {"model": {"_target_": "small_training.Branches"}, "ddp": {"find_unused_parameters": True}}),
     ],
-    ids=["first of two", "third of four", "by length, read ahead", "unused parameters", "steps that grow"],
+    ids=["first of two", "third of four", "by length, read ahead", "unused parameters"],
 )
 def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(
-    tmp_path: Path, rank: int, ranks: int, step: int, sections: dict[str, Any]
+    tmp_path: Path, rank: int, ranks: int, sections: dict[str, Any]
 ) -> None:
     sections = {**sections, "train": {"eval_every_steps": 5}}
     model = {**sections.pop("model", {}), "dropout": 0.2}
@@ -108,11 +96,36 @@ def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(
     once = {**model, "signal_at": 7, "signal_rank": rank, "only_in": str(tmp_path / "sent")}
     cut = config_of(**sections, model=once)
     text = run_to_end(tmp_path / "cut", cut, ranks=ranks, code=75)
-    assert f"stopped at step {step}" in text and not (tmp_path / "cut" / "result.json").exists()
+    assert "stopped at step 7" in text and not (tmp_path / "cut" / "result.json").exists()
     text = run_to_end(tmp_path / "cut", cut, ranks=ranks, attempt=1)
-    assert re.search(rf"resuming from checkpoint_000000{step}_\w+ \(step {step}\)", text)
+    assert re.search(r"resuming from checkpoint_0000007_\w+ \(step 7\)", text)
     assert digest_of(tmp_path / "cut") == digest_of(tmp_path / "whole")
     assert_same_steps(tmp_path / "cut", tmp_path / "whole")
+
+
+@distributed
+def test_a_run_killed_before_its_result_is_finished_by_the_next_attempt(tmp_path: Path) -> None:
+    run_to_end(tmp_path / "run", config_of())
+    expected = result_of(tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    run_to_end(tmp_path / "run", config_of(), attempt=1)
+    found = result_of(tmp_path / "run")
+    assert {**found, "attempt": 0, "time_unix_s": expected["time_unix_s"]} == expected
+
+
+@distributed
+def test_steps_that_grow_are_counted_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    sections = {"batch": GROWTH, "ddp": {"static_graph": True}, "health": {"on_spike": "log", "spike_factor": 1.01}}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_to_end(whole, config_of(**sections))
+    stopped = config_of(**sections, model={"signal_at": 10, "only_in": str(tmp_path / "sent")})
+    run_to_end(cut, stopped, code=75)
+    run_to_end(cut, stopped, attempt=1)
+    assert digest_of(cut) == digest_of(whole)
+    assert_same_steps(cut, whole)
+    size = config_of()["batch"]["global_size"]
+    batches = [min(step, 4) + 2 * min(max(step - 4, 0), 5) + 3 * max(step - 9, 0) for step in range(1, 21)]
+    assert [line["samples"] for line in steps_of(whole)] == [size * number for number in batches]
 
 
 # Ranks and micro-batches per step; all but the last attempt are stopped in their fifth forward pass.
