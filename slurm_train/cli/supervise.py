@@ -37,8 +37,8 @@ def main(words: Sequence[str]) -> int:
         if config is not None and not _may_return(config):
             raise
         allocation, settings = Allocation.from_env(env), RequeueSection()
-        patience_s = settings.controller_patience_s
-        job = SlurmJob(run, allocation, env, world_size=allocation.num_tasks, patience_s=patience_s)
+        retry_s = settings.controller_timeout_s
+        job = SlurmJob(run, allocation, env, world_size=allocation.num_tasks, retry_s=retry_s)
         return Supervisor(run, job, settings).come_back_later(err)
 
 
@@ -59,7 +59,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
         allocation,
         env,
         world_size=world_size,
-        patience_s=config.requeue.controller_patience_s,
+        retry_s=config.requeue.controller_timeout_s,
         all_nodes=whole.nodes if has_spares else (),
         continues=continued_job(run, allocation.requeue_id, env),
         # The trackers get a moment before Slurm ends this job.

@@ -338,7 +338,7 @@ class RequeueSection:
     max_fruitless_returns: Count = 3
     """Time limits in a row without a new checkpoint after which the run is not restarted; twice as many for lost nodes,
     30 times as many for preemptions, since these say less about the run."""
-    controller_patience_s: Count = 120
+    controller_timeout_s: Count = 120
     """Seconds to retry while Slurm's controller does not answer."""
     warm_ranks: bool = False
     """Keep a second process for each rank, which has imported torch and waits: ranks that fail are started again in

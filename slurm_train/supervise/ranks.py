@@ -34,7 +34,7 @@ from slurm_train.slurm.records import NO_STEP
 
 _TIMEOUT_S = 25.0
 _ASKED_DIRECTLY_S, _FEW = 5.0, 10
-_PATIENCE_S = 120.0
+_RETRY_S = 120.0
 """For a controller that is away; as long as other questions to it are repeated by default."""
 _REFUSED_S = 30.0
 """For one that makes no step: after its restart it may not have freed the cores and memory of the one before."""
@@ -87,7 +87,7 @@ def require_seen_by_all(
         return
     newest = run.config if attempt is None else run.epochs / f"attempt_{attempt}"
     answers, complaint = _ask(
-        run, nodes, env, newest=str(newest.relative_to(run.path)), timeout_s=_TIMEOUT_S, patience_s=_PATIENCE_S
+        run, nodes, env, newest=str(newest.relative_to(run.path)), timeout_s=_TIMEOUT_S, retry_s=_RETRY_S
     )
     for word, (problem, code, hint) in _PROBLEMS.items():
         if named := sorted(node for node, answer in answers.items() if answer == word):
@@ -118,7 +118,7 @@ def silent_nodes(run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str]
     for _ in range(2):
         # srun asks a few nodes itself; it has many asked by others, and one that is lost delays those behind it.
         timeout_s = _ASKED_DIRECTLY_S if len(silent) <= _FEW else _TIMEOUT_S
-        answers, _ = _ask(run, silent, env, newest=run.config.name, timeout_s=timeout_s, patience_s=0.0)
+        answers, _ = _ask(run, silent, env, newest=run.config.name, timeout_s=timeout_s, retry_s=0.0)
         if len(silent) == len(nodes) and not answers:
             return []
         silent = [node for node in silent if node not in answers]
@@ -132,7 +132,7 @@ def _names(nodes: Sequence[str]) -> str:
 
 
 def _ask(
-    run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, newest: str, timeout_s: float, patience_s: float
+    run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, newest: str, timeout_s: float, retry_s: float
 ) -> tuple[dict[str, str], str]:
     """Returns the answer of each node that gave one, and what srun complained about, if anything.
 
@@ -143,12 +143,12 @@ def _ask(
     while True:
         try:
             done = run_on_each_node(question, nodes, env, timeout_s=timeout_s)
-            output, errors, again_for_s = done.stdout, done.stderr, patience_s
+            output, errors, again_for_s = done.stdout, done.stderr, retry_s
             if not is_away(errors):
-                again_for_s = min(patience_s, _REFUSED_S) if NO_STEP in errors else 0.0
+                again_for_s = min(retry_s, _REFUSED_S) if NO_STEP in errors else 0.0
         except subprocess.TimeoutExpired as err:
             output, errors = (_text(part) for part in (err.stdout, err.stderr))
-            again_for_s = patience_s
+            again_for_s = retry_s
         lines = (line.split() for line in output.splitlines())
         known = (*_PROBLEMS, "fine", "stale")
         answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in known}

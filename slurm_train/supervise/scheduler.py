@@ -35,7 +35,7 @@ from slurm_train.supervise.ranks import end_step
 
 T = TypeVar("T")
 
-_PATIENCE_S = 120.0
+_RETRY_S = 120.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 _CONFIRM_LOOKS = 5
 _KERNEL_COUNTS = Path("/proc/vmstat")
@@ -132,7 +132,7 @@ class SlurmJob(Scheduler):
         env: the job's environment.
         world_size: ranks.
         all_nodes: with `cluster.spare_nodes` all nodes of the job, in Slurm's order.
-        patience_s: seconds to go on asking while nobody answers.
+        retry_s: seconds to retry while Slurm does not answer.
         continues: the job that this one takes over from.
         before_requeue: called first; Slurm ends this process by a requeue.
     """
@@ -146,7 +146,7 @@ class SlurmJob(Scheduler):
         env: Mapping[str, str],
         *,
         world_size: int,
-        patience_s: float,
+        retry_s: float,
         all_nodes: Sequence[str] = (),
         continues: str | None = None,
         before_requeue: Callable[[], None] = lambda: None,
@@ -167,7 +167,7 @@ class SlurmJob(Scheduler):
         self._all_nodes, self._spares = all_nodes, [node for node in all_nodes if node not in allocation.nodes]
         self.lost: set[str] = set()
         """Nodes of the ranks that do not answer any more."""
-        self._run, self._env, self._patience_s, self._before_requeue = run, env, patience_s, before_requeue
+        self._run, self._env, self._retry_s, self._before_requeue = run, env, retry_s, before_requeue
         self._site: dict[str, float | None] = {}
 
     def queue_s(self) -> float | None:
@@ -181,10 +181,10 @@ class SlurmJob(Scheduler):
         return newest_job(self.commands)
 
     def show_job(self) -> dict[str, str] | None:
-        """Asks Slurm, patiently."""
+        """Asks Slurm; retries while it does not answer."""
         ask = partial(self.commands.show_job, self.job_id)
         problem = f"Slurm does not give the record of job {self.job_id}"
-        return _answer(lambda: ask_patiently(ask, limit_s=self._patience_s), None, problem)
+        return _answer(lambda: ask_with_retries(ask, limit_s=self._retry_s), None, problem)
 
     def past_ends(self, job_id: str) -> Sequence[str]:
         """Asks accounting."""
@@ -261,7 +261,7 @@ class SlurmJob(Scheduler):
             self.commands,
             restart_count=self.start.restart_count,
             is_over=decision.is_over,
-            limit_s=self._patience_s,
+            limit_s=self._retry_s,
         )
         is_requeued = _answer(bring, False, f"job {self.job_id} could not be requeued")
         # Slurm may end this process any moment: attempts, not promises.
@@ -284,7 +284,7 @@ class SlurmJob(Scheduler):
         if self.continues is None:
             return False
         ask = partial(is_cancelled, self.continues, self.commands)
-        return _answer(lambda: ask_patiently(ask), False)
+        return _answer(lambda: ask_with_retries(ask), False)
 
     def end_ranks(self, beats: Mapping[int, Beat]) -> None:
         """Kills the steps that ranks belong to.
@@ -324,18 +324,18 @@ def _answer(ask: Callable[[], T], default: T, problem: str = "") -> T:
         return default
 
 
-def ask_patiently(
-    ask: Callable[[], T], *, limit_s: float = _PATIENCE_S, sleep: Callable[[float], None] = time.sleep
+def ask_with_retries(
+    ask: Callable[[], T], *, limit_s: float = _RETRY_S, sleep: Callable[[float], None] = time.sleep
 ) -> T:
-    """Returns the first answer; waits longer from one try to the next while nobody answers.
+    """Returns the first answer; while there is none, waits longer from one try to the next.
 
     Args:
-        ask: raises ControllerAway while nobody answers; anything else it raises is final.
+        ask: raises ControllerAway while Slurm does not answer; anything else it raises is final.
         limit_s: seconds after which the last ControllerAway is let through; tries themselves take time as well.
         sleep: waits so many seconds.
 
     Raises:
-        ControllerAway: nobody answered in time.
+        ControllerAway: there was no answer in time.
     """
     deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
     while True:
@@ -354,10 +354,10 @@ def bring_back(
     *,
     restart_count: int,
     is_over: bool = False,
-    limit_s: float = _PATIENCE_S,
+    limit_s: float = _RETRY_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Requeues a job and returns whether Slurm confirms that it was restarted; asks again while nobody answers.
+    """Requeues a job and returns whether Slurm confirms that it was restarted; retries while Slurm does not answer.
 
     An answer may be lost although the requeue happened, and meanwhile somebody may have cancelled the job, so its
     record is read before every try. The plain form, which would bring a cancelled job back, is used only right after
@@ -395,7 +395,7 @@ def bring_back(
             sleep(0.5)
         return False
 
-    return ask_patiently(ask, limit_s=limit_s, sleep=sleep)
+    return ask_with_retries(ask, limit_s=limit_s, sleep=sleep)
 
 
 def wait_for_the_end(

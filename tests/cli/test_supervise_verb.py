@@ -130,7 +130,7 @@ def test_nodes_that_do_not_see_the_run_end_the_job_at_once_by_name(batch: Batch)
 def test_a_slurm_that_does_not_answer_does_not_lose_the_ledger(batch: Batch) -> None:
     batch._write("scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     batch.says(code="75")
-    config = RunConfig(cluster=ClusterSection(), requeue=RequeueSection(controller_patience_s=1))
+    config = RunConfig(cluster=ClusterSection(), requeue=RequeueSection(controller_timeout_s=1))
     batch.run.config.write_text(dump_config(config))
     done = batch.supervises()
     assert done.code == 75

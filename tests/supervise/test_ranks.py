@@ -127,7 +127,7 @@ def test_nodes_that_do_not_see_the_attempt_are_behind(
 def test_an_absent_controller_is_not_waited_for_without_end(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(ranks, "_RETRY_S", 0.5)
     monkeypatch.setattr(ranks, "_TIMEOUT_S", 0.2)
     error = refusal(run, fake_srun(tmp_path, "exec sleep 60"))
     assert error.message.startswith("no answer from node1, node2, node3 within")

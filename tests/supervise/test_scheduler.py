@@ -11,7 +11,7 @@ from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
-from slurm_train.supervise.scheduler import SlurmJob, ask_patiently, bring_back, wait_for_the_end
+from slurm_train.supervise.scheduler import SlurmJob, ask_with_retries, bring_back, wait_for_the_end
 from tests.fakes.slurm_commands import FakeSlurmCommands
 
 RUNNING = {"JobState": "RUNNING", "Restarts": "0"}
@@ -50,7 +50,7 @@ def test_a_job_comes_back_after_the_controller_does() -> None:
 def test_a_controller_that_stays_away_is_an_error_in_the_end() -> None:
     away = Away(fake(), pauses=99)
     with pytest.raises(ControllerAway):
-        ask_patiently(lambda: away.commands.restarts("7"), limit_s=0.5, sleep=away.sleep)
+        ask_with_retries(lambda: away.commands.restarts("7"), limit_s=0.5, sleep=away.sleep)
     assert away.pauses == []
 
 
@@ -113,7 +113,7 @@ def spared_job(tmp_path: Path, *, nodes: tuple[str, ...] = ("node1", "node2", "n
     """Returns job 7 on four or more nodes, of which `nodes` run ranks."""
     allocation = Allocation(requeue_id="7", restart_count=0, nodes=nodes, tasks_per_node=(1,) * len(nodes))
     all_nodes = ("node1", "node2", "node3", "node4", "node5")
-    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=3, patience_s=0.0, all_nodes=all_nodes)
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=3, retry_s=0.0, all_nodes=all_nodes)
     job.commands = FakeSlurmCommands(fields={"7": {**RUNNING, "NodeList": "node[1-5]"}})  # type: ignore[assignment]
     return job
 
@@ -142,7 +142,7 @@ def test_what_slurm_has_taken_from_the_job_is_lost_and_no_spare(tmp_path: Path) 
 
 def test_a_job_without_spare_nodes_has_no_lost_ones(tmp_path: Path) -> None:
     allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1", "node2"), tasks_per_node=(1, 1))
-    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=2, patience_s=0.0)
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=2, retry_s=0.0)
     # Slurm ends the job.
     assert job.lost_nodes({**RUNNING, "NodeList": "node1"}) == () == job.spares_for("node2")
 

@@ -43,7 +43,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
     monkeypatch.setattr(srun, "silent_nodes", lambda _run, nodes, _env: [nodes[1]])
     monkeypatch.setattr(srun._LostNodes, "_FAILED_S", 0.2)
     monkeypatch.setattr(srun._LostNodes, "_SILENT_S", 0.2)
-    return SlurmJob(run, allocation(*NODES), {}, world_size=6, patience_s=0.0, all_nodes=(*NODES, "node4"))
+    return SlurmJob(run, allocation(*NODES), {}, world_size=6, retry_s=0.0, all_nodes=(*NODES, "node4"))
 
 
 def test_nodes_are_asked_when_ranks_have_failed_and_srun_waits(job: SlurmJob, tmp_path: Path) -> None:
