@@ -38,7 +38,7 @@ from slurm_train.checkpoint.manifest import (
     digest_of,
     write_file,
 )
-from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest, verify
+from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest
 from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import publishing
@@ -107,7 +107,9 @@ class Place:
             )
 
     def begin(self, step: int) -> Path:
-        """Returns a fresh directory to write a step into, or this attempt's checkpoint of it if that verifies.
+        """Returns a fresh directory to write a step into, or this attempt's checkpoint of it if that is whole.
+
+        Of one that this attempt has written or verified, marker and sizes are enough, as for `prune`.
 
         Raises:
             CheckpointError: it is there and cannot be read just now, so it is unknown whether it is whole.
@@ -116,7 +118,7 @@ class Place:
         for path in list_checkpoints(self.root) if self.node is None else ():
             if name_of(path)[:2] == (step, self.attempt):
                 try:
-                    verify(path)
+                    check_sizes(path)
                 except CheckpointError as err:
                     if _is_unreadable(err):
                         raise

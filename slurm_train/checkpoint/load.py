@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Fence, Place, no_fence
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest, check_hash
+from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.verify import (
     LOOKS_AT_STALE,
@@ -164,7 +165,12 @@ def _verify_share(question: _Question, group: ProcessGroup | None) -> list[str]:
 
 
 def load_tensors(
-    path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None = None, near: Path | None = None
+    path: Path,
+    tensors: dict[str, Any],
+    *,
+    group: ProcessGroup | None = None,
+    near: Path | None = None,
+    described: Any = None,
 ) -> None:
     """Fills a nested dictionary of tensors and plain values in place; another world size or mesh is fine. Collective.
 
@@ -173,18 +179,19 @@ def load_tensors(
         tensors: what to fill, with the keys and the global shapes that were saved; a key that it lacks is not loaded.
         group: a gloo group of all ranks; None for one process without a group.
         near: the same checkpoint on this node's own disk, with some of its files or all; what is whole is read there.
+        described: what `read_metadata` has returned for it, where the caller has it: it may have gigabytes.
 
     Raises:
         CheckpointError: a key is missing there, a shape differs, or a file cannot be read; the text names the rank.
     """
     from slurm_train.checkpoint.tensors import read_tensors
 
-    read_tensors(path, tensors, group=group, near=near)
+    read_tensors(path, tensors, group=group, near=near, described=described)
 
 
 def require_fit(
     path: Path, model: Mapping[str, Any], *, kept: Mapping[str, Mapping[str, Any]] | None = None, is_stage: bool = False
-) -> None:
+) -> Any:
     """Checks that a checkpoint holds the weights that a model has, by name and shape, and what its optimizer keeps.
 
     Args:
@@ -193,12 +200,16 @@ def require_fit(
         kept: tensors and values that the optimizer keeps, by parameter and name.
         is_stage: it is one stage of a pipeline; what else is saved is the other stages'.
 
+    Returns:
+        What `read_metadata` returns, for `load_tensors`.
+
     Raises:
         RunError: it does not; the first of them are named.
     """
     from slurm_train.checkpoint.tensors import tensor_shapes
 
-    stored = {name: tuple(tensor.shape) for name, tensor in tensor_shapes(path).items()}
+    described = read_metadata(path)
+    stored = {name: tuple(tensor.shape) for name, tensor in tensor_shapes(path, described=described).items()}
     saved = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
     here = {name: tuple(value.shape) for name, value in model.items() if hasattr(value, "shape")}
     names = sorted(name for name in (here if is_stage else {*saved, *here}) if saved.get(name) != here.get(name))
@@ -216,6 +227,7 @@ def require_fit(
                 f"the optimizer keeps {key} of {parameter} now, which {path.name} does not have",
                 hint="take the change of `optim` back, or start another run with run.name=NAME",
             )
+    return described
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -279,27 +291,29 @@ def read_model(path: Path, *, averaged: bool = False) -> tuple[Manifest, dict[st
     """
     manifest = verify(path)
     check_owners(path, manifest.files)
-    tensors = _model_shapes(path)
+    described = read_metadata(path)
+    tensors = _model_shapes(path, described)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensor of a model", hint="it was not written by the built-in trainer")
     if averaged:
-        return manifest, _with_averages(path, tensors)
-    load_tensors(path, tensors)
+        return manifest, _with_averages(path, tensors, described)
+    load_tensors(path, tensors, described=described)
     return manifest, {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
-def _with_averages(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _with_averages(path: Path, tensors: Mapping[str, Tensor], described: Any) -> dict[str, Tensor]:
     from slurm_train.checkpoint.tensors import tensor_shapes
 
     # By flat name, e.g. "callbacks.0 slurm_train.train.callbacks.EMA.average.head.weight".
-    stored = {MODEL + found[1]: name for name in tensor_shapes(path) if (found := _AVERAGE.match(name))}
+    shapes = tensor_shapes(path, described=described)
+    stored = {MODEL + found[1]: name for name in shapes if (found := _AVERAGE.match(name))}
     if not stored:
         raise CheckpointError(
             f"{path} holds no average of the weights",
             hint="the callback EMA keeps one while a run trains, see docs/callbacks.md",
         )
-    wanted = {stored.get(name, name): tensor_shapes(path)[stored.get(name, name)] for name in tensors}
-    load_tensors(path, wanted)
+    wanted = {stored.get(name, name): shapes[stored.get(name, name)] for name in tensors}
+    load_tensors(path, wanted, described=described)
     # An average may be of a wider type than its parameter.
     return {
         name.removeprefix(MODEL): wanted[stored.get(name, name)].to(tensor.dtype) for name, tensor in tensors.items()
@@ -396,17 +410,19 @@ def weights_digest(named_parameters: Iterable[tuple[str, Any]]) -> str:
 
 def saved_weights(path: Path, names: Iterable[str]) -> list[tuple[str, Callable[[], Tensor]]]:
     """Gives the parameters of a durable checkpoint for `weights_digest`; one at a time is in memory. One process."""
-    empty = _model_shapes(path)
+    described = read_metadata(path)
+    empty = _model_shapes(path, described)
 
     def read(name: str) -> Tensor:
         wanted = {MODEL + name: empty.pop(MODEL + name)}
-        load_tensors(path, wanted)
+        load_tensors(path, wanted, described=described)
         return wanted[MODEL + name]
 
     return [(name, partial(read, name)) for name in names]
 
 
-def _model_shapes(path: Path) -> dict[str, Tensor]:
+def _model_shapes(path: Path, described: Any) -> dict[str, Tensor]:
     from slurm_train.checkpoint.tensors import tensor_shapes
 
-    return {name: empty for name, empty in tensor_shapes(path).items() if name.startswith(MODEL)}
+    shapes = tensor_shapes(path, described=described)
+    return {name: empty for name, empty in shapes.items() if name.startswith(MODEL)}

@@ -18,18 +18,20 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import stat
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.agreement import on_every_rank, on_rank, on_rank_zero, rank_in
+from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, on_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import DIRECTORY_MODE, Place, Pruned
 from slurm_train.checkpoint.load import Choice
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file, digest_of
@@ -39,6 +41,8 @@ from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+
+_LOST_HINT = "the newest checkpoint in the run directory counts; checkpoint.local_keep keeps more on the nodes"
 
 
 @frozen
@@ -144,11 +148,11 @@ class Reachable(NamedTuple):
 
     Args:
         manifest: what it holds.
-        holders: the rank that copies each file.
+        holders: the ranks that copy each file, one after the other until one of them can.
     """
 
     manifest: Manifest
-    holders: Mapping[str, int]
+    holders: Mapping[str, Sequence[int]]
 
 
 class Held(NamedTuple):
@@ -203,8 +207,9 @@ def choose_reachable(
             for number in of_rank.get(one, ()):
                 able[number].append(rank)
         if all(able):
-            names = enumerate(sorted(manifest.files))
-            return Reachable(manifest, {name: able[n][n % len(able[n])] for n, name in names})
+            # Where two nodes hold a file, the first and the last of its ranks are on different ones.
+            tries = (dict.fromkeys((own[n % len(own)], own[0], own[-1])) for n, own in enumerate(able))
+            return Reachable(manifest, dict(zip(sorted(manifest.files), map(tuple, tries), strict=True)))
     return None
 
 
@@ -218,26 +223,42 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
         group: a gloo group of all ranks; None for one process.
 
     Raises:
-        CheckpointError: a file is not what its manifest says, or cannot be written; nothing is left of the copy.
+        CheckpointError: no node has a file as its manifest says, or it cannot be written; nothing is left of the copy.
     """
-    manifest = reachable.manifest
-    names = [name for name, rank in reachable.holders.items() if rank == rank_in(group)]
+    manifest, own = reachable.manifest, rank_in(group)
 
-    def copy_own(staging: Path) -> Records:
+    def copy_own(staging: Path, names: Sequence[str]) -> tuple[Records, dict[str, str]]:
+        """Returns what was copied, and why other files were not."""
         if not names:
-            return {}
-        source = _find(place, manifest)
-        if source is None:
-            raise CheckpointError(
-                f"step {manifest.step} is not on this node any more",
-                hint="the newest checkpoint in the run directory counts; checkpoint.local_keep keeps more on the nodes",
-            )
+            return {}, {}
         wait_until_visible(staging)
+        source, left = _find(place, manifest), dict[str, str]()
         for name in names:
-            copy_file(source / name, staging / name, manifest.files[name])
-        return {name: manifest.files[name] for name in names}
+            try:
+                if source is None:
+                    raise CheckpointError(f"step {manifest.step} is not on this node any more", hint=_LOST_HINT)
+                copy_file(source / name, staging / name, manifest.files[name])
+            except (CheckpointError, OSError) as err:
+                left[name] = f"rank {own} on {socket.gethostname()}: {as_agreed(err).message}"
+                with contextlib.suppress(OSError):
+                    (staging / name).unlink()
+        return {name: manifest.files[name] for name in names if name not in left}, left
 
-    return fill(run, manifest, lambda staging: on_every_rank(group, lambda: copy_own(staging)), group=group)
+    def copy_all(staging: Path) -> list[Records]:
+        records: list[Records] = [{} for _ in range(size_of(group))]
+        names, tries = sorted(reachable.holders), 0
+        while names:
+            own_names = [name for name in names if reachable.holders[name][tries] == own]
+            found = on_every_rank(group, partial(copy_own, staging, own_names))
+            for of_rank, (copied, _) in zip(records, found, strict=True):
+                of_rank |= copied
+            left = {name: text for _, of_rank in found for name, text in of_rank.items()}
+            names, tries = sorted(left), tries + 1
+            if lost := [text for name, text in left.items() if len(reachable.holders[name]) == tries]:
+                raise CheckpointError("; ".join(dict.fromkeys(lost)), hint=_LOST_HINT)
+        return records
+
+    return fill(run, manifest, copy_all, group=group)
 
 
 def _find(place: NodePlace, manifest: Manifest) -> Path | None:

@@ -64,7 +64,8 @@ def save_checkpoint(
 ) -> Saved:
     """Saves one checkpoint into a directory that all ranks see. Collective: all ranks call it with the same header.
 
-    A step that is saved already (the periodic save and the last one may meet) costs one exchange and a verification.
+    A step that is saved already (the periodic save and the last one may meet) costs one exchange, and its files are not
+    read.
 
     Args:
         root: the directory of checkpoints; made if absent, its parent must be private to the user.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import pickle
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -40,8 +46,8 @@ from slurm_train.rundir.files import rename
 def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
     """Writes a nested dictionary into a fresh directory; what is replicated is written once, shared out. Collective.
 
-    What torch plans on rank 0 takes time by the number of tensors times ranks, so a plan serves until a rank holds
-    something else than at the save before: other names, shapes, number types or shards.
+    Rank 0 plans in a time by the number of tensors times ranks, so a plan serves until a rank holds something else than
+    at the save before: other names, shapes, number types or shards.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
@@ -65,7 +71,14 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     _kept = _Plan(planner.plan.planner_data, place, planner.own, planner.plan, planner.packed)
 
 
-def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None, near: Path | None = None) -> None:
+def read_tensors(
+    path: Path,
+    tensors: dict[str, Any],
+    *,
+    group: ProcessGroup | None,
+    near: Path | None = None,
+    described: Metadata | None = None,
+) -> None:
     """Fills a nested dictionary in place; nothing in the files can name code to run. Collective.
 
     Args:
@@ -73,20 +86,21 @@ def read_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | N
         tensors: what to fill.
         group: a gloo group of all ranks; None for one process.
         near: see `load_tensors`.
+        described: see `load_tensors`.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
     """
     with _agreed_errors(f"cannot load {path}", is_alone=group is None):
-        reader = _Reader(path)
+        reader = _Reader(path, described)
         if near is not None:
             reader.fs = _NearFiles(near)
         load(tensors, storage_reader=reader, planner=_LoadPlanner(), process_group=group, no_dist=group is None)
 
 
-def tensor_shapes(path: Path) -> dict[str, Tensor]:
+def tensor_shapes(path: Path, *, described: Metadata | None = None) -> dict[str, Tensor]:
     """Gives an empty tensor for each that was written, by its flat name, e.g. "model.head.weight"."""
-    found = read_metadata(path).state_dict_metadata
+    found = (described or read_metadata(path)).state_dict_metadata
     tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
 
@@ -167,8 +181,12 @@ class _Writer(FileSystemWriter):
 class _Reader(FileSystemReader):
     """Takes the metadata for data; torch's own would unpickle it."""
 
+    def __init__(self, path: Path, described: Metadata | None) -> None:
+        super().__init__(path)
+        self._described = described
+
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
-        metadata = read_metadata(Path(self.path))
+        metadata = self._described or read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -207,7 +225,7 @@ class _SavePlanner(DefaultSavePlanner):
         if self.before is not None:
             self.packed = self.before.packed
             return all_plans, Metadata({})
-        plans, metadata = super().create_global_plan(all_plans)
+        plans, metadata = _plan_grids(all_plans) or super().create_global_plan(all_plans)
         self.packed, number = pickle.dumps(metadata), uuid.uuid4().hex
         # Instead of names that are in the metadata.
         return [replace(plan, planner_data=number) for plan in plans], Metadata({})
@@ -221,6 +239,43 @@ class _SavePlanner(DefaultSavePlanner):
         if isinstance(data, io.BytesIO):
             require_loadable(data, write_item.index.fqn)
         return data
+
+
+def _plan_grids(all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata] | None:
+    """Returns torch's global plan where the parts of each tensor form a grid, as DTensors' do; else None.
+
+    torch 2.13 makes the same plan, but compares each part with all others of a tensor that is cut along any dimension
+    but its longest.
+    """
+    plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans))
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata) and not is_grid(entry.size, entry.chunks):
+            return None  # torch finds out whether it is wrong
+    # Of the same name the first rank's counts.
+    names = {name: path for plan in reversed(plans) for name, path in plan.planner_data.items()}
+    return plans, replace(metadata, planner_data=names)
+
+
+def is_grid(size: Sequence[int], parts: Sequence[ChunkStorageMetadata]) -> bool:
+    """Returns whether parts that form a grid fill a tensor, each element once; in a time by the number of parts.
+
+    Args:
+        size: of the tensor.
+        parts: empty ones do not count.
+    """
+    filled = [tuple(zip(part.offsets, part.sizes, strict=True)) for part in parts if math.prod(part.sizes)]
+    num_cells = 1
+    for dim, length in enumerate(size):
+        intervals = sorted({part[dim] for part in filled})
+        end = 0
+        for offset, extent in intervals:
+            if offset != end:
+                return False
+            end += extent
+        if end != length:
+            return False
+        num_cells *= len(intervals)
+    return len(filled) == len(set(filled)) == num_cells
 
 
 @contextlib.contextmanager

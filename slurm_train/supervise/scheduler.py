@@ -107,8 +107,8 @@ class Scheduler:
         """Returns the spare nodes that take the place of a node, or several with commas; empty if there are too few."""
         return ()
 
-    def replace(self, _nodes: str) -> None:
-        """Has the next attempt use spare nodes in the place of a node, or several with commas."""
+    def replace(self, _nodes: str, *, by: str) -> None:
+        """Has the next attempt use as many spare nodes in the place of a node, or several with commas."""
 
     def clear(self, _attempt: int) -> bool:
         """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
@@ -222,9 +222,13 @@ class SlurmJob(Scheduler):
         able = [node for node in self._spares if node in present]
         return able[:wanted] if len(able) >= wanted else ()
 
-    def replace(self, nodes: str) -> None:
-        """Keeps Slurm's order, in which it numbers the ranks of a step."""
-        spares, left = self.spares_for(nodes), nodes.split(",")
+    def replace(self, nodes: str, *, by: str) -> None:
+        """Keeps Slurm's order, in which it numbers the ranks of a step.
+
+        A spare that Slurm has taken meanwhile is used all the same: its silence is seen before the ranks start, while
+        an attempt on fewer nodes would be another run.
+        """
+        spares, left = by.split(","), nodes.split(",")
         used = {*spares, *self.start.nodes} - set(left)
         self._spares = [node for node in self._spares if node not in spares]
         self.start = replace(self.start, nodes=tuple(node for node in self._all_nodes if node in used))

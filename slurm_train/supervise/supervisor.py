@@ -379,7 +379,7 @@ class Supervisor:
                 note = f"{cause}; nothing more can be started in this allocation, so the job is requeued"
                 return replace(decision, action="requeue", note=note, replace="")
             if decision.replace:
-                self._scheduler.replace(decision.replace)
+                self._scheduler.replace(decision.replace, by=end.outcome.spare)
         if decision.reason == "requeued" and self._job_id is not None:
             # After a preemption without grace the job's own record has no more than that it was restarted.
             word = _nth(self._scheduler.past_ends(self._job_id), self._restart_count)

@@ -143,8 +143,8 @@ def evaluate_checkpoint(parts: Parts, path: Path) -> int:
     manifest = on_rank_zero(group, lambda: verify(path))
     on_every_rank(group, lambda: check_owners(path, share_of(manifest, rank_in(group), size_of(group))))
     state = get_model_state_dict(parts.model)
-    require_fit(path, state, is_stage=parts.pipeline is not None)
-    load_tensors(path, {"model": state}, group=group)
+    described = require_fit(path, state, is_stage=parts.pipeline is not None)
+    load_tensors(path, {"model": state}, group=group, described=described)
     if asked is not None:
         found: dict[str, Any] | None = {"texts": continue_texts(rank, parts.model, **asked)}
     else:

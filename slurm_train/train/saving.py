@@ -454,8 +454,9 @@ class Checkpointer:
         if kept:
             state["optimizer"]["param_groups"] = kept
         is_stage = self.parts.group_names is not None
-        require_fit(choice.path, state["model"], kept=state["optimizer"]["state"], is_stage=is_stage)
-        load_tensors(choice.path, state, group=dist.group.WORLD, near=choice.near)
+        described = require_fit(choice.path, state["model"], kept=state["optimizer"]["state"], is_stage=is_stage)
+        load = partial(load_tensors, choice.path, group=dist.group.WORLD, near=choice.near, described=described)
+        load(state)
         pairs = zip(groups, numbered, strict=True)
         state["optimizer"]["param_groups"] = [group | kept.get(number, {}) for group, number in pairs]
         restore_training_state(self.parts.model, self.parts.optimizer, state)
@@ -466,16 +467,15 @@ class Checkpointer:
         if "rng" in rank_state:
             set_rng_state(rank_state["rng"])
         notes = self._restore_stream(choice.manifest, rank_state.get("data"))
-        notes += self._restore_callbacks(choice) if self.parts.callbacks else []
+        notes += self._restore_callbacks(choice, load) if self.parts.callbacks else []
         return notes + self._restore_exchange(choice.manifest, rank_state.get("exchange", {}))
 
-    def _restore_callbacks(self, choice: Choice) -> list[str]:
+    def _restore_callbacks(self, choice: Choice, load: Callable[[dict[str, Any]], None]) -> list[str]:
         saved = (load_rank_state(choice.path, 0) or {}).get(_CALLBACKS, {})
         own, tensors = self.parts.callbacks, self._callbacks_state()[0]
         tensors = {key: value for key, value in tensors.items() if key in saved}
         if saved:  # on all ranks, also on one whose stage has no tensor of theirs
-            wanted = {_CALLBACKS: tensors} if tensors else {}
-            load_tensors(choice.path, wanted, group=dist.group.WORLD, near=choice.near)
+            load({_CALLBACKS: tensors} if tensors else {})
         for key in own.keys() & saved.keys():
             own[key].load_state_dict(merge_state(saved[key], tensors.get(key, {})))
         step = choice.manifest.step

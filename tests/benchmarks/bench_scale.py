@@ -759,7 +759,7 @@ def _plans(size: int) -> list[Any]:
 
 
 def planning(size: int, folder: Path) -> Cost:
-    """Rank 0 plans the first save of 20 matrices: torch's global plan."""
+    """Rank 0 plans the first save of 20 matrices."""
     from slurm_train.checkpoint.tensors import _SavePlanner
 
     plans, planner = _plans(size), _SavePlanner({}, is_coordinator=True)
@@ -827,7 +827,7 @@ PARTS = (
     Part("restoring", "M: each rank looks at the checkpoint", restoring, True, growth=0.3),
     Part("verifying", "N: rank 0's part of verifying", verifying, False, "bytes", growth=0.3),
     Part("loading", "M: files that a rank opens to load", loading, True, limit_s=60.0, growth=0.3, largest=1024),
-    Part("planning", "O: torch's plan, first save", planning, False, growth=1.7, limit_s=600.0, largest=1024),
+    Part("planning", "O: plan, first save", planning, False, limit_s=60.0),
     Part("planning_again", "O: plan and .metadata, a later save", planning_again, False, "bytes kept"),
     Part("describing", "O: a rank reads .metadata", describing, True, "bytes", limit_s=60.0),
     Part("local_restoring", "P: who copies what from local disks", local_restoring, True, "bytes sent", growth=1.1),

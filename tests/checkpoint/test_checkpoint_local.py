@@ -81,8 +81,8 @@ def test_nodes_hold_a_checkpoint_together_or_not_at_all(fast_path: Any) -> None:
         return choose_reachable([held[n] for n in of_ranks], lambda one, rank: texts[of_ranks[rank]][one])
 
     first, second = names[0]
-    assert chosen(0, 1) == Reachable(manifest, {first: 0, second: 0, "rank_00001.pt": 1})
-    assert chosen(0, 0, 1) == Reachable(manifest, {first: 0, second: 1, "rank_00001.pt": 2})
+    assert chosen(0, 1) == Reachable(manifest, {first: (0,), second: (0,), "rank_00001.pt": (1,)})
+    assert chosen(0, 0, 1) == Reachable(manifest, {first: (0, 1), second: (1, 0), "rank_00001.pt": (2,)})
     assert chosen(1, 0) is not None, "ranks may be on other nodes now"
     assert chosen(0) is None, "one node is gone"
 

@@ -24,11 +24,11 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from slurm_train.checkpoint import copies
+from slurm_train.checkpoint import tensors as tensors_module
 from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import choose_checkpoint, load_tensors
@@ -221,10 +221,19 @@ def copies_scene(root: Path) -> None:
     distributed.barrier()
     assert [path.name for path in place.root.iterdir()] == [saved.path.name], "the one before is untouched"
     distributed.barrier()
+    # What is damaged on one node comes from the other.
+    if rank == 0:
+        for name in saved.manifest.files:
+            (saved.path / name).write_bytes((saved.path / name).read_bytes()[:-1] + b"?")
+    found = newest_reachable(place, lambda _: True, group=world)
+    assert found is not None and set(found.holders.values()) == {(0, 1), (1, 0)}
+    other = Place(root=root / "other", attempt=1, is_leader=rank == 0)
+    assert verify(copy_to_run(place, other, found, group=world).path) == saved.manifest
+    distributed.barrier()
     if rank == 0:
         shutil.rmtree(place.root)
     found = newest_reachable(place, lambda _: True, group=world)
-    assert found is not None and set(found.holders.values()) == {1}
+    assert found is not None and set(found.holders.values()) == {(1,)}
     run = Place(root=root / "run", attempt=1, is_leader=rank == 0)
     copied = copy_to_run(place, run, found, group=world)
     assert verify(copied.path) == saved.manifest
@@ -286,11 +295,11 @@ def plans_scene(root: Path) -> None:
     """What torch plans is used again until a rank holds something else; each save has what the ranks had then."""
     rank, world, mesh = distributed.get_rank(), distributed.group.WORLD, init_device_mesh("cpu", (2,))
     steps, planned = count(1), list[int]()
-    plan = DefaultSavePlanner.create_global_plan
+    plan = tensors_module.create_default_global_save_plan
 
-    def note(planner: DefaultSavePlanner, all_plans: Any) -> Any:
+    def note(all_plans: Any) -> Any:
         planned.append(len(all_plans))
-        return plan(planner, all_plans)
+        return plan(all_plans)
 
     def state_of(step: int, extra: dict[str, Any]) -> dict[str, Any]:
         whole = torch.arange(24.0).reshape(6, 4) + step
@@ -323,7 +332,7 @@ def plans_scene(root: Path) -> None:
         return {key for key, value in state.items() if isinstance(value, torch.Tensor)}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DefaultSavePlanner, "create_global_plan", note)
+        patch.setattr(tensors_module, "create_default_global_save_plan", note)
         first = check({}, is_anew=True)
         again = check({}, is_anew=False)
         assert read_metadata(first).state_dict_metadata == read_metadata(again).state_dict_metadata

@@ -123,11 +123,11 @@ def test_spare_nodes_take_the_places_of_lost_ones_in_slurms_order(tmp_path: Path
     assert job.lost_nodes(job.show_job()) == []
     job.lost = {"node1"}
     assert job.lost_nodes(job.show_job()) == ["node1"]
-    job.replace("node1")
+    job.replace("node1", by="node2")
     # As Slurm numbers the ranks of a step.
     assert job.start.nodes == ("node2", "node3", "node5")
     assert job.spares_for("node3") == ["node4"] and job.spares_for("node3,node5") == () == job.spares_for("")
-    job.replace("node3")
+    job.replace("node3", by="node4")
     assert job.start.nodes == ("node2", "node4", "node5") and job.spares_for("node2") == ()
 
 
@@ -138,6 +138,16 @@ def test_what_slurm_has_taken_from_the_job_is_lost_and_no_spare(tmp_path: Path) 
     assert job.spares_for("node2") == ["node5"]
     # Nobody knows then.
     assert job.lost_nodes(None) == []
+
+
+def test_as_many_nodes_run_ranks_where_a_chosen_spare_is_lost_as_well(tmp_path: Path) -> None:
+    job = spared_job(tmp_path)
+    (chosen,) = job.spares_for("node2")
+    # While the step was cleared, Slurm has taken both spares from the job.
+    job.commands.fields["7"]["NodeList"] = "node[1,3]"  # type: ignore[attr-defined]
+    job.replace("node2", by=chosen)
+    assert job.start.nodes == ("node1", "node3", "node4")
+    assert job.lost_nodes(job.show_job()) == ["node4"] and job.spares_for("node4") == ()
 
 
 def test_a_job_without_spare_nodes_has_no_lost_ones(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ class World(Scheduler):
     def spares_for(self, nodes: str) -> Sequence[str]:
         return self.spares if nodes else ()
 
-    def replace(self, nodes: str) -> None:
-        self.events.append(f"replace {nodes}")
+    def replace(self, nodes: str, *, by: str) -> None:
+        self.events.append(f"replace {nodes} by {by}")
         self.lost = ()
 
     def clear(self, attempt: int) -> bool:
@@ -285,7 +285,7 @@ def test_a_lost_node_is_replaced_or_the_job_requeued(spares: tuple[str, ...], ev
 
     world.supervise(launch)
     first = read_ledger(world.run)[0]
-    assert world.events == ["launch 0", *(["replace node2"] if spares else []), *events]
+    assert world.events == ["launch 0", *(["replace node2 by node4"] if spares else []), *events]
     assert first["reason"] == "node_failure" and first["note"].startswith("node failure on node2; ")
     assert first.get("replaced") == ("node2" if spares else None)
 

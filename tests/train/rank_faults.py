@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,8 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
             {"overtake_step"}: a newer attempt appears in that save; {"kill_rank", "kill_step"}: SIGKILL in that step;
             {"own_disks"}: each rank takes itself for a node of its own where local disks are concerned;
             {"dark_step"}: the power of rank 0 is cut when the checkpoint of that step is committed, and what
-            metrics.jsonl has got since its last fsync is gone.
+            metrics.jsonl has got since its last fsync is gone;
+            {"tells_opened"}: none, but each file of this name that is opened is printed.
         run: the run.
         rank: this rank.
     """
@@ -38,6 +40,8 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
         _cut_power_after(fault["dark_step"], run)
     if fault.get("own_disks"):
         _give_own_disk(rank)
+    if "tells_opened" in fault:
+        _tell_opened(fault["tells_opened"])
     write_file = save.write_file
 
     def write(path: Path, data: bytes) -> Any:
@@ -80,6 +84,14 @@ def _cut_power_after(step: int, run: RunDirectory) -> None:
         return final
 
     os.fsync, Place.commit = sync, commit_and_end  # type: ignore[method-assign]
+
+
+def _tell_opened(name: str) -> None:
+    def tell(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and Path(str(args[0])).name == name:
+            print(f"opened {name}", file=sys.stderr)
+
+    sys.addaudithook(tell)
 
 
 def _kill_in(step: int) -> None:
