@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,13 @@ def test_a_broken_answer_of_dcgm_is_no_diagnosis(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "dcgmi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert diagnose() == ""
+
+
+def test_what_an_installed_dcgm_finds_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "dcgmi").write_text(f"#!/bin/sh\necho '{json.dumps([OLD, OLD])}'\nexit 226\n")
+    (tmp_path / "dcgmi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert diagnose() == "GPU Memory of GPU 3 failed"
 
 
 @pytest.mark.parametrize(
