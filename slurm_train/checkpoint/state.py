@@ -234,6 +234,9 @@ class StagingBuffers:
         if buffer is None:
             buffer = self._add_buffer(kind)
         buffer.copy_(local.detach(), non_blocking=kind[2])
+        if kind[2]:
+            # What a callback has made for this save alone is freed before it is copied.
+            local.record_stream(self._stream)  # type: ignore[arg-type]  # there is one where memory is pinned
         spec = getattr(tensor, "_spec", None)
         if spec is None:
             return buffer

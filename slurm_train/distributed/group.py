@@ -104,13 +104,16 @@ def init_group(place: RankPlace, store: Store, *, device: torch.device, timeout_
         timeout_s: seconds a collective may take until `use_timeout`.
     """
     has_gpu = device.type == "cuda"
+    # A group that is bound to a device is split for the groups of a mesh. torch 2.8 and 2.9 cannot split one with two
+    # backends (pytorch issue 159200, pull request 162424), and 2.7 leaves gloo out of its parts.
+    can_split = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if has_gpu else None,
+        device_id=device if has_gpu and can_split else None,
     )
 
 

@@ -93,7 +93,7 @@ def parallelize(
         share_context(model, roots=roots, mesh=mesh["cp"])
     if settings.async_tp:
         overlap_exchanges(mesh.device_type, compiles=compiles)
-    prepare_blocks(model, settings=settings, compiles=compiles)
+    prepare_blocks(model, settings=settings, compiles=compiles, has_parts=layout.tp > 1)
     if layout.reducing_size > 1:
         shard(model, layout=layout, mesh=mesh, roots=roots, settings=settings)
 
@@ -275,8 +275,14 @@ def require_equal_parts(model: nn.Module, *, tp: int) -> None:
             )
 
 
-def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: bool) -> None:
+def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: bool, has_parts: bool = False) -> None:
     """Lets each block compute its activations again and compiles it, where asked; names of parameters stay.
+
+    Args:
+        model: has the blocks.
+        settings: what is computed again.
+        compiles: whether blocks are compiled.
+        has_parts: their matrices are cut.
 
     Raises:
         ConfigError: activation checkpointing is asked of a model without blocks.
@@ -288,10 +294,14 @@ def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: boo
             f"{type(model).__name__} has no blocks",
             hint="put them into an nn.ModuleList, or define sharding_plan() on the model (docs/parallel.md)",
         )
+    # torch 2.13 cannot compile a cut block that is computed again as a whole: its graph would have to save the mesh.
+    is_apart = compiles and has_parts and settings.activation_checkpointing == "full"
     for block in blocks:
+        if is_apart:
+            block.forward = torch.compile(block.forward)
         if settings.activation_checkpointing != "none":
             _recompute(block, selective=settings.activation_checkpointing == "selective")
-        if compiles:
+        if compiles and not is_apart:
             block.compile()
 
 

@@ -75,12 +75,16 @@ def share_context(model: nn.Module, *, roots: Iterable[nn.Module], mesh: DeviceM
     Raises:
         ConfigError: the model has no plan, or one that names nothing.
     """
+    # Dynamo cannot make the mask and would cut a compiled block there (2.13); what comes after it can trace it.
+    torch.compiler.allow_in_graph(_attend_lower_right)  # type: ignore[no-untyped-call]  # torch says no types here
     plan = model_plan(model, "context_parallel_plan", key="parallel.cp", names=("positions", "attention"))
     require_default_loss(model, key="parallel.cp")
     part = SequencePart(mesh.get_local_rank(), mesh.size())
     for root in {id(root): root for root in (model, *roots)}.values():
         tables = {name: table for name, table in root.named_buffers() if name in plan["positions"]}
         root.register_forward_pre_hook(functools.partial(_take_rows, tables=tables, part=part))
+    # One for all, or equal blocks would not share a graph.
+    shared = functools.partial(attend, part=part, mesh=mesh)
     for pattern in plan["attention"]:
         found = [module for name, module in model.named_modules() if fnmatchcase(name, pattern)]
         if not found:
@@ -90,7 +94,7 @@ def share_context(model: nn.Module, *, roots: Iterable[nn.Module], mesh: DeviceM
             )
         for module in found:
             # The method is replaced rather than the module wrapped, so names stay.
-            module.forward = functools.partial(attend, part=part, mesh=mesh)
+            module.forward = shared
 
 
 def _take_rows(root: nn.Module, inputs: tuple[Tensor, ...], *, tables: dict[str, Tensor], part: SequencePart) -> None:
@@ -129,18 +133,24 @@ def attend(
         mesh: the `cp` axis.
         **options: what torch's `scaled_dot_product_attention` takes; `is_causal` must be true.
     """
-    from torch.nn.attention.bias import causal_lower_right
-
     assert options.pop("is_causal", False) and options.get("attn_mask") is None, "only causal attention can be shared"
     keys, values = _gather_chunks(torch.stack((k_BHTD, v_BHTD)), part=part, mesh=mesh)
     mixed = []
     for chunk, query in zip(part.chunks, q_BHTD.chunk(2, dim=2), strict=True):
         key, value = torch.cat(keys[: chunk + 1], dim=2), torch.cat(values[: chunk + 1], dim=2)
-        # The last query sees the last key, however many come before.
-        mask = causal_lower_right(query.shape[2], key.shape[2])
-        options["attn_mask"] = mask
-        mixed.append(functional.scaled_dot_product_attention(query, key, value, **options))
+        mixed.append(_attend_lower_right(query, key, value, **options))
     return torch.cat(mixed, dim=2)
+
+
+def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Returns attention in which the last query sees the last key, however many come before."""
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # The mask holds two lengths and no memory, and cannot be made of tensors that a compiler traces.
+    with _disable_current_modes():
+        mask: Any = causal_lower_right(query.shape[2], key.shape[2])
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def _gather_chunks(both: Tensor, *, part: SequencePart, mesh: DeviceMesh) -> tuple[list[Tensor], list[Tensor]]:

@@ -252,10 +252,11 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
                 "several stages on a rank are interleaved in 1f1b order: leave pipeline_schedule out",
             ),
             (
-                # With torch 2.13 the losses of shards were others than those of one process.
-                has_two_parts and layout.reducing_size > 1,
-                f"parallel.pipeline_schedule=zero_bubble trains no shards and replicas, and the layout is {layout}",
-                "use pp and tp alone, or leave pipeline_schedule out",
+                # torch looks for the weights when it has the gradients of activations, and finds shards (2.13).
+                has_two_parts and layout.reducing_size > 1 and settings.reshard_after_forward,
+                f"parallel.pipeline_schedule=zero_bubble needs gathered weights in the backward pass, and {layout} "
+                "with parallel.reshard_after_forward=true frees them before",
+                "set parallel.reshard_after_forward=false, or leave pipeline_schedule out",
             ),
             (
                 has_two_parts and config.train.compile is not False,

@@ -113,7 +113,7 @@ def write_durable(path: Path, text: str, *, is_secret: bool = False) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomic(path: Path, text: str, *, durable: bool = True, mode: int = 0o600) -> None:
+def write_atomic(path: Path, text: str | bytes, *, durable: bool = True, mode: int = 0o600) -> None:
     """Replaces a file as one step: a reader sees the old text or the new, never a part.
 
     Args:
@@ -125,8 +125,8 @@ def write_atomic(path: Path, text: str, *, durable: bool = True, mode: int = 0o6
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

@@ -115,6 +115,10 @@ class RunDirectory:
     trackers = Below("trackers")
     """What is known of each tracker, their logs, and what they keep here themselves."""
 
+    def compiled(self, stage: int, local_rank: int) -> Path:
+        """What torch has compiled for a stage of a pipeline on one GPU of a node."""
+        return self.path / "compiled" / f"stage_{stage}_gpu_{local_rank}"
+
     def attempt_logs(self, attempt: int) -> Path:
         """Folder of one attempt's logs: batch.log, rank_<r>.log."""
         return self.logs / f"attempt_{attempt}"

@@ -53,6 +53,7 @@ from slurm_train.rundir.events import SaveLog, append_event
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.callbacks import build_callbacks
+from slurm_train.train.compile_cache import CompileCache
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import Evaluator, continue_texts
 from slurm_train.train.health import Health, position_after_rollbacks
@@ -326,7 +327,8 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         spent: what the start of this rank was spent on.
     """
     rank, config, layout = parts.rank, parts.rank.config, parts.rank.layout
-    objective = Objective(parts.model)
+    objective, compile_cache = Objective(parts.model), CompileCache(rank)
+    compile_cache.load()
     if layout.is_replicated and rank.compiles:
         # In place, so parameter names stay. The model by itself is what evaluation calls.
         objective.compile()
@@ -420,6 +422,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
             on_device=rank.device.type != "cpu",
         ),
         callbacks=parts.callbacks,
+        compile_cache=compile_cache,
     )
 
 

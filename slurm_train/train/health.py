@@ -191,8 +191,8 @@ def refuse(result: StepResult) -> None:
 
 
 @torch.no_grad()
-def digest_of_parameters(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns a digest (int64 scalar on the device) of all parameters, bit for bit.
+def digest_of_parameters(parameters: Iterable[Tensor]) -> Tensor:
+    """Returns a digest (int64 scalar on their device) of all parameters, bit for bit.
 
     The sum of every element's bits times an odd number of its own, modulo 2**64: a change of any single element always
     changes it, since an odd factor loses no bit. Integer arithmetic depends on no order of summation.
@@ -200,6 +200,7 @@ def digest_of_parameters(parameters: Iterable[Tensor], device: torch.device) -> 
     tensors = [local_part(parameter).detach().reshape(-1) for parameter in parameters]
     # Elements of 8 bytes count as two of 4.
     longest = 2 * min(_CHUNK, max((tensor.numel() for tensor in tensors), default=0))
+    device = tensors[0].device if tensors else None
     weights = torch.arange(1, 2 * longest, 2, dtype=torch.int64, device=device) * -7046029254386353131
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
@@ -227,7 +228,8 @@ def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> No
     Raises:
         SlurmTrainError: they differ; on every rank, with the same message.
     """
-    own = digest_of_parameters(parameters, rank.device).reshape(1)
+    # Offloaded parameters are on the host.
+    own = digest_of_parameters(parameters).reshape(1).to(rank.device)
     gathered = [torch.empty_like(own) for _ in range(rank.place.world_size)]
     dist.all_gather(gathered, own)
     digests = [int(digest) for digest in torch.cat(gathered).tolist()]

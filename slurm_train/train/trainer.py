@@ -24,6 +24,7 @@ from slurm_train.distributed.seeds import mix
 from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import StepTimes
 from slurm_train.train.callbacks import Callback
+from slurm_train.train.compile_cache import CompileCache
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, check_replicas
@@ -67,6 +68,7 @@ class Trainer:
     step_times: StepTimes
     probe: PaceProbe
     callbacks: Mapping[str, Callback]
+    compile_cache: CompileCache
     newest: StepResult | None = None
     """The newest step that was read."""
     measures: dict[str, float] = field(default_factory=dict)
@@ -297,6 +299,7 @@ class Trainer:
         From now on garbage is collected at the same step on all ranks; one rank's pause would be everyone's.
         """
         config = self.rank.config
+        self.compile_cache.keep()
         self._settled = self.rank.heartbeat.settled = True
         use_timeout(self.rank.collective_timeout_s(config.train.steady_timeout_s))
         if config.checkpoint.every_steps is not None:

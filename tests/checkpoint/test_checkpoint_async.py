@@ -139,8 +139,12 @@ def test_large_buffers_pin_no_more_than_they_need(buffers, monkeypatch):
     runtime = SimpleNamespace(cudaHostRegister=lambda _, size, flags: pinned.append((size, flags)))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(StagingBuffers, "_kind_of", lambda _, tensor: (tensor.shape, tensor.dtype, True))
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: kept.append(tensor.shape))
     buffers.stage({"weight": torch.zeros(3, 100_000), "moment": torch.zeros(5, 90_000)})
     assert pinned == [(4 * 300_000, 1), (4 * 450_000, 1)]
+    # Their memory is not given to others before they are copied.
+    assert kept == [(3, 100_000), (5, 90_000)]
 
 
 @pytest.mark.gpu

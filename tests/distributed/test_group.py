@@ -7,11 +7,20 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from slurm_train.distributed.group import choose_device, newest_collectives, shorten_records, stay_near, use_timeout
+from slurm_train.distributed.group import (
+    choose_device,
+    init_group,
+    newest_collectives,
+    shorten_records,
+    stay_near,
+    use_timeout,
+)
+from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import PreflightError
 from slurm_train.supervise.hang import read_flights
 from tests.support.ranks import make_rank
@@ -124,6 +133,20 @@ def test_a_rank_stays_near_its_gpu_unless_it_is_bound_or_would_get_few_cpus(
     monkeypatch.setattr(os, "sched_setaffinity", lambda _process, cpus: bound.append(cpus))
     assert stay_near(torch.device("cuda", 0), env, sys=tmp_path) == expected
     assert bound == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(("version", "is_bound"), [("2.7.1", False), ("2.9.0+cu128", False), ("2.10.0", True)])
+def test_a_group_is_bound_to_its_gpu_where_torch_can_split_one_of_two_backends(
+    version: str, is_bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _backend, **how: given.update(how))
+    place = RankPlace.from_env({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    store: Any = None
+    for device, expected in ((torch.device("cuda", 0), is_bound), (torch.device("cpu"), False)):
+        init_group(place, store, device=device, timeout_s=1.0)
+        assert given["device_id"] == (device if expected else None)
 
 
 def test_groups_of_a_mesh_get_the_same_time_out_and_those_of_saves_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

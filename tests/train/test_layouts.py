@@ -89,7 +89,12 @@ PIPELINES: dict[str, Parallel] = {
     "PP2 x DP2": {"dp_shard": 2, "pp": 2},
     "PP4, GPipe": {"pp": 4, "pipeline_schedule": "gpipe"},
     "PP2 x DP2, two stages each": {"dp_shard": 2, "pp": 2, "stages_per_rank": 2},
-    "PP2, zero bubble": {"pp": 2, "pipeline_schedule": "zero_bubble"},
+    "PP2 x DP2, zero bubble": {
+        "dp_shard": 2,
+        "pp": 2,
+        "pipeline_schedule": "zero_bubble",
+        "reshard_after_forward": False,
+    },
     "PP2, two stages each, zero bubble": {"pp": 2, "stages_per_rank": 2, "pipeline_schedule": "zero_bubble"},
     "PP2 x TP2 by positions, zero bubble": {**BY_POSITIONS, "pp": 2, "pipeline_schedule": "zero_bubble"},
     "PP2 x DP2 x TP2": {"dp_shard": 2, "tp": 2, "pp": 2},

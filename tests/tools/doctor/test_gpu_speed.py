@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,13 @@ def test_without_dcgm_or_with_a_broken_one_there_is_no_diagnosis(
     assert diagnose() == ""
     program(tmp_path / "dcgmi", "echo no host engine")
     assert diagnose() == ""
+
+
+def test_what_an_installed_dcgm_finds_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "dcgmi").write_text(f"#!/bin/sh\necho '{json.dumps([OLD, OLD])}'\nexit 226\n")
+    (tmp_path / "dcgmi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert diagnose() == "GPU Memory of GPU 3 failed"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""What torch has compiled, kept in the run directory, so that an attempt on other nodes does not compile it again.
+
+torch has its own cache in /tmp of each node. Here the part of it that the first step has used is one file for each GPU
+of a node and stage of a pipeline, since torch's entries name the device; all nodes use those of the first node that has
+the stage. What was made by another torch, for another card or another graph is not found by its hash, and compiled.
+Nothing of this may end a run: without a file, the step compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from slurm_train.rundir.files import make_folder, write_atomic
+from slurm_train.train.context import Rank
+
+
+class CompileCache:
+    """What one rank reads before its first step and may write after it.
+
+    Args:
+        rank: this rank; nothing is read or written if it does not compile.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        place, layout = rank.place, rank.layout
+        stage = layout.coordinates(place.rank).pp
+        self._path = rank.run.compiled(stage, place.local_rank)
+        self._is_used = rank.compiles
+        # Stages follow each other over the ranks, and the ranks are numbered node by node.
+        self._writes = place.rank % (layout.world_size // layout.pp) < place.local_world_size
+        self._known: set[str] = set()
+
+    def load(self) -> None:
+        """Gives torch what was kept."""
+        with contextlib.suppress(Exception):  # torch raises anything for a file that is not its own
+            if self._is_used and self._path.is_file():
+                self._known = _entries(torch.compiler.load_cache_artifacts(self._path.read_bytes()))
+
+    def keep(self) -> None:
+        """Writes what this process has used, if something of it was not kept yet."""
+        with contextlib.suppress(Exception):  # a full disk, a torch without it
+            if self._is_used and self._writes and (found := torch.compiler.save_cache_artifacts()) is not None:
+                data, facts = found
+                if not _entries(facts) <= self._known:
+                    make_folder(self._path.parent)
+                    write_atomic(self._path, data, durable=False)
+
+
+def _entries(facts: Any) -> set[str]:
+    """Returns the keys of torch's entries of all kinds; none for None."""
+    return set() if facts is None else {key for keys in facts.artifacts.values() for key in keys}

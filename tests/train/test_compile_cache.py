@@ -1,0 +1,75 @@
+"""What was compiled is kept in the run directory and found again on a node that has nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
+from slurm_train.train.compile_cache import CompileCache
+from tests.support.ranks import make_rank
+
+COMPILES = RunConfig(train=TrainSection(compile=True))
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from torch._dynamo.utils import counters
+from tests.train.test_compile_cache import COMPILES, CompileCache, make_rank
+
+cache = CompileCache(make_rank(Path(sys.argv[1]), COMPILES))
+cache.load()
+weights = torch.ones(8, requires_grad=True)
+torch.compile(lambda values: (values * 2).sum())(weights).backward()
+cache.keep()
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.timeout(600)
+def test_an_attempt_on_another_node_finds_what_the_one_before_has_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hits, times = [], []
+    for node in range(2):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"node{node}"))
+        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=290, check=True)
+        hits.append(int(done.stdout))
+        (kept,) = (tmp_path / "compiled").iterdir()
+        found = kept.stat()
+        assert (kept.name, found.st_mode & 0o777) == ("stage_0_gpu_0", 0o600)
+        times.append(found.st_mtime_ns)
+    assert hits == [0, 1] and times[0] == times[1], "the second one adds nothing"
+
+
+def test_what_is_no_cache_of_torch_is_passed_over(tmp_path: Path) -> None:
+    cache = CompileCache(make_rank(tmp_path, COMPILES))
+    path = tmp_path / "compiled" / "stage_0_gpu_0"
+    path.parent.mkdir()
+    path.write_bytes(b"torn")
+    cache.load()
+    path.unlink()
+    path.mkdir()
+    cache.load()
+
+
+def test_the_first_node_of_each_stage_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.compiler, "save_cache_artifacts", lambda: (b"", SimpleNamespace(artifacts={"inductor": ["a graph"]}))
+    )
+    written: dict[int, str] = {}
+    for config in (replace(COMPILES, parallel=ParallelSection(dp_replicate=4, pp=2)), RunConfig()):
+        for number in range(8):
+            rank = make_rank(tmp_path / f"rank{number}", config, rank=number, ranks=8)
+            rank.place = replace(rank.place, local_rank=number % 2, local_world_size=2)
+            CompileCache(rank).keep()
+    for path in tmp_path.glob("rank*/compiled/*"):
+        written[int(path.parts[-3].removeprefix("rank"))] = path.name
+    assert written == {0: "stage_0_gpu_0", 1: "stage_0_gpu_1", 4: "stage_1_gpu_0", 5: "stage_1_gpu_1"}
