@@ -115,9 +115,12 @@ class RunDirectory:
     trackers = Below("trackers")
     """What is known of each tracker, their logs, and what they keep here themselves."""
 
+    compile_cache = Below("compiled")
+    """What torch has compiled; ranks load it as code."""
+
     def compiled(self, stage: int, local_rank: int) -> Path:
         """What torch has compiled for a stage of a pipeline on one GPU of a node."""
-        return self.path / "compiled" / f"stage_{stage}_gpu_{local_rank}"
+        return self.compile_cache / f"stage_{stage}_gpu_{local_rank}"
 
     def attempt_logs(self, attempt: int) -> Path:
         """Folder of one attempt's logs: batch.log, rank_<r>.log."""
@@ -248,6 +251,7 @@ def require_private(run: RunDirectory) -> None:
         RunError: naming the place, its owner and its mode.
     """
     own = [run.path, *_code(run), run.config, run.plan, run.submit_script, run.epochs, run.logs, run.checkpoints]
+    own.append(run.compile_cache)
     for path in (entry for entry in own if os.path.lexists(entry)):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in _trusted() or _is_open(status):

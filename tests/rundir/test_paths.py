@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDirectory:
     """A run with code, script and configuration, as its user left it."""
     run = RunDirectory(tmp_path / "project" / "runs" / "gpt" / "3f9a1c07")
     (tmp_path / "project").mkdir(mode=0o755)
-    for folder in (run.path, run.code, run.logs, run.checkpoints, run.epochs):
+    for folder in (run.path, run.code, run.logs, run.checkpoints, run.epochs, run.compile_cache):
         make_private(folder)
     for file in (run.config, run.plan, run.submit_script):
         write_atomic(file, "x", durable=False)
@@ -86,7 +86,7 @@ def test_a_link_to_elsewhere_in_place_of_snapshot_or_script_is_refused(
         require_private(run)
 
 
-@pytest.mark.parametrize("name", ["../..", "..", ".", "code", "config.yaml", "submit.sh", "epochs"])
+@pytest.mark.parametrize("name", ["../..", "..", ".", "code", "config.yaml", "submit.sh", "epochs", "compiled"])
 def test_what_others_may_write_or_own_is_refused(run: RunDirectory, name: str) -> None:
     require_private(run)
     place = Path(os.path.normpath(run.path / name))
