@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from slurm_train.tools.devcluster.cluster import crash_node, daemon_process, start_daemon, start_node, stop_node
@@ -21,9 +21,6 @@ from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan, lo
 from slurm_train.tools.devcluster.system import NODE_INTERFACE, host_link
 from tests.support.slurm_runs import command, wait_for_state
 from tests.support.waiting import wait_for
-
-_TABLE = "preflight_faults"
-_HOSTS = Path("/etc/hosts")
 
 
 def cluster() -> ClusterPlan:
@@ -215,25 +212,21 @@ def mounted_over(node: str, path: Path, *mount: str) -> Iterator[None]:
         on_node(node, "umount", "--lazy", str(path))
 
 
-@contextmanager
-def other_content(node: str, path: Path, scratch: Path, change: Callable[[str], str]) -> Iterator[None]:
+def other_content(node: str, path: Path, scratch: Path, change: Callable[[str], str]) -> AbstractContextManager[None]:
     """Has one node read a file that was changed."""
     copy = scratch / f"{node}_{path.name}"
     copy.write_text(change(path.read_text()))
-    with mounted_over(node, path, "--bind", str(copy)):
-        yield
+    return mounted_over(node, path, "--bind", str(copy))
 
 
-@contextmanager
-def other_hosts(node: str, scratch: Path, *, name: str, address: str | None) -> Iterator[None]:
+def other_hosts(node: str, scratch: Path, *, name: str, address: str | None) -> AbstractContextManager[None]:
     """Has one node resolve a name to another address, or to none."""
 
     def change(text: str) -> str:
         kept = [line for line in text.splitlines() if name not in line.partition("#")[0].split()[1:]]
         return "\n".join([*kept, *([f"{address} {name}"] if address else [])]) + "\n"
 
-    with other_content(node, _HOSTS, scratch, change):
-        yield
+    return other_content(node, Path("/etc/hosts"), scratch, change)
 
 
 @contextmanager
@@ -264,14 +257,14 @@ def full_disk(node: str, folder: Path) -> Iterator[None]:
 @contextmanager
 def firewall(node: str, *rules: str) -> Iterator[None]:
     """Puts rules in front of what comes into a node, e.g. "tcp dport 1024-65535 drop"."""
-    on_node(node, "nft", f"add table inet {_TABLE}")
+    on_node(node, "nft", "add table inet preflight_faults")
     try:
-        on_node(node, "nft", f"add chain inet {_TABLE} incoming {{ type filter hook input priority 0; }}")
+        on_node(node, "nft", "add chain inet preflight_faults incoming { type filter hook input priority 0; }")
         for rule in rules:
-            on_node(node, "nft", f"add rule inet {_TABLE} incoming {rule}")
+            on_node(node, "nft", f"add rule inet preflight_faults incoming {rule}")
         yield
     finally:
-        on_node(node, "nft", f"delete table inet {_TABLE}")
+        on_node(node, "nft", "delete table inet preflight_faults")
 
 
 def from_node(node: str, verdict: str) -> str:
@@ -282,35 +275,34 @@ def from_node(node: str, verdict: str) -> str:
 @contextmanager
 def blackhole(node: str, peer: str) -> Iterator[None]:
     """Lets nothing get from one node to another."""
-    route = ("ip", "route", "{}", "blackhole", f"{cluster().addresses[peer]}/32")
-    on_node(node, *(word.format("add") for word in route))
+    route = ("blackhole", f"{cluster().addresses[peer]}/32")
+    on_node(node, "ip", "route", "add", *route)
     try:
         yield
     finally:
-        on_node(node, *(word.format("del") for word in route))
+        on_node(node, "ip", "route", "del", *route)
 
 
 @contextmanager
-def second_interface(nodes: Sequence[str], name: str = "eth9") -> Iterator[None]:
-    """Gives nodes a second interface each that leads nowhere."""
+def second_interface(nodes: Sequence[str]) -> Iterator[None]:
+    """Gives nodes a second interface each, eth9, that leads nowhere."""
     with ExitStack() as made:
         for index, node in enumerate(nodes, start=1):
-            on_node(node, "ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p")
-            made.callback(on_node, node, "ip", "link", "del", name)
-            on_node(node, "ip", "address", "add", f"192.168.77.{index}/24", "dev", name)
-            for end in (name, f"{name}p"):
+            on_node(node, "ip", "link", "add", "eth9", "type", "veth", "peer", "name", "eth9p")
+            made.callback(on_node, node, "ip", "link", "del", "eth9")
+            on_node(node, "ip", "address", "add", f"192.168.77.{index}/24", "dev", "eth9")
+            for end in ("eth9", "eth9p"):
                 on_node(node, "ip", "link", "set", end, "up")
         yield
 
 
 @contextmanager
-def slow_link(node: str, rate: str = "20mbit") -> Iterator[None]:
-    """Limits a node's network in both directions."""
+def slow_link(node: str) -> Iterator[None]:
+    """Limits a node's network to 20 Mbit/s in both directions."""
     with ExitStack() as undo:
-        command("tc", "qdisc", "add", "dev", host_link(node), *_bucket(rate, "64k", "50ms"))
+        command("tc", "qdisc", "add", "dev", host_link(node), *_bucket("20mbit", "64k", "50ms"))
         undo.callback(command, "tc", "qdisc", "del", "dev", host_link(node), "root")
-        undo.callback(on_node, node, "tc", "qdisc", "del", "dev", NODE_INTERFACE, "root", check=False)
-        on_node(node, "tc", "qdisc", "add", "dev", NODE_INTERFACE, *_bucket(rate, "64k", "50ms"))
+        _limit(node, *_bucket("20mbit", "64k", "50ms"), undo=undo)
         yield
 
 
@@ -319,9 +311,13 @@ def limited_links(rate: str) -> Iterator[None]:
     """Limits what every node of the cluster may send, e.g. to "100mbit"; taken away in all cases."""
     with ExitStack() as undo:
         for node in cluster().node_names:
-            undo.callback(on_node, node, "tc", "qdisc", "del", "dev", NODE_INTERFACE, "root", check=False)
-            on_node(node, "tc", "qdisc", "add", "dev", NODE_INTERFACE, *_bucket(rate, "64kb", "400ms"))
+            _limit(node, *_bucket(rate, "64kb", "400ms"), undo=undo)
         yield
+
+
+def _limit(node: str, *bucket: str, undo: ExitStack) -> None:
+    undo.callback(on_node, node, "tc", "qdisc", "del", "dev", NODE_INTERFACE, "root", check=False)
+    on_node(node, "tc", "qdisc", "add", "dev", NODE_INTERFACE, *bucket)
 
 
 def _bucket(rate: str, burst: str, latency: str) -> tuple[str, ...]:
@@ -329,10 +325,10 @@ def _bucket(rate: str, burst: str, latency: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def bound_to_cpu(node: str, cpu: int = 0) -> Iterator[None]:
-    """Lets everything that Slurm starts on a node from now on use one CPU alone."""
+def bound_to_cpu(node: str) -> Iterator[None]:
+    """Lets everything that Slurm starts on a node from now on use CPU 0 alone."""
     pid, before = slurmd_pid(node), os.sched_getaffinity(slurmd_pid(node))
-    _bind(pid, {cpu})
+    _bind(pid, {0})
     try:
         yield
     finally:
@@ -345,9 +341,9 @@ def _bind(pid: int, cpus: set[int]) -> None:
 
 
 @contextmanager
-def hogs(cpu: int = 0) -> Iterator[None]:
-    """Keeps a CPU busy with processes of somebody else, with more of them than the machine has to do already."""
-    loop = ["taskset", "--cpu-list", str(cpu), "sh", "-c", "while :; do :; done"]
+def hogs() -> Iterator[None]:
+    """Keeps CPU 0 busy with processes of somebody else, with more of them than the machine has to do already."""
+    loop = ["taskset", "--cpu-list", "0", "sh", "-c", "while :; do :; done"]
     count = 6 + 2 * int(os.getloadavg()[0])
     running = [subprocess.Popen(loop, start_new_session=True) for _ in range(count)]
     for process in running:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +34,7 @@ class Trial(NamedTuple):
     """What is wrong afterwards; "" if nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class Scene(NamedTuple):
     """One piece of work on a directory of checkpoints.
 
     Args:

@@ -6,12 +6,12 @@ import importlib.util
 
 import pytest
 
-NEEDS_TRANSFORMERS = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install '.[hf]'"
-)
-NEEDS_TORCHAO = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed: pip install '.[fp8]'"
-)
-NEEDS_PEFT = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install '.[lora]'"
-)
+
+def _needs(module: str, extra: str) -> pytest.MarkDecorator:
+    is_missing = importlib.util.find_spec(module) is None
+    return pytest.mark.skipif(is_missing, reason=f"{module} is not installed: pip install '.[{extra}]'")
+
+
+NEEDS_TRANSFORMERS = _needs("transformers", "hf")
+NEEDS_TORCHAO = _needs("torchao", "fp8")
+NEEDS_PEFT = _needs("peft", "lora")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-_BY_NAME = ("mkdir", "rename", "replace", "link", "unlink", "chmod")
-_BY_DESCRIPTOR = ("write", "pwrite", "fsync", "fdatasync")
+from tests.support.faulty_files import CountedFile, patched
+
+_CHANGES = ("mkdir", "rename", "replace", "link", "unlink", "chmod", "write", "pwrite", "fsync", "fdatasync")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -37,19 +37,15 @@ class FailingWrites:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Takes the place of `os` and `open` for a while."""
-        with ExitStack() as patches:
-            for name in _BY_NAME:
-                patches.enter_context(mock.patch.object(os, name, self._by_name(getattr(os, name))))
-            for name in _BY_DESCRIPTOR:
-                patches.enter_context(mock.patch.object(os, name, self._by_descriptor(getattr(os, name))))
-            patches.enter_context(mock.patch.object(os, "open", self._opening(os.open)))
-            opened = self._opening_file(io.open)
-            for owner in (io, builtins):
-                patches.enter_context(mock.patch.object(owner, "open", opened))
+        calls = {name: self._meeting(getattr(os, name)) for name in _CHANGES} | {"open": self._opening(os.open)}
+        with patched(calls, self._opening_file(io.open)):
             yield
 
-    def _meet(self, path: object) -> None:
-        text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+    def _meet(self, target: Any) -> None:
+        """Counts a call for a path or a descriptor, if it is below the folder, and fails if it is its turn."""
+        with suppress(OSError):
+            target = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target
+        text = "" if isinstance(target, int) else os.fsdecode(target)
         if not text.startswith(self._root):
             return
         with self._lock:
@@ -59,17 +55,10 @@ class FailingWrites:
         if self._at and (number == self._at or (self._onward and number > self._at)):
             raise OSError(self._number, os.strerror(self._number), text)
 
-    def _by_name(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            self._meet(path)
-            return real(path, *args, **kwargs)
-
-        return call
-
-    def _by_descriptor(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(descriptor: int, *args: Any) -> Any:
-            self._meet(_path_of(descriptor))
-            return real(descriptor, *args)
+    def _meeting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+            self._meet(target)
+            return real(target, *args, **kwargs)
 
         return call
 
@@ -83,41 +72,15 @@ class FailingWrites:
 
     def _opening_file(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            writes = any(letter in mode for letter in "wax+")
-            if writes:
-                self._meet(_path_of(path) if isinstance(path, int) else path)
+            if not any(letter in mode for letter in "wax+"):
+                return real(path, mode, *args, **kwargs)
+            self._meet(path)
             file = real(path, mode, *args, **kwargs)
-            return _File(file, self._meet) if writes else file
+
+            def counting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+                changes = self._meeting(lambda _, *args: method(*args))
+                return partial(changes, file.fileno()) if name in ("write", "flush") else method
+
+            return CountedFile(file, counting)
 
         return call
-
-
-class _File:
-    """A file object whose writes and flushes count."""
-
-    def __init__(self, file: Any, meet: Callable[[object], None]) -> None:
-        self._file, self._meet = file, meet
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._file, name)
-        if name not in ("write", "flush"):
-            return value
-
-        def call(*args: Any) -> Any:
-            self._meet(_path_of(self._file.fileno()))
-            return value(*args)
-
-        return call
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-
-def _path_of(descriptor: int) -> str:
-    try:
-        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
-    except OSError:
-        return ""

@@ -9,7 +9,7 @@ import pathlib
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,24 +46,15 @@ class FaultyFiles:
         self, *, at: int = 0, fault: Fault | None = None, watch: Watch | None = None
     ) -> Iterator[FaultyFiles]:
         self._at, self._fault, self._watch = at, fault, watch
-        open_file = self._counting_files(io.open)
-        with ExitStack() as patches:
-            for owner in (io, builtins):
-                patches.enter_context(mock.patch.object(owner, "open", open_file))
-            accessor = getattr(pathlib, "_normal_accessor", None)  # Python 3.10 keeps its own references
-            for name in CALLS:
-                wrapped = self._counting(name, getattr(os, name))
-                patches.enter_context(mock.patch.object(os, name, wrapped))
-                if accessor is not None and hasattr(accessor, name):
-                    kept = staticmethod(open_file if name == "open" else wrapped)
-                    patches.enter_context(mock.patch.object(type(accessor), name, kept))
+        calls = {name: self._counting(name, getattr(os, name)) for name in CALLS}
+        with patched(calls, self._counting_files(io.open)):
             yield self
 
     def _counting_files(self, real: Callable[..., Any]) -> Callable[..., Any]:
         counted = self._counting("open_file", real)
 
         def open_file(*args: Any, **kwargs: Any) -> Any:
-            return real(*args, **kwargs) if self.is_watching else _CountedFile(counted(*args, **kwargs), self._counting)
+            return real(*args, **kwargs) if self.is_watching else CountedFile(counted(*args, **kwargs), self._counting)
 
         return open_file
 
@@ -97,7 +88,22 @@ class FaultyFiles:
         return result
 
 
-class _CountedFile:
+@contextmanager
+def patched(calls: Mapping[str, Callable[..., Any]], open_file: Callable[..., Any]) -> Iterator[None]:
+    """Puts calls in the place of those of `os`, and of `open`."""
+    with ExitStack() as patches:
+        for owner in (io, builtins):
+            patches.enter_context(mock.patch.object(owner, "open", open_file))
+        accessor = getattr(pathlib, "_normal_accessor", None)  # Python 3.10 keeps its own references
+        for name, call in calls.items():
+            patches.enter_context(mock.patch.object(os, name, call))
+            if accessor is not None and hasattr(accessor, name):
+                kept = staticmethod(open_file if name == "open" else call)
+                patches.enter_context(mock.patch.object(type(accessor), name, kept))
+        yield
+
+
+class CountedFile:
     """A file object whose reads and writes count."""
 
     def __init__(self, file: Any, counting: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -110,7 +116,7 @@ class _CountedFile:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._file)
 
-    def __enter__(self) -> _CountedFile:
+    def __enter__(self) -> CountedFile:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -124,6 +130,18 @@ def count_calls(work: Callable[[], Any]) -> int:
     return files.num_calls
 
 
+def fork(work: Callable[[], object], *, at: int, fault: Fault) -> int:
+    """Does the work in a forked child, with a fault at that call; returns the child."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with FaultyFiles().installed(at=at, fault=fault):
+                work()
+        finally:
+            os._exit(0)
+    return child
+
+
 def run_killed(work: Callable[[], Any], *, at: int, when: str) -> bool:
     """Runs the work in a forked child that is killed at that call; says whether it was killed."""
 
@@ -131,15 +149,7 @@ def run_killed(work: Callable[[], Any], *, at: int, when: str) -> bool:
         if moment == when:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
-    if child == 0:
-        try:
-            with FaultyFiles().installed(at=at, fault=kill):
-                work()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
+    return os.WIFSIGNALED(os.waitpid(fork(work, at=at, fault=kill), 0)[1])
 
 
 def run_failing(work: Callable[[], Any], *, at: int, number: int) -> tuple[Any, BaseException | None]:

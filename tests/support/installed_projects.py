@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.command_line import write
+
 _PACKAGE = 'from {name}._version import BUILT\nVERSION = "old"\n'
 _PROJECT = '[project]\nname = "{name}"\nversion = "0.1"\n'
 _SETUPTOOLS = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
@@ -43,9 +45,7 @@ class Layout:
             "pyproject.toml": self.build + _PROJECT.format(name=self.name) + self.more.get("pyproject.toml", ""),
             **{name: text for name, text in self.more.items() if name != "pyproject.toml"},
         }
-        for name, text in files.items():
-            (project / name).parent.mkdir(parents=True, exist_ok=True)
-            (project / name).write_text(text)
+        write(project, files)
         subprocess.run(["git", "init", "-q", str(project)], check=True)
         return project
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory
@@ -48,8 +48,7 @@ raise SystemExit(75 if asked else 0)
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(NamedTuple):
     """What one start of the rank has seen."""
 
     job: str

@@ -9,13 +9,12 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
-import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+from tests.support.ports import rank_environments
 from tests.support.warm_ranks import start_rank
 
 NUM_STEPS = 3
@@ -30,18 +29,13 @@ MODEL = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(NamedTuple):
     """One rank's bytes under one layout."""
 
     case: str
     rank: int
     peak: int
-    between_steps: int
-    """Held all the time: parameters, optimizer state, and what the wrappers keep."""
     estimated: int
-    parts: dict[str, int]
-    """What the estimate is made of."""
 
 
 def measure_layouts(cases: dict[str, dict[str, Any]], *, ranks: int, timeout_s: float = 600) -> list[Measured]:
@@ -52,10 +46,7 @@ def measure_layouts(cases: dict[str, dict[str, Any]], *, ranks: int, timeout_s: 
         ranks: how many.
         timeout_s: for all of it.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    orders = [json.dumps({"cases": cases, "rank": rank, "ranks": ranks, "port": port}) for rank in range(ranks)]
-    processes = [start_rank(Path(__file__), order, env=os.environ) for order in orders]
+    processes = [start_rank(Path(__file__), json.dumps(cases), env=env) for env in rank_environments(ranks)]
     texts = [process.communicate(timeout=timeout_s)[1] for process in processes]
     assert all(process.returncode == 0 for process in processes), texts
     # The profiler has things to say, too.
@@ -66,39 +57,40 @@ def main() -> None:
     """One rank: measures all cases, a line of JSON each."""
     import torch.distributed as dist
 
-    orders = json.loads(sys.argv[1])
-    address = f"tcp://127.0.0.1:{orders['port']}"
-    dist.init_process_group("gloo", init_method=address, rank=orders["rank"], world_size=orders["ranks"])
-    for name, case in orders["cases"].items():
-        print(json.dumps({"case": name, "rank": orders["rank"], **_measure(case, orders)}), flush=True)
+    dist.init_process_group("gloo")
+    for name, case in json.loads(sys.argv[1]).items():
+        measured = _measure(name, case, rank=dist.get_rank(), ranks=dist.get_world_size())
+        print(json.dumps(measured._asdict()), flush=True)
         gc.collect()
 
 
-def _measure(case: dict[str, Any], orders: dict[str, Any]) -> dict[str, Any]:
+def _measure(name: str, case: dict[str, Any], *, rank: int, ranks: int) -> Measured:
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
+    from slurm_train.estimate.memory import rank_memory
     from slurm_train.train.step import StepFacts
 
     torch.set_num_threads(1)
-    rank, facts = make_case_rank(case, rank=orders["rank"], ranks=orders["ranks"])
+    made, facts = make_case_rank(case, rank=rank, ranks=ranks)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        stepper, batches = build_case(rank)[1:]
+        stepper, batches = build_case(made)[1:]
         for step in range(1, 2 + NUM_STEPS):
             with record_function(f"step {step}"):
                 stepper.step(StepFacts(step, step, 1e-3, float("inf")), batches)
-    peak, between = _peak(found.profiler.kineto_results)  # type: ignore[union-attr]
-    return {"peak": peak, "between_steps": between, **_estimate(facts, rank)}
+    peak = _peak(found.profiler.kineto_results)  # type: ignore[union-attr]
+    memory = rank_memory(facts, stage=made.layout.coordinates(rank).pp)
+    return Measured(name, rank, peak, memory.total_bytes + memory.offloaded_bytes)
 
 
-def _peak(results: Any) -> tuple[int, int]:
-    """Returns the highest sum within a step, of the step where it is lowest, and the sum before that step.
+def _peak(results: Any) -> int:
+    """Returns the highest sum within a step, of the step where it is lowest.
 
     A gloo thread that is the last to let go of a buffer frees it unseen. Such a buffer counts until its address is
     given out again, so of several steps the one that such accidents hit least says most.
     """
     marks = sorted((one.start_ns(), one.end_ns()) for one in results.events() if one.name().startswith("step "))[1:]
-    found = [(0, 0)] * len(marks)
+    found = [0] * len(marks)
     live: dict[int, int] = {}
     total = 0
     for time_ns, address, num_bytes in _allocations(results.experimental_event_tree()):
@@ -107,11 +99,8 @@ def _peak(results: Any) -> tuple[int, int]:
             live[address] = num_bytes
             total += num_bytes
         for number, (start_ns, end_ns) in enumerate(marks):
-            peak, before = found[number]
-            if time_ns < start_ns:
-                found[number] = (0, total)
-            elif time_ns <= end_ns:
-                found[number] = (max(peak, total), before)
+            if start_ns <= time_ns <= end_ns:
+                found[number] = max(found[number], total)
     return min(found)
 
 
@@ -150,36 +139,18 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
 
     from slurm_train.models.objective import Objective
     from slurm_train.train.build import apply_parallelism, build_model, build_stepper
-    from slurm_train.train.context import Parts
     from slurm_train.train.optimizer import build_optimizer
     from slurm_train.train.step import Exchange
+    from tests.support.ranks import make_parts
 
     config, plan = rank.config, rank.plan
-    model, unused = build_model(config), cast("Any", None)
-    optimizer = build_optimizer(model, optim=config.optim)
-    parts = Parts(
-        rank=rank, model=model, optimizer=optimizer, train_data=unused, heldout=None, flops_per_token=(0.0, 0.0)
-    )
-    del model, optimizer
+    model = build_model(config)
+    parts = make_parts(rank, model, build_optimizer(model, optim=config.optim))
+    del model
     apply_parallelism(parts)
     stepper = build_stepper(parts, Objective(parts.model), exchange=Exchange(), before_change=lambda: None)
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
-    return parts, stepper, itertools.repeat(_Batch((tokens, tokens.clone())))
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    tensors: tuple[Any, ...]
-
-
-def _estimate(facts: Any, rank: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from slurm_train.estimate.memory import rank_memory
-
-    place = rank.layout.coordinates(rank.place.rank)
-    memory = rank_memory(facts, stage=place.pp)
-    return {"estimated": memory.total_bytes + memory.offloaded_bytes, "parts": asdict(memory)}
+    return parts, stepper, itertools.repeat(SimpleNamespace(tensors=(tokens, tokens.clone())))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def supervisor_pid(run: RunDirectory) -> int:
 
 def stepd_pid(run: RunDirectory, *, attempt: int = 0) -> int:
     """Returns the slurmstepd that holds rank 0."""
-    return _parent(rank_pid(run, 0, attempt=attempt))
+    return int(_state_and_parent(rank_pid(run, 0, attempt=attempt))[1])
 
 
 def kill(pid: int) -> None:
@@ -51,12 +51,12 @@ def wait_until_gone(pid: int, *, within_s: float) -> None:
 def is_alive(pid: int) -> bool:
     """Returns whether a process is there and no zombie."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return _state_and_parent(pid)[0] not in "ZX"
     return False
 
 
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def _state_and_parent(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
 
 
 def _only(pids: list[int], what: str) -> int:

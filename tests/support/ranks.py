@@ -13,7 +13,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.context import Rank
+from slurm_train.train.context import Parts, Rank
 from slurm_train.train.signals import StopFlag
 
 
@@ -52,6 +52,11 @@ def make_rank(
         attempt=attempt,
         **{"stop": StopFlag(), "env": {}, **facts},
     )
+
+
+def make_parts(rank: Rank, model: Any, optimizer: Any, data: Any = None) -> Parts:
+    """Returns the parts of a rank's training, without held-out data and operations."""
+    return Parts(rank=rank, model=model, optimizer=optimizer, train_data=data, heldout=None, flops_per_token=(0.0, 0.0))
 
 
 # gloo's threads end with their group. The garbage collector may be what ends it: it waits for them and holds the

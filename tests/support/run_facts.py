@@ -12,6 +12,8 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.rundir.files import write_record
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from tests.support.command_line import write
+from tests.support.run_files import add_lines
 
 
 def beat(rank: int = 0, *, age_s: float = 0.0, host: str = "node1", phase: str = "step", step: int = 1) -> Beat:
@@ -52,17 +54,14 @@ class RunFacts:
         run.plan.write_text(json.dumps({"max_steps": 400, "world": {"size": 1}}))
         if self.job_ids:
             run.job.write_text(json.dumps({"job_ids": list(self.job_ids), "submit_time_unix_s": self.submitted_unix_s}))
-        for path, lines in ((run.attempts, self.ledger), (run.metrics, self.metrics)):
-            if lines:
-                path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        add_lines(run.attempts, self.ledger)
+        add_lines(run.metrics, self.metrics)
         for line in self.ledger:
             if line["event"] == "start":
                 run.epochs.mkdir(exist_ok=True)
                 (run.epochs / f"attempt_{line['attempt']}").write_text("{}")
                 run.attempt_logs(line["attempt"]).mkdir(parents=True, exist_ok=True)
-        for name, text in self.logs.items():
-            (run.logs / name).parent.mkdir(parents=True, exist_ok=True)
-            (run.logs / name).write_text(text)
+        write(run.logs, self.logs)
         for beat in self.beats:
             write_record(run.heartbeats(existing_attempts(run)[-1], beat.rank), beat)
         if self.result is not None:

@@ -96,23 +96,25 @@ class RunFiles:
             (run.events, self.events),
             (run.saves, self.saves),
         ):
-            if lines:
-                path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            add_lines(path, lines)
         for path, value in ((run.provenance, self.provenance), (run.result, self.result)):
             if value is not None:
                 path.write_text(json.dumps(value))
         for rank, seconds in self.slow_ranks.items():
-            _write_step_times(run, rank, seconds)
+            times = StepTimes(run, 0, rank=rank, host=f"node{rank // 2 + 1}")
+            for _ in range(20):
+                times.add(seconds, seconds / 100)
+            times.keep()
         for window in self.windows:
             append_window(run, window)
         return run
 
 
-def _write_step_times(run: RunDirectory, rank: int, seconds: float) -> None:
-    times = StepTimes(run, 0, rank=rank, host=f"node{rank // 2 + 1}")
-    for _ in range(20):
-        times.add(seconds, seconds / 100)
-    times.keep()
+def add_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Appends lines of JSON to a file, which is not made for none."""
+    if lines:
+        with path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def run_in(folder: Path, run_id: str = "3f9a1c07") -> RunDirectory:

@@ -13,9 +13,9 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.commit import Place, discard
@@ -26,15 +26,14 @@ from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt,
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.crash_points import Trial
-from tests.support.faulty_files import FaultyFiles
+from tests.support.faulty_files import fork
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage
 
 OLD, NEW = 1, 2
 MOMENTS = ("has begun", "has claimed", "has committed")
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A run, one node's folder, and how many checkpoints stay."""
 
     folder: Path
@@ -59,8 +58,7 @@ class Stage:
         return open_attempt(self.run, AttemptStart(job_id=None, restart_count=0, nodes=("n",), world_size=1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class Scene(NamedTuple):
     """One piece of work of attempt 1, which is open.
 
     Args:
@@ -124,28 +122,18 @@ def has(*checkpoints: tuple[int, int], on_node: bool = False) -> Callable[[Stage
 
 def prune_all(stage_of_run: Stage) -> None:
     """Keeps the newest of many."""
-    place = replace(stage_of_run, keep=1).place(1)
+    place = stage_of_run._replace(keep=1).place(1)
     place.prune(list_checkpoints(place.root)[0])
 
 
 SCENES = (
-    Scene(name="commit", prepare=has((OLD, 1)), work=lambda one: save(one, 1)),
-    Scene(name="prune", prepare=has((0, 1), (OLD, 1), (NEW, 1)), work=prune_all),
-    Scene(name="rollback", prepare=has((OLD, 1), (NEW, 1), (3, 0)), work=roll_back_and_save),
-    Scene(name="claim", prepare=has((OLD, 0), (NEW, 0)), work=claim_and_save),
-    Scene(name="local-save", prepare=has((OLD, 1), on_node=True), work=lambda one: save_local(one, 1), is_local=True),
-    Scene(
-        name="local-claim",
-        prepare=has((OLD, 0), (NEW, 0), on_node=True),
-        work=lambda one: one.node(1).claim_all(),
-        is_local=True,
-    ),
-    Scene(
-        name="local-close",
-        prepare=has((OLD, 1), (NEW, 1), on_node=True),
-        work=lambda one: one.node(1).discard_from(0),
-        is_local=True,
-    ),
+    Scene("commit", has((OLD, 1)), lambda one: save(one, 1)),
+    Scene("prune", has((0, 1), (OLD, 1), (NEW, 1)), prune_all),
+    Scene("rollback", has((OLD, 1), (NEW, 1), (3, 0)), roll_back_and_save),
+    Scene("claim", has((OLD, 0), (NEW, 0)), claim_and_save),
+    Scene("local-save", has((OLD, 1), on_node=True), lambda one: save_local(one, 1), is_local=True),
+    Scene("local-claim", has((OLD, 0), (NEW, 0), on_node=True), lambda one: one.node(1).claim_all(), is_local=True),
+    Scene("local-close", has((OLD, 1), (NEW, 1), on_node=True), lambda one: one.node(1).discard_from(0), is_local=True),
 )
 
 
@@ -157,7 +145,7 @@ def careless_prune(stage_of_run: Stage) -> None:
             discard(path)
 
 
-CARELESS = Scene(name="careless", prepare=has((OLD, 1)), work=careless_prune)
+CARELESS = Scene("careless", has((OLD, 1)), careless_prune)
 
 
 def thawed_everywhere(scene: Scene, folder: Path, *, keep: int, every: int = 1) -> Iterator[Trial]:
@@ -182,7 +170,7 @@ def results_everywhere(folder: Path) -> Iterator[Trial]:
     for words, succeed in (("has published", _publish_next), ("was withdrawn", _withdraw)):
         for at in itertools.count(1):
             here = Stage(folder / "result", 1)
-            _prepare(here, Scene(name="result", prepare=lambda _: None, work=lambda _: None))
+            _prepare(here, Scene("result", lambda _: None, lambda _: None))
             child, name = _start_stopped(lambda run=here.run: publish_result(run, 1, {"attempt": 1}), at=at)
             expected = succeed(here) if name else None
             if name:
@@ -279,13 +267,7 @@ def _start_stopped(work: Callable[[], object], *, at: int) -> tuple[int, str]:
             os.write(writer, name.encode())
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    child = os.fork()
-    if child == 0:
-        try:
-            with FaultyFiles().installed(at=at, fault=stop):
-                work()
-        finally:
-            os._exit(0)
+    child = fork(work, at=at, fault=stop)
     os.close(writer)
     _, status = os.waitpid(child, os.WUNTRACED)
     try:

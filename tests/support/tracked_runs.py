@@ -12,6 +12,7 @@ from typing import Any
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.rundir.paths import RunDirectory
+from tests.support import run_files
 
 _BLOCK_BYTES = 32768
 
@@ -29,22 +30,13 @@ def make_run(root: Path, track: TrackSection | None = None, run_id: str = "3f9a1
 
 def step_line(step: int, *, attempt: int = 0, **more: Any) -> dict[str, Any]:
     """Returns a line of metrics; its loss tells step and attempt."""
-    times = {"time_unix_s": 1000.0 + 100 * attempt + step}
-    return {
-        "step": step,
-        "loss": step + attempt / 10,
-        "mfu": None,
-        "attempt": attempt,
-        "world_size": 1,
-        **times,
-        **more,
-    }
+    facts = {"mfu": None, "world_size": 1, "time_unix_s": 1000.0 + 100 * attempt + step}
+    return {"step": step, "loss": step + attempt / 10, "attempt": attempt, **facts, **more}
 
 
 def add_lines(run: RunDirectory, lines: Sequence[dict[str, Any]]) -> None:
     """Appends lines of metrics."""
-    with run.metrics.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+    run_files.add_lines(run.metrics, lines)
 
 
 def steps(first: int, last: int, *, attempt: int = 0) -> list[dict[str, Any]]:

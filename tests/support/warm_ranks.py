@@ -15,14 +15,15 @@ import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
+
+from tests.support.ports import rank_environments
 
 _WARM = (
     "encodings.idna",
@@ -35,7 +36,6 @@ _WARM = (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "slurm_train.cli.rank",
-    "slurm_train.checkpoint.load",
     "slurm_train.checkpoint.load",
     "slurm_train.checkpoint.tensors",
     "slurm_train.train.build",
@@ -120,14 +120,9 @@ def run_pair(folder: Path, program: str, *words: str) -> list[Any]:
     """
     path = folder / "program.py"
     path.write_text(program)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     outs = [folder / f"rank_{rank}.json" for rank in range(2)]
-    ranks = [
-        start_rank(path, *words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "OUT": str(outs[rank])})
-        for rank in range(2)
-    ]
+    environments = zip(rank_environments(2), outs, strict=True)
+    ranks = [start_rank(path, *words, env={**env, "OUT": str(out)}) for env, out in environments]
     texts = [rank.communicate(timeout=240.0)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "".join(texts)
     return [json.loads(out.read_text()) for out in outs]
@@ -144,28 +139,23 @@ class _Server:
             argv, cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
         )
 
-    def ask(self, **order: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._exchange(json.dumps(order)))
-        return answer
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.orders, self.answers = self.process.stdin, self.process.stdout
 
-    def _exchange(self, line: str) -> str:
-        to, back = self._pipes()
+    def ask(self, **order: Any) -> dict[str, Any]:
         with self.lock:
-            to.write(line + "\n")
-            to.flush()
-            answer = back.readline()
-        assert answer, f"the process that forks ranks has ended with {self.process.wait()}"
+            self.orders.write(json.dumps(order) + "\n")
+            self.orders.flush()
+            line = self.answers.readline()
+        assert line, f"the process that forks ranks has ended with {self.process.wait()}"
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
-        for pipe in self._pipes():
-            pipe.close()
+        self.orders.close()
+        self.answers.close()
         self.process.wait()
         self.folder.cleanup()
-
-    def _pipes(self) -> tuple[IO[str], IO[str]]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        return self.process.stdin, self.process.stdout
 
 
 _SERVERS: list[_Server] = []
