@@ -10,28 +10,29 @@ first and a copy into existing memory when warm. Wants about 8 GB of memory and 
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.build import build_checkpointer
-from slurm_train.train.context import Parts
 from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.step import Exchange
-from tests.support.ranks import make_rank
+from tests.support.options import read_options
+from tests.support.ranks import make_parts, make_rank
 
 NUM_MATRICES, NUM_VECTORS = 50, 50
 NUM_PARAMETERS = 124_000_000
@@ -53,7 +54,6 @@ class Bench:
         self.future: Any = None
         self.number = 0
         self.checkpointer = self._build_checkpointer()
-        self.total_s: dict[str, list[float]] = {}
 
     def tensors(self) -> list[Tensor]:
         """Returns all tensors of the state."""
@@ -83,14 +83,10 @@ class Bench:
 
     def dcp_save(self) -> None:
         """torch.distributed.checkpoint.save, which fsyncs."""
-        import torch.distributed.checkpoint as dcp
-
         dcp.save(self._state(), checkpoint_id=self._fresh("dcp_save"))
 
     def dcp_async_save(self) -> None:
         """torch.distributed.checkpoint.async_save."""
-        import torch.distributed.checkpoint as dcp
-
         self.future = dcp.async_save(self._state(), checkpoint_id=self._fresh("dcp_async"))
 
     def settle(self) -> None:
@@ -102,8 +98,6 @@ class Bench:
         assert not self.checkpointer.news(), "a save failed"
 
     def _state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -116,26 +110,15 @@ class Bench:
     def _build_checkpointer(self) -> Checkpointer:
         run = RunDirectory(self.folder / "run")
         run.path.mkdir()
-        rank, data = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1))), cast("Any", Data())
-        parts = Parts(
-            rank=rank,
-            model=self.model,
-            optimizer=self.optimizer,
-            train_data=data,
-            heldout=None,
-            flops_per_token=(0.0, 0.0),
-        )
+        rank = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1)))
+        parts = make_parts(rank, self.model, self.optimizer, Data(range(1000)))
         return build_checkpointer(parts, exchange=Exchange(), peak_lr=0.1)
 
 
-class Data:
-    """What a checkpoint says of its data."""
-
-    def __len__(self) -> int:
-        return 1000
+class Data(list[int]):
+    """What a checkpoint says of its data: how much, and no digest, since nothing is read."""
 
     def fingerprint(self) -> str:
-        """Returns no digest: nothing is read."""
         return "none"
 
 
@@ -149,42 +132,41 @@ def build_model(num_parameters: int) -> nn.Module:
     return model
 
 
-def measure(bench: Bench, ways: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds that each way blocked, round after round; the first round is each way's first call."""
-    blocked: dict[str, list[float]] = {name: [] for name in ways}
+Times = dict[str, list[tuple[float, float]]]
+"""By way, round after round: seconds that it blocked, and until all was on disk."""
+
+
+def measure(bench: Bench, ways: dict[str, Callable[[], None]], *, rounds: int) -> Times:
+    """Takes all ways in turns; the first round is each way's first call."""
+    found: Times = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
             start = time.perf_counter()
             way()
-            blocked[name].append(time.perf_counter() - start)
+            blocked_s = time.perf_counter() - start
             bench.settle()
-            bench.total_s.setdefault(name, []).append(time.perf_counter() - start)
-    return blocked
+            found[name].append((blocked_s, time.perf_counter() - start))
+    return found
 
 
-def report(blocked: dict[str, list[float]], total_s: dict[str, list[float]]) -> None:
+def report(found: Times) -> None:
     """Prints one line per way, and the ratio that is promised."""
-    copies = blocked["copy in memory"]
     print(f"{'':28}{'first s':>9}{'warm s':>9}{'x copy':>8}{'on disk s':>11}")
-    for name, times in blocked.items():
-        ratio = statistics.median(own / copy for own, copy in zip(times[1:], copies[1:], strict=True))
-        ended = "" if name == "copy in memory" else f"{statistics.median(total_s[name][1:]):11.3f}"
-        print(f"{name:28}{times[0]:9.3f}{statistics.median(times[1:]):9.3f}{ratio:8.2f}{ended}")
+    for name, ((first_s, _), *warm) in found.items():
+        ratio = median(own[0] / copy[0] for own, copy in zip(warm, found["copy in memory"][1:], strict=True))
+        blocked_s, total_s = (median(column) for column in zip(*warm, strict=True))
+        ended = "" if name == "copy in memory" else f"{total_s:11.3f}"
+        print(f"{name:28}{first_s:9.3f}{blocked_s:9.3f}{ratio:8.2f}{ended}")
     print(f"promise: slurm_train blocks at most {PROMISE} x the copy once warm")
 
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parameters", type=int, default=NUM_PARAMETERS)
-    parser.add_argument("--folder", default=None, help="where to write; default: a folder in /tmp")
-    arguments = parser.parse_args()
+    asked = read_options(rounds=5, parameters=NUM_PARAMETERS, folder=str)
     warnings.simplefilter("ignore")
-    folder = Path(tempfile.mkdtemp(prefix="slurm_train-bench-", dir=arguments.folder))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        bench = Bench(folder, num_parameters=arguments.parameters)
+    with tempfile.TemporaryDirectory(prefix="slurm_train-bench-", dir=asked.folder) as folder:
+        bench = Bench(Path(folder), num_parameters=asked.parameters)
         size_gb = sum(tensor.nbytes for tensor in bench.tensors()) / 1e9
         print(
             f"checkpoint stall: {size_gb:.2f} GB in {len(bench.tensors())} tensors, {torch.get_num_threads()} threads"
@@ -198,9 +180,7 @@ def main() -> None:
             "torch.save + fsync": bench.torch_save,
             "dcp.save": bench.dcp_save,
         }
-        report(measure(bench, ways, rounds=arguments.rounds), bench.total_s)
-    finally:
-        shutil.rmtree(folder)
+        report(measure(bench, ways, rounds=asked.rounds))
 
 
 if __name__ == "__main__":

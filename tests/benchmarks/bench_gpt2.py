@@ -12,7 +12,7 @@ operations per token of the published model count for all, so a padded vocabular
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import math
 import tempfile
@@ -21,8 +21,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import trace_summary
-from tests.benchmarks.loops import Figures, Loop, Run, keep, machine, markdown, opened, row, serve, take_turns
+import torch
+from torch import nn
+from torch.nn import functional
+
+from slurm_train.config.schema import nested
+from slurm_train.models import blocks
+from slurm_train.models.gpt import GPT
+from slurm_train.rundir.heartbeat import Limits
+from slurm_train.train.metrics import flops_per_token, peak_flops
+from tests.benchmarks.loops import Figures, Run, keep, left_out, machine, markdown, row, serve, start_loops, take_turns
+from tests.gpu.training import GPT2, RandomTokens, build_of, open_rank, sections_of
+from tests.support.options import read_options
 
 MODULE = "tests.benchmarks.bench_gpt2"
 TINY = {"vocab_size": 500, "context": 32, "num_layers": 1, "num_heads": 2, "width": 32}
@@ -46,19 +56,10 @@ _PADDED = 128
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the tables as Markdown and JSON")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for the CPU")
-    parser.add_argument("--only", nargs="*", choices=list(LOOPS), help="these loops, and nothing switched off")
-    parser.add_argument("--with", dest="extra", action="append", default=[], metavar="KEY=VALUE", help="ours with it")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=10, help="of a turn")
-    parser.add_argument("--local-size", type=int, default=16)
-    parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--budget-s", type=float, default=540.0, help="after it, no further item is switched off")
-    parser.add_argument("--trace", action="store_true", help="add where the time of a step goes, for each loop")
-    parser.add_argument("--loop", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked = read_options(
+        out=Path, tiny=False, only=(), rounds=6, steps=10, local_size=16, accumulation=2, budget_s=540.0, trace=False,
+        loop=str, **{"with": ()},
+    )  # fmt: skip
     if asked.loop:
         order = json.loads(asked.loop)
         serve(LOOPS[order["kind"]], order)
@@ -71,26 +72,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         kinds: dict[str, Any] = {name: {"kind": name} for name in asked.only or LOOPS}
         rows, notes = compare(kinds, order, Path(scratch), trace=asked.trace, **how)
-        extra = {f"ours, {text}": {text.partition("=")[0]: _value(text.partition("=")[2])} for text in asked.extra}
+        given = {text: text.partition("=") for text in getattr(asked, "with")}
+        extra = {f"ours, {text}": {key: _value(value)} for text, (key, _, value) in given.items()}
         items = {} if asked.only else {f"ours, {name}": settings for name, settings in ITEMS.items()}
         changed = list({**items, **extra}.items())
-        left_out, ablation = [], []
+        late, ablation = [], []
         for start in range(0, len(changed), _TOGETHER - 1):
             wave = dict(changed[start : start + _TOGETHER - 1])
             if time.monotonic() > until_s:
-                left_out += list(wave)
+                late += list(wave)
                 continue
             kinds = {name: {"kind": "ours", "settings": settings} for name, settings in wave.items()}
-            found, own = compare({"ours": {"kind": "ours"}, **kinds}, order, Path(scratch), trace=False, **how)
+            found, own = compare({"ours": {"kind": "ours"}, **kinds}, order, Path(scratch), **how)
             ablation += found if not ablation else found[1:]
             notes += own
     facts = machine() | {"model": "GPT-2 124M" if not asked.tiny else "tiny", "batch": dict(order)}
-    notes += [f"Left out, since the budget was spent: {', '.join(left_out)}."] if left_out else []
-    text = markdown("GPT-2 124M: training loops in turns", facts, rows)
-    if ablation:
-        text += "\n\n" + markdown("One setting at a time", facts, ablation)
-    text = "\n\n".join([text, *notes])
-    keep(asked.out, "bench_gpt2", {"facts": facts, "loops": rows, "ablation": ablation, "left_out": left_out}, text)
+    tables = {"GPT-2 124M: training loops in turns": rows, "One setting at a time": ablation}
+    pages = [markdown(title, facts, own) for title, own in tables.items() if own]
+    text = "\n\n".join([*pages, *notes, *left_out(late)])
+    keep(asked.out, "bench_gpt2", {"facts": facts, "loops": rows, "ablation": ablation, "left_out": late}, text)
 
 
 def _value(text: str) -> Any:
@@ -121,67 +121,40 @@ def compare(
         until_s: time after which no further round begins.
         trace: whether to take a trace at the end.
     """
-    loops, notes = list[Loop](), list[str]()
-    with opened(loops):
-        for name, own in kinds.items():
-            folder = Path(tempfile.mkdtemp(dir=scratch))
-            loop = Loop(MODULE, name, {**order, **own, "folder": str(folder)}, log=folder / "log.txt")
-            loops.append(loop)
-            try:
-                # One after the other: each takes most memory while it compiles.
-                loop.await_ready(timeout_s=240)
-            except RuntimeError as err:
-                loops.remove(loop)
-                loop.close()
-                notes.append(f"`{name}` could not be measured:\n\n```\n{str(err)[-1500:]}\n```")
+    with contextlib.ExitStack() as undo:
+        loops, notes = start_loops(MODULE, {name: {**order, **own} for name, own in kinds.items()}, scratch, undo)
         take_turns(loops, rounds=rounds, steps=steps, until_s=until_s)
-        base = loops[0]
-        context = (TINY if order["tiny"] else _gpt2())["context"]
-        tokens = order["local_size"] * order["accumulation"] * context
-        flops, peak = base.facts["flops"], base.facts["peak"]
-        rows = [row(loop, base=base, tokens=tokens, flops=flops, peak=peak) for loop in loops]
-        for loop in loops if trace else ():
-            path = scratch / "trace.json"
-            loop.ask({"steps": 2, "trace": str(path)})
-            summary = trace_summary.summarise(trace_summary.read(path))
-            notes.append(f"## {loop.name}: where a step's time goes\n\n{trace_summary.table(summary, steps=2)}")
+        tokens = order["local_size"] * order["accumulation"] * _shape(order)["context"]
+        rows = [row(loop, base=loops[0], tokens=tokens) for loop in loops]
+        notes += [loop.trace() for loop in loops if trace]
     return rows, notes
 
 
-def _gpt2() -> dict[str, Any]:
-    from tests.gpu.training import GPT2
-
-    return GPT2
+def _shape(order: Mapping[str, Any]) -> dict[str, Any]:
+    return TINY if order["tiny"] else GPT2
 
 
 def _facts(order: Mapping[str, Any]) -> Figures:
     """Returns the operations per token of the published model, and the peak of the device."""
-    import torch
-
-    from slurm_train.models.gpt import GPT
-    from slurm_train.train.metrics import flops_per_token, peak_flops
-
-    shape = TINY if order["tiny"] else _gpt2()
+    shape = _shape(order)
     with torch.device("meta"):
-        model = GPT(**shape)  # type: ignore[arg-type]
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return {"flops": flops_per_token(model, positions=int(shape["context"])), "peak": peak_flops(device)}
+        model = GPT(**shape)
+    return {"flops": flops_per_token(model, positions=shape["context"]), "peak": peak_flops(_device())}
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def ours(order: Mapping[str, Any]) -> tuple[Run, Figures]:
     """Builds this trainer, everything on, but evaluation and saves."""
-    from slurm_train.config.schema import nested
-    from slurm_train.models import blocks
-    from slurm_train.rundir.heartbeat import Limits
-    from tests.gpu.training import build_of, open_rank, sections_of
-
     changes: dict[str, Any] = nested(order.get("settings", {}))
     if without := changes.pop("without", None):
         # Every layer is special, or the stream is as it comes; a loop has its own process.
         setattr(blocks, without, {"_is_special": lambda _layer: True, "_as_stream": lambda x: x}[without])
     changes["train"] = {"max_steps": 10**6, "compile": not order["tiny"], **changes.get("train", {})}
     changes["batch"] = {"accumulation": order["accumulation"], **changes.get("batch", {})}
-    model = {**(TINY if order["tiny"] else _gpt2()), **changes.pop("model", {})}
+    model = {**_shape(order), **changes.pop("model", {})}
     sections = sections_of(model, local_size=order["local_size"], **changes)
     rank = open_rank(sections, Path(order["folder"], "run"))
     rank.heartbeat.start(rank.run, 0, rank=0, host="here", limits=Limits(600.0, 300.0, 1800.0))
@@ -191,11 +164,7 @@ def ours(order: Mapping[str, Any]) -> tuple[Run, Figures]:
 
 def _module(order: Mapping[str, Any]) -> Any:
     """Returns the plain model: loss of (tokens, targets), in GPT-2's shape with a padded vocabulary."""
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    shape: dict[str, Any] = dict(TINY if order["tiny"] else _gpt2())
+    shape = _shape(order)
     width, heads, context = shape["width"], shape["num_heads"], shape["context"]
     vocabulary = -(-shape["vocab_size"] // _PADDED) * _PADDED
 
@@ -238,26 +207,17 @@ def _module(order: Mapping[str, Any]) -> Any:
     return Model()
 
 
-def _groups(model: Any) -> list[dict[str, Any]]:
+def _adamw(model: Any) -> Any:
     by_decay: dict[float, list[Any]] = {0.1: [], 0.0: []}
     for parameter in model.parameters():
         by_decay[0.1 if parameter.dim() >= 2 else 0.0].append(parameter)
-    return [{"params": own, "weight_decay": decay} for decay, own in by_decay.items()]
-
-
-def _adamw(model: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(_groups(model), lr=6e-4, betas=(0.9, 0.95), fused=True)
+    groups = [{"params": own, "weight_decay": decay} for decay, own in by_decay.items()]
+    return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
 
 
 def _batches(order: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Yields batches on the host, in pinned memory where there is a GPU."""
-    import torch
-
-    shape: Mapping[str, Any] = TINY if order["tiny"] else _gpt2()
-    from tests.gpu.training import RandomTokens
-
+    shape = _shape(order)
     source = RandomTokens(vocab_size=shape["vocab_size"], context=shape["context"])
     generator = torch.Generator().manual_seed(1)
     while True:
@@ -268,9 +228,7 @@ def _batches(order: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 def plain(order: Mapping[str, Any]) -> tuple[Run, Figures]:
     """Builds the tuned loop without any toolkit."""
-    import torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     model = _module(order).to(device)
     optimizer = _adamw(model)
     forward = model if order["tiny"] else torch.compile(model)
@@ -302,7 +260,6 @@ def plain(order: Mapping[str, Any]) -> tuple[Run, Figures]:
 
 def accelerate(order: Mapping[str, Any]) -> tuple[Run, Figures]:
     """Builds accelerate's loop around the same module."""
-    import torch
     from accelerate import Accelerator
 
     on_gpu = torch.cuda.is_available()
@@ -339,7 +296,6 @@ def lightning(order: Mapping[str, Any]) -> tuple[Run, Figures]:
     import warnings
 
     import lightning as L
-    import torch
 
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

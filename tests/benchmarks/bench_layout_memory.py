@@ -10,33 +10,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.measured_memory import Measured, measure_layouts
+from tests.support.measured_memory import measure_layouts
 
 BATCH = {"local_size": 4, "accumulation": 1}
+TWICE = {"local_size": 4, "accumulation": 2}
 FLOWING = {"local_size": 2, "accumulation": 4}
 Case = dict[str, dict[str, Any]]
 
 
-def _case(batch: dict[str, Any] | None = None, *, precision: str = "float32", **parallel: Any) -> Case:
-    return {"parallel": {"dp_replicate": 1, **parallel}, "batch": batch or BATCH, "train": {"precision": precision}}
+def _case(
+    batch: dict[str, Any] = BATCH, *, model: dict[str, Any] | None = None, precision: str = "float32", **parallel: Any
+) -> Case:
+    sections: Case = {"parallel": {"dp_replicate": 1, **parallel}, "batch": batch, "train": {"precision": precision}}
+    return {**sections, "model": model} if model else sections
 
 
 # Eight heads of queries on two of keys, as Llama has them: key widths are what context parallelism gathers.
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "num_heads": 8, "num_kv_heads": 2}
 GPT2 = {"positions": "learned", "activation": "gelu_tanh", "bias": True}
+MANY_WORDS = {"vocab_size": 4096, "width": 128}
 ALONE = {
-    "one process, Llama's form": {**_case(), "model": LLAMA},
-    "one process, Llama's form, bfloat16": {**_case(precision="bfloat16"), "model": LLAMA},
-    "one process, GPT-2's form": {**_case(), "model": GPT2},
+    "one process, Llama's form": _case(model=LLAMA),
+    "one process, Llama's form, bfloat16": _case(precision="bfloat16", model=LLAMA),
+    "one process, GPT-2's form": _case(model=GPT2),
     "one process": _case(),
     "one process, bfloat16": _case(precision="bfloat16"),
     "one process, full checkpointing": _case(activation_checkpointing="full"),
     "one process, selective checkpointing": _case(activation_checkpointing="selective"),
-    "one process, two micro-batches": _case({"local_size": 4, "accumulation": 2}),
+    "one process, two micro-batches": _case(TWICE),
 }
 TWO = {
     "DDP": _case(dp_replicate=2),
-    "DDP, two micro-batches": _case({"local_size": 4, "accumulation": 2}, dp_replicate=2),
+    "DDP, two micro-batches": _case(TWICE, dp_replicate=2),
     "FSDP2": _case(dp_shard=2),
     "FSDP2, kept gathered": _case(dp_shard=2, reshard_after_forward=False),
     "FSDP2 from the host": _case(dp_shard=2, cpu_offload=True),
@@ -45,25 +50,22 @@ TWO = {
     "FSDP2, bfloat16, full checkpointing": _case(dp_shard=2, precision="bfloat16", activation_checkpointing="full"),
     "PP2, bfloat16": _case(FLOWING, pp=2, precision="bfloat16"),
     "FSDP2, full checkpointing": _case(dp_shard=2, activation_checkpointing="full"),
-    "FSDP2, two micro-batches": _case({"local_size": 4, "accumulation": 2}, dp_shard=2),
-    "FSDP2, large vocabulary": {**_case(dp_shard=2), "model": {"vocab_size": 4096, "width": 128}},
-    "FSDP2, short sequences": {**_case({"local_size": 1}, dp_shard=2), "model": {"context": 64, "num_layers": 6}},
+    "FSDP2, two micro-batches": _case(TWICE, dp_shard=2),
+    "FSDP2, large vocabulary": _case(dp_shard=2, model=MANY_WORDS),
+    "FSDP2, short sequences": _case({"local_size": 1}, dp_shard=2, model={"context": 64, "num_layers": 6}),
     "TP2": _case(tp=2),
-    "TP2, short sequences": {**_case({"local_size": 1}, tp=2), "model": {"context": 64}},
+    "TP2, short sequences": _case({"local_size": 1}, tp=2, model={"context": 64}),
     "TP2, bfloat16": _case(tp=2, precision="bfloat16"),
     "TP2 by positions": _case(tp=2, sequence_parallel=True),
     "CP2": _case(cp=2),
-    "FSDP2, Llama's form": {**_case(dp_shard=2), "model": LLAMA},
-    "FSDP2, Llama's form, full checkpointing": {**_case(dp_shard=2, activation_checkpointing="full"), "model": LLAMA},
-    "TP2 by positions, Llama's form": {**_case(tp=2, sequence_parallel=True), "model": LLAMA},
-    "CP2, Llama's form": {**_case(cp=2), "model": LLAMA},
-    "PP2, Llama's form": {**_case(FLOWING, pp=2), "model": LLAMA},
+    "FSDP2, Llama's form": _case(dp_shard=2, model=LLAMA),
+    "FSDP2, Llama's form, full checkpointing": _case(dp_shard=2, activation_checkpointing="full", model=LLAMA),
+    "TP2 by positions, Llama's form": _case(tp=2, sequence_parallel=True, model=LLAMA),
+    "CP2, Llama's form": _case(cp=2, model=LLAMA),
+    "PP2, Llama's form": _case(FLOWING, pp=2, model=LLAMA),
     "PP2": _case(FLOWING, pp=2),
-    "PP2, large vocabulary": {**_case(FLOWING, pp=2), "model": {"vocab_size": 4096, "width": 128}},
-    "PP2, GPipe, large vocabulary": {
-        **_case(FLOWING, pp=2, pipeline_schedule="gpipe"),
-        "model": {"vocab_size": 4096, "width": 128},
-    },
+    "PP2, large vocabulary": _case(FLOWING, pp=2, model=MANY_WORDS),
+    "PP2, GPipe, large vocabulary": _case(FLOWING, pp=2, pipeline_schedule="gpipe", model=MANY_WORDS),
     "PP2, GPipe": _case(FLOWING, pp=2, pipeline_schedule="gpipe"),
     "PP2, two stages each": _case(FLOWING, pp=2, stages_per_rank=2),
 }
@@ -85,16 +87,11 @@ def main() -> None:
     for ranks, cases in ((1, ALONE), (2, TWO), (4, FOUR)):
         found = measure_layouts(cases, ranks=ranks)
         for name in cases:
-            one = fullest([each for each in found if each.case == name])
+            one = max((each for each in found if each.case == name), key=lambda each: each.peak)
             off = one.estimated / one.peak - 1
             worst = max(worst, abs(off))
             print(f"{name:38}{one.peak / 2**20:7.1f} MiB{one.estimated / 2**20:7.1f} MiB {off:+.1%}", flush=True)
     print(f"farthest off: {worst:.1%}")
-
-
-def fullest(ranks: list[Measured]) -> Measured:
-    """Returns the rank that measured most."""
-    return max(ranks, key=lambda one: one.peak)
 
 
 if __name__ == "__main__":

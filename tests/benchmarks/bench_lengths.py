@@ -13,11 +13,25 @@ that to DistributedSampler's in the same round.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
+from statistics import fmean, median, pstdev, quantiles
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from slurm_train.config.schema import BatchSection, HealthSection
+from slurm_train.data.mapstyle import MapStyleSource, pad
+from slurm_train.data.source import IGNORED
+from slurm_train.models.gpt import GPT
+from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.train.metrics import PaceProbe
 from tests.benchmarks.turns import RANKS, Facts, in_turns, main, our_loop, show_table
 
 LOCAL, POOL = 16, 32
@@ -45,10 +59,8 @@ Run = Callable[[int], Turn]
 
 def measure(part: str, rounds: int) -> Facts:
     """One rank: all ways in turns, whole pools each."""
-    import torch.distributed as dist
-
     read_s = READ_S if part == "slow reading" else 0.0
-    runs = {name: make_run(name, read_s) for name in WAYS[part]}
+    runs = {name: sampler_run(read_s) if name == "DistributedSampler" else our_run(name, read_s) for name in WAYS[part]}
     for run in runs.values():
         run(POOL // 4)
     turns = in_turns({name: (lambda run=run: run(POOL)) for name, run in runs.items()}, rounds=rounds)
@@ -60,7 +72,7 @@ def measure(part: str, rounds: int) -> Facts:
 
 def together(pair: tuple[Turn, ...]) -> Turn:
     """Returns what the ranks of one turn saw together."""
-    waits = statistics.fmean(turn.wait_share for turn in pair)
+    waits = fmean(turn.wait_share for turn in pair)
     both = list(zip(*(turn.sizes for turn in pair), strict=True))
     # A step takes as long as the larger part: the rest of the other is padding, too.
     return Turn(pair[0].step_s, sum(turn.tokens for turn in pair), [RANKS * max(sizes) for sizes in both], waits)
@@ -72,29 +84,18 @@ def summary(turns: list[Turn], sampler: list[Turn]) -> dict[str, float]:
     rates, others = ([turn.tokens / sum(turn.step_s) for turn in some] for some in (turns, sampler))
     sizes, tokens = [size for turn in turns for size in turn.sizes], sum(turn.tokens for turn in turns)
     return {
-        "ms": 1e3 * statistics.fmean(times),
-        "spread": statistics.pstdev(times) / statistics.fmean(times),
-        "tail": statistics.quantiles(times, n=20)[-1] / statistics.median(times),
-        "work": statistics.pstdev(sizes) / statistics.fmean(sizes),
-        "waits": statistics.fmean(turn.wait_share for turn in turns),
+        "ms": 1e3 * fmean(times),
+        "spread": pstdev(times) / fmean(times),
+        "tail": quantiles(times, n=20)[-1] / median(times),
+        "work": pstdev(sizes) / fmean(sizes),
+        "waits": fmean(turn.wait_share for turn in turns),
         "padding": 1 - tokens / sum(sizes),
-        "tokens_per_s": statistics.median(rates),
-        "ratio": statistics.median(ours / theirs for ours, theirs in zip(rates, others, strict=True)),
+        "tokens_per_s": median(rates),
+        "ratio": median(ours / theirs for ours, theirs in zip(rates, others, strict=True)),
     }
 
 
-def make_run(name: str, read_s: float) -> Run:
-    """Returns what runs so many steps of one way."""
-    if name == "DistributedSampler":
-        return sampler_run(read_s)
-    return our_run(by_length=name != "even", prefetch=4 if "prefetch" in name else 0, read_s=read_s)
-
-
 def make_model() -> Any:
-    import torch
-
-    from slurm_train.models.gpt import GPT
-
     torch.manual_seed(0)
     return GPT(vocab_size=VOCABULARY, context=LONGEST, num_layers=2, num_heads=2, width=64)
 
@@ -103,9 +104,6 @@ class Sequences:
     """Sequences of log-normal length; counts what was asked for and how large it was when padded."""
 
     def __init__(self, read_s: float) -> None:
-        import numpy as np
-        import torch
-
         lengths = np.random.default_rng(1).lognormal(4.2, 0.8, NUM_SAMPLES).clip(4, LONGEST).astype(np.int64)
         self.lengths, self.read_s = lengths, read_s
         self.tokens = torch.randint(0, VOCABULARY, (LONGEST + 1,), generator=torch.Generator().manual_seed(2))
@@ -119,57 +117,38 @@ class Sequences:
         return self.tokens[:length], self.tokens[1 : length + 1]
 
 
-class Counts:
-    """Tokens of this rank's batches, with and without padding."""
+class Stopwatch:
+    """Counts the tokens of this rank's batches, with and without padding, and times steps one by one."""
 
     def __init__(self) -> None:
         self.tokens = self.padded = 0
 
     def pad(self, samples: list[Any]) -> Any:
         """Collates and counts."""
-        from slurm_train.data.mapstyle import pad
-        from slurm_train.data.source import IGNORED
-
         inputs, targets = pad(samples)
         self.padded += inputs.numel()
         self.tokens += int((targets != IGNORED).sum())
         return inputs, targets
 
-
-class Stopwatch:
-    """Times steps one by one."""
-
-    def __init__(self, counts: Counts, heartbeat: Any) -> None:
-        self._counts, self._heartbeat = counts, heartbeat
-
-    def run(self, step: Callable[[], None], steps: int) -> Turn:
+    def run(self, heartbeat: Heartbeat, step: Callable[[], object], steps: int) -> Turn:
         """Takes so many steps."""
-        before, pace = self._counts.tokens, self._heartbeat.pace
+        before, pace = self.tokens, heartbeat.pace
         times, sizes = [], []
         for _ in range(steps):
-            start, padded = time.perf_counter(), self._counts.padded
+            start, padded = time.perf_counter(), self.padded
             step()
             times.append(time.perf_counter() - start)
-            sizes.append(self._counts.padded - padded)
-        spent = self._heartbeat.pace.since(pace)
+            sizes.append(self.padded - padded)
+        spent = heartbeat.pace.since(pace)
         share = spent.wait_s / max(spent.wait_s + spent.own_s, 1e-9)
-        return Turn(times, self._counts.tokens - before, sizes, share)
+        return Turn(times, self.tokens - before, sizes, share)
 
 
 def sampler_run(read_s: float) -> Run:
     """The bare loop over DistributedSampler and DataLoader."""
-    import torch
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
-
-    from slurm_train.rundir.heartbeat import Heartbeat
-    from slurm_train.train.metrics import PaceProbe
-
-    counts, data, heartbeat = Counts(), Sequences(read_s), Heartbeat()
+    watch, data, heartbeat = Stopwatch(), Sequences(read_s), Heartbeat()
     sampler: Any = DistributedSampler(data, shuffle=True, seed=3, drop_last=True)  # type: ignore[arg-type]
-    loader = DataLoader(data, batch_size=LOCAL, sampler=sampler, collate_fn=counts.pad, drop_last=True)  # type: ignore
+    loader = DataLoader(data, batch_size=LOCAL, sampler=sampler, collate_fn=watch.pad, drop_last=True)  # type: ignore
     model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     probe = PaceProbe(model, heartbeat, every=2, data_wait_s=lambda: 0.0, on_device=False)
@@ -192,37 +171,25 @@ def sampler_run(read_s: float) -> Run:
         optimizer.zero_grad()
         probe.end()
 
-    watch = Stopwatch(counts, heartbeat)
-    return lambda steps: watch.run(step, steps)
+    return lambda steps: watch.run(heartbeat, step, steps)
 
 
-def our_run(*, by_length: bool, prefetch: int, read_s: float) -> Run:
+def our_run(name: str, read_s: float) -> Run:
     """Our loop with everything on."""
-    from slurm_train.config.schema import BatchSection, HealthSection
-    from slurm_train.data.mapstyle import MapStyleSource
-
-    counts = Counts()
-    source = MapStyleSource(Sequences(read_s), collate=counts.pad)  # type: ignore[arg-type]
+    watch = Stopwatch()
+    source = MapStyleSource(Sequences(read_s), collate=watch.pad)  # type: ignore[arg-type]
     loop, heartbeat = our_loop(
         make_model(),
         source,
         local_size=LOCAL,
-        batch=BatchSection(by_length=by_length, pool=POOL),
-        data={"_target_": "none", "prefetch": prefetch},
+        batch=BatchSection(by_length=name != "even", pool=POOL),
+        data={"_target_": "none", "prefetch": 4 if "prefetch" in name else 0},
         health=HealthSection(pace_every_steps=2),
     )
-    watch = Stopwatch(counts, heartbeat)
-    return lambda steps: watch.run(lambda: loop.advance(loop.position.step + 1), steps)
+    return lambda steps: watch.run(heartbeat, lambda: loop.advance(loop.position.step + 1), steps)
 
 
 if __name__ == "__main__":
     columns = {"ms": ".1f", "spread": ".2f", "tail": ".2f", "work": ".2f", "waits": ".0%", "padding": ".0%"}
     columns |= {"tokens_per_s": ",.0f", "ratio": ".2f"}
-    main(
-        "tests.benchmarks.bench_lengths",
-        doc=__doc__,
-        rounds=6,
-        cases=list(WAYS),
-        measure=measure,
-        show=lambda results: show_table(results, columns),
-    )
+    main(measure, lambda results: show_table(results, columns), rounds=6, cases=WAYS)

@@ -9,7 +9,7 @@ head weigh more in it. Each variant is a process of its own; both formulas of th
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import tempfile
 import time
@@ -17,8 +17,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import trace_summary
-from tests.benchmarks.loops import Figures, Loop, Run, keep, machine, markdown, opened, row, serve, take_turns
+from tests.benchmarks.loops import (
+    Figures,
+    Loop,
+    Run,
+    keep,
+    left_out,
+    machine,
+    markdown,
+    not_measured,
+    row,
+    serve,
+    start_loops,
+    take_turns,
+)
+from tests.support.options import read_options
 
 MODULE = "tests.benchmarks.bench_llama8b"
 LLAMA = {
@@ -27,96 +40,62 @@ LLAMA = {
 }  # fmt: skip
 """Llama 3 8B, as conf/model/llama3-8b.yaml has it."""
 TINY = {**LLAMA, "vocab_size": 512, "num_heads": 4, "num_kv_heads": 2, "width": 64, "hidden": 128}
-_BFLOAT16_KEY = "param_dtype"
 _OF_A_SAVE = ("save_stall_s", "two_steps_with_save_s", "save_s", "state_gb")
 
 
 def variants(*, tiny: bool, context: int, local_size: int) -> dict[str, dict[str, Any]]:
     """Returns the variants by name: layers, sequences of a micro-batch and settings by key."""
-    few = {"num_layers": 2 if tiny else 8, "local_size": local_size, "context": context}
-    found: dict[str, dict[str, Any]] = {
-        f"{few['num_layers']} layers, {kind}": {**few, "settings": {"parallel.activation_checkpointing": kind}}
-        for kind in ("none", "selective", "full")
-    }
-    found[f"{few['num_layers']} layers, not compiled"] = {**few, "settings": {"train.compile": False}}
-    if has_bfloat16_parameters():
-        whole = {"num_layers": 4 if tiny else 32, "local_size": local_size, "context": context}
-        half = {f"train.{_BFLOAT16_KEY}": "bfloat16"}
-        for kind in ("selective", "full"):
-            settings = {**half, "parallel.activation_checkpointing": kind}
-            found[f"whole, bfloat16 parameters, {kind}"] = {**whole, "settings": settings}
-    return found
-
-
-def has_bfloat16_parameters() -> bool:
-    """Returns whether the configuration can ask for parameters in bfloat16; in float32 8B needs 128 GB of state."""
-    from slurm_train.config.schema import TrainSection
-
-    return _BFLOAT16_KEY in TrainSection.__dataclass_fields__
+    few, whole = (2, 4) if tiny else (8, 32)
+    kinds = {kind: {"parallel.activation_checkpointing": kind} for kind in ("none", "selective", "full")}
+    found: dict[str, tuple[int, dict[str, Any]]] = {f"{few} layers, {kind}": (few, kinds[kind]) for kind in kinds}
+    found[f"{few} layers, not compiled"] = few, {"train.compile": False}
+    for kind in ("selective", "full"):
+        settings = {"train.param_dtype": "bfloat16", **kinds[kind]}
+        found[f"whole, bfloat16 parameters, {kind}"] = whole, settings
+    size = {"local_size": local_size, "context": context}
+    return {name: {"num_layers": layers, "settings": settings, **size} for name, (layers, settings) in found.items()}
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the table as Markdown and JSON")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for the CPU")
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--local-size", type=int, default=2, help="sequences of a micro-batch")
-    parser.add_argument("--only", nargs="*", help="variants whose names contain one of these")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="of a turn")
-    parser.add_argument("--budget-s", type=float, default=520.0, help="after it, no further variant is begun")
-    parser.add_argument("--no-save", action="store_true", help="do not measure the stall of a save")
-    parser.add_argument("--trace", action="store_true", help="add where the time of a step goes")
-    parser.add_argument("--loop", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked = read_options(
+        out=Path, tiny=False, context=4096, local_size=2, only=(), rounds=3, steps=5, budget_s=520.0, no_save=False,
+        trace=False, loop=str,
+    )  # fmt: skip
     if asked.loop:
         serve(build, json.loads(asked.loop))
     if asked.tiny:
         asked.context, asked.rounds, asked.steps = 32, 1, 2
-    until_s, rows, notes, left_out = time.monotonic() + asked.budget_s, list[Figures](), list[str](), list[str]()
+    until_s, rows, notes, late = time.monotonic() + asked.budget_s, list[Figures](), list[str](), list[str]()
     chosen = variants(tiny=asked.tiny, context=asked.context, local_size=asked.local_size)
     with tempfile.TemporaryDirectory() as scratch:
         for name, variant in chosen.items():
             if asked.only and not any(word in name for word in asked.only):
                 continue
             if time.monotonic() > until_s:
-                left_out.append(name)
+                late.append(name)
                 continue
-            folder = Path(tempfile.mkdtemp(dir=scratch))
-            loop = Loop(MODULE, name, {**variant, "tiny": asked.tiny, "folder": str(folder)}, log=folder / "log.txt")
-            try:
-                with opened([loop]):
-                    rows.append(_measure(loop, variant, asked, is_first=not rows, notes=notes, folder=folder))
-            except RuntimeError as err:
-                notes.append(f"`{name}` could not be measured:\n\n```\n{str(err)[-1500:]}\n```")
-    if not has_bfloat16_parameters():
-        notes.append("The whole model was not tried: parameters are always float32 here, which is 128 GB of state.")
-    if left_out:
-        notes.append(f"Left out, since the budget was spent: {', '.join(left_out)}.")
+            with contextlib.ExitStack() as undo:
+                loops, failed = start_loops(MODULE, {name: {**variant, "tiny": asked.tiny}}, Path(scratch), undo)
+                notes += failed
+                try:
+                    rows += [_measure(loop, variant, asked, is_first=not rows, notes=notes) for loop in loops]
+                except RuntimeError as err:
+                    notes.append(not_measured(name, err))
+    notes += left_out(late)
     facts = machine() | {"model": "Llama 3 8B" if not asked.tiny else "tiny", "context": asked.context}
     text = "\n\n".join([markdown("Llama 3 8B on one device", facts, rows), *notes])
-    keep(asked.out, "bench_llama8b", {"facts": facts, "variants": rows, "notes": notes, "left_out": left_out}, text)
+    keep(asked.out, "bench_llama8b", {"facts": facts, "variants": rows, "notes": notes, "left_out": late}, text)
 
 
-def _measure(
-    loop: Loop, variant: Mapping[str, Any], asked: argparse.Namespace, *, is_first: bool, notes: list[str], folder: Path
-) -> Figures:
-    loop.await_ready(timeout_s=300)
-    facts = loop.facts
+def _measure(loop: Loop, variant: Mapping[str, Any], asked: Any, *, is_first: bool, notes: list[str]) -> Figures:
     take_turns([loop], rounds=asked.rounds, steps=asked.steps)
-    tokens = variant["local_size"] * variant["context"]
-    found = row(loop, base=loop, tokens=tokens, flops=facts["flops"], peak=facts["peak"])
-    for key in [key for key in found if key.startswith("speed_against")]:
-        del found[key]
-    found |= {"parameters": facts["parameters"], **dict.fromkeys(_OF_A_SAVE)}
+    found = row(loop, tokens=variant["local_size"] * variant["context"])
+    found |= {"parameters": loop.facts["parameters"], **dict.fromkeys(_OF_A_SAVE)}
     if is_first and not asked.no_save:
-        found |= loop.ask({"save": True}, timeout_s=400)["save"]
+        found |= loop.ask({"save": True}, timeout_s=400)
     if asked.trace:
-        path = folder / "trace.json"
-        loop.ask({"steps": 2, "trace": str(path)})
-        summary = trace_summary.summarise(trace_summary.read(path))
-        notes.append(f"## {loop.name}: where a step's time goes\n\n{trace_summary.table(summary, steps=2)}")
+        notes.append(loop.trace())
     return found
 
 

@@ -5,20 +5,18 @@ the copy that background saves are written from. Allocations are the profiler's 
 process is VmHWM, less what it was after a tiny model's first steps. The second one also holds what glibc's allocator
 keeps for later, so it is the larger one; "trimmed" is the same with an allocator that keeps nothing. MiB of one rank.
 
-    python -m tests.benchmarks.bench_memory [--threads 1]
+    python -m tests.benchmarks.bench_memory
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from tests.support.measured_memory import build_case, make_case_rank, measure_layouts
+from tests.support.options import json_of, read_options
 
 
 def _case(batch_size: int, *, accumulation: int = 1, precision: str = "float32", **model: int) -> dict[str, Any]:
@@ -47,40 +45,29 @@ MIB = 1 << 20
 
 def main() -> None:
     """Prints a line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--case", help="run one case in this process and print it as JSON")
-    options = parser.parse_args()
-    if options.case:
-        print(json.dumps(run_case(CASES[options.case], threads=options.threads)))
+    asked = read_options(case=str)
+    if asked.case:
+        print(json.dumps(run_case(CASES[asked.case])))
         return
     print(
         f"{'case':<22}{'estimate':>10}" + "".join(f"{name:>11}  ratio" for name in ("allocated", "process", "trimmed"))
     )
     for measured in measure_layouts(CASES, ranks=1):
-        plain, trimmed = (measure(measured.case, options.threads, env) for env in ({}, TRIMMED))
+        plain, trimmed = (json_of(__spec__.name, "--case", measured.case, env=env) for env in ({}, TRIMMED))
         estimate, allocated = measured.estimated + plain["copies"], measured.peak + plain["copies"]
         found = (allocated, plain["process"], trimmed["process"])
         row = "".join(f"{one / MIB:>11.1f}{estimate / one:>7.3f}" for one in found)
         print(f"{measured.case:<22}{estimate / MIB:>10.1f}{row}", flush=True)
 
 
-def measure(name: str, threads: int, env: dict[str, str]) -> dict[str, float]:
-    """Returns what `run_case` measures in a process of its own."""
-    words = [sys.executable, "-W", "ignore", "-m", __spec__.name, "--case", name, "--threads", str(threads)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, **env})
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def run_case(case: dict[str, Any], *, threads: int) -> dict[str, float]:
+def run_case(case: dict[str, Any]) -> dict[str, float]:
     """Returns bytes: the growth of this process, and the copy for background saves in it."""
     import torch
     import torch.distributed as dist
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     # What the first steps of any model load stays out of the account.
     tiny = _case(1, precision=case["train"]["precision"], context=8, num_layers=1, width=32)
     kept = [train(tiny, steps=2)]

@@ -9,23 +9,24 @@ others by handshake, looks for checkpoints, builds everything, logs.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
+from tests.support.options import read_options
 
 BARE = """
 import os, sys, time
@@ -48,58 +49,57 @@ os._exit(0)
 """
 
 
-def in_allocations(module: str, *, doc: str | None, rounds: int, measure: Callable[[str, int], None]) -> None:
-    """Calls `measure(size, rounds)` inside an allocation of each size that the command line names.
+Pair = tuple[float, float]
+"""Seconds of one round: without or bare, with or ours."""
+
+
+def in_allocations(module: str, *, rounds: int, measure: Callable[[Person, str, int], Pair], words: str) -> None:
+    """Calls `measure(person, size, number)` inside an allocation of each size that the command line names.
 
     Args:
         module: the benchmark's, which is started again in there.
-        doc: its docstring, for --help.
         rounds: the default.
-        measure: prints a line.
+        measure: measures the two of a round.
+        words: of the line that is printed, with {size}, {rounds}, and the medians {other}, {own}, {ratio} and {more}.
     """
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--sizes", nargs="*", default=["1x8", "4x8"])
-    parser.add_argument("--inside", metavar="SIZE", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    asked = read_options(rounds=rounds, sizes=("1x8", "4x8"), inside=str)
     if shutil.which("salloc") is None:
         print(f"{module}: not measured, there is no Slurm here")
         return
-    if options.inside:
-        measure(options.inside, options.rounds)
+    if asked.inside:
+        with in_a_project() as person:
+            pairs = [measure(person, asked.inside, number) for number in range(asked.rounds + 1)][1:]
+        other, own = (median(column) for column in zip(*pairs, strict=True))
+        ratio, more = median(b / a for a, b in pairs), median(b - a for a, b in pairs)
+        print(words.format(size=asked.inside, rounds=asked.rounds, other=other, own=own, ratio=ratio, more=more))
         return
-    for size in options.sizes:
+    for size in asked.sizes:
         nodes, gpus = size.split("x")
-        again = [sys.executable, "-m", module, "--inside", size, "--rounds", str(options.rounds)]
+        again = [sys.executable, "-m", module, "--inside", size, "--rounds", str(asked.rounds)]
         salloc = ["salloc", "--quiet", f"--nodes={nodes}", f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
         subprocess.run([*salloc, *again], check=True)
 
 
-def measure(size: str, rounds: int) -> None:
-    """Runs both in turns inside the allocation that this process is in, and prints medians and the ratio."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm_train-bench-"))
-    person = Person(new_project(folder))
-    (folder / "bare.py").write_text(BARE)
-    try:
-        pairs = [(bare(person, number), ours(person, size, number)) for number in range(rounds + 1)][1:]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    bare_s, ours_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(mine / other for other, mine in pairs)
-    print(
-        f"start time {size}: bare script {bare_s:.1f} s, toolkit {ours_s:.1f} s = {ratio:.2f} x (promise: 1.2)",
-        flush=True,
-    )
+@contextmanager
+def in_a_project() -> Iterator[Person]:
+    """Gives somebody in a folder with the tiny model, which goes away at the end."""
+    with tempfile.TemporaryDirectory(prefix="slurm_train-bench-", ignore_cleanup_errors=True) as folder:
+        yield Person(new_project(Path(folder)))
+
+
+def measure(person: Person, size: str, number: int) -> Pair:
+    """Runs both inside the allocation that this process is in."""
+    (person.folder / "bare.py").write_text(BARE)
+    return bare(person, number), ours(person, size, number)
 
 
 def bare(person: Person, number: int) -> float:
-    """Returns the seconds from srun to the bare script's first step."""
+    """Returns the seconds from srun to the first step of the script `bare.py`."""
     out = person.folder / f"bare{number}.txt"
-    env = person.environment() | {"MASTER_ADDR": hosts()[0], "MASTER_PORT": str(15000 + number)}
+    env = person.environment() | {"MASTER_ADDR": hosts()[0], "MASTER_PORT": str(15000 + number % 1000)}
+    command = ["srun", "--kill-on-bad-exit=1", sys.executable, "bare.py", str(out)]
     started = time.time()
-    subprocess.run(
-        ["srun", "--kill-on-bad-exit=1", sys.executable, "bare.py", str(out)], cwd=person.folder, env=env, check=True
-    )
+    subprocess.run(command, cwd=person.folder, env=env, check=True, timeout=120)
     return float(out.read_text()) - started
 
 
@@ -151,4 +151,9 @@ def hosts() -> list[str]:
 
 
 if __name__ == "__main__":
-    in_allocations("tests.benchmarks.bench_start_time", doc=__doc__, rounds=3, measure=measure)
+    in_allocations(
+        "tests.benchmarks.bench_start_time",
+        rounds=3,
+        measure=measure,
+        words="start time {size}: bare script {other:.1f} s, toolkit {own:.1f} s = {ratio:.2f} x (promise: 1.2)",
+    )

@@ -15,60 +15,69 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from slurm_train.config.schema import HealthSection, OptimSection
 from tests.benchmarks.turns import RANKS, Facts, in_turns, main, our_loop, show_table, summary, timed
 
 NUM_SAMPLES = 8192
 INPUTS = 64
 CLASSES = 10
-# name: (hidden width, hidden layers, samples per rank, steps per turn)
-CASES = {"1 ms": (64, 1, 16, 100), "50 ms": (1024, 4, 128, 6)}
+
+
+class Case(NamedTuple):
+    """Sizes of a training: hidden width and layers, samples of a rank's batch, steps of a turn."""
+
+    hidden: int
+    layers: int
+    batch: int
+    steps: int
+
+
+CASES = {"1 ms": Case(64, 1, 16, 100), "50 ms": Case(1024, 4, 128, 6)}
 LR = 1e-3
 CLIP = 1.0
 Loop = Callable[[int], tuple[float, float]]
 
 
-def measure(case: str, rounds: int) -> Facts:
+def measure(name: str, rounds: int) -> Facts:
     """One rank: measures all loops in turns."""
-    hidden, layers, batch, steps = CASES[case]
-    rank = int(os.environ["RANK"])
+    case = CASES[name]
     loops: dict[str, Loop] = {
-        "bare": bare_loop(hidden, layers, batch, rank),
-        "ours": own_loop(hidden, layers, batch, "auto"),
-        "ours, no look": own_loop(hidden, layers, batch, None),
-        "ours, every 2": own_loop(hidden, layers, batch, 2),
-        "accelerate": accelerate_loop(hidden, layers, batch, rank),
-        "lightning": lightning_loop(hidden, layers, batch, rank),
+        "bare": bare_loop(case),
+        "ours": own_loop(case, "auto"),
+        "ours, no look": own_loop(case, None),
+        "ours, every 2": own_loop(case, 2),
+        "accelerate": accelerate_loop(case),
+        "lightning": lightning_loop(case),
     }
     for loop in loops.values():
-        loop(steps)
-    turns = {name: (lambda loop=loop: loop(steps)) for name, loop in loops.items()}
+        loop(case.steps)
+    turns = {name: (lambda loop=loop: loop(case.steps)) for name, loop in loops.items()}
     return summary(in_turns(turns, rounds=rounds), base="bare")
 
 
-def make_model(hidden: int, layers: int) -> Any:
-    import torch
-    from torch import nn
-
+def make_model(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    middle = [part for _ in range(layers) for part in (nn.Linear(hidden, hidden), nn.ReLU())]
-    return nn.Sequential(nn.Linear(INPUTS, hidden), nn.ReLU(), *middle, nn.Linear(hidden, CLASSES))
+    middle = [part for _ in range(case.layers) for part in (nn.Linear(case.hidden, case.hidden), nn.ReLU())]
+    return nn.Sequential(nn.Linear(INPUTS, case.hidden), nn.ReLU(), *middle, nn.Linear(case.hidden, CLASSES))
 
 
-def make_data() -> tuple[Any, Any]:
-    import torch
-
+def make_data(size: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(NUM_SAMPLES, INPUTS, generator=generator)
-    return inputs, torch.randint(0, CLASSES, (NUM_SAMPLES,), generator=generator)
+    inputs = torch.randn(size, INPUTS, generator=generator)
+    return inputs, torch.randint(0, CLASSES, (size,), generator=generator)
 
 
-def plain_batches(batch: int, rank: int) -> Iterator[tuple[Any, Any]]:
+def plain_batches(batch: int) -> Iterator[tuple[Any, Any]]:
     """The shuffled batches of the bare loop and the peers: one permutation an epoch, sliced by rank."""
-    import torch
-
-    inputs, targets = make_data()
+    inputs, targets = make_data(NUM_SAMPLES)
+    rank = int(os.environ["RANK"])
     for epoch in itertools.count():
         order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch))
         for start in range(0, NUM_SAMPLES, batch * RANKS):
@@ -76,14 +85,10 @@ def plain_batches(batch: int, rank: int) -> Iterator[tuple[Any, Any]]:
             yield inputs[chosen], targets[chosen]
 
 
-def bare_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
-    import torch
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(make_model(hidden, layers), gradient_as_bucket_view=True)
+def bare_loop(case: Case) -> Loop:
+    model = DistributedDataParallel(make_model(case), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    batches = plain_batches(batch, rank)
+    batches = plain_batches(case.batch)
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -96,12 +101,10 @@ def bare_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
     return lambda steps: timed(run, steps)
 
 
-def own_loop(hidden: int, layers: int, batch: int, pace: Any) -> Loop:
-    from slurm_train.config.schema import HealthSection, OptimSection
-
+def own_loop(case: Case, pace: Any) -> Loop:
     optim = OptimSection(lr=LR, betas=[0.9, 0.999], weight_decay=0.01, grad_clip_norm=CLIP)
     health = HealthSection(pace_every_steps=pace)
-    loop, _ = our_loop(make_model(hidden, layers), TensorSource(), local_size=batch, optim=optim, health=health)
+    loop, _ = our_loop(make_model(case), TensorSource(), local_size=case.batch, optim=optim, health=health)
     return lambda steps: timed(lambda count: loop.advance(loop.position.step + count), steps)
 
 
@@ -109,14 +112,12 @@ class TensorSource:
     """The same data behind the toolkit's own protocol."""
 
     def __init__(self) -> None:
-        self.inputs, self.targets = make_data()
+        self.inputs, self.targets = make_data(NUM_SAMPLES)
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def batch(self, indices: Any) -> tuple[Any, ...]:
-        import torch
-
         chosen = torch.from_numpy(indices)
         return self.inputs[chosen], self.targets[chosen]
 
@@ -124,16 +125,14 @@ class TensorSource:
         return "0" * 32
 
 
-def accelerate_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
-    import torch
+def accelerate_loop(case: Case) -> Loop:
     from accelerate import Accelerator, DistributedDataParallelKwargs
-    from torch.nn.functional import cross_entropy
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
-    bare = make_model(hidden, layers)
+    bare = make_model(case)
     model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=LR, fused=True))
     schedule = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, 10**6))
-    batches = plain_batches(batch, rank)
+    batches = plain_batches(case.batch)
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -148,21 +147,19 @@ def accelerate_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
     return lambda steps: timed(run, steps)
 
 
-def lightning_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
+def lightning_loop(case: Case) -> Loop:
     import logging
 
     import lightning as L
-    import torch
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import DDPStrategy
-    from torch.nn.functional import cross_entropy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = make_model(hidden, layers)
+            self.net = make_model(case)
 
         def training_step(self, pair: Any, _: int) -> Any:
             loss = cross_entropy(self.net(pair[0]), pair[1])
@@ -184,7 +181,7 @@ def lightning_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
             if index == self.skipped:
                 self.start = (time.perf_counter(), time.process_time())
 
-    module, batches = Module(), plain_batches(batch, rank)
+    module, batches = Module(), plain_batches(case.batch)
 
     def run(steps: int) -> tuple[float, float]:
         watch = Watch()
@@ -196,9 +193,7 @@ def lightning_loop(hidden: int, layers: int, batch: int, rank: int) -> Loop:
             gradient_clip_val=CLIP,
             logger=CSVLogger(os.environ["BENCH_SCRATCH"]),
             log_every_n_steps=10,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
             use_distributed_sampler=False,
             callbacks=[watch],
         )
@@ -222,11 +217,4 @@ def wrap(original: Callable[[], None], end: dict[str, float]) -> Callable[[], No
 
 if __name__ == "__main__":
     columns = {"ms": ".3f", "cpu_ms": ".3f", "ratio": ".3f", "cpu_ratio": ".3f"}
-    main(
-        "tests.benchmarks.bench_step_time",
-        doc=__doc__,
-        rounds=20,
-        cases=list(CASES),
-        measure=measure,
-        show=lambda results: show_table(results, columns),
-    )
+    main(measure, lambda results: show_table(results, columns), rounds=20, cases=CASES)

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.benchmarks.bench_step_time import CLASSES, INPUTS, make_model
+from slurm_train.train.signals import StopFlag
+from slurm_train.train.step import STOP, TrainingModule
+from tests.benchmarks.bench_step_time import Case, make_data, make_model
 from tests.benchmarks.turns import Facts, in_turns, main, show_table, summary, timed
 
-# name: (hidden width, hidden layers, samples per rank, steps per turn)
-CASES = {"1 ms": (64, 1, 16, 150), "20 ms": (768, 4, 96, 10)}
+CASES = {"1 ms": Case(64, 1, 16, 150), "20 ms": Case(768, 4, 96, 10)}
 COUNTED_STEPS = 8
 Step = Callable[[], bool]
 
@@ -41,10 +42,10 @@ class SummedLoss(nn.Module):
         return cross_entropy(self.model(inputs), targets, reduction="sum"), torch.tensor(len(targets))
 
 
-def measure(case: str, rounds: int) -> Facts:
+def measure(name: str, rounds: int) -> Facts:
     """One rank: all ways in turns."""
-    hidden, layers, batch, steps = CASES[case]
-    ways = {name: make(hidden, layers, batch) for name, make in WAYS.items()}
+    case = CASES[name]
+    ways = {way: make(case) for way, make in WAYS.items()}
     for step in ways.values():
         for _ in range(5):
             step()
@@ -54,7 +55,7 @@ def measure(case: str, rounds: int) -> Facts:
         for _ in range(count):
             assert not step()
 
-    turns = {name: (lambda step=step: timed(lambda count: run(step, count), steps)) for name, step in ways.items()}
+    turns = {name: (lambda step=step: timed(lambda count: run(step, count), case.steps)) for name, step in ways.items()}
     facts = summary(in_turns(turns, rounds=rounds), base="none")
     return {name: {**facts[name], "collectives": counts[name]} for name in ways}
 
@@ -76,14 +77,14 @@ def count_collectives(step: Step) -> float:
     return len(found) / COUNTED_STEPS
 
 
-def bare(hidden: int, layers: int, batch: int) -> Step:
+def bare(case: Case) -> Step:
     """Returns a step without agreement."""
-    ddp = DistributedDataParallel(SummedLoss(make_model(hidden, layers)), gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(SummedLoss(make_model(case)), gradient_as_bucket_view=True)
     optimizer = make_optimizer(ddp)
-    inputs, targets = make_batch(batch)
+    batch = make_data(case.batch)  # used again and again: reading data is not what is measured
 
     def step() -> bool:
-        loss, _ = ddp((inputs, targets))
+        loss, _ = ddp(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -92,19 +93,16 @@ def bare(hidden: int, layers: int, batch: int) -> Step:
     return step
 
 
-def with_parameter(hidden: int, layers: int, batch: int) -> Step:
+def with_parameter(case: Case) -> Step:
     """Returns a step that agrees through the parameter of the training's own module."""
-    from slurm_train.train.signals import StopFlag
-    from slurm_train.train.step import STOP, TrainingModule
-
-    objective = SummedLoss(make_model(hidden, layers))
+    objective = SummedLoss(make_model(case))
     module = TrainingModule(objective, stop=StopFlag(), device=torch.device("cpu"), autocast=None)
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = make_optimizer(objective)
-    inputs, targets = make_batch(batch)
+    batch = make_data(case.batch)  # used again and again: reading data is not what is measured
 
     def step() -> bool:
-        module.backward(ddp((inputs, targets)))
+        module.backward(ddp(batch))
         optimizer.step()
         optimizer.zero_grad()
         assert module.stats_param.grad is not None
@@ -115,9 +113,9 @@ def with_parameter(hidden: int, layers: int, batch: int) -> Step:
     return step
 
 
-def with_all_reduce(hidden: int, layers: int, batch: int) -> Step:
+def with_all_reduce(case: Case) -> Step:
     """Returns a step that agrees with a collective of its own."""
-    inner = bare(hidden, layers, batch)
+    inner = bare(case)
     flag = torch.zeros(1)
 
     def step() -> bool:
@@ -137,18 +135,5 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
 
 
-def make_batch(size: int) -> tuple[Tensor, Tensor]:
-    """Returns one batch, used again and again: reading data is not what is measured."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(size, INPUTS, generator=generator), torch.randint(0, CLASSES, (size,), generator=generator)
-
-
 if __name__ == "__main__":
-    main(
-        "tests.benchmarks.bench_stop_agreement",
-        doc=__doc__,
-        rounds=15,
-        cases=list(CASES),
-        measure=measure,
-        show=show,
-    )
+    main(measure, show, rounds=15, cases=CASES)

@@ -9,40 +9,36 @@ cancelled at the end. The floor of a round is the sum of the first two.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
+from statistics import median
 
-from tests.support.command_line import TINY, Person, new_project
+from tests.benchmarks.bench_start_time import in_a_project
+from tests.support.command_line import TINY, Person
+from tests.support.options import read_options
 
 _IMPORTS = (sys.executable, "-c", "import hydra, submitit")
 
 
 def main() -> None:
     """Prints medians and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds = read_options(rounds=15).rounds
     if shutil.which("sbatch") is None:
         print("submit time: not measured, there is no sbatch here")
         return
-    folder = Path(tempfile.mkdtemp(prefix="slurm_train-bench-"))
-    try:
-        report([one_round(Person(new_project(folder)), number) for number in range(rounds + 1)][1:])
-    finally:
-        shutil.rmtree(folder)
+    with in_a_project() as person:
+        report([one_round(person, number) for number in range(rounds + 1)][1:])
 
 
 def one_round(person: Person, number: int) -> tuple[float, float, float]:
     """Returns the seconds of imports, bare sbatch and toolkit; their jobs are cancelled."""
     env = person.environment()
-    imports_s = timed(lambda: subprocess.run(_IMPORTS, env=env, check=True))
+    started = time.perf_counter()
+    subprocess.run(_IMPORTS, env=env, check=True)
+    imports_s = time.perf_counter() - started
     words = [sys.executable, "-m", "slurm_train", "+cluster=2x4", *TINY, "cluster.sbatch.hold=true"]
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -62,18 +58,10 @@ def one_round(person: Person, number: int) -> tuple[float, float, float]:
     return imports_s, sbatch_s, ours_s
 
 
-def timed(action: object) -> float:
-    """Returns the seconds that a call takes."""
-    assert callable(action)
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
 def report(rounds: list[tuple[float, float, float]]) -> None:
     """Prints medians, the ratio round by round, and that torch stayed out."""
-    imports_s, sbatch_s, ours_s = (statistics.median(column) for column in zip(*rounds, strict=True))
-    ratio = statistics.median(ours / (imports + sbatch) for imports, sbatch, ours in rounds)
+    imports_s, sbatch_s, ours_s = (median(column) for column in zip(*rounds, strict=True))
+    ratio = median(ours / (imports + sbatch) for imports, sbatch, ours in rounds)
     print(f"submit time: import hydra, submitit {1e3 * imports_s:.0f} ms, bare sbatch {1e3 * sbatch_s:.0f} ms")
     print(f"             Enter to job id {1e3 * ours_s:.0f} ms = {ratio:.2f} x their sum (promise: 1.6)")
 

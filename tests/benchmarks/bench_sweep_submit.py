@@ -15,17 +15,16 @@ The jobs are cancelled at the end.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 
-from tests.support.command_line import REPOSITORY, TINY, Person, new_project
+from tests.benchmarks.bench_start_time import in_a_project
+from tests.support.command_line import REPOSITORY, TINY, Person
+from tests.support.options import read_options
 
+_CONF = str(REPOSITORY / "conf")
 _COMPOSE = """
 import itertools, sys, time
 from hydra import compose, initialize_config_dir
@@ -49,30 +48,17 @@ main()
 
 def main() -> None:
     """Prints seconds and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=int, default=1000)
-    parser.add_argument("--peer", metavar="PYTHON", help="an interpreter with hydra-submitit-launcher")
-    parser.add_argument("--peer-points", type=int, default=100)
-    asked = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="slurm_train-bench-"))
-    try:
-        compose_s = composing_s(folder, asked.points)
+    asked = read_options(points=1000, peer=str, peer_points=100)
+    with in_a_project() as person:
+        # What Hydra takes to compose so many configurations, its import not counted.
+        compose_s = float(person.runs(person.python, "-c", _COMPOSE, _CONF, str(asked.points), timeout_s=600).out)
         print(f"sweep of {asked.points} runs: hydra.compose of each {compose_s:.1f} s", flush=True)
         if shutil.which("sbatch") is None:
             print("             not submitted, there is no sbatch here")
             return
-        report_ours(Person(new_project(folder / "project")), asked.points, compose_s)
+        report_ours(person, asked.points, compose_s)
         if asked.peer:
-            report_peer(asked.peer, Person(folder), asked.peer_points, asked.points)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def composing_s(folder: Path, points: int) -> float:
-    """Returns the seconds that Hydra takes to compose so many configurations, its import not counted."""
-    argv = [sys.executable, "-c", _COMPOSE, str(REPOSITORY / "conf"), str(points)]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True)
-    return float(done.stdout)
+            report_peer(asked.peer, person, asked.peer_points, asked.points)
 
 
 def report_ours(person: Person, points: int, compose_s: float) -> None:
@@ -101,7 +87,7 @@ def timed_sweep(person: Person, words: tuple[str, ...]) -> tuple[float, list[str
 def report_peer(python: str, person: Person, points: int, our_points: int) -> None:
     """Lets hydra-submitit-launcher submit the same points and prints when its array is in the queue."""
     task = person.folder / "peer.py"
-    task.write_text(_PEER_TASK.replace("CONF", repr(str(REPOSITORY / "conf"))))
+    task.write_text(_PEER_TASK.replace("CONF", repr(_CONF)))
     words = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.name=bench-peer", "optim.lr=1e-3"]
     words += ["+hydra.launcher.additional_parameters={hold:true}", "hydra.launcher.mem_gb=null"]
     started = time.perf_counter()
@@ -114,7 +100,7 @@ def report_peer(python: str, person: Person, points: int, our_points: int) -> No
         text=True,
     )
     try:
-        while not queued("bench-peer") and process.poll() is None:
+        while not person.runs("squeue", "-h", "-n", "bench-peer").out.strip() and process.poll() is None:
             time.sleep(0.2)
         took_s = time.perf_counter() - started
     finally:
@@ -129,12 +115,6 @@ def report_peer(python: str, person: Person, points: int, our_points: int) -> No
         f"({1e3 * took_s / points:.1f} ms a run, {our_points * took_s / points:.1f} s for {our_points}); "
         "then it holds the terminal until all have ended"
     )
-
-
-def queued(name: str) -> bool:
-    """Returns whether Slurm has a job of this name."""
-    argv = ["squeue", "-h", "-n", name]
-    return bool(subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip())
 
 
 if __name__ == "__main__":

@@ -13,13 +13,17 @@ import json
 import os
 import platform
 import selectors
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from tests.benchmarks import trace_summary
 
 Run = Callable[[int], None]
 """Takes so many optimizer steps."""
@@ -33,23 +37,19 @@ class Loop:
         module: is started again for the loop, e.g. "tests.benchmarks.bench_gpt2".
         name: of the loop, for the table.
         order: what the process needs to know, as plain values; it finds it in argv as JSON, behind "--loop".
-        log: where it may print.
+        folder: of its own, "folder" in the order.
     """
 
-    def __init__(self, module: str, name: str, order: Mapping[str, Any], *, log: Path) -> None:
+    def __init__(self, module: str, name: str, order: Mapping[str, Any], folder: Path) -> None:
         self.name = name
         self.turns: list[Figures] = []
         self.facts: Figures = {}
-        with log.open("ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, "--loop", json.dumps(order)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-            )
+        self._folder, self._log = folder, folder / "log.txt"
+        argv = [sys.executable, "-m", module, "--loop", json.dumps({**order, "folder": str(folder)})]
+        with self._log.open("ab") as file:
+            self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file)
         assert self._process.stdout is not None and self._process.stdin is not None
         self._answers, self._orders = self._process.stdout, self._process.stdin
-        self._log = log
 
     def await_ready(self, *, timeout_s: float) -> None:
         """Waits until the loop is built and warm.
@@ -69,6 +69,13 @@ class Loop:
         self._orders.write(json.dumps(order).encode() + b"\n")
         self._orders.flush()
         return self._answer(timeout_s)
+
+    def trace(self) -> str:
+        """Returns where the time of a step goes, as a section of a page."""
+        path = self._folder / "trace.json"
+        self.ask({"steps": 2, "trace": str(path)})
+        table = trace_summary.table(trace_summary.summarise(trace_summary.read(path)), steps=2)
+        return f"## {self.name}: where a step's time goes\n\n{table}"
 
     def close(self) -> None:
         """Ends the process."""
@@ -123,46 +130,55 @@ def serve(build: Callable[[Mapping[str, Any]], tuple[Run, Figures]], order: Mapp
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         if "trace" in asked:
-            facts = _trace(run, int(asked["steps"]), Path(asked["trace"]), sync)
+            with torch.profiler.profile() as found:
+                run(int(asked["steps"]))
+                sync()
+            found.export_chrome_trace(asked["trace"])
+            facts = {}
             continue
         if asked.get("save"):
             assert save is not None
-            facts = {"save": save()}
+            facts = save()
             continue
         start_s, cpu_s = time.perf_counter(), time.process_time()
         run(int(asked["steps"]))
-        host_s = time.perf_counter() - start_s
         sync()
-        took_s = time.perf_counter() - start_s
         facts = {
-            "step_s": took_s / asked["steps"],
+            "step_s": (time.perf_counter() - start_s) / asked["steps"],
             # What the host was busy for: near the step's time, the device waits for it.
             "host_cpu_s": (time.process_time() - cpu_s) / asked["steps"],
-            "host_ahead_s": took_s - host_s,
             "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
         }
 
 
-def _trace(run: Run, steps: int, path: Path, sync: Callable[[], None]) -> Figures:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+def start_loops(
+    module: str, orders: Mapping[str, Mapping[str, Any]], scratch: Path, undo: contextlib.ExitStack
+) -> tuple[list[Loop], list[str]]:
+    """Returns the loops that could be built and warmed up, each in a folder of its own, and notes about others.
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities) as found:
-        run(steps)
-        sync()
-    found.export_chrome_trace(str(path))
-    return {"trace": str(path)}
-
-
-@contextlib.contextmanager
-def opened(loops: Sequence[Loop]) -> Iterator[Sequence[Loop]]:
-    """Ends the processes of loops whatever happens."""
-    try:
-        yield loops
-    finally:
-        for loop in loops:
+    One after the other is built, since each takes most memory while it compiles; `undo` ends all of them.
+    """
+    loops, notes = list[Loop](), list[str]()
+    for name, order in orders.items():
+        loop = Loop(module, name, order, Path(tempfile.mkdtemp(dir=scratch)))
+        undo.callback(loop.close)
+        try:
+            loop.await_ready(timeout_s=300)
+            loops.append(loop)
+        except RuntimeError as err:
             loop.close()
+            notes.append(not_measured(name, err))
+    return loops, notes
+
+
+def not_measured(name: str, err: Exception) -> str:
+    """Returns a note for the page."""
+    return f"`{name}` could not be measured:\n\n```\n{str(err)[-1500:]}\n```"
+
+
+def left_out(names: Sequence[str]) -> list[str]:
+    """Returns a note about those that were not begun."""
+    return [f"Left out, since the budget was spent: {', '.join(names)}."] if names else []
 
 
 def take_turns(loops: Sequence[Loop], *, rounds: int, steps: int, until_s: float = float("inf")) -> int:
@@ -183,28 +199,32 @@ def take_turns(loops: Sequence[Loop], *, rounds: int, steps: int, until_s: float
     return rounds
 
 
-def row(loop: Loop, *, base: Loop, tokens: int, flops: Sequence[float], peak: float | None) -> Figures:
+def row(loop: Loop, *, base: Loop | None = None, tokens: int) -> Figures:
     """Returns a line of the table.
 
     Args:
         loop: what is shown.
-        base: what it is compared with, round by round.
+        base: what it is compared with, round by round, if anything.
         tokens: of an optimizer step.
-        flops: per token: ours, and 6 N + 12 L T C.
-        peak: of the device per second, None where it is not known.
+
+    Facts of the base, or of the loop itself, have "flops", per token: ours and 6 N + 12 L T C; and the "peak" of the
+    device per second, None where it is not known.
     """
-    step_s = statistics.median(turn["step_s"] for turn in loop.turns)
-    rate = tokens / step_s
-    ratios = [mine["step_s"] / other["step_s"] for other, mine in zip(loop.turns, base.turns, strict=False)]
+    step_s = median(turn["step_s"] for turn in loop.turns)
+    rate, facts, compared = tokens / step_s, (base or loop).facts, {}
+    flops, peak = facts["flops"], facts["peak"]
+    if base:
+        ratios = [theirs["step_s"] / own["step_s"] for own, theirs in zip(loop.turns, base.turns, strict=False)]
+        compared = {f"speed_against_{base.name.replace(' ', '_')}": median(ratios)}
     return {
         "loop": loop.name,
         "tokens_per_s": rate,
         "step_ms": 1e3 * step_s,
-        f"speed_against_{base.name.replace(' ', '_')}": statistics.median(ratios),
+        **compared,
         "mfu": rate * flops[0] / peak if peak else None,
         "mfu_6n_12ltc": rate * flops[1] / peak if peak else None,
         "peak_gb": max(turn["peak_bytes"] for turn in loop.turns) / 1e9,
-        "host_cpu_ms": 1e3 * statistics.median(turn["host_cpu_s"] for turn in loop.turns),
+        "host_cpu_ms": 1e3 * median(turn["host_cpu_s"] for turn in loop.turns),
         "start_s": loop.facts.get("start_s"),
         "rounds": len(loop.turns),
     }
@@ -216,8 +236,8 @@ def machine() -> Figures:
 
     found: Figures = {"torch": torch.__version__, "python": platform.python_version(), "device": "cpu"}
     for name in ("triton", "lightning", "accelerate", "transformers"):
-        with contextlib.suppress(Exception):
-            found[name] = __import__("importlib.metadata", fromlist=["version"]).version(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     if torch.cuda.is_available():
         found |= {"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
         found |= {"cudnn": torch.backends.cudnn.version(), "gpus": torch.cuda.device_count()}

@@ -16,22 +16,20 @@ assumed for them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.benchmarks.bench_scale import PARTS, Cost, estimated_s
+from tests.support.options import read_options
 
 _SIZES = (1024, 16384)
 _LARGEST = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """What is assumed; each is an option of the command line."""
 
     failure_every_h: float = 3.1
@@ -56,8 +54,7 @@ class Site:
     """Seconds for which a save holds up training."""
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
+class Items(NamedTuple):
     """What is used."""
 
     stage: bool = False
@@ -113,8 +110,8 @@ def table(site: Site, results: Mapping[str, Any]) -> str:
     """Returns the shares in Markdown: nothing, each item alone, all of them, and all but each."""
     every = Items(*(True,) * len(_NAMES))
     rows = [("none of them", Items())]
-    rows += [(f"{words} alone", replace(Items(), **{name: True})) for name, words in _NAMES.items()]
-    rows += [(f"all but {words}", replace(every, **{name: False})) for name, words in _NAMES.items()]
+    rows += [(f"{words} alone", Items(**{name: True})) for name, words in _NAMES.items()]
+    rows += [(f"all but {words}", every._replace(**{name: False})) for name, words in _NAMES.items()]
     rows.append(("all of them", every))
     head = "".join(f" at {size:,}: share | cost of a failure |" for size in _SIZES)
     lines = [f"| used |{head}", "|---|" + "--:|--:|" * len(_SIZES)]
@@ -129,13 +126,8 @@ def table(site: Site, results: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="of bench_scale --json")
-    defaults = Site()
-    for name in Site.__dataclass_fields__:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
-    asked = vars(parser.parse_args())
-    results = json.loads(asked.pop("results").read_text())
+    asked = vars(read_options("results", **Site()._asdict()))
+    results = json.loads(Path(asked.pop("results")).read_text())
     print(table(Site(**asked), results))
 
 

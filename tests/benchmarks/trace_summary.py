@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LONGEST_NAME = 90
-_NUM_GAPS = 8
+_NUM_ROWS, _NUM_GAPS = 20, 8
 
 
 class Span(NamedTuple):
@@ -73,19 +73,13 @@ def summarise(trace: Mapping[str, Any]) -> Summary:
         trace: as `export_chrome_trace` writes it: "traceEvents" with "ph", "cat", "ts" and "dur".
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    kernels = [_span(event) for event in events if event.get("cat") in _ON_GPU]
-    if kernels:
-        totals = _totals((span.name, span.end - span.start) for span in kernels)
-        busy, gaps = _coverage(kernels)
-    else:
-        spans = [_span(event) for event in events if event.get("cat") == "cpu_op"]
-        totals = _totals(_own_times(spans))
-        # Nested spans overlap, which a union takes as it is.
-        busy, gaps = _coverage(spans)
-        kernels = spans
-    span_us = max((one.end for one in kernels), default=0.0) - min((one.start for one in kernels), default=0.0)
     kind = "kernels" if any(event.get("cat") in _ON_GPU for event in events) else "operations"
-    return Summary(kind, span_us, busy, totals, gaps)
+    spans = [_span(event) for event in events if event.get("cat") in (_ON_GPU if kind == "kernels" else ("cpu_op",))]
+    times = [(span.name, span.end - span.start) for span in spans] if kind == "kernels" else _own_times(spans)
+    # Nested spans overlap, which a union takes as it is.
+    busy, gaps = _coverage(spans)
+    span_us = max((one.end for one in spans), default=0.0) - min((one.start for one in spans), default=0.0)
+    return Summary(kind, span_us, busy, _totals(times), gaps)
 
 
 def _span(event: Mapping[str, Any]) -> Span:
@@ -121,27 +115,19 @@ def _own_times(spans: Sequence[Span]) -> list[tuple[str, float]]:
 
 def _coverage(spans: Sequence[Span]) -> tuple[float, list[Gap]]:
     """Returns the time in which something runs, and the longest times in which nothing does."""
-    busy, gaps, reached, last = 0.0, list[Gap](), None, ""
-    for span in sorted(spans, key=lambda one: (one.start, one.end)):
-        if reached is None or span.start > reached:
-            if reached is not None:
-                gaps.append(Gap(span.start - reached, last, span.name))
-            busy += span.end - span.start
-            reached, last = span.end, span.name
-        elif span.end > reached:
-            busy += span.end - reached
+    busy, gaps, ordered = 0.0, list[Gap](), sorted(spans, key=lambda span: (span.start, span.end))
+    reached, last = (ordered[0].start, "") if ordered else (0.0, "")
+    for span in ordered:
+        if span.start > reached:
+            gaps.append(Gap(span.start - reached, last, span.name))
+        if span.end > reached:
+            busy += span.end - max(span.start, reached)
             reached, last = span.end, span.name
     return busy, sorted(gaps, key=lambda gap: -gap.us)
 
 
-def table(found: Summary, *, steps: int = 1, most: int = 20) -> str:
-    """Returns a summary as Markdown.
-
-    Args:
-        found: the summary.
-        steps: steps in the trace.
-        most: rows of the first table.
-    """
+def table(found: Summary, *, steps: int = 1) -> str:
+    """Returns a summary of a trace of so many steps as Markdown."""
     span_us, idle_us = found.span_us, found.span_us - found.busy_us
     share = 100 * idle_us / span_us if span_us else 0.0
     # A gap of a few microseconds is what a launch takes; all longer ones are worth a look.
@@ -155,7 +141,7 @@ def table(found: Summary, *, steps: int = 1, most: int = 20) -> str:
         "|---|--:|--:|--:|--:|",
     ]
     total_us = sum(one.us for one in found.totals) or 1.0
-    for one in found.totals[:most]:
+    for one in found.totals[:_NUM_ROWS]:
         row = f"{one.us / steps / 1e3:.3f} | {100 * one.us / total_us:.1f} | {one.calls / steps:.1f}"
         lines.append(f"| {_short(one.name)} | {row} | {one.us / one.calls:.1f} |")
     lines += ["", "| gap, us | after | before |", "|--:|---|---|"]

@@ -5,20 +5,21 @@ A benchmark module calls `main`; it is started again for each rank, and gives th
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
+
+from tests.support.options import read_options
+from tests.support.ports import rank_environments
 
 RANKS = 2
 Turn = TypeVar("Turn")
@@ -27,48 +28,36 @@ Facts = dict[str, dict[str, float]]
 
 
 def main(
-    module: str,
-    *,
-    doc: str | None,
-    rounds: int,
-    cases: Sequence[str],
     measure: Callable[[str, int], Facts],
     show: Callable[[dict[str, Facts]], None],
+    *,
+    rounds: int,
+    cases: Iterable[str],
 ) -> None:
     """Runs `measure(case, rounds)` on two ranks for each case, and shows what their rank 0 returned.
 
     Args:
-        module: the benchmark's, e.g. "tests.benchmarks.bench_lengths".
-        doc: its docstring, for --help.
-        rounds: the default.
-        cases: their names.
         measure: called in each rank, with a process group open; ends with what is the same on all ranks.
         show: prints the results by case.
+        rounds: the default.
+        cases: their names.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--cases", nargs="*", choices=cases, default=list(cases))
-    parser.add_argument("--out", type=Path, help="where to keep the figures as JSON")
-    asked = parser.parse_args()
+    asked = read_options(rounds=rounds, cases=tuple(cases), out=Path)
     if "BENCH_SCRATCH" in os.environ:
         _become_rank(lambda: measure(asked.cases[0], asked.rounds), asked.out)
-    results = {case: _run_ranks(module, case, asked.rounds) for case in asked.cases}
+    results = {case: _run_ranks(case, asked.rounds) for case in asked.cases}
     show(results)
     if asked.out:
         asked.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def _run_ranks(module: str, case: str, rounds: int) -> Facts:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+def _run_ranks(case: str, rounds: int) -> Facts:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "out.json")
-        words = [sys.executable, "-m", module, "--cases", case, "--rounds", str(rounds), "--out", str(out)]
-        env = {**os.environ, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "GROUP_RANK": "0"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "BENCH_SCRATCH": scratch, "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(RANKS)
-        ]
+        module: Any = sys.modules["__main__"].__spec__
+        words = [sys.executable, "-m", module.name, "--cases", case, "--rounds", str(rounds), "--out", str(out)]
+        base = {**os.environ, "BENCH_SCRATCH": scratch, "OMP_NUM_THREADS": "1"}
+        ranks = [subprocess.Popen(words, env=env) for env in rank_environments(RANKS, base)]
         codes = [rank.wait() for rank in ranks]
         if any(codes):
             raise SystemExit("a rank failed")
@@ -115,10 +104,10 @@ def summary(times: Mapping[str, list[tuple[float, float]]], *, base: str) -> Fac
     """Returns medians per step, and medians of the ratios to the base loop of the same round."""
     return {
         name: {
-            "ms": 1e3 * statistics.median(wall for wall, _ in own),
-            "cpu_ms": 1e3 * statistics.median(cpu for _, cpu in own),
-            "ratio": statistics.median(a[0] / b[0] for a, b in zip(own, times[base], strict=True)),
-            "cpu_ratio": statistics.median(a[1] / b[1] for a, b in zip(own, times[base], strict=True)),
+            "ms": 1e3 * median(wall for wall, _ in own),
+            "cpu_ms": 1e3 * median(cpu for _, cpu in own),
+            "ratio": median(a[0] / b[0] for a, b in zip(own, times[base], strict=True)),
+            "cpu_ratio": median(a[1] / b[1] for a, b in zip(own, times[base], strict=True)),
         }
         for name, own in times.items()
     }
@@ -147,17 +136,13 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     from slurm_train.rundir.heartbeat import Limits
     from slurm_train.rundir.timing import Spent
     from slurm_train.train.build import build_trainer
-    from slurm_train.train.context import Parts
     from slurm_train.train.optimizer import build_optimizer
-    from tests.support.ranks import make_rank
+    from tests.support.ranks import make_parts, make_rank
 
     config = RunConfig(train=TrainSection(max_steps=10**6), checkpoint=CheckpointSection(every_steps=None), **sections)
     plan, number = BatchPlan(local_size=local_size, ranks=RANKS, accumulation=1), int(os.environ["RANK"])
     rank = make_rank(Path(os.environ["BENCH_SCRATCH"]), config, plan=plan, rank=number, ranks=RANKS)
     rank.heartbeat.start(rank.run, 0, rank=number, host="here", limits=Limits(600, 300))
-    optimizer = build_optimizer(model, optim=config.optim)
-    parts = Parts(
-        rank=rank, model=model, optimizer=optimizer, train_data=source, heldout=None, flops_per_token=(0.0, 0.0)
-    )
+    parts = make_parts(rank, model, build_optimizer(model, optim=config.optim), source)
     display = Display(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else None
     return build_trainer(parts, display=display, spent=Spent(begin_unix_s=time.time())), rank.heartbeat
