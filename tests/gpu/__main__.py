@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.catalogue import CHECKS, Check
+from tests.support.command_line import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PASSED, FAILED, TIMED_OUT = "passed", "FAILED", "TIMED OUT"
 NO_BUDGET, NEEDS_GPU, DRY = "left out: no budget", "not run: needs a GPU", "ran on the CPU: no result"
 _SLOWER_ON_CPU = 6
-_MARKS = {PASSED: 0, DRY: 0, NO_BUDGET: 0, NEEDS_GPU: 0, FAILED: 1, TIMED_OUT: 1}
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,9 @@ def machine(env: Mapping[str, str], *, device: str) -> dict[str, Any]:
 
 def _commit() -> str:
     words = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    try:
+    with contextlib.suppress(OSError):
         return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def run(check: Check, env: Mapping[str, str], *, left_s: float, out: Path, scratch: Path) -> Outcome:
@@ -197,9 +195,10 @@ def line_of(outcome: Outcome) -> str:
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
     """Returns 1 if a check failed, 2 if none was run, else 0."""
-    if any(_MARKS[one.status] for one in outcomes):
+    statuses = {one.status for one in outcomes}
+    if statuses & {FAILED, TIMED_OUT}:
         return 1
-    return 0 if any(one.status in (PASSED, DRY) for one in outcomes) else 2
+    return 0 if statuses & {PASSED, DRY} else 2
 
 
 if __name__ == "__main__":

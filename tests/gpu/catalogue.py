@@ -11,9 +11,10 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -73,6 +74,11 @@ class Stage:
         if self.on_gpu:
             torch.cuda.synchronize()
 
+    def reset_peak(self) -> None:
+        """Begins to look for the most memory anew."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
     def size(self, on_gpu: Any, on_cpu: Any) -> Any:
         """Returns a size for the GPU, or a small one that only shows that the code runs."""
         return on_gpu if self.on_gpu else on_cpu
@@ -88,21 +94,29 @@ def require(holds: object, text: str) -> None:
         raise Unmet(text)
 
 
-def main() -> None:
-    """Runs one check and writes what it found; ends without waiting for the threads of process groups."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    check = next(one for one in CHECKS if one.name == name)
-    found: dict[str, Any] = {}
+def end_with(path: Path, work: Callable[[], dict[str, Any]]) -> NoReturn:
+    """Writes what the work finds, or its "error", and ends without waiting for the threads of process groups."""
     try:
-        function = getattr(importlib.import_module(f"tests.gpu.{check.module}"), name)
-        found["figures"] = function(Stage(folder, on_gpu=torch.cuda.is_available()))
+        found = work()
     except BaseException as err:
         traceback.print_exc()
-        found["error"] = str(err) if isinstance(err, Unmet) else traceback.format_exc(limit=-6)
-    (folder / "result.json").write_text(json.dumps(found, default=str))
+        found = {"error": str(err) if isinstance(err, Unmet) else traceback.format_exc(limit=-6)}
+    path.write_text(json.dumps(found, default=str))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if "error" in found else 0)
+
+
+def main() -> None:
+    """Runs one check and writes what it found."""
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    (module,) = (check.module for check in CHECKS if check.name == name)
+
+    def work() -> dict[str, Any]:
+        function = getattr(importlib.import_module(f"tests.gpu.{module}"), name)
+        return {"figures": function(Stage(folder, on_gpu=torch.cuda.is_available()))}
+
+    end_with(folder / "result.json", work)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ import gc
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from slurm_train.rundir.timing import Spent
 from slurm_train.train.build import apply_parallelism, build_parts, build_trainer
 from slurm_train.train.context import Rank
 from slurm_train.train.trainer import Trainer
+from tests.support.ports import free_port, rank_environments
 from tests.support.ranks import make_rank
 
 Sections = dict[str, dict[str, Any]]
@@ -101,9 +101,8 @@ def open_rank(sections: Sections, folder: Path, *, rank: int = 0, ranks: int = 1
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = build_config(RunConfig, sections)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    made = make_rank(folder, config, rank=rank, ranks=ranks, port=port, attempt=attempt, env=dict(os.environ))
+    place = {"rank": rank, "ranks": ranks, "port": free_port(), "attempt": attempt}
+    made = make_rank(folder, config, **place, env=dict(os.environ))
     made.enter_device()
     if not dist.is_initialized():
         made.join()
@@ -123,6 +122,22 @@ def build_of(rank: Rank) -> Trainer:
 def training_of(sections: Sections, folder: Path, **place: Any) -> Trainer:
     """Returns the trainer of a configuration; see `open_rank`. Collective."""
     return build_of(open_rank(sections, folder, **place))
+
+
+def next_losses(trainer: Trainer, count: int) -> list[float]:
+    """Returns the losses of so many steps more. Collective."""
+    losses = []
+    for _ in range(count):
+        trainer.advance(trainer.position.step + 1)
+        result = trainer.stepper.drain() or trainer.newest
+        assert result is not None
+        losses.append(result.loss)
+    return losses
+
+
+def farthest(one: Iterable[float], other: Iterable[float]) -> float:
+    """Returns how far two series are from each other."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def release(trainer: Trainer) -> None:
@@ -146,8 +161,5 @@ def run_two_ranks(scene: str, folder: Path, *, timeout_s: float) -> list[dict[st
 
 def start_two_ranks(scene: str, folder: Path) -> list[subprocess.Popen[bytes]]:
     """Starts two ranks; see `run_two_ranks`."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     words = [sys.executable, "-m", "tests.gpu.two_rank_checks", scene, str(folder)]
-    return [subprocess.Popen(words, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    return [subprocess.Popen(words, env=env) for env in rank_environments(2)]

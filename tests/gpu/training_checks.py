@@ -32,6 +32,8 @@ from tests.gpu.training import (
     SMALL,
     RandomTokens,
     Sections,
+    farthest,
+    next_losses,
     open_rank,
     release,
     sections_of,
@@ -90,7 +92,7 @@ def resume_bits(stage: Stage) -> dict[str, Any]:
         whole = _train(sections, folder / "whole")
         _train(sections, folder / "parts", stop_at=stage.size(10, 3))
         parts = _train(sections, folder / "parts", attempt=1)
-        found[name] = {"equal": whole == parts, "farthest_loss": _farthest(whole[1], parts[1])}
+        found[name] = {"equal": whole == parts, "farthest_loss": farthest(whole[1], parts[1])}
         if name != "default":
             require(whole[1] == parts[1], f"{name}: losses differ by up to {found[name]['farthest_loss']:.3g}")
             require(whole[0] == parts[0], f"{name}: the weights differ after equal losses")
@@ -112,10 +114,6 @@ def _train(sections: Sections, folder: Path, *, stop_at: int = 0, attempt: int =
     losses = [line["loss"] for line in read_metrics(trainer.rank.run.metrics)]
     release(trainer)
     return digest, losses
-
-
-def _farthest(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def nan_is_masked(stage: Stage) -> dict[str, Any]:
@@ -248,7 +246,7 @@ def fsdp_one_rank(stage: Stage) -> dict[str, Any]:
     """FSDP with a bfloat16 policy stays near the unsharded model, turns by float32 angles, and can offload."""
     plain = training_of(sections_of(_ROPE, train={"precision": "bfloat16"}), stage.folder / "plain")
     plain.advance(1)
-    expected = _next_losses(plain, 6)
+    expected = next_losses(plain, 6)
     release(plain)
     seen: set[torch.dtype] = set()
     rotate = Angles.rotate
@@ -266,19 +264,9 @@ def fsdp_one_rank(stage: Stage) -> dict[str, Any]:
     finally:
         Angles.rotate = rotate  # type: ignore[method-assign]
     require(seen == {torch.float32}, f"angles came as {seen}")
-    for name, farthest in found.items():
-        require(farthest < 0.02, f"{name}: losses are up to {farthest:.1%} from the unsharded model's")
-    return {f"{name}_farthest": farthest for name, farthest in found.items()}
-
-
-def _next_losses(trainer: Trainer, count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        trainer.advance(trainer.position.step + 1)
-        result = trainer.stepper.drain() or trainer.newest
-        assert result is not None
-        losses.append(result.loss)
-    return losses
+    for name, off in found.items():
+        require(off < 0.02, f"{name}: losses are up to {off:.1%} from the unsharded model's")
+    return {f"{name}_farthest": off for name, off in found.items()}
 
 
 def _sharded_losses(stage: Stage, folder: Path, *, steps: int, offload: bool) -> list[float]:
@@ -287,29 +275,31 @@ def _sharded_losses(stage: Stage, folder: Path, *, steps: int, offload: bool) ->
     rank = open_rank(sections, folder)
     # Every batch in the order in which the trainer takes them.
     reference = training_of(sections, folder / "order")
-    batches = reference.batches
     torch.manual_seed(rank.config.seed)
     model = GPT(**{key: value for key, value in sections["model"].items() if key != "_target_"})
-    settings = ParallelSection(gather_dtype="bfloat16", cpu_offload=offload)
-    layout = ParallelLayout()
-    mesh = build_mesh(layout, device=stage.device)
-    shard(model, layout=layout, mesh=mesh, roots=[model], settings=settings)
+    _shard_alone(model, ParallelSection(gather_dtype="bfloat16", cpu_offload=offload), stage)
     rank.casts_shards = True
     optimizer = build_optimizer(model, optim=rank.config.optim)
-    objective = Objective(model)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if offload:
         require(parameters[0].device.type == "cpu", "the parameters are not on the host")
-    passes = ShardPasses(rank, model=model, objective=objective, parameters=parameters)
+    passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters)
     stepper = Stepper(rank, passes, optimizer)
     losses = []
     for step in range(1, steps + 1):
         lr = reference.schedule.lr_at(step * rank.plan.global_size)
-        result = stepper.step(StepFacts(step, step, lr), batches) or stepper.drain()
+        result = stepper.step(StepFacts(step, step, lr), reference.batches) or stepper.drain()
         assert result is not None
         losses.append(result.loss)
     release(reference)
     return losses
+
+
+def _shard_alone(model: GPT, settings: ParallelSection, stage: Stage) -> None:
+    """Wraps a model for FSDP over a mesh of one rank."""
+    layout = ParallelLayout()
+    mesh = build_mesh(layout, device=stage.device)
+    shard(model, layout=layout, mesh=mesh, roots=[model], settings=settings)
 
 
 def compiled_everywhere(stage: Stage) -> dict[str, Any]:
@@ -336,8 +326,6 @@ def compiled_everywhere(stage: Stage) -> dict[str, Any]:
 
 def _compiled_step(stage: Stage, *, kind: str, layout: str) -> list[str]:
     """Returns the names of torch's own operations in a compiled step."""
-    from torch.profiler import ProfilerActivity, profile
-
     folder = stage.folder / f"{layout}_{kind}"
     settings = {"activation_checkpointing": kind}
     # One block says as much as many, and a CPU takes long to compile.
@@ -346,7 +334,7 @@ def _compiled_step(stage: Stage, *, kind: str, layout: str) -> list[str]:
         trainer = training_of(sections_of(model, train={"compile": True}, parallel=settings), folder)
         trainer.advance(2)
         stage.sync()
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
             trainer.advance(3)
             stage.sync()
         release(trainer)
@@ -355,10 +343,8 @@ def _compiled_step(stage: Stage, *, kind: str, layout: str) -> list[str]:
     module = GPT(**model)  # type: ignore[arg-type]
     section = ParallelSection(gather_dtype="bfloat16", activation_checkpointing=kind)  # type: ignore[arg-type]
     prepare_blocks(module, settings=section, compiles=True)
-    mesh = build_mesh(ParallelLayout(), device=rank.device)
-    shard(module, layout=ParallelLayout(), mesh=mesh, roots=[module], settings=section)
-    inputs, targets = RandomTokens(vocab_size=512, context=128).batch(torch.arange(2).numpy())
+    _shard_alone(module, section, stage)
+    batch = RandomTokens(vocab_size=512, context=128).batch(torch.arange(2).numpy())
     objective: nn.Module = Objective(module)
-    loss, _ = objective((inputs.to(rank.device), targets.to(rank.device)))
-    loss.backward()
+    objective(tuple(tensor.to(rank.device) for tensor in batch))[0].backward()
     return []

@@ -5,11 +5,9 @@ As a program it is one of these ranks: `python -m tests.gpu.two_rank_checks SCEN
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +24,18 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.hang import Observer, read_flights, recording_environment
 from slurm_train.train.health import check_replicas
 from slurm_train.train.trainer import Trainer
-from tests.gpu.catalogue import Stage, require
-from tests.gpu.training import build_of, open_rank, release, run_two_ranks, sections_of, start_two_ranks, training_of
+from tests.gpu.catalogue import Stage, end_with, require
+from tests.gpu.training import (
+    build_of,
+    farthest,
+    next_losses,
+    open_rank,
+    release,
+    run_two_ranks,
+    sections_of,
+    start_two_ranks,
+    training_of,
+)
 
 _STEPS = 8
 _HANGS_AT = 5
@@ -42,14 +50,14 @@ def two_ranks(stage: Stage) -> dict[str, Any]:
     for rank in (first, second):
         require("error" not in rank, rank.get("error", ""))
     alone = training_of(sections_of(local_size=4, batch={"accumulation": 2}, train=_PRECISE), stage.folder / "alone")
-    expected = _losses(alone, _STEPS)
-    farthest = max(abs(a - b) for a, b in zip(first["losses"], expected, strict=True))
-    require(farthest < 1e-3, f"losses of two ranks are up to {farthest:.2g} from those of one: {first['losses']}")
+    expected = next_losses(alone, _STEPS)
+    off = farthest(first["losses"], expected)
+    require(off < 1e-3, f"losses of two ranks are up to {off:.2g} from those of one: {first['losses']}")
     for name in ("digest", "bf16", "powersgd"):
         require(first[name] == second[name], f"{name}: the ranks hold other weights: {first[name]} {second[name]}")
     require(first["stopped_at"] == second["stopped_at"], f"stopped at {first['stopped_at']}, {second['stopped_at']}")
     require(all("replicas differ" in rank["flipped"] for rank in (first, second)), f"a flipped bit: {first['flipped']}")
-    return {"farthest_loss": farthest, "stopped_at": first["stopped_at"]}
+    return {"farthest_loss": off, "stopped_at": first["stopped_at"]}
 
 
 def all_of_two(folder: Path, rank: int) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def all_of_two(folder: Path, rank: int) -> dict[str, Any]:
         return training_of(sections, folder / name, rank=rank, ranks=2)
 
     plain = build("plain")
-    losses = _losses(plain, _STEPS)
+    losses = next_losses(plain, _STEPS)
     digest = weights_digest(plain.model.named_parameters())
     flipped = ""
     if rank == 1:
@@ -80,21 +88,11 @@ def all_of_two(folder: Path, rank: int) -> dict[str, Any]:
     found = {"losses": losses, "digest": digest, "flipped": flipped, "stopped_at": stopped_at}
     for comm in ("bf16", "powersgd"):
         trainer = build(comm, ddp={"comm": comm, "comm_start_step": 2})
-        sent = _losses(trainer, 6)
+        sent = next_losses(trainer, 6)
         require(all(loss == loss for loss in sent), f"{comm}: losses {sent}")
         found[comm] = weights_digest(trainer.model.named_parameters())
         release(trainer)
     return found
-
-
-def _losses(trainer: Trainer, count: int) -> list[float]:
-    losses = []
-    for step in range(1, count + 1):
-        trainer.advance(step)
-        result = trainer.stepper.drain() or trainer.newest
-        assert result is not None
-        losses.append(result.loss)
-    return losses
 
 
 def hang_sentence(stage: Stage) -> dict[str, Any]:
@@ -147,20 +145,16 @@ def main() -> None:
     """One rank: opens the group over gloo, with tensors on the GPU where there is one, and plays its scene."""
     scene: Callable[[Path, int], dict[str, Any]] = globals()[sys.argv[1]]
     folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
-    found: dict[str, Any] = {}
-    try:
+
+    def work() -> dict[str, Any]:
         os.environ.update(recording_environment(torch.__version__))
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(0)
         dist.init_process_group("cpu:gloo,cuda:gloo" if on_gpu else "gloo", timeout=timedelta(minutes=10))
-        found = scene(folder, rank)
-    except BaseException:
-        traceback.print_exc()
-        found = {"error": traceback.format_exc(limit=-6)}
-    (folder / f"rank_{rank}.json").write_text(json.dumps(found))
-    sys.stderr.flush()
-    os._exit(1 if "error" in found else 0)
+        return scene(folder, rank)
+
+    end_with(folder / f"rank_{rank}.json", work)
 
 
 if __name__ == "__main__":
