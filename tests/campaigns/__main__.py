@@ -21,6 +21,8 @@ from tests.campaigns.record import keep_record, read_records
 
 def main() -> int:
     """Runs what was asked for and returns the exit code."""
+    # What campaigns print is read while they run.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CAMPAIGNS))
     parser.add_argument("--seed", type=int, default=1)
@@ -38,13 +40,13 @@ def try_one(name: str, asked: argparse.Namespace) -> bool:
     """Runs one campaign, prints what it found and returns whether the promise held."""
     campaign = CAMPAIGNS[name]
     folder = Path(tempfile.mkdtemp(prefix=f"slurm_train-{name}-"))
-    print(f"== {name}: {campaign.promise} ({folder})", flush=True)
+    print(f"== {name}: {campaign.promise} ({folder})")
     began_s = time.monotonic()
     found = campaign.run(seed=asked.seed, trials=asked.trials or campaign.trials, folder=folder)
     wall_s = time.monotonic() - began_s
-    print(f"{name}: {found.held} of {found.trials} held in {wall_s:.0f} s", flush=True)
+    print(f"{name}: {found.held} of {found.trials} held in {wall_s:.0f} s")
     for line in (*(f"  {what}: {value}" for what, value in found.figures.items()), *found.problems):
-        print(line, flush=True)
+        print(line)
     if asked.keep:
         today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         keep_record(name, found, date=today, seed=asked.seed, wall_s=wall_s, revision=revision())

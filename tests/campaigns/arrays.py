@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
@@ -21,7 +21,7 @@ from tests.support.command_line import TINY, Person, new_project
 from tests.support.slurm_runs import command, losses
 from tests.support.waiting import wait_for
 
-_STEPS = 400
+STEPS = 400
 _MODULE = """
 import pathlib, time
 import tiny
@@ -39,19 +39,18 @@ _WORDS = (
     "+cluster=1x1",
     *TINY[1:],
     "model._target_=held.Held",
-    f"train.max_steps={_STEPS}",
+    f"train.max_steps={STEPS}",
     "train.threads=1",
     "checkpoint.every_steps=200",
     # One rank, but two devices of the node.
     "cluster.gpu_flag=none",
     "cluster.sbatch.gres=gpu:2",
 )
-_NODES = 4
+_NODES = ("node1", "node2", "node3", "node4")
 _PATIENCE_S = 240.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Seen(NamedTuple):
     """What was seen of one element when all was over."""
 
     index: int
@@ -61,12 +60,11 @@ class Seen:
     """How often the campaign requeued this element."""
     preempted: int
     """How often its ledger says that it was preempted."""
-    in_vain: int = 0
-    """How often it was started after its run was finished: 24.11 does that to a job that was preempted before."""
     is_finished: bool
     steps: int
     """Different steps on record."""
-    expected_steps: int
+    in_vain: int = 0
+    """How often it was started after its run was finished: 24.11 does that to a job that was preempted before."""
 
 
 def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
@@ -81,14 +79,18 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
     job, path = done.out.split()
     elements = read_table(SweepDirectory(Path(path)))
     try:
-        wait_for(lambda: min(_steps(elements)) >= 2, within_s=_PATIENCE_S, what="all elements at work")
-        print(f"  {trials} elements at work after {time.monotonic() - began_s:.0f} s", flush=True)
+        wait_for(
+            lambda: all(max(losses(one.run), default=0) >= 2 for one in elements),
+            within_s=_PATIENCE_S,
+            what="all elements at work",
+        )
+        print(f"  {trials} elements at work after {time.monotonic() - began_s:.0f} s")
         requeued = _disturb(job, len(elements), chance)
         hold.unlink()
         wait_for(lambda: all(map(_is_over, elements)), within_s=_PATIENCE_S, what="the end of all elements")
         _wait_until_over(job)
     except AssertionError as err:
-        print(f"  {err}", flush=True)
+        print(f"  {err}")
         requeued = []
     seen = _look(job, elements, requeued)
     command("scancel", job, must=False)
@@ -111,8 +113,8 @@ def check(seen: Sequence[Seen]) -> list[tuple[int, str]]:
     for one in seen:
         if not one.is_finished:
             problems.append((one.index, "has no result"))
-        elif one.steps != one.expected_steps:
-            problems.append((one.index, f"has {one.steps} of {one.expected_steps} steps on record"))
+        elif one.steps != STEPS:
+            problems.append((one.index, f"has {one.steps} of {STEPS} steps on record"))
         if one.restarts != one.requeued + one.preempted + min(one.in_vain, one.preempted):
             causes = f"{one.requeued} requeues and {one.preempted} preemptions"
             problems.append((one.index, f"was restarted {one.restarts} times by {causes} of its own"))
@@ -122,28 +124,24 @@ def check(seen: Sequence[Seen]) -> list[tuple[int, str]]:
     return problems
 
 
-def _disturb(job: str, count: int, chance: random.Random) -> list[int]:
+def _disturb(job: str, num_elements: int, chance: random.Random) -> list[int]:
     """Preempts and requeues so many elements as make half of the array; returns the requeued ones."""
-    num_requeued = max(1, count // 5)
-    num_preempted = max(1, count // 2 - num_requeued)
-    nodes = chance.sample([f"node{node}" for node in range(1, _NODES + 1)] * 2, num_preempted)
+    num_requeued = max(1, num_elements // 5)
+    num_preempted = max(1, num_elements // 2 - num_requeued)
+    nodes = chance.sample(list(_NODES) * 2, num_preempted)
     urgent = ["sbatch", "--parsable", "--qos=urgent", "--gres=gpu:2", "--output=/dev/null", "--wrap=sleep 1"]
     jobs = [command(*urgent, f"--nodelist={node}") for node in nodes]
     for urgent_job in jobs:
         _wait_until_over(urgent_job)
     before = restarts(job)
-    print(f"  urgent jobs on {', '.join(nodes)}: restarts {before}", flush=True)
-    requeued = chance.sample(
-        sorted(set(range(count)) - {index for index, number in before.items() if number}), num_requeued
-    )
+    print(f"  urgent jobs on {', '.join(nodes)}: restarts {before}")
+    calm = [index for index in range(num_elements) if not before.get(index)]
+    requeued = chance.sample(calm, num_requeued)
     for index in requeued:
-        print(f"  scontrol requeue {job}_{index}", flush=True)
+        print(f"  scontrol requeue {job}_{index}")
         command("scontrol", "requeue", f"{job}_{index}")
-    wait_for(
-        lambda: sum(restarts(job).values()) >= num_preempted + num_requeued,
-        within_s=60.0,
-        what=f"{num_preempted + num_requeued} restarts",
-    )
+    count = num_preempted + num_requeued
+    wait_for(lambda: sum(restarts(job).values()) >= count, within_s=60.0, what=f"{count} restarts")
     return requeued
 
 
@@ -172,7 +170,6 @@ def _look(job: str, elements: Sequence[Element], requeued: Sequence[int]) -> lis
                 in_vain=(element.run.logs / "batch.log").read_text().count("is finished already"),
                 is_finished=element.run.result.exists(),
                 steps=len(losses(element.run)),
-                expected_steps=_STEPS,
             )
         )
     return seen
@@ -181,7 +178,3 @@ def _look(job: str, elements: Sequence[Element], requeued: Sequence[int]) -> lis
 def _is_over(element: Element) -> bool:
     ledger = read_ledger(element.run)
     return bool(ledger) and ledger[-1].get("action") in ("finish", "stop")
-
-
-def _steps(elements: Sequence[Element]) -> list[int]:
-    return [max(losses(element.run), default=0) for element in elements]

@@ -41,7 +41,7 @@ class Slow(Tiny):
         # As before Python runs: it dies of the TERM at the limit, and the supervisor has KillWait for the requeue.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        print("building", flush=True)
+        print("building")
         time.sleep(3600)
 """
 
@@ -91,12 +91,8 @@ def storm_problems(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _broken_problems(person: Person) -> list[str]:
     (person.folder / "bad.py").write_text(_MODULES)
-    words = ("+cluster=1x1", "model._target_=bad.Broken", "cluster.nodelist=node1")
-    job, run = _submit(person, "broken", *words)
-    _wait_until_stopped(job, run, within_s=PATIENCE_S)
-    return stop_problems(
-        read_ledger(run), _BUDGET, reason="failed", note=f"{_BUDGET} failures in a row without a new checkpoint: "
-    )
+    job, run = _submit(person, "broken", "model._target_=bad.Broken", "cluster.nodelist=node1")
+    return _stopped(job, run, _BUDGET, reason="failed", note=f"{_BUDGET} failures in a row without a new checkpoint: ")
 
 
 def no_progress(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
@@ -104,44 +100,46 @@ def no_progress(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[s
 
     One has a limit shorter than its start, the other loses its node in each attempt, and Slurm requeues it by itself.
     """
-    slow = ("+cluster=1x1", "model._target_=bad.Slow", "train.start_timeout_s=3600")
+    slow = ("model._target_=bad.Slow", "train.start_timeout_s=3600")
     with at_work(folder) as person:
         (person.folder / "bad.py").write_text(_MODULES)
         with tally.trial("a limit shorter than the start") as problems:
             words = ("cluster.time_limit_min=1", f"requeue.max_fruitless_returns={trials}")
             job, run = _submit(person, "too-short", *slow, *words)
-            _wait_until_stopped(job, run, within_s=PATIENCE_S + 100.0 * trials)
             note = f"{trials} time limits in a row without a new checkpoint ("
-            problems += stop_problems(read_ledger(run), trials, reason="time_limit", note=note)
+            within_s = PATIENCE_S + 100.0 * trials
+            problems += _stopped(job, run, trials, reason="time_limit", note=note, within_s=within_s)
         with tally.trial("a job that loses its node each time") as problems:
             job, run = _submit(person, "downs-its-node", *slow, "requeue.max_fruitless_returns=1")
             for attempt in range(2):
                 # A step that has just been launched outlives the batch script: Slurm would find the job still running
                 # on the node that it returns to, and hold it.
-                wait_for(lambda a=attempt: _is_building(run, a), within_s=PATIENCE_S, what=f"attempt {attempt}")
+                log = run.rank_log(attempt, 0)
+                wait_for(
+                    lambda log=log: log.exists() and "building" in log.read_text(),
+                    within_s=PATIENCE_S,
+                    what=f"attempt {attempt}",
+                )
                 with node_down(read_ledger(run)[-1]["nodes"][0]):
                     wait_for(lambda: job_state(job) != "RUNNING", within_s=60, what="the end of the job")
-            _wait_until_stopped(job, run, within_s=PATIENCE_S)
             note = "2 lost nodes in a row without a new checkpoint ("
-            problems += stop_problems(read_ledger(run), 2, reason="node_failure", note=note)
+            problems += _stopped(job, run, 2, reason="node_failure", note=note)
     return {"time limits until the stop": str(trials), "lost nodes until the stop": "2"}
 
 
 def _submit(person: Person, name: str, *words: str) -> tuple[str, RunDirectory]:
-    return person.types(*TINY, "train.threads=1", f"run.name={name}", *words).job_and_run
+    return person.types("+cluster=1x1", *TINY, "train.threads=1", f"run.name={name}", *words).job_and_run
 
 
-def _is_building(run: RunDirectory, attempt: int) -> bool:
-    log = run.rank_log(attempt, 0)
-    return log.exists() and "building" in log.read_text()
-
-
-def _wait_until_stopped(job: str, run: RunDirectory, *, within_s: float) -> None:
+def _stopped(
+    job: str, run: RunDirectory, num_attempts: int, *, reason: str, note: str, within_s: float = PATIENCE_S
+) -> list[str]:
     def has_stopped() -> bool:
         stopped = any(entry.get("action") == "stop" for entry in read_ledger(run))
         return stopped and job_state(job) in ("FAILED", "TIMEOUT")
 
     wait_for(has_stopped, within_s=within_s, what=f"the end of {run.path}")
+    return stop_problems(read_ledger(run), num_attempts, reason=reason, note=note)
 
 
 def stop_problems(ledger: Sequence[Mapping[str, Any]], num_attempts: int, *, reason: str, note: str) -> list[str]:

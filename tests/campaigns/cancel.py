@@ -13,8 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import read_ledger
@@ -22,13 +22,14 @@ from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
-from tests.campaigns.record import Tally
+from tests.campaigns.record import Tally, first_line, only_true
 from tests.support.cluster_faults import qos_pair
 from tests.support.command_line import TINY, WIDE_MODULE, Person
 from tests.support.process_faults import kill, rank_pid
 from tests.support.slurm_runs import at_work, cancel_all, command
 from tests.support.waiting import wait_for
 
+T = TypeVar("T")
 _AT_ONCE = 10
 _BATCH = 44
 _WATCH_S = 14.0
@@ -43,16 +44,12 @@ _LIGHT = """
 import os, signal, time
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda *_: (time.sleep(1.0), os._exit(75)))
-print("trains", flush=True)
+print("trains")
 time.sleep(3600)
 """
 
 
-STEP_S = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class Phase(NamedTuple):
     """Where in its life a run is cancelled: a random moment within `span_s` after `is_there`.
 
     Args:
@@ -75,7 +72,7 @@ class Phase:
 
 def trains(run: RunDirectory) -> bool:
     """Returns whether the run has done steps (or a script without torch says so)."""
-    if int(str(newest_training_line(run).get("step", 0))) >= 2:
+    if newest_training_line(run).get("step", 0) >= 2:
         return True
     attempts = existing_attempts(run)
     log = run.rank_log(attempts[-1], 0) if attempts else None
@@ -103,21 +100,19 @@ PHASES: dict[str, Phase] = {
     "preempted": Phase(share=2, span_s=2.5, is_there=trains, fault="preempt", is_light=True),
 }
 
-FORMS: dict[str, tuple[str, ...]] = {
-    "scancel": ("scancel",),
-    "scancel twice": ("scancel",),
-    "cancel RUN": (),
-    "scancel --full": ("scancel", "--full"),
-    "scancel --signal=KILL": ("scancel", "--signal=KILL"),
-    "scancel --full --signal=KILL": ("scancel", "--full", "--signal=KILL"),
-    "scancel --batch": ("scancel", "--batch"),
+FORMS = {
+    "scancel": 8,
+    "scancel twice": 3,
+    "cancel RUN": 3,
+    "scancel --full": 1,
+    "scancel --signal=KILL": 1,
+    "scancel --full --signal=KILL": 1,
+    "scancel --batch": 1,
 }
-"""How it is cancelled. `scancel --batch` kills the batch script alone: Slurm calls such a job FAILED."""
-_FORM_WEIGHTS = (8, 3, 3, 1, 1, 1, 1)
+"""How it is cancelled, and how often. `scancel --batch` kills the batch script alone: Slurm calls such a job FAILED."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(NamedTuple):
     """One run and when and how it is cancelled."""
 
     number: int
@@ -141,10 +136,10 @@ def plan_trials(*, seed: int, trials: int) -> list[Trial]:
         phase = names[ordered[number % len(names)]]
         # A job without a batch script has none to kill; what is not running cannot be sent a signal.
         early = phase in ("pending", "just submitted", "requeued")
-        forms, weights = (list(FORMS)[:3], _FORM_WEIGHTS[:3]) if early else (list(FORMS), _FORM_WEIGHTS)
-        form = chance.choices(forms, weights)[0]
+        forms = list(FORMS)[: 3 if early else None]
+        form = chance.choices(forms, [FORMS[form] for form in forms])[0]
         delay_s = chance.uniform(0.0, PHASES[phase].span_s)
-        planned.append(Trial(number=number, phase=phase, delay_s=delay_s, form=form))
+        planned.append(Trial(number, phase, delay_s, form))
     return planned
 
 
@@ -178,26 +173,21 @@ def what_is_wrong(
         is_finished: whether it has a result.
     """
     wanted = ("FAILED", "CANCELLED") if form == "scancel --batch" else ("CANCELLED",)
-    found = []
-    if state not in wanted:
-        found.append(f"the job is {state}")
-    if restarts > restarts_then:
-        found.append(f"Restarts rose from {restarts_then} to {restarts}")
-    if len(jobs) > 1:
-        found.append(f"the run has other jobs: {', '.join(jobs)}")
-    if any(late > LATE_S for late in attempts_late_s):
-        found.append(f"an attempt began {max(attempts_late_s):.1f} s later")
-    if step_late_s > LATE_S:
-        found.append(f"it still trained {step_late_s:.1f} s later")
-    if status not in (word.lower() for word in wanted):
-        found.append(f"status calls it {status!r}")
-    if is_finished:
-        found.append("it was finished before it was cancelled")
-    return found
+    latest_s = max(attempts_late_s, default=0.0)
+    return only_true(
+        {
+            f"the job is {state}": state not in wanted,
+            f"Restarts rose from {restarts_then} to {restarts}": restarts > restarts_then,
+            f"the run has other jobs: {', '.join(jobs)}": len(jobs) > 1,
+            f"an attempt began {latest_s:.1f} s later": latest_s > LATE_S,
+            f"it still trained {step_late_s:.1f} s later": step_late_s > LATE_S,
+            f"status calls it {status!r}": status.upper() not in wanted,
+            "it was finished before it was cancelled": is_finished,
+        }
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled:
+class Cancelled(NamedTuple):
     """A run that was cancelled."""
 
     trial: Trial
@@ -220,8 +210,8 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
                 if any(problem.startswith(_NO_TRIAL) for problem in problems) and rounds < _MOST_ROUNDS:
                     # Slurm did not bring the run to its moment, so nothing was cancelled there; it is another try.
                     rounds += 1
-                    print(f"{trial}: {problems[0]}", flush=True)
-                    todo = [*todo, replace(trial, number=trials + rounds)]
+                    print(f"{trial}: {problems[0]}")
+                    todo = [*todo, trial._replace(number=trials + rounds)]
                     continue
                 by_phase[trial.phase] += 1
                 tally.add(str(trial), problems)
@@ -234,28 +224,30 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
 
 def _try_batch(person: Person, batch: list[Trial], *, weak: str, strong: str) -> list[tuple[Trial, list[str]]]:
     commands = SlurmCommands(person.environment())
+
+    def cancel(trial: Trial) -> Cancelled:
+        job, run = _submit(person, trial)
+        _bring_there(trial, job, run, commands)
+        return _cancel(person, trial, job, run, commands)
+
     try:
         ordinary = [trial for trial in batch if PHASES[trial.phase].fault != "preempt"]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = list(
-                zip(ordinary, pool.map(lambda trial: _attempt(person, trial, commands), ordinary), strict=True)
-            )
+            found = list(pool.map(lambda trial: _unless_nothing(cancel, trial), ordinary))
         victims = [trial for trial in batch if PHASES[trial.phase].fault == "preempt"]
         if victims:
             found += _preempt_and_cancel(person, victims, commands, weak=weak, strong=strong)
-        return _watch(person, found, commands)
+        return list(zip([*ordinary, *victims], _watch(person, found, commands), strict=True))
     finally:
         cancel_all(person)
 
 
-def _attempt(person: Person, trial: Trial, commands: SlurmCommands) -> Cancelled | str:
-    """Returns the run after its cancel, or why the trial came to nothing."""
+def _unless_nothing(work: Callable[..., T], *arguments: object) -> T | str:
+    """Returns what the work gives, or why the trial came to nothing."""
     try:
-        job, run = _submit(person, trial)
-        _bring_there(trial, job, run, commands)
-        return _cancel(person, trial, job, run, commands)
+        return work(*arguments)
     except (AssertionError, ClusterError, OSError, subprocess.TimeoutExpired) as err:
-        return f"{_NO_TRIAL}: {str(err).partition(chr(10))[0]}"
+        return f"{_NO_TRIAL}: {first_line(err)}"
 
 
 def _submit(person: Person, trial: Trial, *words: str) -> tuple[str, RunDirectory]:
@@ -265,7 +257,7 @@ def _submit(person: Person, trial: Trial, *words: str) -> tuple[str, RunDirector
     words = (f"run.name={name}", f"seed={trial.number}", *phase.words, *words)
     if phase.is_light:
         return person.types("+cluster=1x1", "script=[light.py]", "batch.global_size=16", *words).job_and_run
-    endless = ("train.max_steps=100000", f"model.step_s={STEP_S}")
+    endless = ("train.max_steps=100000", "model.step_s=0.02")
     return person.types("+cluster=1x1", *TINY, *endless, *words).job_and_run
 
 
@@ -285,17 +277,17 @@ def _cancel(person: Person, trial: Trial, job: str, run: RunDirectory, commands:
     if trial.form == "cancel RUN":
         done = person.types("cancel", run.name)
     else:
-        done = person.runs(*FORMS[trial.form], job)
+        done = person.runs(*trial.form.removesuffix(" twice").split(), job)
         if trial.form == "scancel twice":
             time.sleep(trial.delay_s % 0.5)  # likewise
             person.runs("scancel", job)
     assert done.code == 0, f"{trial.form}: exit code {done.code}: {done.err.strip()}"
-    return Cancelled(trial=trial, job=job, run=run, time_unix_s=time.time(), restarts=commands.restarts(job))
+    return Cancelled(trial, job, run, time.time(), commands.restarts(job))
 
 
 def _preempt_and_cancel(
     person: Person, victims: list[Trial], commands: SlurmCommands, *, weak: str, strong: str
-) -> list[tuple[Trial, Cancelled | str]]:
+) -> list[Cancelled | str]:
     """Preempts all of them at once, and cancels each within the grace or right after it."""
     words = (f"cluster.qos={weak}", f"cluster.nodelist={_NODE}")
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -305,49 +297,38 @@ def _preempt_and_cancel(
         flags = ("--parsable", f"--qos={strong}", f"--nodelist={_NODE}", "--exclusive", "--output=/dev/null")
         urgent = person.runs("sbatch", *flags, "--wrap=sleep 1").out.strip()
 
-        def cancel(trial: Trial, job: str, run: RunDirectory) -> Cancelled | str:
-            try:
-                wait_for(lambda: _is_preempted(commands.show_job(job)), within_s=90, what="the preemption", poll_s=0.1)
-                time.sleep(trial.delay_s)
-                return _cancel(person, trial, job, run, commands)
-            except (AssertionError, ClusterError, subprocess.TimeoutExpired) as err:
-                return f"{_NO_TRIAL}: {str(err).partition(chr(10))[0]}"
+        def cancel(trial: Trial, job: str, run: RunDirectory) -> Cancelled:
+            wait_for(lambda: _is_preempted(commands.show_job(job)), within_s=90, what="the preemption", poll_s=0.1)
+            time.sleep(trial.delay_s)
+            return _cancel(person, trial, job, run, commands)
 
-        cancelled = list(pool.map(lambda pair: cancel(pair[0], *pair[1]), zip(victims, started, strict=True)))
+        pairs = zip(victims, started, strict=True)
+        cancelled = list(pool.map(lambda pair: _unless_nothing(cancel, pair[0], *pair[1]), pairs))
     person.runs("scancel", urgent)
-    return list(zip(victims, cancelled, strict=True))
+    return cancelled
 
 
 def _is_preempted(job: dict[str, str]) -> bool:
     return job.get("PreemptTime", "None") not in ("None", "Unknown") or job.get("Restarts") == "1"
 
 
-def _watch(
-    person: Person, found: list[tuple[Trial, Cancelled | str]], commands: SlurmCommands
-) -> list[tuple[Trial, list[str]]]:
+def _watch(person: Person, found: list[Cancelled | str], commands: SlurmCommands) -> list[list[str]]:
     """Returns what is wrong with each, once the last one was cancelled long enough ago."""
-    last = max((one.time_unix_s for _, one in found if isinstance(one, Cancelled)), default=0.0)
+    last = max((one.time_unix_s for one in found if isinstance(one, Cancelled)), default=0.0)
     time.sleep(max(0.0, last + _WATCH_S - time.time()))  # nothing may happen, so there is nothing to wait for
     status = {row["path"]: row["state"] for row in json.loads(person.types("status", "--json").out or "[]")}
     named = person.runs("squeue", "-h", "-t", "all", "-o", "%i|%j").out.split()
 
-    def judge(one: Cancelled | str) -> list[str]:
-        if isinstance(one, str):
-            return [one]
-        try:
-            return _judge(one, status=status, named=named, commands=commands)
-        except (AssertionError, ClusterError) as err:
-            return [f"{_NO_TRIAL}: {err}"]
-
-    return [(trial, judge(one)) for trial, one in found]
+    judged = [one if isinstance(one, str) else _unless_nothing(_judge, one, status, named, commands) for one in found]
+    return [[one] if isinstance(one, str) else one for one in judged]
 
 
-def newest_training_line(run: RunDirectory) -> dict[str, object]:
+def newest_training_line(run: RunDirectory) -> dict[str, Any]:
     """Returns the newest line with a loss, {} before the first."""
     return next((line for line in reversed(last_lines(run.metrics)) if "loss" in line), {})
 
 
-def _judge(one: Cancelled, *, status: dict[str, str], named: list[str], commands: SlurmCommands) -> list[str]:
+def _judge(one: Cancelled, status: dict[str, str], named: list[str], commands: SlurmCommands) -> list[str]:
     job, line = commands.show_job(one.job), newest_training_line(one.run)
     pairs = (word.partition("|") for word in named)
     of_name = {job_id for job_id, _, name in pairs if name == f"{one.run.name}-{one.run.run_id}"}

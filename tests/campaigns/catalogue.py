@@ -15,10 +15,8 @@ from tests.campaigns import sites
 from tests.campaigns.record import Tally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-_BEGIN = "<!-- written by `python -m tests.campaigns versions-VERSION --keep` -->\n\n"
-_BEGIN_FAULTS = "<!-- written by `python -m tests.campaigns faults-VERSION --keep` -->\n\n"
-_BEGIN_SITES = "<!-- written by `python -m tests.campaigns sites-HABIT --keep` -->\n\n"
-_BEGIN_SAID = "<!-- written by `python -m tests.campaigns sites --keep` -->\n\n"
+_BEGIN = "<!-- written by `python -m tests.campaigns {} --keep` -->\n\n"
+Records = Mapping[str, Mapping[str, Any]]
 _END = "\n<!-- end of what is written -->\n"
 
 _HEAD = """# What was promised, and how often it was tried
@@ -60,12 +58,14 @@ class Campaign(NamedTuple):
         return tally
 
 
+LOCAL = False
+
 CAMPAIGNS: dict[str, Campaign] = {
     "kills-local": Campaign(
         "any rank killed at any moment: the run resumes, and no committed step is lost",
         "kills_local:run",
         1000,
-        needs_cluster=False,
+        LOCAL,
     ),
     "kills": Campaign(
         "any rank killed at any moment on a real Slurm: the run resumes, and no committed step is lost",
@@ -77,14 +77,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         "prune: some verified checkpoint resumes",
         "checkpoint_faults:crash_points",
         1,
-        needs_cluster=False,
+        LOCAL,
     ),
     "nfs-kills": Campaign(
         "on NFS (a FUSE client) with lost replies and a server that is slow, away, and away for a minute: any rank "
         "killed at any moment, and no committed step is lost",
         "nfs:kills",
         100,
-        needs_cluster=False,
+        LOCAL,
     ),
     "nfs": Campaign(
         "on NFS (a FUSE client per node) with lost replies, a server that is slow or away for a minute, no "
@@ -98,20 +98,20 @@ CAMPAIGNS: dict[str, Campaign] = {
         "result of the successor is lost",
         "checkpoint_faults:thawed_writer",
         1,
-        needs_cluster=False,
+        LOCAL,
     ),
     "two-users": Campaign(
         "two uids save and resume in one sticky `checkpoint.local_dir` at the same time, while a stranger has "
         "made their names first, with folders, files and links: neither is kept out, none reads the other's",
         "two_users:run",
         70,
-        needs_cluster=False,
+        LOCAL,
     ),
     "corruption": Campaign(
         "every truncation, every flipped bit, every 512-byte hole of a small checkpoint is detected",
         "checkpoint_faults:corruption",
         1,
-        needs_cluster=False,
+        LOCAL,
     ),
     "exactness": Campaign(
         "2 nodes x 2 ranks, 20 mixed interruptions: every loss and the weights have the bits of the "
@@ -243,7 +243,7 @@ CAMPAIGNS: dict[str, Campaign] = {
             f"the main flows on Slurm {version}, of Debian {suite} ([table](slurm.md#versions-of-slurm))",
             f"versions:run {suite}",
             15,
-            needs_cluster=False,
+            LOCAL,
         )
         for suite, (version, _) in SUITES.items()
     },
@@ -252,7 +252,7 @@ CAMPAIGNS: dict[str, Campaign] = {
             f"campaigns from above on Slurm {version}, of Debian {suite} ([table](slurm.md#versions-of-slurm))",
             f"versions:faults {suite}",
             12,
-            needs_cluster=False,
+            LOCAL,
         )
         for suite, (version, _) in SUITES.items()
         if version != "22.05"
@@ -262,7 +262,7 @@ CAMPAIGNS: dict[str, Campaign] = {
             "a run is submitted, preempted, cancelled and resumed at a site with another habit",
             f"sites:live {site.name}",
             1,
-            needs_cluster=False,
+            LOCAL,
         )
         for site in sites.SITES
     },
@@ -270,7 +270,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         "`init`, `doctor` and `plan` say what a site does otherwise ([table](slurm.md#what-is-said-of-a-habit))",
         "sites:listen",
         len(sites.SITES),
-        needs_cluster=False,
+        LOCAL,
     ),
     "secrets": Campaign(
         "a canary in environment, words and configuration is nowhere in run directory, script, logs, manifests",
@@ -280,45 +280,53 @@ CAMPAIGNS: dict[str, Campaign] = {
 }
 
 
-def pages(records: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
+def pages(records: Records) -> dict[Path, str]:
     """Returns the text of every page that has results of campaigns."""
     slurm = PAGE.with_name("slurm.md")
     text = slurm.read_text(encoding="utf-8")
     tables = {
-        _BEGIN: _versions(records, "versions-"),
-        _BEGIN_FAULTS: _versions(records, "faults-"),
-        _BEGIN_SITES: _sites(records),
-        _BEGIN_SAID: _said(records),
+        "versions-VERSION": _versions(records, "versions-"),
+        "faults-VERSION": _versions(records, "faults-"),
+        "sites-HABIT": _sites(records),
+        "sites": _said(records),
     }
-    for begin, table in tables.items():
+    for names, table in tables.items():
+        begin = _BEGIN.format(names)
         before, _, rest = text.partition(begin)
         text = before + begin + table + _END + rest.partition(_END)[2]
     return {PAGE: render(records), slurm: text}
 
 
-def _versions(records: Mapping[str, Mapping[str, Any]], prefix: str) -> str:
+def _versions(records: Records, prefix: str) -> str:
     """Returns the table of versions of Slurm and what was tried on them, of the campaigns that begin so."""
-    found = [records[name] for name in CAMPAIGNS if name.startswith(prefix) and name in records]
+    found = _of(records, prefix)
     tables = [table for one in found for table in one["result"]["table"].items()]
     return _table(
         ("", *(version for version, _ in tables)),
         *((flow, *(cells.get(flow, "") for _, cells in tables)) for flow in (tables[0][1] if tables else ())),
-        ("date, commit", *(f"{one['date']}, `{one['revision']}`" for one in found)),
+        ("date, commit", *map(_when, found)),
     )
 
 
-def _sites(records: Mapping[str, Mapping[str, Any]]) -> str:
+def _sites(records: Records) -> str:
     """Returns the table of habits of sites, and what became of a run there."""
-    found = [records[name] for name in CAMPAIGNS if name.startswith("sites-") and name in records]
     rows = [
-        (site, *(cells[stage] for stage in sites.STAGES), f"{one['date']}, `{one['revision']}`")
-        for one in found
+        (site, *(cells[stage] for stage in sites.STAGES), _when(one))
+        for one in _of(records, "sites-")
         for site, cells in one["result"]["table"].items()
     ]
     return _table(("site", *sites.STAGES, "date, commit"), *rows)
 
 
-def _said(records: Mapping[str, Mapping[str, Any]]) -> str:
+def _of(records: Records, prefix: str) -> list[Mapping[str, Any]]:
+    return [records[name] for name in CAMPAIGNS if name.startswith(prefix) and name in records]
+
+
+def _when(record: Mapping[str, Any]) -> str:
+    return f"{record['date']}, `{record['revision']}`"
+
+
+def _said(records: Records) -> str:
     """Returns the table of what the verbs say of each habit."""
     cells = records["sites"]["result"]["table"] if "sites" in records else {}
     rows = [(site, *(said[verb].replace("|", "\\|") for verb in sites.VERBS)) for site, said in cells.items()]
@@ -329,7 +337,7 @@ def _table(head: Sequence[str], *rows: Sequence[str]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
-def render(records: Mapping[str, Mapping[str, Any]]) -> str:
+def render(records: Records) -> str:
     """Returns the text of docs/reliability.md."""
     lines = [_HEAD, "| campaign | promise | held | figures | date, seed, time |", "|---|---|---|---|---|"]
     ends = []

@@ -11,10 +11,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE
 from slurm_train.rundir.attempts import read_ledger
@@ -24,20 +23,12 @@ from tests.support.waiting import repeating
 
 COMPARED = ("samples", "loss", "lr", "grad_norm", "samples_digest")
 """Keys of a step's line that must have the same bits whenever and wherever the step is done."""
+Line = Mapping[str, Any]
 ZOMBIE_S = 10.0
 """Ranks that outlive their attempt may write lines for so long; a reader passes over them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """Something that was done to a run."""
-
-    time_unix_s: float
-    what: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     """A checkpoint with a marker."""
 
     step: int
@@ -47,8 +38,7 @@ class Written:
     """When its marker appeared."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Look(NamedTuple):
     """The checkpoints with a marker that were there at one moment, newest first."""
 
     time_unix_s: float
@@ -60,8 +50,7 @@ class Look:
         return self.checkpoints[0].step if self.checkpoints else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumed:
+class Consumed(NamedTuple):
     """The samples that one rank's optimizer step was given, in order (see `counted`)."""
 
     attempt: int
@@ -70,8 +59,7 @@ class Consumed:
     samples: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class History(NamedTuple):
     """Everything that is known of a run.
 
     Args:
@@ -85,14 +73,14 @@ class History:
         result: content of result.json, None where there is none.
     """
 
-    lines: tuple[Mapping[str, Any], ...]
+    lines: tuple[Line, ...]
     started: tuple[int, ...]
     opened_unix_s: Mapping[int, float]
-    ledger: tuple[Mapping[str, Any], ...]
+    ledger: tuple[Line, ...]
     seen: tuple[Look, ...]
     consumed: tuple[Consumed, ...] = ()
-    faults: tuple[Fault, ...] = ()
-    result: Mapping[str, Any] | None = None
+    faults: tuple[str, ...] = ()
+    result: Line | None = None
 
     @property
     def written(self) -> tuple[Written, ...]:
@@ -100,7 +88,7 @@ class History:
         return tuple({(one.step, one.attempt): one for look in self.seen for one in look.checkpoints}.values())
 
 
-def read_history(run: RunDirectory, *, seen: Iterable[Look] = (), faults: Iterable[Fault] = ()) -> History:
+def read_history(run: RunDirectory, *, seen: Iterable[Look] = (), faults: Iterable[str] = ()) -> History:
     """Returns the history of a run that nobody writes any more."""
     return History(
         lines=tuple(line for line in read_lines(run.metrics) if "loss" in line),
@@ -122,8 +110,8 @@ def look(run: RunDirectory) -> Look:
     for path in list_checkpoints(run.checkpoints):
         with suppress(OSError):
             complete_unix_s = (path / COMPLETE_FILE).stat().st_mtime
-            found.append(Written(step=name_of(path).step, attempt=_writer(path), complete_unix_s=complete_unix_s))
-    return Look(time_unix_s=time.time(), checkpoints=tuple(found))
+            found.append(Written(name_of(path).step, _writer(path), complete_unix_s))
+    return Look(time.time(), tuple(found))
 
 
 @contextmanager
@@ -150,8 +138,7 @@ def _consumed(run: RunDirectory) -> Iterator[Consumed]:
     for path in sorted((run.path / "consumed").glob("attempt_*_rank_*.jsonl")):
         _, attempt, _, rank = path.stem.split("_")
         for line in read_lines(path):
-            samples = tuple(line["samples"])
-            yield Consumed(attempt=int(attempt), rank=int(rank), step=line["step"], samples=samples)
+            yield Consumed(int(attempt), int(rank), line["step"], tuple(line["samples"]))
 
 
 def check(history: History, *, golden: History, num_samples: int) -> list[str]:
@@ -216,15 +203,8 @@ def gaps(history: History) -> Iterator[str]:
 
 def unequal_repetitions(history: History) -> Iterator[str]:
     """Every line of a step equals the step's first line, and a rank that repeats a step gets the same samples."""
-    first = {line["step"]: line for line in reversed(history.lines)}
-    for line in history.lines:
-        for name in COMPARED:
-            if line.get(name) != first[line["step"]].get(name):
-                before = first[line["step"]]
-                yield (
-                    f"step {line['step']} {name}: {line.get(name)!r} in attempt {line['attempt']}, "
-                    f"{before.get(name)!r} in attempt {before['attempt']}"
-                )
+    first = {line["step"]: {**line, "whose": f"attempt {line['attempt']}"} for line in reversed(history.lines)}
+    yield from _unequal(history.lines, first)
     samples: dict[tuple[int, int], tuple[int, ...]] = {}
     for one in history.consumed:
         if samples.setdefault((one.step, one.rank), one.samples) != one.samples:
@@ -252,42 +232,43 @@ def wrong_samples(history: History, *, num_samples: int) -> Iterator[str]:
 
 def unlike_golden(history: History, golden: History) -> Iterator[str]:
     """Every line has the golden run's bits, and so have the final weights."""
-    expected = {line["step"]: line for line in golden.lines}
-    for line in history.lines:
-        for name in COMPARED:
-            right = expected.get(line["step"], {}).get(name)
-            if line.get(name) != right:
-                yield f"step {line['step']} {name}: {line.get(name)!r} in attempt {line['attempt']}, golden {right!r}"
+    yield from _unequal(history.lines, {line["step"]: line for line in golden.lines})
     for name in ("step", "samples", "weights_digest"):
         found = [(one.result or {}).get(name) for one in (history, golden)]
         if found[0] is None or found[0] != found[1]:
             yield f"{name} at the end: {found[0]!r}, golden {found[1]!r}"
 
 
+def _unequal(lines: Iterable[Line], right: Mapping[int, Line]) -> Iterator[str]:
+    """Yields where a line differs from that of its step in `right`, which is an attempt's or the golden run's."""
+    for line in lines:
+        other = right.get(line["step"], {})
+        for name in COMPARED:
+            if line.get(name) != other.get(name):
+                found, whose = f"{line.get(name)!r} in attempt {line['attempt']}", other.get("whose", "golden")
+                yield f"step {line['step']} {name}: {found}, {whose} {other.get(name)!r}"
+
+
 def starts(history: History) -> dict[int, int]:
     """Returns the step that each attempt resumed from, for those that got to do a step."""
     done = [(line["attempt"], line["step"]) for line in history.lines]
     done += [(one.attempt, one.step) for one in history.consumed]
-    return {attempt: min(step for number, step in done if number == attempt) - 1 for attempt in {a for a, _ in done}}
+    # The lowest step of each attempt comes last.
+    return {attempt: step - 1 for attempt, step in sorted(done, reverse=True)}
 
 
 def committed(history: History) -> dict[int, list[Consumed]]:
     """Returns what the ranks consumed in each step that counts, in rank order: the newest attempt that did it."""
-    by_step: dict[int, list[Consumed]] = defaultdict(list)
-    for one in history.consumed:
-        by_step[one.step].append(one)
-    kept = {}
-    for step, of_step in sorted(by_step.items()):
-        newest = max(one.attempt for one in of_step)
-        kept[step] = sorted((one for one in of_step if one.attempt == newest), key=lambda one: one.rank)
+    newest = {one.step: one.attempt for one in sorted(history.consumed)}
+    kept: dict[int, list[Consumed]] = {step: [] for step in sorted(newest)}
+    for one in sorted(history.consumed):
+        if one.attempt == newest[one.step]:
+            kept[one.step].append(one)
     return kept
 
 
 def _next_opened(history: History, attempt: int) -> float:
-    return min(
-        (opened_unix_s for number, opened_unix_s in history.opened_unix_s.items() if number > attempt),
-        default=float("inf"),
-    )
+    return min((at for number, at in history.opened_unix_s.items() if number > attempt), default=float("inf"))
 
 
 def _in_words(steps: Sequence[int]) -> str:

@@ -63,11 +63,6 @@ class Net(nn.Module):
         return scores
 
 
-def consumed_path(run: Path, *, attempt: int, rank: int) -> Path:
-    """Returns the file that a rank's steps of an attempt are counted in."""
-    return run / "consumed" / f"attempt_{attempt}_rank_{rank}.jsonl"
-
-
 def count_steps() -> None:
     """Makes every later optimizer step of this process leave the samples that it consumed."""
     take_step = Stepper.step
@@ -89,8 +84,8 @@ def _noting(batches: Iterator[Any], taken: list[int]) -> Iterator[Any]:
 
 def _leave(step: int, samples: list[int]) -> None:
     # The worker's command line ends with the run directory.
-    rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-    path = consumed_path(Path(sys.argv[-1]), attempt=int(os.environ["SLURM_TRAIN_ATTEMPT"]), rank=rank)
+    rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+    path = Path(sys.argv[-1], "consumed", f"attempt_{os.environ['SLURM_TRAIN_ATTEMPT']}_rank_{rank}.jsonl")
     path.parent.mkdir(exist_ok=True)
     with path.open("ab", buffering=0) as file:
         file.write((json.dumps({"step": step, "samples": samples}) + "\n").encode())

@@ -112,7 +112,7 @@ def waiting_again(person: Person) -> Iterator[str]:
         driver.wait()
     began_s = time.monotonic()
     done = person.types(*words, timeout_s=400)
-    print(f"  attached again for {time.monotonic() - began_s:.0f} s: {done.err.strip().splitlines()[-1:]}", flush=True)
+    print(f"  attached again for {time.monotonic() - began_s:.0f} s: {done.err.strip().splitlines()[-1:]}")
     if done.code or done.out:
         yield f"typed again: code {done.code}, {done.out!r}"
     for run in runs:

@@ -176,24 +176,16 @@ def _preempted_on(person: Person, disk: Path, golden: History, *, full_before: b
             fill(disk)
         take_nodes(["node1"])
         fill(disk)
-        wait_for(
-            lambda: int(_record(job).get("Restarts", "0")) >= 2,
-            within_s=PATIENCE_S,
-            what="a start that could not write, and came back",
-        )
-        asked_s = _delay_s(job)
+        came_back = "a start that could not write, and came back"
+        wait_for(lambda: int(_record(job).get("Restarts", "0")) >= 2, within_s=PATIENCE_S, what=came_back)
+        time.sleep(2.0)  # what Slurm is told right after the requeue takes a moment
+        asked_s = datetime.fromisoformat(_record(job)["EligibleTime"]).timestamp() - time.time()
     finally:
         (disk / "filler").unlink(missing_ok=True)
     # There is room: what waits for its next start need not wait longer.
     person.runs("scontrol", "update", f"JobId={job}", "StartTime=now")
     problems = [] if asked_s > 20 else [f"the next start was put off by {asked_s:.0f} s only"]
     return problems + victim.problems(golden)
-
-
-def _delay_s(job: str) -> float:
-    """Returns how far off the start of a waiting job is; what Slurm is told right after the requeue takes a moment."""
-    time.sleep(2.0)
-    return datetime.fromisoformat(_record(job)["EligibleTime"]).timestamp() - time.time()
 
 
 def _record(job: str) -> dict[str, str]:

@@ -10,15 +10,14 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.heartbeat import Beat, Limits, read_beats
+from slurm_train.rundir.heartbeat import Limits, read_beats
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.record import Tally
+from tests.campaigns.record import Tally, only_true
 from tests.support.command_line import TINY, WIDE_MODULE, Person
 from tests.support.process_faults import rank_pid
 from tests.support.slurm_runs import at_work, step_lines, wait_until_finished, wait_until_step
@@ -43,8 +42,7 @@ PHASES: dict[str, tuple[str, ...]] = {
 """What a run is given, so that it is in this phase often."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(NamedTuple):
     """One run, and the rank of it that is stopped."""
 
     number: int
@@ -69,15 +67,10 @@ class Trial:
 def plan_trials(*, seed: int, trials: int) -> list[Trial]:
     """Returns the trials: the phases in turn, ranks and moments at random."""
     chance = random.Random(seed)
+    phases = [list(PHASES)[number % len(PHASES)] for number in range(trials)]
     return [
-        Trial(
-            number=number,
-            phase=list(PHASES)[number % len(PHASES)],
-            rank=chance.randrange(2),
-            nodes=chance.choice((1, 2)),
-            delay_s=chance.uniform(0.0, 1.5),
-        )
-        for number in range(trials)
+        Trial(number, phase, chance.randrange(2), chance.choice((1, 2)), chance.uniform(0.0, 1.5))
+        for number, phase in enumerate(phases)
     ]
 
 
@@ -104,24 +97,24 @@ def what_is_wrong(
         ledger: the run's attempts.
         steps: of the lines of metrics that count, in order.
     """
-    found = []
-    if ended_s > limit_s + SLACK_S:
-        found.append(f"ended after {ended_s:.1f} s, the time-out is {limit_s:.0f} s")
-    if len(events) != 1:
-        found.append(f"{len(events)} hangs on record")
-    for event in events[:1]:
-        beginning = f"rank {rank} on {host} does not run (stopped or lost), in "
-        sentence = event["sentence"]
-        if event["ranks"] != [rank] or not sentence.startswith(beginning) or "\n" in sentence:
-            found.append(f"said {sentence!r}")
-    if 1 - rank not in stacks:
-        found.append(f"no stacks of rank {1 - rank}")
+    beginning = f"rank {rank} on {host} does not run (stopped or lost), in "
+    said = {
+        f"said {one['sentence']!r}": one["ranks"] != [rank]
+        or not one["sentence"].startswith(beginning)
+        or "\n" in one["sentence"]
+        for one in events[:1]
+    }
     story = [(entry.get("reason"), entry.get("action")) for entry in ledger]
-    if story != [("failed", "relaunch"), ("done", "finish")]:
-        found.append(f"the ledger says {story}")
-    if list(steps) != list(range(1, STEPS + 1)):
-        found.append(f"its steps are {list(steps)}")
-    return found
+    return only_true(
+        {
+            f"ended after {ended_s:.1f} s, the time-out is {limit_s:.0f} s": ended_s > limit_s + SLACK_S,
+            f"{len(events)} hangs on record": len(events) != 1,
+            **said,
+            f"no stacks of rank {1 - rank}": 1 - rank not in stacks,
+            f"the ledger says {story}": story != [("failed", "relaunch"), ("done", "finish")],
+            f"its steps are {list(steps)}": list(steps) != list(range(1, STEPS + 1)),
+        }
+    )
 
 
 def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
@@ -141,7 +134,8 @@ def _try(person: Person, trial: Trial, over: list[float]) -> list[str]:
         _wait_for_the_moment(run, trial)
         os.kill(rank_pid(run, trial.rank), signal.SIGSTOP)
         stopped_s = time.monotonic()
-        beats = wait_for(lambda: _two(run), within_s=START_S, what="the beats of both ranks")
+        wait_for(lambda: len(read_beats(run, 0)) == 2, within_s=START_S, what="the beats of both ranks")
+        beats = read_beats(run, 0)
         limit_s = max(_LIMITS.of(settled=beat.settled) for beat in beats.values())
         wait_for(lambda: "reason" in read_ledger(run)[0], within_s=limit_s + 3 * SLACK_S, what="the end of the step")
         ended_s = time.monotonic() - stopped_s
@@ -150,7 +144,7 @@ def _try(person: Person, trial: Trial, over: list[float]) -> list[str]:
         person.runs("scancel", "--quiet", job)
     over.append(ended_s - limit_s)
     events = read_events(run, "hang")
-    print(f"   {trial}: {'; '.join(event['sentence'] for event in events)}", flush=True)
+    print(f"   {trial}: {'; '.join(event['sentence'] for event in events)}")
     return what_is_wrong(
         rank=trial.rank,
         host=beats[trial.rank].host,
@@ -171,17 +165,12 @@ def _wait_for_the_moment(run: RunDirectory, trial: Trial) -> None:
     wait_until_step(run, 2, within_s=_PATIENCE_S)
     time.sleep(trial.delay_s)  # likewise
     if trial.phase in ("save", "evaluate"):
-        wait_for(lambda: _phase(run, trial.rank) == trial.phase, within_s=60, what=trial.phase, poll_s=0.02)
-
-
-def _two(run: RunDirectory) -> dict[int, Beat]:
-    beats = read_beats(run, 0)
-    return beats if len(beats) == 2 else {}
-
-
-def _phase(run: RunDirectory, rank: int) -> str:
-    beat = read_beats(run, 0).get(rank)
-    return "" if beat is None else beat.phase
+        wait_for(
+            lambda: (beat := read_beats(run, 0).get(trial.rank)) and beat.phase == trial.phase,
+            within_s=60,
+            what=trial.phase,
+            poll_s=0.02,
+        )
 
 
 def _has_frames(run: RunDirectory, rank: int) -> bool:

@@ -21,17 +21,17 @@ from typing import Any
 
 from slurm_train.distributed.master import meeting_ports
 from slurm_train.rundir.attempts import read_ledger
-from tests.campaigns.record import Tally
+from tests.campaigns.record import Tally, first_line, only_true
 from tests.support import meeting_ranks, stranger
 from tests.support.command_line import REPOSITORY, TINY, Person
 from tests.support.slurm_runs import at_work, wait_until_finished
 
 NOBODY = "undisturbed"
+TAKEN = "taken-server"
 ATTACKS = (
     *("dripping-client", "silent-client", "garbage-client"),
-    *("dripping-server", "silent-server", "garbage-server", "relay-server"),
+    *("dripping-server", "silent-server", "garbage-server", "relay-server", TAKEN),
 )
-TAKEN = "taken-server"
 _WORLD = 8
 _NUM_PORTS = 8
 _MOST_MORE_S = 10.0
@@ -44,7 +44,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
     on_slurm = trials // 10
     usual_s = max(meet_beside(NOBODY, seed=number)[0] for number in range(3))
     for number in range(trials - on_slurm):
-        attack = (*ATTACKS, TAKEN)[number % (len(ATTACKS) + 1)]
+        attack = ATTACKS[number % len(ATTACKS)]
         took_s, problems = meet_beside(attack, seed=seed * 1000 + number, within_s=usual_s + _MOST_MORE_S)
         took[attack].append(took_s)
         tally.add(f"{attack}, {took_s:.1f} s", problems)
@@ -97,20 +97,15 @@ def meet_beside(attack: str, *, seed: int, within_s: float = 60.0) -> tuple[floa
             began_s = time.monotonic()
         if attack != TAKEN:
             ranks.append(opened.enter_context(some_ranks(asked | {"first": 1, "last": _WORLD - 1})))
-        found = [one for its in ranks for one in json.loads(its.communicate(timeout=120)[0])["found"]]
+        found = [one for its in ranks for one in json.loads(its.communicate(timeout=120)[0])]
     took_s = time.monotonic() - began_s
-    expected: Any = (
-        [[ports[held], asked["word"], True]] + [[ports[held], asked["word"]]] * (_WORLD - 1)
-        if held < _NUM_PORTS
-        else None
-    )
-    problems = [] if found == expected else [f"the ranks found {found}"]
+    port, word = ports[held % _NUM_PORTS], asked["word"]
+    expected: list[Any] = [[port, word, True], *[[port, word]] * (_WORLD - 1)]
+    is_right = found == expected
     if attack == TAKEN:
-        is_named = isinstance(found[0], str) and f"bind none of the ports {', '.join(map(str, ports))}" in found[0]
-        problems = [] if is_named else [f"the ports are not named: {found[0]}"]
-    if took_s > within_s:
-        problems.append(f"took {took_s:.1f} s of {within_s:.1f} s")
-    return took_s, problems
+        is_right = f"bind none of the ports {', '.join(map(str, ports))}" in str(found[0])
+    wrong = {f"the ranks found {found}": not is_right, f"took {took_s:.1f} s of {within_s:.1f} s": took_s > within_s}
+    return took_s, only_true(wrong)
 
 
 def train_beside(person: Person, attack: str, number: int, *, within_s: float = 150.0) -> tuple[float, list[str]]:
@@ -128,14 +123,15 @@ def train_beside(person: Person, attack: str, number: int, *, within_s: float = 
         try:
             wait_until_finished(run)
         except AssertionError as err:
-            problems.append(str(err).partition("\n")[0])
+            problems.append(first_line(err))
     entries = read_ledger(run)
     took_s = sum(float(entry.get("start_s", 0.0)) + float(entry.get("rendezvous_s", 0.0)) for entry in entries)
-    problems += [f"{len(entries)} attempts"] if len(entries) != 1 else []
-    problems += [f"took {took_s:.1f} s of {within_s:.1f} s"] if took_s > within_s else []
-    if attack != NOBODY and "attacks port" not in log.read_text():
-        problems.append("the stranger found nobody to attack")
-    return took_s, problems
+    wrong = {
+        f"{len(entries)} attempts": len(entries) != 1,
+        f"took {took_s:.1f} s of {within_s:.1f} s": took_s > within_s,
+        "the stranger found nobody to attack": attack != NOBODY and "attacks port" not in log.read_text(),
+    }
+    return took_s, problems + only_true(wrong)
 
 
 def free_ports(count: int) -> list[int]:
@@ -153,11 +149,11 @@ def free_ports(count: int) -> list[int]:
 def some_ranks(asked: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """Starts a process with some of the ranks."""
     command = [sys.executable, "-m", meeting_ranks.__name__, json.dumps(asked)]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with ExitStack() as opened:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        opened.enter_context(process)
+        opened.callback(process.kill)
+        yield process
 
 
 @contextmanager
@@ -173,13 +169,10 @@ def a_stranger(
     """Lets a stranger do its work, from when it is ready."""
     listed = ",".join(map(str, ports))
     command = [*inside, sys.executable, "-u", str(stranger.__file__), attack, host, listed, str(relayed)]
-    output = subprocess.PIPE if log is None else log.open("w")
-    with subprocess.Popen(command, stdout=output, text=True) as process:
-        try:
-            if log is None:
-                assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            yield
-        finally:
-            process.kill()
-            if log is not None:
-                output.close()  # type: ignore[union-attr]  # a pipe was asked for
+    with ExitStack() as opened:
+        output = subprocess.PIPE if log is None else opened.enter_context(log.open("w"))
+        process = opened.enter_context(subprocess.Popen(command, stdout=output, text=True))
+        opened.callback(process.kill)
+        if log is None:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurm_train.config.compose import compose
 from slurm_train.config.frozen import dump_config, load_config
@@ -44,8 +44,7 @@ _LONG = "x" * 1100
 _TEXT_KEYS = ("partition", "account", "qos", "nodelist", "exclude", "constraint", "network_interface", "python")
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """A string in a field."""
 
     where: str
@@ -62,8 +61,7 @@ class Found:
     fields: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
+class Bench(NamedTuple):
     """Where trials are made.
 
     Args:
@@ -97,7 +95,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
             found.problems.append(f"{number}: {case!r} was run by a shell")
             bench.trap.unlink()
         if (number + 1) % 1000 == 0:
-            print(f"{number + 1}: {found.refused} refused, {found.exact} exact, {len(found.problems)} bad", flush=True)
+            print(f"{number + 1}: {found.refused} refused, {found.exact} exact, {len(found.problems)} bad")
     held, argvs = _ask_slurm(accepted, bench, found), _ask_ranks(accepted, bench, found)
     figures = {
         "refused with a clear error": str(found.refused),
@@ -170,31 +168,10 @@ def _of_name(section: str, reader: str) -> Maker:
     return lambda text, bench: (_configured(bench, cluster={section: {text: "1"}}), {f"{reader} {text}": "1"})
 
 
-def _run_root(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _planned(bench, f"run.root={bench.project.parent}/r/{text}/runs"), {}
-
-
-def _script_word(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _configured(bench, script=["train.py", text]), {"script": ["train.py", text]}
-
-
 def _script_typed(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
     quoted = text.replace("\\", "\\\\").replace("'", "\\'") if text.endswith("\\") else text.replace("'", "\\'")
     plan = _planned(bench, f"script=[train.py,'{quoted}']")
     return plan, {"script": plan.config.script}
-
-
-def _override(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _planned(bench, text if "=" in text else f"{text}=1"), {}
-
-
-def _data_value(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    return _configured(bench, data={"_target_": "my.Data", "path": text}), {"data": text}
-
-
-def _project_folder(text: str, bench: Bench) -> tuple[RunPlan, Expected]:
-    # The folder itself need not be there to be planned in; names with a NUL or a slash do not exist.
-    return _planned(bench, cwd=bench.project / (text.replace("/", "").replace("\0", "") or "x")), {}
 
 
 def _configured(bench: Bench, **sections: Any) -> RunPlan:
@@ -211,12 +188,22 @@ FIELDS: dict[str, Maker] = {
     "cluster.env value": _typed("cluster.env.CANARY=", "env CANARY"),
     "cluster.env name": _of_name("env", "env"),
     "run.name": _typed("run.name=", "name"),
-    "run.root": _run_root,
-    "script word": _script_word,
+    "run.root": lambda text, bench: (_planned(bench, f"run.root={bench.project.parent}/r/{text}/runs"), {}),
+    "script word": lambda text, bench: (
+        _configured(bench, script=["train.py", text]),
+        {"script": ["train.py", text]},
+    ),
     "script typed": _script_typed,
-    "override": _override,
-    "data value": _data_value,
-    "folder": _project_folder,
+    "override": lambda text, bench: (_planned(bench, text if "=" in text else f"{text}=1"), {}),
+    "data value": lambda text, bench: (
+        _configured(bench, data={"_target_": "my.Data", "path": text}),
+        {"data": text},
+    ),
+    # The folder itself need not be there to be planned in; names with a NUL or a slash do not exist.
+    "folder": lambda text, bench: (
+        _planned(bench, cwd=bench.project / (text.replace("/", "").replace("\0", "") or "x")),
+        {},
+    ),
 }
 
 
@@ -239,22 +226,21 @@ def _what_is_wrong(plan: RunPlan, script: str, expected: Expected, bench: Bench,
 
 def _compare(reader: str, value: Any, config: RunConfig, plan: RunPlan, script: str) -> str:
     kind, _, name = reader.partition(" ")
-    if kind == "cluster":
-        found, typed = value
+    planned, value = value if kind == "cluster" else ("", value)
+    if isinstance(value, str) and kind != "data" and _has_meaning(value):
         # Quoted as a whole or a reference, the grammar of the settings itself gives it another meaning.
-        return "" if found == typed or _has_meaning(typed) else f"{found!r} was planned"
-    if kind == "name":
-        return "" if plan.run.name == value or _has_meaning(value) else f"the run is called {plan.run.name!r}"
-    if kind == "script":
-        return "" if config.script == value else f"the script's words are {config.script!r}"
-    if kind == "data":
-        return "" if (config.data or {}).get("path") == value else f"the data set gets {config.data!r}"
-    if kind == "flag" and not _has_meaning(value):
-        found = _directives(script).get(name)
-        return "" if found == value else f"sbatch would read --{name}={found!r}"
-    if kind == "srun" and not _has_meaning(value):
-        return "" if f"--{name}={value}" in _last_command(script) else "srun would get another word"
-    return ""
+        return ""
+    readers: dict[str, Callable[[], Any]] = {
+        "cluster": lambda: planned,
+        "name": lambda: plan.run.name,
+        "script": lambda: config.script,
+        "data": lambda: (config.data or {}).get("path"),
+        "flag": lambda: _directives(script).get(name),
+        "srun": lambda: value if f"--{name}={value}" in _last_command(script) else _last_command(script),
+        "env": lambda: value,  # bash is asked
+    }
+    found = readers[kind]()
+    return "" if found == value else f"{reader} is {found!r}"
 
 
 def _has_meaning(text: str) -> bool:

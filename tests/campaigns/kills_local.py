@@ -10,7 +10,6 @@ compared with its golden one.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import random
 import shutil
@@ -23,8 +22,9 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import load_config
@@ -36,8 +36,8 @@ from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.supervise.ranks import LocalRanks
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor
-from tests.campaigns.checker import Fault, History, Look, check, look, read_history
-from tests.campaigns.moments import AT_THE_END, PHASES, Moment, Note, newest_complete
+from tests.campaigns.checker import History, Look, check, look, read_history
+from tests.campaigns.moments import AT_THE_END, NOTE, PHASES, Moment, Note, newest_complete
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED, COUNTED_MODULE, NUM_SAMPLES
 from tests.support.command_line import REPOSITORY, Person
@@ -55,14 +55,13 @@ _WORDS = (*COUNTED, "train.start_timeout_s=20", "checkpoint.every_steps=2")
 _ON_THE_WAY = [name for name in PHASES if name not in AT_THE_END]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aim:
+class Aim(NamedTuple):
     """One kill, chosen before the ranks start.
 
     Args:
         rank: who dies; None: all ranks at once.
         moment: the rank kills itself then; None: the driver does, `after_s` after the start.
-        after_s: see moment.
+        after_s: see moment; of `NOBODY` longer than any attempt.
         cold: the ranks are fresh interpreters, which import torch themselves.
     """
 
@@ -78,25 +77,22 @@ class Aim:
         return f"{who} after {self.after_s:.2f} s{' of a fresh interpreter' if self.cold else ''}"
 
 
+NOBODY = Aim(after_s=threading.TIMEOUT_MAX)
+
+
 def choose_aim(dice: random.Random, *, world_size: int, at_the_end: bool) -> Aim:
     """Returns the next kill."""
     rank = dice.randrange(world_size)
     kind = dice.random()
-    if at_the_end:
-        return _aim_at(dice.choice(AT_THE_END), rank, nth=1, dice=dice)
-    if kind < 0.03:
+    if not at_the_end and kind < 0.03:
         return Aim(rank=rank, after_s=dice.uniform(0.0, 4.0), cold=True)
-    if kind < 0.4:
+    if not at_the_end and kind < 0.4:
         return Aim(rank=None if kind < 0.13 else rank, after_s=dice.uniform(0.0, LONGEST_LIFE_S))
-    phase = dice.choice(_ON_THE_WAY)
-    nth = 1 if phase in ("meet", "group", "resume") else 1 + min(int(dice.expovariate(0.3)), 12)
-    return _aim_at(phase, rank, nth=nth, dice=dice)
-
-
-def _aim_at(phase: str, rank: int, *, nth: int, dice: random.Random) -> Aim:
+    phase = dice.choice(AT_THE_END if at_the_end else _ON_THE_WAY)
+    nth = 1 if phase in (*AT_THE_END, "meet", "group", "resume") else 1 + min(int(dice.expovariate(0.3)), 12)
     of_phase = PHASES[phase]
-    delay_s = dice.uniform(0.0, of_phase.lasts_s)
-    return Aim(rank=0 if of_phase.only_first else rank, moment=Moment(phase=phase, nth=nth, delay_s=delay_s))
+    moment = Moment(phase, nth, dice.uniform(0.0, of_phase.lasts_s))
+    return Aim(rank=0 if of_phase.only_first else rank, moment=moment)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +104,7 @@ class Life:
     modules: Path
     """A folder with what the ranks import before anything else."""
     tally: Tally
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     seen: list[Look] = field(default_factory=list)
     newest: int = 0
     """Step of the newest checkpoint that was ever complete."""
@@ -124,9 +120,9 @@ class Life:
             done += self.attempt(choose_aim(dice, world_size=self.world_size, at_the_end=at_the_end))
         for _ in range(2):
             if not self.run.result.exists():
-                self.attempt(None)
+                self.attempt(NOBODY)
 
-    def attempt(self, aim: Aim | None) -> bool:
+    def attempt(self, aim: Aim) -> bool:
         """Runs one attempt; returns whether somebody was killed in it."""
         start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
         attempts: list[_Attempt] = []
@@ -138,7 +134,7 @@ class Life:
         settings = load_config(self.run.config).requeue
         code = Supervisor(self.run, Scheduler(start, os.environ), settings).supervise(launch)
         ended = attempts[0]
-        if not ended.was_killed:
+        if not ended.dead:
             if code != 0:
                 mark = first_mark(self.run, ended.number)
                 words = f"{self.run.path}: attempt {ended.number}, not killed, ended with {code}: {mark}"
@@ -147,11 +143,19 @@ class Life:
         self._look_after(ended)
         return True
 
+    def judge(self, golden: History) -> None:
+        """Compares the run that has ended with its golden one."""
+        history = read_history(self.run, seen=self.seen, faults=self.faults)
+        problems = [f"{self.run.path}: {one}" for one in check(history, golden=golden, num_samples=NUM_SAMPLES)]
+        self.tally.spoil(problems[:5], trials=max(1, len(self.faults)))
+        if not problems:
+            shutil.rmtree(self.run.path.parent, ignore_errors=True)
+
     def _look_after(self, ended: _Attempt) -> None:
         """Checks what a kill has left."""
         phases = [note.phase for note in ended.dead.values()]
         phase = "+".join(sorted(set(phases)))
-        self.faults.append(Fault(time_unix_s=time.time(), what=f"{ended.aim} ({phase})"))
+        self.faults.append(f"{ended.aim} ({phase})")
         self.seen.append(look(self.run))
         self.newest = max(self.newest, ended.visible)
         search = newest_verified(self.run.checkpoints)
@@ -168,7 +172,7 @@ class Life:
 class _Attempt:
     """The ranks of one attempt, and the kill that is aimed at them."""
 
-    def __init__(self, life: Life, number: int, aim: Aim | None) -> None:
+    def __init__(self, life: Life, number: int, aim: Aim) -> None:
         self.life, self.number, self.aim = life, number, aim
         self.visible = 0
         """Newest complete checkpoint right before the kill."""
@@ -186,11 +190,6 @@ class _Attempt:
     def _notes(self, rank: int) -> Path:
         return self.life.run.path / f"notes_{self.number}_{rank}"
 
-    @property
-    def was_killed(self) -> bool:
-        """Whether the kill has hit anybody."""
-        return bool(self.dead)
-
     def run(self) -> int:
         """Starts the ranks, kills, waits as the local launcher does; returns the exit code of the whole."""
         env = scrubbed(os.environ) | {"SLURM_TRAIN_ATTEMPT": str(self.number), "MASTER_ADDR": "127.0.0.1"}
@@ -200,12 +199,10 @@ class _Attempt:
             self.ranks.append(self._start(rank, env))
         ranks = LocalRanks(self.ranks, kill_after_s=PATIENCE_S)  # type: ignore[arg-type]  # same methods
         killer = threading.Thread(target=self._kill)
-        if self.aim is not None and self.aim.moment is None:
-            killer.start()
+        killer.start()
         code = ranks.wait()
         self._done.set()
-        if killer.ident is not None:
-            killer.join()
+        killer.join()
         dead = self.dead
         self.visible = max([self.visible, *(note.visible for note in dead.values())])
         self.life.killed_peers += sum(one.returncode == -signal.SIGKILL for one in self.ranks) - len(dead)
@@ -216,23 +213,18 @@ class _Attempt:
         env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
         env |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         notes, log = self._notes(rank), run.rank_log(self.number, rank)
-        notes.write_bytes(bytes(Note.SIZE))
-        is_cold = self.aim is not None and self.aim.cold
-        with notes.open("r+b") as file, mmap.mmap(file.fileno(), Note.SIZE) as memory:
-            Note.write(memory, phase="cold" if is_cold else "start")
-            Note.write(memory, visible=-1)
-        if is_cold:
+        notes.write_bytes(NOTE.pack(b"cold" if self.aim.cold else b"start", b"", -1))
+        if self.aim.cold:
             with log.open("ab") as out:
                 argv = [sys.executable, "-m", "slurm_train", "worker", str(run.path)]
                 return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-        moment = self.aim.moment if self.aim is not None and self.aim.rank == rank else None
+        moment = self.aim.moment if self.aim.rank == rank else None
         modules = sorted(path.stem for path in self.life.modules.glob("*.py"))
-        words = [str(self.life.modules), json.dumps(modules), str(notes), json.dumps(moment and asdict(moment))]
+        words = [str(self.life.modules), json.dumps(modules), str(notes), json.dumps(moment)]
         return start_rank(_NOTED, *words, "worker", str(run.path), env=env, log=log)
 
     def _kill(self) -> None:
-        assert self.aim is not None
-        if self._done.wait(self.aim.after_s):
+        if self.aim.moment is not None or self._done.wait(self.aim.after_s):
             return
         self.visible = newest_complete(self.life.run.checkpoints)
         for number, rank in enumerate(self.ranks):
@@ -263,10 +255,17 @@ def run(
         began_s = time.monotonic()
 
         def kill_on(lane: int) -> list[Life]:
-            share = trials // lanes + (lane < trials % lanes)
-            return _kill_on(
-                tally, folder, own, golden, random.Random(f"{seed} {lane}"), name=f"lane_{lane}", kills=share
-            )
+            """Lets one run after the other live until the lane's share of kills is done."""
+            lives: list[Life] = []
+            dice, left = random.Random(f"{seed} {lane}"), trials // lanes + (lane < trials % lanes)
+            while left > 0:
+                size = 1 if dice.random() < 0.1 and 1 in golden else 2
+                run = copy_of(golden[size][0], folder / f"lane_{lane}_run_{len(lives)}")
+                lives.append(Life(run=run, world_size=size, modules=own, tally=tally))
+                lives[-1].live(dice, kills=min(KILLS_PER_RUN, left))
+                lives[-1].judge(golden[size][1])
+                left -= len(lives[-1].faults)
+            return lives
 
         with ThreadPoolExecutor(lanes) as pool:
             lives = [life for of_lane in pool.map(kill_on, range(lanes)) for life in of_lane]
@@ -281,45 +280,13 @@ def run(
     }
 
 
-def _kill_on(
-    tally: Tally,
-    folder: Path,
-    modules: Path,
-    golden: dict[int, tuple[RunDirectory, History]],
-    dice: random.Random,
-    *,
-    name: str,
-    kills: int,
-) -> list[Life]:
-    """Lives one run after the other until a lane's share of kills is done."""
-    lives: list[Life] = []
-    done = 0
-    while done < kills:
-        size = 1 if dice.random() < 0.1 and 1 in golden else 2
-        run = copy_of(golden[size][0], folder / f"{name}_run_{len(lives)}")
-        life = Life(run=run, world_size=size, modules=modules, tally=tally)
-        life.live(dice, kills=min(KILLS_PER_RUN, kills - done))
-        history = read_history(life.run, seen=life.seen, faults=life.faults)
-        problems = [
-            f"{life.run.path}: {one}" for one in check(history, golden=golden[size][1], num_samples=NUM_SAMPLES)
-        ]
-        tally.spoil(problems[:5], trials=max(1, len(life.faults)))
-        done += len(life.faults)
-        lives.append(life)
-        if not problems:
-            shutil.rmtree(life.run.path.parent, ignore_errors=True)
-    return lives
-
-
 def train_golden(folder: Path, world_size: int, *, steps: int) -> tuple[RunDirectory, History]:
     """Trains the run that nobody disturbs, as a person would."""
     project = folder / f"golden_{world_size}"
     project.mkdir(exist_ok=True)  # on NFS a repeated request fails
     shutil.copy(COUNTED_MODULE, project)
-    person = Person(project)
-    done = person.types(
-        *_WORDS, f"train.max_steps={steps}", f"run.processes={world_size}", env={"CUDA_VISIBLE_DEVICES": ""}
-    )
+    words = (*_WORDS, f"train.max_steps={steps}", f"run.processes={world_size}")
+    done = Person(project).types(*words, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.code == 0, f"{done.out}\n{done.err}"
     (path,) = project.glob("runs/*/*")
     return RunDirectory(path), read_history(RunDirectory(path))

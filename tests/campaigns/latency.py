@@ -11,17 +11,18 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.record import Tally
+from tests.benchmarks.bench_start_time import bare
+from tests.campaigns.record import Tally, only_true
 from tests.campaigns.victims import lines_of, newest_attempt
 from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import at_work, command
@@ -89,8 +90,7 @@ os._exit(0)
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(NamedTuple):
     """One warning, in seconds since it was given."""
 
     stopped_s: float
@@ -103,12 +103,9 @@ class Stop:
 
     def problems(self) -> list[str]:
         """Returns what is wrong: the step under way and one more are what a stop may take."""
-        found = []
-        if self.stopped_at > self.was_at + 2:
-            found.append(f"warned in step {self.was_at + 1}, stopped after step {self.stopped_at}")
-        if self.stopped_s > 2 * STEP_S + _SLACK_S:
-            found.append(f"stopped {self.stopped_s:.2f} s after the warning; two steps are {2 * STEP_S:.2f} s")
-        return found
+        far = f"warned in step {self.was_at + 1}, stopped after step {self.stopped_at}"
+        late = f"stopped {self.stopped_s:.2f} s after the warning; two steps are {2 * STEP_S:.2f} s"
+        return only_true({far: self.stopped_at > self.was_at + 2, late: self.stopped_s > 2 * STEP_S + _SLACK_S})
 
 
 def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
@@ -121,9 +118,9 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
         inside = [sys.executable, "-m", __name__, str(person.folder), str(seed), str(trials)]
         subprocess.run([*allocation, *inside], check=True, timeout=60.0 + 40.0 * trials)
         kept = json.loads((person.folder / "measured.json").read_text())
-    stops = [Stop(**stop) for stop in kept["stops"]]
+    stops = [Stop(*stop) for stop in kept["stops"]]
     ratios = [mine / other for mine, other in zip(kept["ours_s"], kept["bare_s"], strict=True)]
-    late = [] if statistics.median(ratios) <= RATIO else [f"start {statistics.median(ratios):.2f} x the bare script's"]
+    late = [] if median(ratios) <= RATIO else [f"start {median(ratios):.2f} x the bare script's"]
     for stop in stops:
         tally.add(
             f"stopped after {stop.stopped_s:.2f} s, durable after {stop.durable_s:.2f} s", stop.problems() or late
@@ -137,11 +134,11 @@ def figures(stops: Sequence[Stop], ratios: Sequence[float], kept: Mapping[str, l
     saves = [stop.durable_s - stop.stopped_s for stop in stops]
     steps = [stop.stopped_s / STEP_S for stop in stops]
     return {
-        "signal to durable checkpoint": f"{statistics.median(durable):.2f} s, at most {max(durable):.2f} s",
-        "of which the save": f"{statistics.median(saves):.3f} s",
-        f"of which steps of {STEP_S} s": f"{statistics.median(steps):.2f}, at most {max(steps):.2f}",
-        "start to first new step": f"{statistics.median(kept['ours_s']):.2f} s, bare script "
-        f"{statistics.median(kept['bare_s']):.2f} s, ratio {statistics.median(ratios):.2f}",
+        "signal to durable checkpoint": f"{median(durable):.2f} s, at most {max(durable):.2f} s",
+        "of which the save": f"{median(saves):.3f} s",
+        f"of which steps of {STEP_S} s": f"{median(steps):.2f}, at most {max(steps):.2f}",
+        "start to first new step": f"{median(kept['ours_s']):.2f} s, bare script "
+        f"{median(kept['bare_s']):.2f} s, ratio {median(ratios):.2f}",
     }
 
 
@@ -158,18 +155,8 @@ def measure(folder: Path, *, seed: int, trials: int) -> None:
         ours.append(took_s)
         stops.append(stop)
         print(f"   {number}: start {took_s:.2f} s, bare {others[-1]:.2f} s, stop {stop.durable_s:.2f} s", flush=True)
-    kept = {"ours_s": ours, "bare_s": others, "stops": [asdict(stop) for stop in stops]}
+    kept = {"ours_s": ours, "bare_s": others, "stops": stops}
     (folder / "measured.json").write_text(json.dumps(kept))
-
-
-def bare(person: Person, number: int) -> float:
-    """Returns the seconds from srun to the bare script's first step."""
-    out = person.folder / f"bare{number}.txt"
-    env = person.environment() | {"MASTER_ADDR": "node1", "MASTER_PORT": str(15000 + number % 1000)}
-    command = ["srun", "--kill-on-bad-exit=1", sys.executable, "bare.py", str(out)]
-    started = time.time()
-    subprocess.run(command, cwd=person.folder, env=env, check=True, timeout=120)
-    return float(out.read_text()) - started
 
 
 def start_and_stop(person: Person, one: RunDirectory, dice: random.Random) -> tuple[float, Stop]:
@@ -190,12 +177,7 @@ def start_and_stop(person: Person, one: RunDirectory, dice: random.Random) -> tu
     assert "action" in read_ledger(one)[-1], read_ledger(one)[-1]
     last = newest_line(one, attempt)
     complete = checkpoint_of(one.checkpoints, int(last["step"])) / "COMPLETE"
-    stop = Stop(
-        stopped_s=last["time_unix_s"] - warned,
-        durable_s=complete.stat().st_mtime - warned,
-        was_at=int(was_at),
-        stopped_at=int(last["step"]),
-    )
+    stop = Stop(last["time_unix_s"] - warned, complete.stat().st_mtime - warned, int(was_at), int(last["step"]))
     return float(first["time_unix_s"]) - started, stop
 
 

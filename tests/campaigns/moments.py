@@ -11,11 +11,9 @@ import os
 import signal
 import struct
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 
 class Phase(NamedTuple):
@@ -44,11 +42,11 @@ PHASES = {
 }
 AT_THE_END = ("finish", "result", "exit")
 
-_STRUCT = struct.Struct("<12s12sq")
+NOTE = struct.Struct("<12s12sq")
+"""Fields of a `Note` in its file; the phases are filled up with zeros."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(NamedTuple):
     """When a rank kills itself: so long after it has begun a phase for the n-th time."""
 
     phase: str
@@ -56,8 +54,7 @@ class Moment:
     delay_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class Note(NamedTuple):
     """What a rank noted last.
 
     Args:
@@ -65,8 +62,6 @@ class Note:
         saver: phase of the thread that saves, "" outside a save.
         visible: step of the newest complete checkpoint right before it killed itself; -1 if it did not.
     """
-
-    SIZE: ClassVar[int] = _STRUCT.size
 
     main: str
     saver: str
@@ -80,15 +75,12 @@ class Note:
     @classmethod
     def read(cls, path: Path) -> Note:
         """Reads what is noted in a file."""
-        main, saver, visible = _STRUCT.unpack(path.read_bytes())
-        return cls(main=main.rstrip(b"\0").decode(), saver=saver.rstrip(b"\0").decode(), visible=visible)
+        main, saver, visible = NOTE.unpack(path.read_bytes())
+        return cls(main.rstrip(b"\0").decode(), saver.rstrip(b"\0").decode(), visible)
 
     @staticmethod
-    def write(memory: Any, *, phase: str = "", is_saver: bool = False, visible: int | None = None) -> None:
-        """Notes a phase, or what is visible."""
-        if visible is not None:
-            memory[24:32] = struct.pack("<q", visible)
-            return
+    def write_phase(memory: Any, phase: str, *, is_saver: bool) -> None:
+        """Notes what one of the two threads is at."""
         start = 12 if is_saver else 0
         memory[start : start + 12] = phase.encode().ljust(12, b"\0")
 
@@ -97,23 +89,24 @@ def note_phases(memory: Any, *, moment: Moment | None, run: Path) -> None:
     """Makes this process note the phases that it goes through, and kill itself at a moment of them.
 
     Args:
-        memory: `Note.SIZE` bytes, mapped from a file.
+        memory: a `NOTE`, mapped from a file.
         moment: None: it lives on.
         run: the run directory; which checkpoint was complete right before the kill is noted as well.
     """
-    Note.write(memory, phase="start")
-    Note.write(memory, visible=-1)
     entered = 0
 
     def on_enter(phase: str) -> None:
         nonlocal entered
-        entered += moment is not None and phase == moment.phase
-        if moment is not None and phase == moment.phase and entered == moment.nth:
-            threading.Thread(target=kill, args=(moment.delay_s,), daemon=True).start()
+        if moment is None or phase != moment.phase:
+            return
+        entered += 1
+        if entered == moment.nth:
+            timer = threading.Timer(moment.delay_s, kill)
+            timer.daemon = True
+            timer.start()
 
-    def kill(delay_s: float) -> None:
-        time.sleep(delay_s)
-        Note.write(memory, visible=newest_complete(run / "checkpoints"))
+    def kill() -> None:
+        memory[24:32] = struct.pack("<q", newest_complete(run / "checkpoints"))
         os.kill(os.getpid(), signal.SIGKILL)
 
     for phase in PHASES:
@@ -141,13 +134,13 @@ def _wrap(phase: str, memory: Any, on_enter: Callable[[str], None]) -> None:
         is_saver = threading.current_thread().name == "checkpoint_0"
         around = _around[is_saver]
         around.append(phase)
-        Note.write(memory, phase=phase, is_saver=is_saver)
+        Note.write_phase(memory, phase, is_saver=is_saver)
         on_enter(phase)
         try:
             return real(*args, **kwargs)
         finally:
             around.pop()
-            Note.write(memory, phase=around[-1], is_saver=is_saver)
+            Note.write_phase(memory, around[-1], is_saver=is_saver)
 
     setattr(owner, name, call)
 
@@ -166,9 +159,9 @@ def main() -> None:
     for name in json.loads(modules):
         importlib.import_module(name)
     with Path(notes).open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), Note.SIZE)
+        memory = mmap.mmap(file.fileno(), NOTE.size)
     asked = json.loads(moment)
-    note_phases(memory, moment=Moment(**asked) if asked else None, run=Path(run))
+    note_phases(memory, moment=Moment(*asked) if asked else None, run=Path(run))
     from slurm_train.cli.worker import main as work
 
     sys.exit(work([run]))

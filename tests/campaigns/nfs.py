@@ -21,7 +21,7 @@ from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.campaigns import kills_local
 from tests.campaigns.checker import History
 from tests.campaigns.record import Tally
-from tests.campaigns.victims import Victim, figures_of, golden_run
+from tests.campaigns.victims import Victim, figures_of, golden_run, in_words
 from tests.support.cluster_faults import slurmd_pid, start_urgent_job
 from tests.support.nfs_mounts import Client, clients
 from tests.support.slurm_runs import at_work, command, job_state
@@ -50,7 +50,7 @@ def kills(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, st
     place.mkdir()
     with clients(place, 1) as (client,), _changing_faults(client, random.Random(seed), seen):
         found = kills_local.run(tally, seed=seed, trials=trials, folder=client.path / "runs")
-    return {**found, "faults": _in_words(seen)}
+    return {**found, "faults": in_words(seen)}
 
 
 @contextmanager
@@ -131,31 +131,20 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
         person = undo.enter_context(at_work(site.login.path))
         golden = golden_run(person, "golden", *words, f"cluster.nodelist={_NODES[0]}")
 
-        def interrupt(place: int) -> list[History]:
-            return _interrupt(
-                Victim.submit(
-                    person,
-                    random.Random(f"{seed} {place}"),
-                    f"run-{place}",
-                    *words,
-                    "model.step_s=0.25",
-                    f"cluster.nodelist={_NODES[place]}",
-                ),
-                planned[place::2],
-                site,
-                tally,
-                golden,
-                seen,
-            )
+        def interrupt(place: int) -> History:
+            own = ("model.step_s=0.25", f"cluster.nodelist={_NODES[place]}")
+            victim = Victim.submit(person, random.Random(f"{seed} {place}"), f"run-{place}", *words, *own)
+            _interrupt(victim, planned[place::2], site, tally, seen)
+            victim.run.stop_file.unlink(missing_ok=True)
+            tally.spoil(victim.problems(golden), trials=len(planned[place::2]))
+            return victim.history()
 
         with ThreadPoolExecutor(2) as pool:
-            histories = [one for of_place in pool.map(interrupt, range(2)) for one in of_place]
-    return {**figures_of(histories), "faults": _in_words(seen)}
+            histories = list(pool.map(interrupt, range(2)))
+    return {**figures_of(histories), "faults": in_words(seen)}
 
 
-def _interrupt(
-    victim: Victim, planned: list[str], site: Site, tally: Tally, golden: History, seen: Counter[str]
-) -> list[History]:
+def _interrupt(victim: Victim, planned: list[str], site: Site, tally: Tally, seen: Counter[str]) -> None:
     for number, what in enumerate(planned):
         fault = victim.dice.choice(list(_FAULTS))
         with tally.trial(f"{victim.run.name}: {what}, {fault}") as problems:
@@ -165,11 +154,10 @@ def _interrupt(
             seen[fault] += 1
             lasts_s = AWAY_S if fault == "server away" and number < 6 else victim.dice.uniform(1.0, 6.0)
             with ExitStack() as faults:
-                affected = [site.nodes[node] for node in nodes] if what == "preempted" else []
-                for client in affected:
-                    faults.enter_context(client.having(**_FAULTS[fault]))
                 victim.note(what)
                 if what == "preempted":
+                    for node in nodes:
+                        faults.enter_context(site.nodes[node].having(**_FAULTS[fault]))
                     start_urgent_job(nodes)
                 else:
                     _lose_a_node(victim, site, victim.dice.choice(nodes))
@@ -179,9 +167,6 @@ def _interrupt(
             victim.wait_for_steps(1, after=before)
             if victim.attempt > before + 1:
                 problems.append(f"{victim.attempt - before} attempts until it went on")
-    victim.run.stop_file.unlink(missing_ok=True)
-    tally.spoil(victim.problems(golden), trials=len(planned))
-    return [victim.history()]
 
 
 def _lose_a_node(victim: Victim, site: Site, node: str) -> None:
@@ -192,7 +177,3 @@ def _lose_a_node(victim: Victim, site: Site, node: str) -> None:
     start_node(DEFAULT_STATE_DIR, node=node)
     site.mount_on(node)
     command("scontrol", "release", job)
-
-
-def _in_words(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))

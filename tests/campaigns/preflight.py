@@ -17,7 +17,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import unix_s
 from slurm_train.tools.doctor.node_rules import HINTS, OTHER_CODES
 from tests.campaigns.preflight_faults import FAULTS, Fault, Scene, missing_for
-from tests.campaigns.record import Tally
+from tests.campaigns.record import Tally, first_line, only_true
 from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import at_work, command, job_state, wait_until_ended, wait_until_finished
 from tests.support.waiting import wait_for
@@ -75,7 +75,7 @@ def try_fault(person: Person, fault: Fault, number: int) -> Named:
             command("scontrol", "release", job)
             return _watch(person, fault, job, run)
     except AssertionError as err:
-        return Named(None, [f"{str(err).partition(chr(10))[0]}; {_said(run)}"])
+        return Named(None, [f"{first_line(err)}; {' | '.join(_log_lines(run)[-4:])}"])
     finally:
         person.runs("scancel", "--quiet", job)
         wait_for(
@@ -115,17 +115,16 @@ def _start_of(job: str) -> float:
 
 def _codes_said(run: RunDirectory) -> list[str]:
     """Returns the lines of the batch log that begin with a code."""
-    log = run.logs / "batch.log"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = _log_lines(run)
     said = (line.removeprefix("slurm_train: ") for line in lines if line.startswith("slurm_train: "))
     found = [line for line in said if line.partition(" ")[0].rstrip(":") in (*HINTS, *OTHER_CODES)]
     # A rank that fails after the preflight says so in the attempt's note alone.
     return found or [line for line in lines if "COLLECTIVE" in line]
 
 
-def _said(run: RunDirectory) -> str:
+def _log_lines(run: RunDirectory) -> list[str]:
     log = run.logs / "batch.log"
-    return " | ".join(log.read_text(errors="replace").splitlines()[-4:]) if log.exists() else "nothing"
+    return log.read_text(errors="replace").splitlines() if log.exists() else []
 
 
 _SIZES = ("2x2", "4x2", "1x4", "3x1", "4x8")
@@ -162,9 +161,7 @@ def _train(person: Person, number: int, size: str, *, measures: bool) -> RunDire
 
 def problems_of(run: RunDirectory, record: dict[str, object]) -> list[str]:
     """Returns what speaks against a healthy run."""
-    problems = [] if record else ["nobody looked"]
-    if findings := record.get("findings"):
-        problems.append(f"false alarm: {findings}")
-    if len(read_ledger(run)) != 1:
-        problems.append(f"{len(read_ledger(run))} attempts")
-    return problems
+    findings, attempts = record.get("findings"), len(read_ledger(run))
+    return only_true(
+        {"nobody looked": not record, f"false alarm: {findings}": findings, f"{attempts} attempts": attempts != 1}
+    )

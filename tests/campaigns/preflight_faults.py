@@ -83,47 +83,51 @@ class Fault:
     trains: bool = False
 
 
+def _hosts(node: str, *, name: str, address: str | None) -> Callable[[Scene], AbstractContextManager[object]]:
+    return lambda scene: broken.other_hosts(node, scene.scratch, name=name, address=address)
+
+
 def _prolog(node: str, *lines: str) -> Callable[[Path], tuple[str, ...]]:
     return lambda scratch: (broken.task_prolog(scratch, node, *lines),)
+
+
+def _exports(**values: object) -> list[str]:
+    """Returns lines of a prolog that put values into the environment of the ranks."""
+    return [f'echo "export {name}={value}"' for name, value in values.items()]
+
+
+def _at_start(folder: Path, module: str) -> str:
+    """Returns the line of a prolog with which every Python of the ranks begins with this code."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(module)
+    return _exports(PYTHONPATH=f"{folder}:$PYTHONPATH")[0]
 
 
 def _nvml(*, tflops: float = 781.0, **facts: int) -> Callable[[Path], tuple[str, ...]]:
     """A GPU cannot be made sick or slow on purpose: stand-ins for NVML and for the measurement say so on node2."""
 
     def words(scratch: Path) -> tuple[str, ...]:
+        exports = {}
         for name, its, speed in (("well", {}, 781.0), ("ill", facts, tflops)):
-            (scratch / name).mkdir()
-            (scratch / name / "sitecustomize.py").write_text(_SPEEDS.format(tflops=speed))
+            exports[name] = _at_start(scratch / name, _SPEEDS.format(tflops=speed))
             text = json.dumps({"used": 0, "ecc": 0, "throttle": 0} | its)
             (scratch / name / "pynvml.py").write_text(_NVML.format(facts=text))
-        ill, well = (f'echo "export PYTHONPATH={scratch}/{name}:$PYTHONPATH"' for name in ("ill", "well"))
-        return (broken.task_prolog(scratch, "node2", ill, elsewhere=(well,)),)
+        return (broken.task_prolog(scratch, "node2", exports["ill"], elsewhere=(exports["well"],)),)
 
     return words
 
 
 def _other_clock(scratch: Path) -> tuple[str, ...]:
     """Without a fake monotonic clock libfaketime 0.9.10 fails each time.sleep; with one it never ends other waits."""
-    (scratch / "clock").mkdir()
     text = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds) and None\n"
-    (scratch / "clock" / "sitecustomize.py").write_text(text)
-    exports = {
-        "LD_PRELOAD": FAKETIME,
-        "FAKETIME": "+95s",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "PYTHONPATH": f"{scratch}/clock:$PYTHONPATH",
-    }
-    return (
-        broken.task_prolog(scratch, "node2", *(f'echo "export {name}={value}"' for name, value in exports.items())),
-    )
+    exports = _exports(LD_PRELOAD=FAKETIME, FAKETIME="+95s", FAKETIME_DONT_FAKE_MONOTONIC=1)
+    return (broken.task_prolog(scratch, "node2", *exports, _at_start(scratch / "clock", text)),)
 
 
 def _stopped_ranks(scratch: Path) -> tuple[str, ...]:
     """A task that is stopped before it becomes the rank could not be killed, and Slurm would drain the node."""
-    (scratch / "stopped").mkdir()
     text = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n"
-    (scratch / "stopped" / "sitecustomize.py").write_text(text)
-    return (broken.task_prolog(scratch, "node3", f'echo "export PYTHONPATH={scratch}/stopped:$PYTHONPATH"'),)
+    return (broken.task_prolog(scratch, "node3", _at_start(scratch / "stopped", text)),)
 
 
 @contextmanager
@@ -131,18 +135,6 @@ def _stale_code(scene: Scene) -> Iterator[None]:
     with broken.private_copy("node2", scene.run.code, scene.scratch) as copy:
         (copy / "tiny.py").chmod(0o644)
         (copy / "tiny.py").write_text("# an older state\n")
-        yield
-
-
-def _old_config(scene: Scene) -> AbstractContextManager[None]:
-    return broken.other_content(
-        "node2", scene.run.config, scene.scratch, lambda text: text.replace("seed: 0", "seed: 9")
-    )
-
-
-@contextmanager
-def _stale_run(scene: Scene) -> Iterator[None]:
-    with broken.private_copy("node3", scene.run.path, scene.scratch):
         yield
 
 
@@ -184,25 +176,25 @@ FAULTS: tuple[Fault, ...] = (
         "WRONG_MASTER",
         "the hosts file of node3 gives node1 an address that nobody has",
         "node3: looks for rank 0 at 10.98.76.99, but node1 has 10.98.76.11",
-        cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="10.98.76.99"),
+        cause=_hosts("node3", name="node1", address="10.98.76.99"),
     ),
     Fault(
         "WRONG_MASTER",
         "the hosts file of node3 gives node1 the address of node2",
         "node3: looks for rank 0 at 10.98.76.12, but node1 has 10.98.76.11",
-        cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="10.98.76.12"),
+        cause=_hosts("node3", name="node1", address="10.98.76.12"),
     ),
     Fault(
         "NAME_RESOLUTION",
         "node1 is gone from the hosts file of node3",
         "node3: cannot resolve node1, where rank 0 is",
-        cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address=None),
+        cause=_hosts("node3", name="node1", address=None),
     ),
     Fault(
         "LOOPBACK",
         "the hosts file of node3 gives node1 127.0.1.1",
         "node3: resolves node1, where rank 0 is, to itself (127.0.1.1)",
-        cause=lambda scene: broken.other_hosts("node3", scene.scratch, name="node1", address="127.0.1.1"),
+        cause=_hosts("node3", name="node1", address="127.0.1.1"),
     ),
     Fault(
         "LOOPBACK",
@@ -210,7 +202,7 @@ FAULTS: tuple[Fault, ...] = (
         "node2: resolves its own name node2 to 127.0.1.1",
         is_error=False,
         trains=True,
-        cause=lambda scene: broken.other_hosts("node2", scene.scratch, name="node2", address="127.0.1.1"),
+        cause=_hosts("node2", name="node2", address="127.0.1.1"),
     ),
     Fault(
         "PORT_BLOCKED",
@@ -268,10 +260,7 @@ FAULTS: tuple[Fault, ...] = (
         "node2: the task that Slurm calls rank",
         prepared=_prolog(
             "node2",
-            *(
-                f'echo "export {name}={value}"'
-                for name, value in (("RANK", 0), ("WORLD_SIZE", 6), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2))
-            ),
+            *_exports(RANK=0, WORLD_SIZE=6, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2),
         ),
     ),
     Fault(
@@ -330,7 +319,9 @@ FAULTS: tuple[Fault, ...] = (
         "CONFIG_DRIFT",
         "node2 has another config.yaml mounted",
         "node2: reads another config.yaml or plan.json",
-        cause=_old_config,
+        cause=lambda scene: broken.other_content(
+            "node2", scene.run.config, scene.scratch, lambda text: text.replace("seed: 0", "seed: 9")
+        ),
     ),
     Fault(
         "NO_SCONTROL",
@@ -356,7 +347,7 @@ FAULTS: tuple[Fault, ...] = (
         "FS_STALE",
         "node3 has an older copy of the run directory mounted",
         "node3: node node3 does not see",
-        cause=_stale_run,
+        cause=lambda scene: broken.private_copy("node3", scene.run.path, scene.scratch),
     ),
     Fault(
         "FS_READONLY",

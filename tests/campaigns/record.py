@@ -48,7 +48,7 @@ class Tally:
             self.trials += trials
             self.held += 0 if problems else trials
             self.problems += [f"{what}: {problem}" for problem in problems]
-            print(f"{self.trials}. {', '.join([what, *problems])}", flush=True)
+            print(f"{self.trials}. {', '.join([what, *problems])}")
 
     @contextmanager
     def trial(self, what: str) -> Iterator[list[str]]:
@@ -57,7 +57,7 @@ class Tally:
         try:
             yield problems
         except (AssertionError, OSError, subprocess.SubprocessError, SlurmTrainError) as err:
-            problems.append(f"{type(err).__name__}: {str(err).strip().partition(chr(10))[0]}")
+            problems.append(f"{type(err).__name__}: {first_line(err)}")
         self.add(what, problems)
 
     def try_all(self, planned: Iterable[T], find_problems: Callable[[T], Iterable[str]], *, at_once: int = 1) -> None:
@@ -76,7 +76,17 @@ class Tally:
             self.held = max(0, self.held - (trials if problems else 0))
             self.problems += problems
             for problem in problems:
-                print(f"PROBLEM: {problem}", flush=True)
+                print(f"PROBLEM: {problem}")
+
+
+def first_line(err: Exception) -> str:
+    """Returns what an error says in its first line."""
+    return str(err).strip().partition("\n")[0]
+
+
+def only_true(found: Mapping[str, object]) -> list[str]:
+    """Returns the sentences that are true: what is wrong, from a table of all that could be."""
+    return [sentence for sentence, is_true in found.items() if is_true]
 
 
 def read_records(path: Path = RESULTS) -> dict[str, dict[str, Any]]:

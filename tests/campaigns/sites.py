@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.record import Tally
-from tests.campaigns.versions import devcluster, devcluster_process
+from tests.campaigns.record import Tally, first_line
+from tests.campaigns.versions import FAILURES, lines_of, own_cluster, say
 from tests.support.command_line import TINY, Done, Person
 from tests.support.slurm_runs import (
     all_logs,
@@ -114,7 +113,7 @@ def live(name: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> di
         cells |= {STAGES[0]: f"{_BROKEN}{fact['problem']}"} if "problem" in fact else {}
     tally.add(site.name, [f"{stage}: {cell}" for stage, cell in cells.items() if cell.startswith(_BROKEN)])
     tally.table[site.label] = cells
-    print(f"   {cells}", flush=True)
+    print(f"   {cells}")
     return {}
 
 
@@ -128,7 +127,7 @@ def listen(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, s
         is_silent = not any(cells.values()) and bool(site.habits)
         tally.add(site.name, ["nothing is said of it"] if is_silent else [])
         tally.table[site.label] = {verb: "; ".join(lines) or "-" for verb, lines in cells.items()}
-        print(f"   {cells}", flush=True)
+        print(f"   {cells}")
     return {}
 
 
@@ -142,20 +141,13 @@ def _said_at(site: Site, folder: Path) -> dict[str, list[str]]:
 
 def _typed_at(site: Site, what: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Yields what `type_here` prints in a cluster of such a site, or the "problem" that there is none."""
-    slurm = ("--slurm", f"{_SUITE}/{what}")
+    slurm, habits = f"{_SUITE}/{what}", ("--site", site.habits) if site.habits else ()
     try:
-        habits = ("--site", site.habits) if site.habits else ()
-        up = devcluster("up", *slurm, "--nodes", "2", "--gpus", "2", *habits)
-        if up.returncode:
-            yield {"problem": f"no cluster: {up.stderr.strip()[-300:]}"}
-            return
-        inside = ("exec", *slurm, "--", "python", "-m", "tests.campaigns.sites", what, json.dumps(site))
-        log = folder / f"errors-{site.name}"
-        with log.open("w") as errors, devcluster_process(*inside, stderr=errors) as process:
-            assert process.stdout is not None
-            yield from map(json.loads, process.stdout)
-    finally:
-        devcluster("down", *slurm)
+        with own_cluster(slurm, "--nodes", "2", "--gpus", "2", *habits):
+            words = ("tests.campaigns.sites", what, json.dumps(site))
+            yield from lines_of(slurm, *words, log=folder / f"errors-{site.name}")
+    except AssertionError as err:
+        yield {"problem": str(err)}
 
 
 # Inside
@@ -198,19 +190,19 @@ def type_here(what: str, site: Site) -> None:
     with at_work(Path(tempfile.mkdtemp())) as plain:
         person = _InAShell(plain.folder, shell=site.shell) if site.shell else plain
         if what == "said":
-            _say(said=_said(plain))
+            say(said=_said(plain))
             return
         # Writes the site file.
         person.types("init", "here", "--yes", "--force")
         life = _life(person, site)
         for stage in STAGES:
             try:
-                _say(stage=stage, cell=next(life, "-"))
-            except (AssertionError, OSError, ValueError, subprocess.SubprocessError, SlurmTrainError) as err:
+                say(stage=stage, cell=next(life, "-"))
+            except FAILURES as err:
                 print(f"{stage}: {err}", file=sys.stderr, flush=True)
                 for path in plain.folder.glob("runs/*/*"):
                     print(all_logs(RunDirectory(path)), file=sys.stderr, flush=True)
-                _say(stage=stage, cell=f"{_BROKEN}{str(err).strip().partition(chr(10))[0][:300]}")
+                say(stage=stage, cell=f"{_BROKEN}{first_line(err)[:300]}")
                 return
 
 
@@ -297,10 +289,6 @@ def _preempt(person: Person, one: RunDirectory, job: str, site: Site) -> str:
     steps = "no step done again" if not again else f"{again} steps done again"
     same = f"waits for `resume`, then {same}" if is_over else same
     return f"{first['reason']}; {same} goes on, {steps}" + (f"; {len(later)} attempts" if len(later) > 1 else "")
-
-
-def _say(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

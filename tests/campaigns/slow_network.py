@@ -41,7 +41,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
                 str(STEPS),
                 timeout_s=_PATIENCE_S,
             )
-        print(done.out, flush=True)
+        print(done.out)
         runs = read_study(person.folder)
         tally.add(f"study {number}", what_is_wrong(done.code, done.out, runs))
         figures = figures_of(runs)

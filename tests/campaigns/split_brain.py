@@ -16,15 +16,15 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import CheckpointError, ClusterError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
-from tests.campaigns.record import Tally
+from tests.campaigns.record import Tally, first_line, only_true
 from tests.support.cluster_faults import daemons_stopped
 from tests.support.command_line import TINY, TINY_MODULE, Person
 from tests.support.process_faults import rank_pid, supervisor_pid, wait_until_gone
@@ -89,8 +89,7 @@ class Zombie(nn.Module):
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Trial(NamedTuple):
     """One run whose ranks outlive their node.
 
     Args:
@@ -119,12 +118,11 @@ def plan_trials(*, seed: int, trials: int) -> list[Trial]:
         # One that is not stopped finds out by itself within some seconds.
         go_on_s = chance.uniform(0.0, 12.0 if is_stopped else 3.0)
         ranks = chance.choice((1, 1, 2))
-        planned.append(Trial(number=number, mode=mode, num_ranks=ranks, is_stopped=is_stopped, go_on_s=go_on_s))
+        planned.append(Trial(number, mode, ranks, is_stopped, go_on_s))
     return planned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class Commit(NamedTuple):
     """A checkpoint that was seen under an attempt's name."""
 
     name: str
@@ -154,65 +152,56 @@ def what_is_wrong(
         digest: of the weights.
         golden: of those of an undisturbed run.
     """
-    found = []
     first = min((time_s for attempt, _, time_s in metrics if attempt == 1), default=float("inf"))
-    for one in commits:
+    named = {
         # One that got its name before attempt 1 had claimed what it goes on from was claimed with the others.
-        if one.attempt == 0 and one.time_unix_s > first and one.seen_for_s > VISIBLE_FOR_S:
-            found.append(f"{one.name} got its name {one.time_unix_s - first:.2f} s after attempt 1's first step")
+        f"{one.name} got its name {one.time_unix_s - first:.2f} s after attempt 1's first step": one.time_unix_s > first
+        and one.seen_for_s > VISIBLE_FOR_S
+        for one in commits
+        if one.attempt == 0
+    }
     late = [step for attempt, step, time_s in metrics if attempt == 0 and time_s > first]
-    if late:
-        found.append(f"attempt 0's lines of steps {late} count, written after attempt 1's first")
     begin = ledger.index(("start", 1)) if ("start", 1) in ledger else len(ledger)
-    if ("end", 0) in ledger[begin:]:
-        found.append("attempt 0 wrote to the ledger after attempt 1 had begun")
-    if result_attempt != 1:
-        found.append(f"the result is attempt {result_attempt}'s")
-    if gone_s > GONE_WITHIN_S:
-        found.append(f"the old ranks were there for {gone_s:.1f} s")
     steps = [step for _, step, _ in metrics]
-    if steps != list(range(1, STEPS + 1)):
-        found.append(f"its steps are {steps}")
-    if digest != golden:
-        found.append(f"weights {digest}, undisturbed {golden}")
-    return found
+    return only_true(
+        {
+            **named,
+            f"attempt 0's lines of steps {late} count, written after attempt 1's first": late,
+            "attempt 0 wrote to the ledger after attempt 1 had begun": ("end", 0) in ledger[begin:],
+            f"the result is attempt {result_attempt}'s": result_attempt != 1,
+            f"the old ranks were there for {gone_s:.1f} s": gone_s > GONE_WITHIN_S,
+            f"its steps are {steps}": steps != list(range(1, STEPS + 1)),
+            f"weights {digest}, undisturbed {golden}": digest != golden,
+        }
+    )
 
 
 class CommitWatch:
     """Looks at the checkpoints of runs as any reader could: which were there, by which attempt, for how long."""
 
     def __init__(self) -> None:
-        self._runs: list[RunDirectory] = []
-        self._seen: dict[str, tuple[Commit, float]] = {}
-
-    def add(self, run: RunDirectory) -> None:
-        """Watches this run, too."""
-        self._runs.append(run)
+        self.runs: list[RunDirectory] = []
+        self._seen: dict[Path, Commit] = {}
+        self._first_s: dict[Path, float] = {}
 
     def commits(self, run: RunDirectory) -> list[Commit]:
         """Returns what was seen of a run, oldest first."""
-        seen = [commit for path, (commit, _) in list(self._seen.items()) if path.startswith(f"{run.checkpoints}/")]
+        seen = [commit for path, commit in list(self._seen.items()) if path.parent == run.checkpoints]
         return sorted(seen, key=lambda commit: commit.time_unix_s)
 
     def look(self) -> None:
         """Looks once."""
-        for run in list(self._runs):
-            for path in list_checkpoints(run.checkpoints):
-                with suppress(OSError, CheckpointError):
-                    # A rename changes it: when the directory got its name.
-                    named_unix_s = path.stat().st_ctime
-                    read_manifest(path)
-                    key, now = str(path), time.monotonic()
-                    if key not in self._seen:
-                        attempt = name_of(path).attempt
-                        commit = Commit(name=path.name, attempt=attempt, time_unix_s=named_unix_s, seen_for_s=0.0)
-                        self._seen[key] = (commit, now)
-                    commit, first = self._seen[key]
-                    self._seen[key] = (replace(commit, seen_for_s=now - first), first)
+        for path in [path for run in list(self.runs) for path in list_checkpoints(run.checkpoints)]:
+            with suppress(OSError, CheckpointError):
+                # A rename changes it: when the directory got its name.
+                named_unix_s = path.stat().st_ctime
+                read_manifest(path)
+                commit = self._seen.get(path) or Commit(path.name, name_of(path).attempt, named_unix_s, 0.0)
+                now = time.monotonic()
+                self._seen[path] = commit._replace(seen_for_s=now - self._first_s.setdefault(path, now))
 
 
-@dataclass(slots=True)
-class Going:
+class Going(NamedTuple):
     """A run under way."""
 
     trial: Trial
@@ -279,7 +268,7 @@ def _start(person: Person, trial: Trial, watch: CommitWatch) -> Going | str:
     words = (f"model.place={place or repr(place)}", f"model.folder={folder}", f"model.last={STEPS}")
     try:
         job, run = _submit(person, str(trial.number), trial.num_ranks, *words)
-        watch.add(run)
+        watch.runs.append(run)
         _wait_until_there(run, trial, folder)
         going = Going(trial, job, run, [rank_pid(run, rank) for rank in range(trial.num_ranks)], supervisor_pid(run))
         if trial.is_stopped:
@@ -287,7 +276,7 @@ def _start(person: Person, trial: Trial, watch: CommitWatch) -> Going | str:
                 os.kill(pid, signal.SIGSTOP)
         return going
     except (AssertionError, OSError, subprocess.TimeoutExpired) as err:
-        return f"no trial: {str(err).partition(chr(10))[0]}"
+        return f"no trial: {first_line(err)}"
 
 
 def _wait_until_there(run: RunDirectory, trial: Trial, folder: Path) -> None:
@@ -337,7 +326,7 @@ def _follow(
         result = wait_until_finished(run, within_s=_PATIENCE_S)
         wait_until_gone(one.supervisor, within_s=90)
     except (AssertionError, ClusterError, OSError) as err:
-        return [f"no trial: {str(err).partition(chr(10))[0]}"]
+        return [f"no trial: {first_line(err)}"]
     commits = watch.commits(run)
     gone.append(gone_s)
     claimed += [commit for commit in commits if commit.attempt == 0 and commit.time_unix_s > begin_unix_s]

@@ -5,12 +5,11 @@ Runs of two nodes with two ranks. Slow ranks are stopped most of the time, so th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slurm_train.rundir.events import read_events
@@ -22,7 +21,7 @@ from tests.campaigns.victims import PATIENCE_S
 from tests.support.command_line import TINY, TINY_MODULE
 from tests.support.process_faults import rank_pid
 from tests.support.slurm_runs import at_work
-from tests.support.waiting import wait_for
+from tests.support.waiting import repeating, wait_for
 
 # Whoever reads on the second node reads slowly.
 SLOW_READER = """
@@ -79,25 +78,16 @@ def _try(kind: str, run: RunDirectory, took: list[float]) -> list[str]:
     return [] if is_right else [f"said {event['sentence']!r}, slow were ranks {expected} on {host}"]
 
 
-@contextlib.contextmanager
+@contextmanager
 def stopped_most_of_the_time(pids: Sequence[int]) -> Iterator[None]:
     """Stops processes for 60 ms, lets them run for 20 ms, and so on."""
-    done = threading.Event()
 
     def disturb() -> None:
-        while not done.is_set() and pids:
-            for number, for_s in ((signal.SIGSTOP, 0.06), (signal.SIGCONT, 0.02)):
-                for pid in pids:
+        for number, for_s in ((signal.SIGSTOP, 0.06), (signal.SIGCONT, 0.0)):
+            for pid in pids:
+                with suppress(ProcessLookupError):
                     os.kill(pid, number)
-                done.wait(for_s)
+            time.sleep(for_s)
 
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
+    with repeating(disturb, every_s=0.02):
         yield
-    finally:
-        done.set()
-        thread.join()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)

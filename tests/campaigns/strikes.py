@@ -16,7 +16,7 @@ from pathlib import Path
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.timing import goodput as goodput_of
 from tests.campaigns.checker import History, read_history, watching
-from tests.campaigns.record import Tally
+from tests.campaigns.record import Tally, first_line
 from tests.campaigns.victims import (
     FAULTS,
     MOMENTS,
@@ -92,15 +92,13 @@ def _kill_ranks(victim: Victim, tally: Tally, *, ranks: int, at_most: int) -> No
 def _wait_for_rank(victim: Victim, rank: int, attempt: int) -> int:
     """Returns the process of a rank as soon as there is one."""
 
-    def find() -> int | None:
+    def find() -> int:
         assert not victim.is_finished and victim.attempt == attempt, "the attempt is over"
         with suppress(AssertionError):
             return rank_pid(victim.run, rank, attempt=attempt)
-        return None
+        return 0
 
-    pid = wait_for(find, within_s=_BACK_WITHIN_S, what=f"rank {rank} of {victim.run.path}", poll_s=0.02)
-    assert pid is not None
-    return pid
+    return wait_for(find, within_s=_BACK_WITHIN_S, what=f"rank {rank} of {victim.run.path}", poll_s=0.02)
 
 
 # exactness: every kind of interruption, one after the other
@@ -124,7 +122,8 @@ def exactness(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str
                     victim.wait_for_steps(dice.randint(2, 12))
                     assert not victim.is_finished, "the run is finished, there is nothing left to interrupt"
                     before = victim.attempt
-                    victim.strike(what)
+                    victim.note(what)
+                    FAULTS[what](victim)
                     victim.wait_for_steps(1, after=before)
             history = victim.history()
         # What is wrong in the end cannot be laid on one of the interruptions.
@@ -171,15 +170,17 @@ def _lose_work(
     person: Person, dice: random.Random, tally: Tally, kind: str, num_runs: int, lost: dict[str, list[int]]
 ) -> None:
     """Submits some runs, strikes them while they train, and judges what each lost."""
-    names = [_name(kind, number) for number in range(num_runs)]
+    graces = ("preempted, grace", "preempted, no grace")
+    names = [graces[number % 2] if kind == "preempted" else kind for number in range(num_runs)]
     # Where a node's daemon is killed, Slurm is to start the run on another one.
     free = ("cluster.sbatch.exclusive=true",)
     places = [
-        free if kind == "slurmd killed" else (f"cluster.nodelist=node{number + 1}", *_qos(name))
+        free
+        if kind == "slurmd killed"
+        else (f"cluster.nodelist=node{number + 1}", *((f"cluster.qos={_NO_GRACE}",) * (name != graces[0])))
         for number, name in enumerate(names)
     ]
     victims = Fleet(person=person, dice=dice, words=_LOST_WORK, places=places).fill()
-    struck: list[int] = []
     try:
         for victim in victims:
             victim.wait_for_steps(1)
@@ -200,21 +201,13 @@ def _lose_work(
                 # Ranks of a node without its daemon live on until others have taken over.
                 wait_until_gone(pid, within_s=15.0)
     except AssertionError as err:
-        tally.add(kind, [str(err).partition("\n")[0]], trials=num_runs)
+        tally.add(kind, [first_line(err)], trials=num_runs)
         return
     for name, victim, attempt in zip(names, victims, struck, strict=True):
         steps = lost_steps(read_history(victim.run), attempt)
         assert steps is not None, f"nothing followed attempt {attempt}"
         lost[name].append(steps)
         tally.add(f"{name}: {steps} steps lost", too_much_lost(name, steps))
-
-
-def _name(kind: str, number: int) -> str:
-    return kind if kind != "preempted" else f"preempted, {'grace' if number % 2 == 0 else 'no grace'}"
-
-
-def _qos(name: str) -> tuple[str, ...]:
-    return () if name == "preempted, grace" else (f"cluster.qos={_NO_GRACE}",)
 
 
 def too_much_lost(name: str, steps: int) -> list[str]:
@@ -248,8 +241,7 @@ def controller(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[st
                 fleet.current.clear()
         for victim in fleet.all:
             tally.spoil(victim.problems(golden), trials=1)
-        histories = [victim.history() for victim in fleet.all]
-    return figures_of(histories)
+        return figures_of([victim.history() for victim in fleet.all])
 
 
 def _kill_controller(victims: list[Victim], what: str, dice: random.Random) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,44 +27,39 @@ CANCELLED: dict[str, Any] = {
     "status": "cancelled",
     "is_finished": False,
 }
-NOT_CANCELLED: list[tuple[dict[str, Any], str]] = [
-    ({"state": "PENDING"}, "the job is PENDING"),
-    ({"state": "FAILED"}, "the job is FAILED"),
-    ({"form": "scancel --batch", "state": "COMPLETED"}, "the job is COMPLETED"),
-    ({"restarts": 2}, "Restarts rose from 1 to 2"),
-    ({"jobs": ["12", "13"]}, "the run has other jobs: 12, 13"),
-    ({"attempts_late_s": [-20.0, 11.0]}, "an attempt began 11.0 s later"),
-    ({"step_late_s": 12.0}, "it still trained 12.0 s later"),
-    ({"status": "preempted"}, "status calls it 'preempted'"),
-    ({"is_finished": True}, "it was finished before it was cancelled"),
-]
+NOT_CANCELLED: dict[str, tuple[Any, str]] = {
+    "state": ("FAILED", "the job is FAILED"),
+    "restarts": (2, "Restarts rose from 1 to 2"),
+    "jobs": (["12", "13"], "the run has other jobs: 12, 13"),
+    "attempts_late_s": ([-20.0, 11.0], "an attempt began 11.0 s later"),
+    "step_late_s": (12.0, "it still trained 12.0 s later"),
+    "status": ("preempted", "status calls it 'preempted'"),
+    "is_finished": (True, "it was finished before it was cancelled"),
+}
 
 SENTENCE = "rank 1 on node2 does not run (stopped or lost), in step at step 7 since 8 s; 1 rank waits for it"
-HUNG = {"ranks": [1], "sentence": SENTENCE}
 FIRST = {"attempt": 0, "reason": "failed", "action": "relaunch"}
 HANG: dict[str, Any] = {
     "rank": 1,
     "host": "node2",
     "limit_s": 8.0,
     "ended_s": 11.0,
-    "events": [HUNG],
+    "events": [{"ranks": [1], "sentence": SENTENCE}],
     "stacks": [0],
     "ledger": [FIRST, {"attempt": 1, "reason": "done", "action": "finish"}],
     "steps": range(1, hang.STEPS + 1),
 }
-BAD_HANG: list[tuple[dict[str, Any], str]] = [
-    ({"ended_s": 18.5}, "ended after 18.5 s, the time-out is 8 s"),
-    ({"events": []}, "0 hangs on record"),
-    ({"events": [HUNG, HUNG]}, "2 hangs on record"),
-    ({"events": [{"ranks": [0], "sentence": "rank 0 is late"}]}, "said 'rank 0 is late'"),
-    ({"host": "node1"}, f"said {SENTENCE!r}"),
-    ({"stacks": [1]}, "no stacks of rank 0"),
-    ({"ledger": [FIRST]}, "the ledger says [('failed', 'relaunch')]"),
-    ({"steps": [1, 2, 2]}, "its steps are [1, 2, 2]"),
-]
+BAD_HANG: dict[str, tuple[Any, str]] = {
+    "ended_s": (18.5, "ended after 18.5 s, the time-out is 8 s"),
+    "events": ([], "0 hangs on record"),
+    "host": ("node1", f"said {SENTENCE!r}"),
+    "stacks": ([1], "no stacks of rank 0"),
+    "ledger": ([FIRST], "the ledger says [('failed', 'relaunch')]"),
+    "steps": ([1, 2, 2], "its steps are [1, 2, 2]"),
+}
 
-OLD = split_brain.Commit(name="checkpoint_0000008", attempt=0, time_unix_s=90.0, seen_for_s=30.0)
-NEW = split_brain.Commit(name="checkpoint_0000010", attempt=1, time_unix_s=110.0, seen_for_s=30.0)
+OLD = split_brain.Commit("checkpoint_0000008", 0, 90.0, 30.0)
+NEW = split_brain.Commit("checkpoint_0000010", 1, 110.0, 30.0)
 LINES = [(0, step, 80.0) for step in range(1, 9)] + [(1, step, 105.0) for step in range(9, split_brain.STEPS + 1)]
 NO_ZOMBIES: dict[str, Any] = {
     "commits": [OLD, NEW],
@@ -77,53 +70,53 @@ NO_ZOMBIES: dict[str, Any] = {
     "digest": "a",
     "golden": "a",
 }
-ZOMBIES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"commits": [replace(OLD, time_unix_s=106.5), NEW]},
+LATE = "attempt 0's lines of steps [8] count, written after attempt 1's first"
+ZOMBIES: dict[str, tuple[Any, str]] = {
+    "commits": (
+        [OLD._replace(time_unix_s=106.5), NEW],
         "checkpoint_0000008 got its name 1.50 s after attempt 1's first step",
     ),
-    (
-        {"metrics": [*LINES[:7], (0, 8, 106.0), *LINES[8:]]},
-        "attempt 0's lines of steps [8] count, written after attempt 1's first",
-    ),
-    ({"ledger": [("start", 0), ("start", 1), ("end", 0)]}, "attempt 0 wrote to the ledger after attempt 1 had begun"),
-    ({"result_attempt": 0}, "the result is attempt 0's"),
-    ({"gone_s": 10.5}, "the old ranks were there for 10.5 s"),
-    ({"metrics": LINES[:3]}, "its steps are [1, 2, 3]"),
-    ({"digest": "b"}, "weights b, undisturbed a"),
-]
-
-PLANTED = [
-    *((cancel.what_is_wrong, CANCELLED, *planted) for planted in NOT_CANCELLED),
-    *((hang.what_is_wrong, HANG, *planted) for planted in BAD_HANG),
-    *((split_brain.what_is_wrong, NO_ZOMBIES, *planted) for planted in ZOMBIES),
-]
+    "metrics": ([*LINES[:7], (0, 8, 106.0), *LINES[8:]], LATE),
+    "ledger": ([("start", 0), ("start", 1), ("end", 0)], "attempt 0 wrote to the ledger after attempt 1 had begun"),
+    "result_attempt": (0, "the result is attempt 0's"),
+    "gone_s": (10.5, "the old ranks were there for 10.5 s"),
+    "digest": ("b", "weights b, undisturbed a"),
+}
 
 
-@pytest.mark.parametrize(("judge", "good", "planted", "found"), PLANTED, ids=[found[:40] for *_, found in PLANTED])
+@pytest.mark.parametrize(
+    ("judge", "good", "planted"),
+    [
+        (cancel.what_is_wrong, CANCELLED, NOT_CANCELLED),
+        (hang.what_is_wrong, HANG, BAD_HANG),
+        (split_brain.what_is_wrong, NO_ZOMBIES, ZOMBIES),
+    ],
+    ids=["cancel", "hang", "split-brain"],
+)
 def test_every_planted_violation_is_found(
-    judge: Any, good: dict[str, Any], planted: dict[str, Any], found: str
+    judge: Any, good: dict[str, Any], planted: dict[str, tuple[Any, str]]
 ) -> None:
     assert judge(**good) == []
-    assert judge(**(good | planted)) == [found]
+    for name, (value, sentence) in planted.items():
+        assert judge(**{**good, name: value}) == [sentence]
 
 
-def test_odd_but_good_histories_pass() -> None:
+def test_odd_but_good_histories_pass_and_short_ones_do_not() -> None:
     by_batch = {"form": "scancel --batch", "state": "FAILED", "status": "failed"}
     assert cancel.what_is_wrong(**(CANCELLED | by_batch)) == []
-    taken_back, before_the_claim = replace(OLD, time_unix_s=106.0, seen_for_s=0.1), replace(OLD, time_unix_s=101.0)
+    taken_back, before_the_claim = OLD._replace(time_unix_s=106.0, seen_for_s=0.1), OLD._replace(time_unix_s=101.0)
     for extra in (taken_back, before_the_claim):
         assert split_brain.what_is_wrong(**(NO_ZOMBIES | {"commits": [OLD, extra, NEW]})) == []
+    assert split_brain.what_is_wrong(**(NO_ZOMBIES | {"metrics": LINES[:3]})) == ["its steps are [1, 2, 3]"]
 
 
-CALM = arrays.Seen(index=0, restarts=0, requeued=0, preempted=0, is_finished=True, steps=400, expected_steps=400)
+CALM = arrays.Seen(index=0, restarts=0, requeued=0, preempted=0, is_finished=True, steps=400)
 KEPT = [
     CALM,
-    replace(CALM, index=1, restarts=1, preempted=1),
-    replace(CALM, index=2, restarts=2, preempted=1, requeued=1),
-    replace(CALM, index=3, restarts=1, requeued=1),
-    replace(CALM, index=4, restarts=1, preempted=1),
-    replace(CALM, index=5, restarts=2, preempted=1, in_vain=1),
+    CALM._replace(index=1, restarts=1, preempted=1),
+    CALM._replace(index=2, restarts=2, preempted=1, requeued=1),
+    CALM._replace(index=3, restarts=1, preempted=1),
+    CALM._replace(index=4, restarts=2, preempted=1, in_vain=1),
 ]
 
 
@@ -131,22 +124,21 @@ KEPT = [
     ("index", "change", "problem"),
     [
         (0, {"restarts": 1}, "was restarted 1 times by 0 requeues and 0 preemptions of its own"),
-        (1, {"restarts": 2}, "was restarted 2 times by 0 requeues and 1 preemptions of its own"),
-        (3, {"restarts": 0}, "was restarted 0 times by 1 requeues and 0 preemptions of its own"),
         (2, {"is_finished": False}, "has no result"),
-        (4, {"steps": 399}, "has 399 of 400 steps on record"),
+        (3, {"steps": 399}, "has 399 of 400 steps on record"),
     ],
 )
 def test_an_element_that_others_disturbed_is_found(index: int, change: dict[str, Any], problem: str) -> None:
     assert arrays.check(KEPT) == []
-    seen = [replace(one, **change) if one.index == index else one for one in KEPT]
+    seen = [one._replace(**change) if one.index == index else one for one in KEPT]
     assert arrays.check(seen) == [(index, problem)]
 
 
-def test_an_array_that_nobody_disturbed_proves_nothing() -> None:
-    assert arrays.check([CALM, replace(CALM, index=1)])[0][0] == -1
-    only_requeued = [replace(CALM, index=index, restarts=1, requeued=1) for index in range(3)]
-    assert "it proves nothing" in arrays.check(only_requeued)[0][1]
+def test_an_array_that_nobody_preempted_proves_nothing() -> None:
+    only_requeued = [CALM._replace(index=index, restarts=1, requeued=1) for index in range(3)]
+    for seen in ([CALM], only_requeued):
+        ((index, problem),) = arrays.check(seen)
+        assert index == -1 and "it proves nothing" in problem
 
 
 @pytest.mark.parametrize(
@@ -170,15 +162,13 @@ def test_a_plan_is_repeatable_and_has_everything(plan: Any, trials: int, seen: A
 
 
 def test_a_few_cancels_see_different_phases() -> None:
-    planned = cancel.plan_trials(seed=1, trials=200)
-    assert {trial.phase for trial in planned[: len(cancel.PHASES)]} == set(cancel.PHASES)
-    assert min(Counter(trial.phase for trial in planned).values()) >= 10
-    assert all(0 <= trial.delay_s <= cancel.PHASES[trial.phase].span_s for trial in planned)
+    few = cancel.plan_trials(seed=1, trials=len(cancel.PHASES))
+    assert {trial.phase for trial in few} == set(cancel.PHASES)
 
 
 def test_the_watch_sees_a_commit_and_the_second_one_of_its_step(tmp_path: Path) -> None:
     run, watch = RunDirectory(tmp_path), split_brain.CommitWatch()
-    watch.add(run)
+    watch.runs.append(run)
     path = make_checkpoint(run.checkpoints, 3, attempt=0)
     watch.look()
     path.rename(tmp_path / "aside")
@@ -212,14 +202,9 @@ def test_a_tally_goes_on_after_a_problem_and_takes_back_what_showed_in_the_end()
 
 
 def test_a_storm_that_uses_the_budget_is_found() -> None:
-    good = [
-        {"attempt": 0, "reason": "preempted"},
-        {"attempt": 1, "reason": "requeued"},
-        {"attempt": 2, "reason": "done"},
-    ]
+    good = [{"attempt": number, "reason": reason} for number, reason in enumerate(("preempted", "requeued", "done"))]
     assert budgets.storm_problems(good) == []
-    assert len(budgets.storm_problems([*good[:2], {"attempt": 2, "reason": "failed", "action": "stop"}])) == 1
-    assert len(budgets.storm_problems([*good[:2], {"attempt": 2}])) == 1
+    assert len(budgets.storm_problems([*good, {"attempt": 3, "reason": "failed"}])) == 1
 
 
 def test_a_run_that_is_stopped_too_late_or_without_a_reason_is_found() -> None:
@@ -235,20 +220,15 @@ def test_a_run_that_is_stopped_too_late_or_without_a_reason_is_found() -> None:
     assert problems({}, {"reason": "failed", "note": "failed"}) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "num_problems"),
-    [("preempted, grace", 0, 0), ("preempted, grace", 1, 1), ("rank killed", 25, 0), ("rank killed", 26, 1)],
-)
-def test_too_many_lost_steps_are_found(name: str, steps: int, num_problems: int) -> None:
-    assert len(strikes.too_much_lost(name, steps)) == num_problems
+def test_too_many_lost_steps_are_found() -> None:
+    kept, broken = {"preempted, grace": 0, "rank killed": 25}, {"preempted, grace": 1, "rank killed": 26}
+    assert not any(strikes.too_much_lost(*pair) for pair in kept.items())
+    assert all(strikes.too_much_lost(*pair) for pair in broken.items())
 
 
-@pytest.mark.parametrize(
-    ("stopped_s", "stopped_at", "num_problems"), [(0.29, 11, 0), (0.59, 12, 0), (0.9, 12, 1), (0.59, 13, 1)]
-)
+@pytest.mark.parametrize(("stopped_s", "stopped_at", "num_problems"), [(0.59, 12, 0), (0.9, 12, 1), (0.59, 13, 1)])
 def test_a_stop_that_takes_more_than_two_steps_is_found(stopped_s: float, stopped_at: int, num_problems: int) -> None:
-    stop = Stop(stopped_s=stopped_s, durable_s=stopped_s + 0.05, was_at=10, stopped_at=stopped_at)
-    assert len(stop.problems()) == num_problems
+    assert len(Stop(stopped_s, stopped_s + 0.05, 10, stopped_at).problems()) == num_problems
 
 
 def test_the_preflight_campaign_causes_every_code() -> None:

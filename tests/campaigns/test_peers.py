@@ -13,32 +13,25 @@ def steps(*numbers: int, start: int = 0) -> list[StepDone]:
     return [StepDone(number, start) for number in numbers]
 
 
-FACTS: dict[str, Any] = {
-    "state": "COMPLETED",
-    "restarts": 1,
-    "steps": steps(1, 2, 3),
-    "num_steps": 3,
-    "digest": "a",
-    "golden": "a",
-}
-CASES: list[tuple[str, dict[str, Any], str]] = [
-    ("as it should be", {}, "COMPLETED, 1 restart, finished, no step twice, weights equal"),
-    ("steps again", {"steps": steps(1, 2, 1, 2, 3)}, "COMPLETED, 1 restart, finished, 2 steps twice, weights equal"),
-    ("other weights", {"digest": "b"}, "COMPLETED, 1 restart, finished, no step twice, **other weights**"),
-    (
-        "old ranks beside the new",
-        {"steps": [*steps(1, 2), *steps(1, start=1), *steps(3), *steps(2, 3, start=1)]},
-        "COMPLETED, 1 restart, finished, 3 steps twice, **1 beside the new ranks by old ones**, weights equal",
-    ),
-    (
-        "never ended, whatever Slurm says",
-        {"steps": steps(1), "digest": "", "restarts": 0},
-        "**COMPLETED, 2 steps never**, no step twice",
-    ),
-]
+FACTS: dict[str, Any] = {"state": "COMPLETED", "restarts": 1, "steps": steps(1, 2, 3), "num_steps": 3}
+FACTS |= {"digest": "a", "golden": "a"}
+BESIDE = [*steps(1, 2), *steps(1, start=1), *steps(3), *steps(2, 3, start=1)]
 
 
-@pytest.mark.parametrize(("facts", "cell"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("facts", "cell"),
+    [
+        ({"steps": steps(1, 2, 1, 2, 3)}, "COMPLETED, 1 restart, finished, 2 steps twice, weights equal"),
+        ({"digest": "b"}, "COMPLETED, 1 restart, finished, no step twice, **other weights**"),
+        (
+            {"steps": BESIDE},
+            "COMPLETED, 1 restart, finished, 3 steps twice, **1 beside the new ranks by old ones**, weights equal",
+        ),
+        # Never ended, whatever Slurm says.
+        ({"steps": steps(1), "digest": "", "restarts": 0}, "**COMPLETED, 2 steps never**, no step twice"),
+    ],
+    ids=["steps again", "other weights", "old ranks beside the new", "never ended"],
+)
 def test_what_became_of_a_training(facts: dict[str, Any], cell: str) -> None:
     assert judge(**{**FACTS, **facts}).cell(ends_cancelled=False) == cell
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurm_train.launch.batch_script import render_script
+from slurm_train.launch.plan import RunPlan
 from tests.campaigns import hostile_words, secrets
 from tests.campaigns.hostile_words import Bench, Case, Found
 
@@ -32,6 +35,11 @@ class _Always(random.Random):
         return 0.0
 
 
+def careless_render(change: Callable[[str], str], plan: RunPlan, **kwargs: Any) -> str:
+    """Renders a script with something wrong."""
+    return change(render_script(plan, **kwargs))
+
+
 @pytest.mark.parametrize("where", hostile_words.FIELDS)
 def test_a_harmless_string_in_any_field_is_no_finding(where: str, bench: Bench) -> None:
     text = "/usr/bin/python3" if where == "cluster.python" else "plain"
@@ -41,9 +49,7 @@ def test_a_harmless_string_in_any_field_is_no_finding(where: str, bench: Bench) 
 
 @pytest.mark.parametrize("where", ["cluster.env value", "cluster.sbatch value", "cluster.srun value"])
 def test_a_script_that_quotes_nothing_is_found(where: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(plan: object, **kwargs: object) -> str:
-        return render_script(plan, **kwargs).replace("'", "")  # type: ignore[arg-type]
-
+    careless = partial(careless_render, lambda script: script.replace("'", ""))
     monkeypatch.setattr(hostile_words, "render_script", careless)
     text = f"a b; touch {bench.trap}"
     found = outcome(Case(where, text), bench)
@@ -51,22 +57,20 @@ def test_a_script_that_quotes_nothing_is_found(where: str, bench: Bench, monkeyp
 
 
 def test_a_change_of_the_value_a_crash_and_a_write_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("cluster.env value", "plain")
-
-    def crash(*_: object, **__: object) -> str:
+    def crash(_: str) -> str:
         raise UnicodeError("x")
 
-    def write(plan: object, **kwargs: object) -> str:
+    def write(script: str) -> str:
         (bench.project / "left").touch()
-        return render_script(plan, **kwargs)  # type: ignore[arg-type]
+        return script
 
-    def change(plan: object, **kwargs: object) -> str:
-        return render_script(plan, **kwargs).replace("plain", "plane")  # type: ignore[arg-type]
+    def change(script: str) -> str:
+        return script.replace("plain", "plane")
 
-    faults: list[Callable[..., str]] = [crash, write, change]
-    for fault in faults:
-        monkeypatch.setattr(hostile_words, "render_script", fault)
-        assert outcome(case, bench).problems, fault
+    for fault in (crash, write, change):
+        careless = partial(careless_render, fault)
+        monkeypatch.setattr(hostile_words, "render_script", careless)
+        assert outcome(Case("cluster.env value", "plain"), bench).problems, fault
 
 
 @pytest.mark.parametrize("form", [str.encode, lambda text: text.encode("utf-16-le")])

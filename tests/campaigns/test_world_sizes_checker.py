@@ -16,13 +16,10 @@ def test_equal_runs_are_equal_and_rounding_is_let_pass() -> None:
     assert found == [] and worst == pytest.approx(5e-8)
 
 
-PLANTED: list[tuple[str, Any]] = [("samples_digest", 8), ("samples", 95), ("lr", 0.2), ("loss", 2.01), ("grad_norm", 2)]
-
-
-@pytest.mark.parametrize(("key", "value"), [*PLANTED, ("loss", float("nan"))])
+@pytest.mark.parametrize(("key", "value"), [("samples_digest", 8), ("grad_norm", 2), ("loss", float("nan"))])
 def test_a_planted_difference_is_reported(key: str, value: Any) -> None:
-    found, _ = compare(STEPS, [STEPS[0], {**STEPS[1], key: value}])
-    assert len(found) == 1 and found[0].startswith(f"step 2 {key}: ")
+    (found,), _ = compare(STEPS, [STEPS[0], {**STEPS[1], key: value}])
+    assert found.startswith(f"step 2 {key}: ")
 
 
 def test_a_missing_step_is_reported() -> None:

@@ -18,17 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from slurm_train.tools.devcluster.cluster import crash_node, start_node
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR
 from tests.campaigns.arrays import restarts
-from tests.campaigns.record import Tally
+from tests.campaigns.record import Tally, first_line
 from tests.support.cluster_faults import start_urgent_job
 from tests.support.command_line import REPOSITORY, TINY, Done, Person
 from tests.support.process_faults import kill, rank_pid
@@ -46,7 +45,10 @@ from tests.support.slurm_runs import (
 from tests.support.waiting import wait_for
 
 PATIENCE_S = 400.0
-_NODES, _GPUS, _AT_ONCE = 4, 8, 2
+FAILURES = (AssertionError, OSError, ValueError, subprocess.SubprocessError, SlurmTrainError)
+_DEVCLUSTER = (sys.executable, "-m", "slurm_train", "devcluster")
+_SIZE = ("--nodes", "4", "--gpus", "8")
+_NODES, _AT_ONCE = ("node1", "node2", "node3", "node4"), 2
 _WORDS = (*TINY, "train.threads=1", "checkpoint.every_steps=10")
 _SCRIPT = """
 import os
@@ -57,11 +59,18 @@ dist.destroy_process_group()
 """
 
 
-class Place:
+class Place(NamedTuple):
     """Somebody who types, and the nodes that no other flow uses at this time."""
 
-    def __init__(self, person: Person, free: Queue[str]) -> None:
-        self.person, self.free = person, free
+    person: Person
+    free: Queue[str]
+
+    def types(self, *words: str, says: str = "", code: int = 0, timeout_s: float = 120.0) -> Done:
+        """Types words that must end with this exit code and print this."""
+        done = self.person.types(*words, timeout_s=timeout_s)
+        said = done.out + done.err
+        assert done.code == code and says in said, f"exit code {done.code}, not {code} with {says!r}: {said}"
+        return done
 
     @contextmanager
     def nodes(self, count: int) -> Iterator[list[str]]:
@@ -86,51 +95,48 @@ class Place:
                 command("scancel", "--quiet", job, must=False)
 
 
-class _Run:
-    def __init__(self, job: str, run: RunDirectory, nodes: list[str], steps: int) -> None:
-        self.job, self.run, self.nodes, self.steps = job, run, nodes, steps
+class _Run(NamedTuple):
+    job: str
+    run: RunDirectory
+    nodes: list[str]
+    steps: int
 
     def at_step(self, step: int) -> RunDirectory:
         wait_until_step(self.run, step, within_s=PATIENCE_S)
         return self.run
 
-    def ends_as(self, *reasons: str) -> None:
-        """Waits for the result, and checks how each attempt has ended and that no step is missing.
+    def ends_as(self, *reasons: str) -> dict[str, Any]:
+        """Returns the result when it is there, and checks how each attempt has ended and that no step is missing.
 
         A node that is back may get the end of the lost job's step late, and end the next attempt's step of that number.
         """
-        wait_until_finished(self.run, within_s=PATIENCE_S)
+        result = wait_until_finished(self.run, within_s=PATIENCE_S)
         found = [entry["reason"] for entry in wait_until_ended(self.run)]
         if found in (["node_failure", "failed", "done"], ["node_failure", "signalled", "done"]):
             del found[1]
         assert found == list(reasons), f"ended as {found}, not {list(reasons)}\n{all_logs(self.run)}"
         assert sorted(losses(self.run)) == list(range(1, self.steps + 1)), "steps are missing"
+        return result
 
 
 def _plan(place: Place) -> None:
-    done = place.person.types("plan", "+cluster=2x1", *_WORDS)
-    assert done.code == 0 and "would take it" in done.err, done.out + done.err
+    place.types("plan", "+cluster=2x1", *_WORDS, says="would take it")
     for words, key in (
-        (("+cluster=2x1", "cluster.partition=nowhere"), "set cluster.partition"),
-        (("+cluster=2x1", "cluster.qos=nowhere"), "set cluster.qos"),
-        (("+cluster=2x1", "cluster.account=nowhere"), "set cluster.account"),
-        (("+cluster=9x1",), "lower cluster.nodes"),
-        (("+cluster=2x1", "cluster.time_limit_min=9999"), "cluster.time_limit_min"),
+        ("+cluster=2x1 cluster.partition=nowhere", "set cluster.partition"),
+        ("+cluster=2x1 cluster.qos=nowhere", "set cluster.qos"),
+        ("+cluster=2x1 cluster.account=nowhere", "set cluster.account"),
+        ("+cluster=9x1", "lower cluster.nodes"),
+        ("+cluster=2x1 cluster.time_limit_min=9999", "cluster.time_limit_min"),
     ):
-        _is_refused(place.person.types(*words, *_WORDS, "batch.global_size=18"), key)
-
-
-def _is_refused(done: Done, key: str) -> None:
-    assert done.code == 2 and key in done.err, f"not refused with {key!r}: {done.code} {done.out}{done.err}"
+        place.types(*words.split(), *_WORDS, "batch.global_size=18", says=key, code=2)
 
 
 def _submit(place: Place) -> None:
     with place.run("submitted") as one:
         one.ends_as("done")
-        status = place.person.types("status", one.run.name)
-        assert "finished" in status.out and one.job in status.out, status.out + status.err
-        logs = place.person.types("logs", one.run.name)
-        assert "finished step 12" in logs.out, logs.out + logs.err
+        for text in ("finished", one.job):
+            place.types("status", one.run.name, says=text)
+        place.types("logs", one.run.name, says="finished step 12")
 
 
 def _preempt(place: Place) -> None:
@@ -155,18 +161,15 @@ def _scancel(place: Place) -> None:
         command("scancel", one.job)
         wait_for_state(one.job, "CANCELLED", within_s=60)
         # On a busy machine the supervisor may be killed (KillWait) before it has written the end.
-        status = place.person.types("status", one.run.name)
-        assert "cancelled" in status.out, status.out + status.err
+        place.types("status", one.run.name, says="cancelled")
 
 
 def _cancel_and_resume(place: Place) -> None:
     with place.run("cancelled", steps=60, step_s=0.3) as one:
         one.at_step(4)
-        done = place.person.types("cancel", one.run.name)
-        assert done.code == 0, done.err
+        place.types("cancel", one.run.name)
         wait_for_state(one.job, "CANCELLED", within_s=60)
-        other = place.person.types("resume", one.run.name).job_and_run[0]
-        assert other != one.job
+        assert place.types("resume", one.run.name).job_and_run[0] != one.job
         one.ends_as("cancelled", "done")
 
 
@@ -194,9 +197,7 @@ def _array(place: Place) -> None:
         where = (f"cluster.nodelist={nodes[0]}", "cluster.gpus_per_node=1", "run.name=array")
         pace = ("train.max_steps=80", "model.step_s=0.3")
         words = ("+cluster=1x1", *where, *_WORDS, *pace, "cluster.gpu_flag=none", "cluster.sbatch.gres=gpu:1")
-        done = place.person.types("-m", *words, "seed=1,2,3,4")
-        assert done.code == 0, done.err
-        job, path = done.out.split()
+        job, path = place.types("-m", *words, "seed=1,2,3,4").out.split()
         runs = [element.run for element in read_table(SweepDirectory(Path(path)))]
         try:
             for run in runs:
@@ -221,21 +222,19 @@ def _array(place: Place) -> None:
 
 def _uneven(place: Place) -> None:
     with place.run("uneven", "cluster.gpus_per_node=[4,2]", "batch.global_size=12", steps=6) as one:
-        one.ends_as("done")
-        assert (read_json(one.run.result) or {})["world_size"] == 6
+        assert one.ends_as("done")["world_size"] == 6
 
 
 def _torchrun(place: Place) -> None:
     with place.run("torchrun", "cluster.launcher=torchrun", "cluster.gpus_per_node=2") as one:
-        one.ends_as("done")
-        assert (read_json(one.run.result) or {})["world_size"] == 4
+        assert one.ends_as("done")["world_size"] == 4
 
 
 def _script(place: Place) -> None:
     (place.person.folder / "script.py").write_text(_SCRIPT)
     with place.nodes(2) as nodes:
         words = ("+cluster=2x1", f"cluster.nodelist={','.join(nodes)}", "script=[script.py]")
-        run = place.person.types(*words).job_and_run[1]
+        run = place.types(*words).job_and_run[1]
         wait_until_finished(run, within_s=PATIENCE_S)
         for rank, node in enumerate(sorted(nodes)):
             assert f"rank {rank} of 2 on {node}" in run.rank_log(0, rank).read_text()
@@ -245,8 +244,7 @@ def _interactive(place: Place) -> None:
     """In an allocation that it makes, and in one that has more than the run asks for."""
     with place.nodes(2) as nodes:
         words = ("launch=interactive", *_WORDS, "+cluster=1x2", f"cluster.nodelist={nodes[0]}")
-        done = place.person.types(*words, "run.name=asked", timeout_s=PATIENCE_S)
-        assert done.code == 0 and "step 12" in done.out, done.out + done.err
+        place.types(*words, "run.name=asked", says="step 12", timeout_s=PATIENCE_S)
         large = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=4")
         typed = (sys.executable, "-m", "slurm_train", *words[:-1], "run.name=inside")
         done = place.person.runs("salloc", *large, f"--nodelist={','.join(nodes)}", *typed, timeout_s=PATIENCE_S)
@@ -255,13 +253,11 @@ def _interactive(place: Place) -> None:
 
 def _doctor(place: Place) -> None:
     done = place.person.types("doctor")
-    assert done.code in (0, 1) and "Traceback" not in done.err, done.out + done.err
-    assert "Slurm" in done.out, done.out + done.err
+    assert done.code in (0, 1) and "Traceback" not in done.err and "Slurm" in done.out, done.out + done.err
 
 
 def _init(place: Place) -> None:
-    done = place.person.types("init", "--print", "--yes")
-    assert done.code == 0 and "partition: main" in done.out, done.out + done.err
+    place.types("init", "--print", "--yes", says="partition: main")
 
 
 FLOWS: dict[str, Callable[[Place], None]] = {
@@ -286,23 +282,14 @@ FLOWS: dict[str, Callable[[Place], None]] = {
 def run(suite: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Types so many of the flows, the first ones, in a cluster of its own; nothing is drawn from the seed."""
     version, cells = "", dict.fromkeys(list(FLOWS)[:trials], "not reached")
-    try:
-        for line in _type_all_in(suite, list(cells), folder / "errors"):
+    with own_cluster(suite, *_SIZE):
+        for line in lines_of(suite, "tests.campaigns.versions", *cells, log=folder / "errors"):
             version = line.get("version", version)
             cells |= {line["flow"]: line["cell"]} if "flow" in line else {}
-    finally:
-        devcluster("down", "--slurm", suite)
     for flow, cell in cells.items():
         tally.add(flow, [] if re.fullmatch(r"\d+ s", cell) else [cell])
     tally.table[version] = cells
     return {"Slurm": version}
-
-
-def _type_all_in(suite: str, flows: list[str], log: Path) -> Iterator[dict[str, str]]:
-    _bring_up(suite)
-    with log.open("w") as errors, _process_in(suite, "tests.campaigns.versions", *flows, stderr=errors) as process:
-        assert process.stdout is not None
-        yield from map(json.loads, process.stdout)
 
 
 # Campaigns that need no particular Slurm, and how many trials of each there are on every version.
@@ -325,8 +312,7 @@ FAULTS = {
 def faults(suite: str, tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Runs so many campaigns, the first ones of `FAULTS`, in a cluster of its own."""
     cells: dict[str, str] = {}
-    try:
-        _bring_up(suite)
+    with own_cluster(suite, *_SIZE):
         for name in list(FAULTS)[:trials]:
             words = (name, "--seed", str(seed), "--trials", str(FAULTS[name]))
             with _process_in(suite, "tests.campaigns", *words, stderr=subprocess.STDOUT) as process:
@@ -340,8 +326,6 @@ def faults(suite: str, tally: Tally, *, seed: int, trials: int, folder: Path) ->
                 tally.add(name, last[-3:], trials=max(1, tried - held))
             cells[f"`{name}`"] = f"{held} of {tried}"
         found = devcluster("exec", "--slurm", suite, "--", "sinfo", "--version").stdout
-    finally:
-        devcluster("down", "--slurm", suite)
     tally.table[found.split()[-1]] = cells
     return {"Slurm": found.split()[-1]}
 
@@ -352,50 +336,58 @@ def read_verdict(name: str, said: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _bring_up(suite: str) -> None:
-    up = devcluster("up", "--slurm", suite, "--nodes", str(_NODES), "--gpus", str(_GPUS))
-    assert up.returncode == 0, f"no cluster of {suite}: {up.stderr[-500:]}"
+@contextmanager
+def own_cluster(slurm: str, *options: str) -> Iterator[None]:
+    """Builds a cluster in a root of its own, e.g. of "trixie", and removes it."""
+    try:
+        up = devcluster("up", "--slurm", slurm, *options)
+        assert up.returncode == 0, f"no cluster: {up.stderr.strip()[-300:]}"
+        yield
+    finally:
+        devcluster("down", "--slurm", slurm)
 
 
-def _process_in(suite: str, module: str, *words: str, stderr: IO[str] | int) -> subprocess.Popen[str]:
-    return devcluster_process("exec", "--slurm", suite, "--", "python", "-m", module, *words, stderr=stderr)
+def lines_of(slurm: str, module: str, *words: str, log: Path) -> Iterator[dict[str, Any]]:
+    """Yields what a program in such a cluster says (see `say`), as it comes."""
+    with log.open("w") as errors, _process_in(slurm, module, *words, stderr=errors) as process:
+        assert process.stdout is not None
+        yield from map(json.loads, process.stdout)
+
+
+def _process_in(slurm: str, module: str, *words: str, stderr: IO[str] | int) -> subprocess.Popen[str]:
+    argv = [*_DEVCLUSTER, "exec", "--slurm", slurm, "--", "python", "-m", module, *words]
+    return subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def devcluster(*words: str) -> subprocess.CompletedProcess[str]:
     """Types a `devcluster` command."""
-    argv = [sys.executable, "-m", "slurm_train", "devcluster", *words]
-    return subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-
-
-def devcluster_process(*words: str, stderr: IO[str] | int) -> subprocess.Popen[str]:
-    """Starts a `devcluster` command whose output is read as it comes."""
-    argv = [sys.executable, "-m", "slurm_train", "devcluster", *words]
-    return subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    return subprocess.run([*_DEVCLUSTER, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
 def type_here(names: list[str]) -> None:
     """Types flows on the cluster of this machine; prints its version, and per flow a line: seconds, or the reason."""
-    _say(version=command("sinfo", "--version").split()[-1])
+    say(version=command("sinfo", "--version").split()[-1])
     free: Queue[str] = Queue()
-    for node in range(1, _NODES + 1):
-        free.put(f"node{node}")
+    for node in _NODES:
+        free.put(node)
 
     def type_flow(flow: str) -> None:
         began_s = time.monotonic()
         try:
             with at_work(Path(tempfile.mkdtemp())) as person:
                 FLOWS[flow](Place(person, free))
-        except (AssertionError, OSError, ValueError, subprocess.SubprocessError, SlurmTrainError) as err:
+        except FAILURES as err:
             print(f"{flow}: {err}", file=sys.stderr, flush=True)
-            _say(flow=flow, cell=str(err).strip().partition("\n")[0][:300])
+            say(flow=flow, cell=first_line(err)[:300])
         else:
-            _say(flow=flow, cell=f"{time.monotonic() - began_s:.0f} s")
+            say(flow=flow, cell=f"{time.monotonic() - began_s:.0f} s")
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(type_flow, names or FLOWS))
 
 
-def _say(**facts: str) -> None:
+def say(**facts: object) -> None:
+    """Prints a line of JSON for `lines_of`."""
     print(json.dumps(facts), flush=True)
 
 

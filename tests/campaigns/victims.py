@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.paths import RunDirectory
-from tests.campaigns.checker import Fault, History, Look, check, look, read_history
+from tests.campaigns.checker import History, Look, check, look, read_history
 from tests.support.cluster_faults import controller_away, daemons_stopped, node_down, start_urgent_job
 from tests.support.command_line import Person
 from tests.support.process_faults import is_alive, kill, rank_pid, srun_pid, stepd_pid, supervisor_pid
@@ -51,7 +52,7 @@ class Victim:
     run: RunDirectory
     person: Person
     dice: random.Random
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
     seen: list[Look] = field(default_factory=list)
     """Its checkpoints right before each fault, and what else was looked at."""
 
@@ -85,8 +86,8 @@ class Victim:
     @property
     def step(self) -> int:
         """The newest step of the newest attempt, 0 before its first."""
-        newest = lines_of(self.run)[-1:]
-        return int(newest[0]["step"]) if newest and newest[0]["attempt"] == self.attempt else 0
+        (newest,) = lines_of(self.run)[-1:] or [{"attempt": None}]
+        return int(newest["step"]) if newest["attempt"] == self.attempt else 0
 
     @property
     def is_finished(self) -> bool:
@@ -97,15 +98,10 @@ class Victim:
         """Returns the process of a rank of the newest attempt."""
         return rank_pid(self.run, rank, attempt=self.attempt)
 
-    def strike(self, what: str) -> None:
-        """Causes one of `FAULTS`."""
-        self.note(what)
-        FAULTS[what](self)
-
     def note(self, what: str) -> None:
         """Looks at the checkpoints right before a fault, which is on record from now on."""
         self.seen.append(look(self.run))
-        self.faults.append(Fault(time_unix_s=time.time(), what=what))
+        self.faults.append(what)
 
     def wait_for_attempt(self, after: int) -> None:
         """Returns when a newer attempt than this one has begun, or the run is finished."""
@@ -137,7 +133,7 @@ class Victim:
         """Waits for the end and returns what is wrong with the whole history."""
         found = check(self.history(), golden=golden, num_samples=NUM_SAMPLES)
         if found and not self.is_finished:
-            print(all_logs(self.run)[-3000:], flush=True)
+            print(all_logs(self.run)[-3000:])
         return [f"{self.run.name}: {problem}" for problem in found[:20]]
 
 
@@ -204,26 +200,26 @@ def lost_steps(history: History, attempt: int) -> int | None:
 
 def figures_of(histories: Sequence[History]) -> dict[str, str]:
     """Returns what was done to some runs, and what it cost them."""
-    struck = Counter(fault.what for history in histories for fault in history.faults)
+    struck = Counter(fault for history in histories for fault in history.faults)
     ends = Counter(str(entry.get("reason", "none")) for history in histories for entry in history.ledger)
     again = [lost_steps(one, number) for one in histories for number in range(len(one.started) - 1)]
     known = [steps for steps in again if steps is not None]
     away = [
         after["time_unix_s"] - before["end_time_unix_s"]
         for one in histories
-        for before, after in zip(one.ledger, one.ledger[1:], strict=False)
+        for before, after in pairwise(one.ledger)
         if "end_time_unix_s" in before
     ]
     return {
         "runs": str(len(histories)),
-        "struck by": _in_words(struck),
-        "attempts ended as": _in_words(ends),
+        "struck by": in_words(struck),
+        "attempts ended as": in_words(ends),
         "steps done again per attempt": f"{mean(known):.1f}, at most {max(known)}" if known else "none",
         "from an attempt to the next": f"{median(away):.1f} s (median), at most {max(away):.1f} s" if away else "none",
     }
 
 
-def _in_words(counts: Mapping[str, int]) -> str:
+def in_words(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
 
 
@@ -290,18 +286,16 @@ def _kill_a_rank(victim: Victim) -> None:
 
 
 def _cancel_and_resume(victim: Victim) -> None:
-    job = victim.job
-    command("scancel", job)
-    _resume_when(victim, job, "CANCELLED")
+    _end_and_resume(victim, lambda: command("scancel", victim.job), "CANCELLED")
 
 
 def _kill_the_batch_script(victim: Victim) -> None:
+    _end_and_resume(victim, lambda: kill(supervisor_pid(victim.run)), "FAILED")
+
+
+def _end_and_resume(victim: Victim, end: Callable[[], object], state: str) -> None:
     job = victim.job
-    kill(supervisor_pid(victim.run))
-    _resume_when(victim, job, "FAILED")
-
-
-def _resume_when(victim: Victim, job: str, state: str) -> None:
+    end()
     wait_for_state(job, state, within_s=PATIENCE_S)
     resumed = victim.person.types("resume", victim.run.name)
     assert resumed.code == 0, resumed.err

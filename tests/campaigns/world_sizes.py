@@ -85,7 +85,7 @@ def _train_both(person: Person, seed: int) -> tuple[RunDirectory, RunDirectory]:
     for stage, size in enumerate(SIZES[1:], start=1):
         _stop_at(run, stage * _STEPS // len(SIZES))
         _require(person.types("resume", run.run_id, f"cluster={size}"))
-        print(f"seed {seed}: stopped at step {max(losses(run))}, goes on on {size}", flush=True)
+        print(f"seed {seed}: stopped at step {max(losses(run))}, goes on on {size}")
     wait_until_finished(run, within_s=_PATIENCE_S)
     (path,) = (person.folder / "runs" / f"golden-{seed}").iterdir()
     return RunDirectory(path), run
