@@ -29,7 +29,6 @@ from slurm_train.config.frozen import (
 )
 from slurm_train.config.schema import (
     ClusterSection,
-    ContainerSection,
     OptimSection,
     RunConfig,
     RunSection,
@@ -39,26 +38,7 @@ from slurm_train.config.schema import (
     to_mapping,
 )
 from slurm_train.config.words import read_words
-from slurm_train.errors import ConfigError, RunError
-
-FULL = RunConfig(
-    seed=7,
-    run=RunSection(name="007", root="/scratch/a b"),
-    model={"_target_": "my.Model", "width": 64, "layers": [1, {"x": None}], "rate": 1e-8},
-    data={"_target_": "my.Data", "path": "null", "on": True},
-    optim=OptimSection(lr=3e-4, eps=1e-8, betas=[0.9, 0.999], grad_clip_norm=None),
-    cluster=ClusterSection(
-        nodes=2,
-        gpus_per_node=[4, 2],
-        nodelist="node[1-2]",
-        env={"A": "1e5", "B": "yes", "C": "a: b # c", "D": "\u00e9\u4e2d"},
-        setup=["module load x", "export Y='#'"],
-        sbatch={"exclusive": True, "mem": "0"},
-    ),
-    container=ContainerSection(kind="apptainer", image="docker://pytorch/pytorch:2.13", flags=["--nv", "1e3"]),
-    task={"_target_": "my.main"},
-    script=["train.py", "--flag", "0o7"],
-)
+from slurm_train.errors import RunError
 
 
 def round_trip(config: RunConfig, path: Path) -> RunConfig:
@@ -66,8 +46,12 @@ def round_trip(config: RunConfig, path: Path) -> RunConfig:
     return load_config(path)
 
 
-@pytest.mark.parametrize("config", [RunConfig(), FULL])
-def test_every_key_is_spelled_out_and_survives_the_disk(config: RunConfig, tmp_path: Path) -> None:
+def test_every_key_is_spelled_out_and_survives_the_disk(tmp_path: Path) -> None:
+    config = RunConfig(
+        model={"_target_": "my.Model", "layers": [1, {"x": None}], "rate": 1e-8},
+        cluster=ClusterSection(gpus_per_node=[4, 2], sbatch={"exclusive": True}),
+        script=["train.py", "--flag", "0o7"],
+    )
     assert round_trip(config, tmp_path / "config.yaml") == config
     assert {key.partition(".")[0] for key in all_keys(RunConfig)} == set(yaml.safe_load(dump_config(config)))
 
@@ -86,19 +70,12 @@ def test_any_text_and_number_survives_the_disk(
     assert found == config and found.optim.lr.hex() == lr.hex()
 
 
-@pytest.mark.parametrize("text", [None, "", "- 1\n", "seed: [1\n", "just words\n"])
+@pytest.mark.parametrize("text", [None, "", "- 1\n", "seed: [1\n"])
 def test_a_missing_or_damaged_file_is_a_run_error(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     if text is not None:
         path.write_text(text)
     with pytest.raises(RunError, match="does not exist" if text is None else "cannot be read"):
-        load_config(path)
-
-
-def test_a_key_of_another_version_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("seeds: 1\n")
-    with pytest.raises(ConfigError, match="there is no configuration key 'seeds'"):
         load_config(path)
 
 
@@ -152,21 +129,11 @@ def test_a_key_changes_the_run_exactly_if_it_is_not_on_the_list(key: str) -> Non
     assert (hash_of(variant(key)) == hash_of(BASE)) == is_left_out
 
 
-SAME: list[tuple[dict[str, Any], bool]] = [
-    ({"batch": {"local_size": 16, "accumulation": 4, "global_size": 64}}, True),
-    ({"model": {"width": 64, "_target_": "my.Model"}}, True),
-    ({"model": {"_target_": "my.Model", "width": 65}}, False),
-    ({"data": {"_target_": "my.Other"}}, False),
-]
-
-
-@pytest.mark.parametrize(("changed", "is_same"), SAME)
-def test_what_is_trained_makes_the_run(changed: dict[str, Any], is_same: bool) -> None:
-    assert (hash_of({**BASE, **changed}) == hash_of(BASE)) == is_same
-
-
-def test_the_planned_global_batch_counts() -> None:
+def test_what_is_trained_makes_the_run() -> None:
+    cut = {"batch": {"local_size": 16, "accumulation": 4, "global_size": 64}}
+    assert hash_of({**BASE, **cut, "model": {"width": 64, "_target_": "my.Model"}}) == hash_of(BASE)
     assert hash_of(BASE, global_size=128) != hash_of(BASE)
+    assert hash_of({**BASE, "model": {"_target_": "my.Model", "width": 65}}) != hash_of(BASE)
 
 
 def test_run_ids_stay_what_they_were() -> None:
@@ -176,11 +143,7 @@ def test_run_ids_stay_what_they_were() -> None:
 
 def test_a_users_own_code_is_known_by_its_words_and_the_seed() -> None:
     script = {**BASE, "script": ["train.py", "--lr", "1"]}
-    assert identity(build_config(RunConfig, script), global_size=1) == {
-        "seed": 0,
-        "task": None,
-        "script": ["train.py", "--lr", "1"],
-    }
+    assert set(identity(build_config(RunConfig, script), global_size=1)) == {"seed", "task", "script"}
     assert hash_of(script) == hash_of({**script, "optim": {"lr": 0.5}}), "its optimizer is its own affair"
     assert hash_of(script) != hash_of({**BASE, "script": ["train.py", "--lr", "2"]})
     assert hash_of({**BASE, "task": {"_target_": "a.main"}}) != hash_of({**BASE, "task": {"_target_": "b.main"}})
@@ -198,11 +161,7 @@ KINDS: list[tuple[tuple[str, ...], str, str]] = [
     (("optim.lr=1e-4",), "optim.lr: 0.003 -> 0.0001", "training"),
     (("model.dropout=0.1",), "model.dropout: 0.0 -> 0.1", "training"),
     (("model.width=320",), "model.width: 160 -> 320", "impossible"),
-    (("model=cnn",), "model._target_: slurm_train.models.gpt.GPT -> slurm_train.models.cnn.CNN", "impossible"),
-    (("checkpoint.keep=9",), "checkpoint.keep: 2 -> 9", "harmless"),
-    (("cluster=2x8",), "cluster.nodes: 4 -> 2", "harmless"),
     (("cluster=null",), "cluster: 4 nodes x 8 GPUs -> null", "harmless"),
-    (("cluster.env.A=1",), "cluster.env.A: null -> 1", "harmless"),
     (("data.path=/elsewhere",), "data.path: null -> /elsewhere", "harmless"),
 ]
 
@@ -218,6 +177,9 @@ def test_the_same_is_no_change_and_the_global_batch_counts_however_it_is_cut() -
     assert changes_of("batch.local_size=2")[0].kind == "harmless"
     (change,) = [item for item in changes_of(global_size=64) if item.kind == "training"]
     assert str(change) == "batch.global_size: 32 -> 64" and "lr_retune" in change.consequence
+    changes = changes_of("optim.lr=1", "optim.eps=1", "seed=1", "checkpoint.keep=5")
+    assert [change.key for change in unaccepted(changes, {"optim", "code"})] == ["seed"]
+    assert unaccepted(changes, {"config"}) == []
 
 
 def test_what_a_checkpoint_keeps_survives_json_and_equals_itself() -> None:
@@ -234,39 +196,11 @@ def test_a_key_of_another_version_does_not_count_but_a_users_own_does() -> None:
     assert change.kind == "training"
 
 
-ACCEPTED: list[tuple[set[str], list[str]]] = [
-    (set(), ["seed", "optim.lr", "optim.eps"]),
-    ({"optim.lr"}, ["seed", "optim.eps"]),
-    ({"optim"}, ["seed"]),
-    ({"config"}, []),
-    ({"code", "data"}, ["seed", "optim.lr", "optim.eps"]),
-]
-
-
-@pytest.mark.parametrize(("names", "left"), ACCEPTED)
-def test_names_cover_a_key_or_a_section(names: set[str], left: list[str]) -> None:
-    changes = changes_of("optim.lr=1", "optim.eps=1", "seed=1", "checkpoint.keep=5")
-    assert [change.key for change in unaccepted(changes, names)] == left
-
-
-CHOSEN = [
-    ([], {}),
-    (["optim.lr=1e-2", "seed=3"], {"optim.lr": 0.003, "seed": 0}),
-    (
-        ["+cluster=2x4", "cluster.partition=gpu"],
-        {"cluster.nodes": None, "cluster.gpus_per_node": None, "cluster.partition": None},
-    ),
-    (["data=text", "data.path=/d"], {"data.path": None}),
-    (["model=cnn", "data=digits", "model.features=8"], {"model.features": 32}),
-    (["optim=sgd", "optim.momentum=0.8", "optim.lr=1"], {"optim.lr": 0.1, "optim.momentum": 0.9}),
-    (["optim._target_=my.Own", "optim.lr=1", "optim.d=2"], {"optim._target_": None, "optim.lr": None, "optim.d": None}),
-]
-
-
-@pytest.mark.parametrize(("words", "chosen"), CHOSEN)
-def test_what_was_chosen_is_marked_with_its_default(words: list[str], chosen: dict[str, object]) -> None:
+def test_what_was_chosen_is_marked_with_its_default() -> None:
+    words = ["+cluster=2x4", "optim=sgd", "optim.momentum=0.8", "model.width=64"]
     frozen = yaml.safe_load(dump_config(compose(read_words(words)).config))
-    assert {one.key: one.default for one in list_settings(frozen) if one.is_chosen} == chosen
+    chosen = {one.key: one.default for one in list_settings(frozen) if one.is_chosen}
+    assert chosen == {"cluster.nodes": None, "cluster.gpus_per_node": None, "optim.momentum": 0.9, "model.width": 160}
 
 
 def test_the_shipped_files_spell_out_every_key() -> None:

