@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.jobs import Holder, read_job, take_lock, this_process
+from slurm_train.rundir.jobs import Holder, read_job, take_lock
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.status.activity import find_active, submitting, writing
+from slurm_train.status.activity import find_active, writing
 from tests.cli.conftest import Shell
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 from tests.support.command_line import Person
@@ -43,36 +42,6 @@ def test_of_two_who_type_the_same_at_once_one_submits(words: tuple[str, ...], sh
     assert sum("is active already: Slurm job 4711" in err for _, err in said) == 1
     (run,) = (RunDirectory(path.parent) for path in shell.folder.glob("runs/*/*/config.yaml"))
     assert not run.submission_lock.exists() and not run.lock.exists()
-
-
-def test_a_submitter_that_was_killed_is_overtaken_here(shell: Shell) -> None:
-    run = shell.has_run(job_ids=("12",))
-    dead = replace(this_process(), pid=4_194_300, started="1")
-    take_lock(run.submission_lock, dead, is_alive=lambda _holder: True)
-    assert shell.types("resume 3f9a1c07").code == 0
-
-
-def test_all_jobs_of_all_runs_are_asked_about_at_once(tmp_path: Path) -> None:
-    runs = [RunDirectory(tmp_path / "gpt" / name) for name in ("one", "two", "three")]
-    commands = FakeSlurmCommands([job_state("11"), job_state("12", "COMPLETED"), job_state("13", "PENDING")])
-    for run, job_id in zip(runs, ("11", "12", "12"), strict=True):
-        run.path.mkdir(parents=True)
-        run.submit_script.touch()
-        run.job.write_text(f'{{"job_ids": ["{job_id}"], "submit_time_unix_s": 1.0}}')
-    commands.scripts = {"13": str(runs[2].submit_script), "14_[0-3]": str(runs[1].submit_script)}
-    found = find_active(runs, commands)  # type: ignore[arg-type]  # the fake
-    assert {run: active.jobs for run, active in found.items()} == {runs[0]: ("11",), runs[2]: ("13",)}
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_the_directory_of_a_refused_submission_goes_if_it_is_empty(is_used: bool, tmp_path: Path) -> None:
-    run, commands = RunDirectory(tmp_path / "runs" / "gpt" / "one"), FakeSlurmCommands()
-    with pytest.raises(RunError, match="no"), submitting(run, commands):  # type: ignore[arg-type]  # the fake
-        if is_used:
-            (run.path / "kept").touch()
-        raise RunError("no", hint="no")
-    assert [path.name for path in tmp_path.iterdir()] == (["runs"] if is_used else [])
-    assert not run.submission_lock.exists()
 
 
 def test_nothing_is_written_under_live_ranks(tmp_path: Path) -> None:

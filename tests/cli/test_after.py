@@ -7,10 +7,7 @@ import time
 
 import pytest
 
-import slurm_train
-from slurm_train.errors import RunError
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.sweep import read_table
 from tests.cli.conftest import Shell
 from tests.support.run_facts import attempt
 
@@ -28,7 +25,7 @@ def before(shell: Shell) -> RunDirectory:
     return run
 
 
-@pytest.mark.parametrize("named", ["first", "{run.run_id}", "4711", "{run.path}", "first/{run.run_id},first"])
+@pytest.mark.parametrize("named", ["4711", "first/{run.run_id},first"])
 def test_the_job_waits_for_the_success_of_a_run_that_is_no_part_of_it(
     named: str, before: RunDirectory, shell: Shell
 ) -> None:
@@ -37,21 +34,6 @@ def test_the_job_waits_for_the_success_of_a_run_that_is_no_part_of_it(
     assert json.loads(without.out)["run"] == str(run.path), "the same run with and without"
     assert words_for_sbatch(shell)[:2] == ["--parsable", "--dependency=afterok:4711"]
     assert "dependency" not in run.submit_script.read_text(), "a requeue or `resume` waits for nothing"
-    assert "after" not in run.config.read_text().split()
-
-
-def test_several_runs_are_waited_for_and_finished_ones_are_not(before: RunDirectory, shell: Shell) -> None:
-    shell.submits("+cluster=1x8 run.name=second")
-    shell.slurm.queue("4712", "RUNNING")
-    shell.has_run("third", result={"loss": 1.0})
-    shell.slurm.next_job(4713)
-    shell.submits("+cluster=2x8 after=first,second after=third")
-    assert "--dependency=afterok:4711:4712" in words_for_sbatch(shell)
-    shell.slurm.next_job(4714)
-    err = shell.types("+cluster=2x8 seed=2 after=third").err
-    assert "after         all of it is finished: there is no wait" in err
-    assert not any("dependency" in word for word in words_for_sbatch(shell))
-    assert before.config.exists()
 
 
 def test_a_sweep_waits_and_is_waited_for(before: RunDirectory, shell: Shell) -> None:
@@ -62,12 +44,6 @@ def test_a_sweep_waits_and_is_waited_for(before: RunDirectory, shell: Shell) -> 
     shell.slurm.next_job(4713)
     shell.submits(f"+cluster=2x8 after={sweep.sweep_id}")
     assert "--dependency=afterok:4712_0:4712_1" in words_for_sbatch(shell)
-    (first, _) = read_table(sweep)
-    first.run.result.write_text("{}")
-    handle, last = slurm_train.find(sweep.sweep_id), slurm_train.find("first")
-    shell.slurm.next_job(4714)
-    slurm_train.submit(["+cluster=2x8", "seed=3"], after=[handle, last])
-    assert "--dependency=afterok:4712_1:4711" in words_for_sbatch(shell)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +51,6 @@ def test_a_sweep_waits_and_is_waited_for(before: RunDirectory, shell: Shell) -> 
     [
         ("+cluster=2x8 after=failed", "after=failed: failed/3f9a1c07 is not finished, and no job of it is queued"),
         ("plan +cluster=2x8 after=failed", "`resume 3f9a1c07` continues it"),
-        ("+cluster=2x8 after=nothing", "no run matches 'nothing'"),
         ("+cluster=2x8 after=,", "after=gpt-stdlib,3f9a1c07"),
         ("after=failed", "but this run would start at once"),
         ("-m +cluster=2x8 launch=interactive seed=1,2 after=failed", "launch=interactive"),
@@ -99,10 +74,3 @@ def test_what_waits_for_a_run_goes_on_waiting_when_it_is_submitted_again(before:
     assert shell.slurm.said("updated") == (
         "update JobId=80 Dependency=afterok:4712,afterany:47\nupdate JobId=81 Dependency=afterok:4712\n"
     )
-
-
-def test_a_notebook_gets_the_error_as_an_exception(shell: Shell) -> None:
-    shell.has_run("failed", job_ids=("12",))
-    with pytest.raises(RunError, match="is not finished") as caught:
-        slurm_train.submit(["+cluster=2x8"], after=[slurm_train.find("failed")])  # type: ignore[list-item]  # a Run
-    assert "`resume 3f9a1c07` continues it" in caught.value.hint

@@ -8,77 +8,47 @@ from tests.cli.conftest import Shell
 
 REFUSED = {
     "optim.lrr=3e-4": "there is no configuration key 'optim.lrr'",
-    "model.widht=3": "did you mean model.width",
-    "+cluster=4x8 cluster.nods=3": "did you mean cluster.nodes",
     "model=hf": "model.model_type=None and model.path=None; it takes one",
     "+cluster=4x8 model=hf model.path=llama": "model.path=llama: there is no llama/config.json",
     "train.init_from=nowhere": "train.init_from=nowhere is not there",
-    "model=gptt": "there is no configuration 'model/gptt'",
-    "optim.lr=fast": "optim.lr must be a number, at least 0, got 'fast'",
     "optim=lion": "any other by its class: optim._target_=torch.optim.NAdam optim.lr=1e-3",
-    "optim.schedule=cosin": 'for example "optim.schedule=cosine"',
     "optim.schedule=my.falling": 'for example "optim.schedule._target_=my.falling"',
     "optim.schedule._target_=my.falling": "optim.schedule._target_=my.falling: there is no module 'my'",
     "optim._target_=torch.optim.SGD": "optim.lr has no value",
     "optim._target_=torch.optim.SDG optim.lr=1": "did you mean torch.optim.SGD?",
     "+optim.amsgra=true": "optim._target_=torch.optim.AdamW got an unexpected keyword argument 'amsgra'",
-    "'optim.groups=[{macht: x}]'": "torch.optim.AdamW got an unexpected keyword argument 'macht'",
     "'optim.groups=[{lr: -1}]'": "optim.groups[0].lr must be a number, above 0",
-    "--foo": "there is no flag '--foo'",
     "-m 'seed=range(0)'": "seed=range(0) gives no value: the sweep is empty",
-    "plan -m 'seed=range(3,3)'": "gives no value: the sweep is empty",
-    "-m 'optim.lr=interval(0,1)'": "optim.lr=interval(0,1): an interval names no points",
-    "-m 'seed=choice('": "'seed=choice(' cannot be read",
-    "-m seed=1,2 seed=3,4": "seed is swept by two words",
-    "-m 'seed=range(1000000)'": "1,000,000 runs in one sweep",
     "-m seed=3 train.log_every_steps=1,2": "runs 0 and 1 of the sweep train the same",
     "-m +cluster=1x8 seed=1,2 batch.global_size=32,33": "run 1 (seed=1",
     "-m optim.lr=1,x": "run 1 (optim.lr=x): optim.lr must be a number, at least 0, got 'x'",
     "-m run.root=a,b seed=1,2": "have several roots: a, b",
     "-m sweep.max_parallel=1,2 seed=1": "sweep.max_parallel",
-    "-m sweep.max_parallel=0 seed=1,2": "sweep.max_parallel must be a whole number, at least 1",
     "--wait": "--wait waits for the runs of a sweep",
     "--ranks": "--ranks prints where the ranks would run",
     "plan -m --ranks seed=1,2": "--suggest and --ranks are for one run",
-    "--config-dir nowhere": "'nowhere' is not there",
     "+cluster=4x8 batch.global_size=65": "set batch.global_size=64 or 96",
-    "train.max_steps=0": "train.max_steps must be a whole number, at least 1, got 0",
     "+cluster=0x8": "write +cluster=<nodes>x<GPUs per node>",
-    "cluster.nodes=2": "the run asks for no cluster",
-    "cluster.env.A=1": "the run asks for no cluster",
     "-m +cluster=2x2 'cluster.gpus_per_node=[4,2]' seed=1,2": "no arrays of heterogeneous jobs",
     "'callbacks=[{_target_:slurm_train.train.callbacks.EMA,decay:2}]'": "decay must be a number, at least 0 and",
     "'callbacks=[{_target_:slurm_train.train.callbacks.Ema}]'": "slurm_train.train.callbacks has no 'Ema'",
-    "'callbacks=[{_target_:nowhere.Mine}]'": "callbacks[0]._target_=nowhere.Mine: there is no module 'nowhere'",
-    "'callbacks=[{patience:3}]'": "a mapping with the keys ['patience'] has no _target_",
     "'callbacks=[{_target_:slurm_train.train.callbacks.EarlyStopping}]' train.eval_every_steps=null": (
         "a callback compares evaluations, and the run makes none on its way"
     ),
-    "callbacks=EMA": "callbacks must be a list, got 'EMA'",
     "callbacks.mine._target_=a.B": 'hint: callbacks is a list of mappings: "callbacks=[{...}]"',
-    "callbacks={_target_:a.B}": "callbacks is a list of mappings, and was given something else",
-    "model.width=30": "model.width=30 cannot be split into model.num_heads=4 heads of an even width",
-    "model.width=wide": "model.width must be a whole number, at least 1, got 'wide'",
     "model.dropout=2": "model.dropout must be below 1, got 2",
-    "data.context=-4": "data.context must be a whole number, at least 1, got -4",
+    "model.width=30": "model.width=30 cannot be split into model.num_heads=4 heads of an even width",
     "data.context=64 model.context=32": "data.context=64 is longer than model.context=32",
     "+data.heldout=0.1": "data.heldout must be a mapping, or null, got 0.1",
-    "+data.prefetch=-1": "data.prefetch must be a whole number, at least 0, or null, got -1",
-    "optim.lr=-1": "optim.lr must be a number, at least 0, got -1",
-    "optim.grad_clip_norm=0": "optim.grad_clip_norm must be a number, above 0, or null, got 0",
     "run.name=../x": "cannot be the name of a folder and of a job",
     "run.root=runs/%j": "has a character that Slurm reads as a pattern",
     "+cluster=1x1 'cluster.partition=a\nb'": "a line break at character 2",
     "+cluster=1x1 'cluster.env.X=a\nb'": "a line break at character 2",
     "+cluster=1x1 'cluster.setup=['\"'\"'a\nb'\"'\"']'": "cluster.setup has a line break",
     "+cluster=1x1 'cluster.sbatch.comment=a\x1bb'": "U+001B at character 2",
-    "+cluster=1x1 cluster.sbatch.array=1-3": "would break the launch",
-    "+cluster=1x1 'cluster.env.K=${oc.env:MY_API_KEY}'": "refers to a secret",
     "'script=[nope.py]'": "there is no such file",
     "task.x=1": "task has no _target_",
-    "data=text": "data.path has no value",
     "data=text data.path=nowhere": "holds no prepared text",
-    "logs nothing": "no run matches 'nothing'",
     "status nothing": "no run matches 'nothing'",
     "logs": "there is no run below runs",
     "cancel": "the following arguments are required",
@@ -92,17 +62,58 @@ REFUSED = {
     "plan --cfg job": "hint: drop `plan`",
     "plan --suggest much": "--suggest must be a number of GiB greater than 0, got much",
     "plan --suggest 0.001 +cluster=1x2": "legal layouts of 2 ranks fits into 0.001 GiB a device",
-    "plan -m --suggest 80 seed=1,2": "--suggest and --ranks are for one run",
     "stats": "'stats' is neither a verb nor a setting\nhint: did you mean `status`?\n",
-    "seed=1 status": "'status' is neither a verb nor a setting",
     "prepare none.txt --out out": "none.txt cannot be read",
     "hydra/launcher=basic +cluster=1x8": "hydra/launcher=basic runs here, but a cluster is asked for",
-    "-m hydra/launcher=basic +cluster=1x8 seed=1,2": "hydra/launcher=basic runs here, but a cluster is asked for",
     "-m hydra/launcher=basic seed=1,2 sweep.max_parallel=2": "runs one after the other, but sweep.max_parallel=2",
     "-m +cluster=1x8 hydra.sweep.dir=out hydra.sweep.subdir=same seed=5,6": "two runs of the sweep would both be at",
     "-m hydra/sweeper=nowhere +cluster=1x8 seed=1,2": "there is no configuration 'hydra/sweeper/nowhere'",
+    # What a new user types who comes from another trainer, or from Slurm: each answer has the next step in it.
+    "lr=3e-4": "write optim.lr=3e-4",
+    "batch_size=64": "write batch.global_size=64, over all ranks; batch.local_size=8",
+    "warmup_steps=100": "write optim.warmup_samples=3200, which is steps x global batch",
+    "train.max_epochs=3 train.max_steps=90": "give one of them",
+    "model.hidden_size=64": "write model.width=",
+    "resume_from_checkpoint=true": "`resume RUN`",
+    # Flags of other trainers and of Slurm.
+    "--optim.lr 3e-4": "a setting has no dashes: write optim.lr=3e-4",
+    "--nodes=2 --gpus-per-node=8": "write +cluster=2x8, nodes x GPUs per node",
+    "--partition gpu": "write cluster.partition=gpu",
+    "--time=4:00:00": "write cluster.time=4:00:00",
+    "+cluster=1x1 cluster.mem=64": "write cluster.memory_gb_per_node=64",
+    "+cluster=1x1 cluster.sbatch.time=60": "cluster.time_limit_min",
+    "--dry-run": "`plan` in front of the words",
+    "--multi-run": "did you mean --multirun?",
+    # Words that are no verbs here.
+    "trian": "the settings alone train",
+    "train.py --epochs 3": '"script=[train.py,--epochs,3]"',
+    "python train.py": '"script=[train.py,--flag]"',
+    "evaluate": "the following arguments are required: RUN",
+    "squeue": "`status -w`",
+    "4x8": "write +cluster=4x8",
+    "my_conf/base.yaml": "write --config-dir my_conf --config-name base",
+    "corpus.parquet": "write data=hf data.path=corpus.parquet",
+    # Slips of the keyboard, and what the shell makes of blanks and quotes.
+    "optim.lr=\u20183e-4\u2019": "type plain ones",
+    "train.precision=bf16": '"train.precision=bfloat16"',
+    "script=train.py": '"script=[train.py]"',
+    "seed=1 plan": "the verb is the first word: python -m slurm_train plan",
+    "--config my.yaml": "--config-dir DIR",
+    "resume 3f9a1c07 --lr 1e-4": "settings are key=value, without dashes",
+    "+optim.lr=1e-4": "without the +",
+    "optim.lr 3e-4": "write optim.lr=3e-4, without blanks",
+    "optim.betas=[0.9, 0.95]": 'with its blanks in quotes: "optim.betas=[0.9, 0.95]"',
+    '"optim.lr=\'3e-4"': "quote a value",
+    "optm.lr=3e-4": "write optim.lr=3e-4",
+    "optimizer=sgd": "write optim=sgd",
+    "optim.momentum=0.8": "write optim=sgd optim.momentum=0.8",
+    "train.max_steps=1e3": 'for example "train.max_steps=8"',
+    # Things that are not there.
+    "data=text data.path=corpus.txt": "make it with `python -m slurm_train prepare",
+    "--config-dir conf": "name a folder with your YAML files",
+    "site=mycluster +cluster=1x1": "init mycluster",
 }
-"""What is typed, and a part of the answer."""
+"""What is typed, and a part of the answer; tests/config/test_synonyms.py has every name of other trainers."""
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -118,8 +129,6 @@ def test_what_slurm_would_refuse_is_not_submitted(shell: Shell) -> None:
         shell.refuses("Slurm would not take this job: Requested node configuration", f"{words} {more}")
         assert shell.slurm.said("tested.sh") is not None and shell.slurm.said("submitted.sh") is None
         assert shell.left() == []
-    hint = "16 GPUs were asked; partition main has 4 nodes, with at most 8 GPUs: "
-    shell.refuses(hint, words)
     shell.has_run(job_ids=("12",))
     before = shell.left()
     shell.refuses("Slurm would not take this job", "resume gpt-stdlib")
@@ -150,3 +159,9 @@ def test_a_root_that_is_a_file(shell: Shell) -> None:
     (shell.folder / "runs").write_text("")
     shell.refuses("runs is not a directory", "+cluster=1x1")
     assert shell.left() == ["runs"]
+
+
+@pytest.mark.parametrize("words", ["plan -h", "checkpoint export -h", "-h train"])
+def test_help_behind_a_verb_is_help(words: str, shell: Shell) -> None:
+    done = shell.types(words)
+    assert done.code == 0 and "python -m slurm_train" in done.out

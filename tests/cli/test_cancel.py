@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -24,7 +23,6 @@ def is_held(run: RunDirectory, holder: Holder) -> None:
 
 JOBS = [
     ({"11": "FAILED", "12": "PENDING"}, ["12"]),
-    ({"11": "COMPLETING", "12": "PENDING"}, ["12", "11"]),
     ({"11": "RUNNING", "12": "FAILED", "13": "PENDING"}, ["13", "11"]),
 ]
 
@@ -59,14 +57,10 @@ def test_a_job_that_nobody_recorded_is_found_by_the_lock_and_by_its_script(shell
 def test_what_is_not_active_or_not_named_clearly_is_left_alone(shell: Shell) -> None:
     shell.has_run("gpt", "3f9a1c07", job_ids=("12",))
     shell.has_run("gpt", "3f9abbbb", job_ids=("13",))
-    shell.has_run("never", "77aa0000")
     shell.slurm.account("12", "COMPLETED")
     shell.refuses("gpt/3f9a1c07 is neither queued nor running", "cancel 3f9a1c07")
-    shell.refuses("never/77aa0000 is neither queued nor running", "cancel never")
     shell.slurm.queue("13", "RUNNING")
     shell.refuses("is the beginning of several run ids", "cancel 3f9a")
-    shell.leaves_slurm()
-    shell.refuses("gpt/3f9abbbb is neither queued nor running", "cancel 3f9abbbb")
     assert shell.slurm.said("cancelled") is None
 
 
@@ -102,7 +96,6 @@ print(run(sys.argv[1:]))
 """
 CLOSED = [
     ("status", (), "you may not see the runs below {root}: {root}/gpt of root"),
-    ("status", ("3f9a1c07",), "you may not see the runs below {root}: {root}/gpt of root"),
     ("cancel", ("3f9a1c07",), "you may not see the runs below {root}: {root}/gpt of root"),
     ("cancel", ("{root}/gpt/3f9a1c07",), "{root}/gpt/3f9a1c07/sweep.jsonl: you may not read or write it"),
 ]
@@ -127,42 +120,3 @@ def test_somebody_elses_runs_are_said_to_be_so(verb: str, words: tuple[str, ...]
     typed = [verb, "--root", str(root), *(word.format(root=root) for word in words)]
     done = subprocess.run([sys.executable, "-c", AS_NOBODY, *typed], capture_output=True, text=True, check=False)
     assert done.stdout == "2\n" and done.stderr.startswith(f"error: {text.format(root=root)}"), done
-    assert "owner" in done.stderr.splitlines()[1]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
-def test_a_word_that_names_none_of_ones_own_says_where_others_are(open_folder: Path) -> None:
-    for run in ("mine/3f9a1c07", "theirs/77aa0000"):
-        (open_folder / run).mkdir(parents=True)
-        (open_folder / run / "config.yaml").touch()
-    (open_folder / "theirs").chmod(0o700)
-    typed = ["status", "--root", str(open_folder), "77aa"]
-    done = subprocess.run([sys.executable, "-c", AS_NOBODY, *typed], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines() == [
-        f"error: no run matches '77aa' below {open_folder}",
-        "hint: runs there: mine/3f9a1c07; --root names another root; folders that you may not enter: "
-        f"{open_folder}/theirs of root",
-    ]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
-def test_a_closed_sweep_of_somebody_else_is_named_and_is_in_nobodys_way(open_folder: Path) -> None:
-    for number in ("1111aaaa", "2222bbbb", "3333cccc"):
-        (open_folder / "sweeps" / number).mkdir(parents=True)
-        line = {"index": 0, "run": f"gpt/{number}", "overrides": {}, "job": None}
-        (open_folder / "sweeps" / number / "sweep.jsonl").write_text(json.dumps(line))
-        (open_folder / "gpt" / number).mkdir(parents=True)
-        (open_folder / "gpt" / number / "config.yaml").touch()
-    (open_folder / "sweeps" / "1111aaaa" / "sweep.jsonl").chmod(0o600)
-    (open_folder / "sweeps" / "2222bbbb").chmod(0o700)
-    for words, text in (
-        (["collate", "1111"], "error: sweep {}/sweeps/1111aaaa is not yours, and you may not read it"),
-        (["collate", "2222"], "error: sweep {}/sweeps/2222bbbb is not yours"),
-        (["collate", "nothing"], "folders that you may not enter: {}/sweeps/2222bbbb of root"),
-        (["collate", "3333"], "gpt/3333cccc"),
-        (["collate", "gpt"], "gpt/3333cccc"),
-        (["status"], "gpt/1111aaaa"),
-    ):
-        typed = [sys.executable, "-c", AS_NOBODY, *words, "--root", str(open_folder)]
-        done = subprocess.run(typed, capture_output=True, text=True, check=False)
-        assert text.format(open_folder) in done.stdout + done.stderr and "Traceback" not in done.stderr, done

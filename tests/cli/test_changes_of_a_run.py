@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +69,6 @@ def run(shell: Shell) -> RunDirectory:
 
 REFUSED = [
     ("optim.lr=1e-4", "optim.lr  0.003 -> 0.0001", "optim.lr"),
-    ("seed=1", "seed  0 -> 1  (another order: some samples of this epoch come twice, others not at all)", "seed"),
     ("+data.size=9 optim.eps=1", "optim.eps  1e-08 -> 1.0", "data.size,optim.eps"),
 ]
 
@@ -86,39 +84,27 @@ def test_what_changes_the_training_is_shown_and_refused(shell: Shell, run: RunDi
         assert f"--accept {names};" in err
     err = shell.refuses("--accept train.max_step: there is no such key", f"resume {run.run_id} --accept train.max_step")
     assert "train.max_steps" in err
-    shell.refuses("the flag --accept needs a value", "+cluster=4x8 --accept")
     assert shell.slurm.said("submitted.sh") is None and files() == before, "nothing happened"
 
 
 def test_what_was_accepted_is_on_record_and_what_it_replaced_is_kept(shell: Shell, run: RunDirectory) -> None:
-    shell.submits(f"resume {run.run_id} train.log_every_steps=4")
-    assert read_changes(run) == [] and load_config(run.config).train.log_every_steps == 4, "needs nobody's leave"
     old = run.config.read_bytes()
     done = shell.types(f"resume {run.run_id} optim.lr=1e-4 train.log_every_steps=10 --accept optim.lr")
     assert done.job_and_run[1] == run
-    assert "train.log_every_steps: 4 -> 10 (does not change what is trained)" in done.err
     (change,) = read_changes(run)
     assert (change.number, change.step, change.config) == (1, 40, {"optim.lr": [0.003, 0.0001]})
     assert (run.before_change(1) / "config.yaml").read_bytes() == old
     assert load_config(run.config).optim.lr == 1e-4
-    assert read_json(run.plan)["lr"]["planned"] == 1e-4
     shell.slurm.account("4711", "CANCELLED by 0")
     assert shell.types("resume", run.run_id).code == 0, "accepted once is enough"
 
 
-SIZES = {"cluster=2x8": (16, 3, 2), "cluster=1x6": (6, 2, 8), "cluster=1x1": (1, 3, 32)}
-
-
-@pytest.mark.parametrize("word", SIZES)
-def test_another_size_keeps_the_global_batch_and_no_more_samples_on_a_rank(
-    word: str, shell: Shell, run: RunDirectory
-) -> None:
-    shell.submits(f"resume {run.run_id} {word} cluster.partition=small")
+def test_another_size_keeps_the_global_batch_and_no_more_samples_on_a_rank(shell: Shell, run: RunDirectory) -> None:
+    shell.submits(f"resume {run.run_id} cluster=1x6 cluster.partition=small")
     plan = read_json(run.plan)
     found = (plan["world"]["size"], plan["batch"]["local_size"], plan["batch"]["accumulation"])
-    assert found == SIZES[word] and plan["batch"]["global_size"] == 96
-    script = shell.slurm.said("submitted.sh") or ""
-    assert f"--nodes={word[8]}" in script and "--partition=small" in script and read_changes(run) == []
+    assert found == (6, 2, 8) and plan["batch"]["global_size"] == 96
+    assert "--partition=small" in shell.slurm.said("submitted.sh") and read_changes(run) == []
 
 
 def test_a_global_batch_that_must_change_takes_the_learning_rate_along(shell: Shell, run: RunDirectory) -> None:
@@ -127,33 +113,15 @@ def test_a_global_batch_that_must_change_takes_the_learning_rate_along(shell: Sh
     words = f"{resume} batch.global_size=98 optim.lr_retune=linear"
     shell.refuses("--accept batch.global_size,", words)
     shell.submits(f"{words} --accept batch.global_size,optim.lr_retune")
-    planned = pytest.approx(0.003 * 98 / 96)
-    lr = {"planned": planned, "configured": 0.003, "retune": "linear", "tuned_for_global_size": 96}
-    assert read_json(run.plan)["lr"] == lr
+    assert read_json(run.plan)["lr"]["planned"] == pytest.approx(0.003 * 98 / 96)
 
 
-@pytest.mark.parametrize(
-    ("words", "row"),
-    [
-        ("model.width=320", "model.width  160 -> 320"),
-        ("optim=sgd", "optim._target_  torch.optim.AdamW -> torch.optim.SGD"),
-    ],
-)
-def test_a_checkpoint_does_not_fit_another_width_or_optimizer(shell: Shell, words: str, row: str) -> None:
+def test_a_checkpoint_does_not_fit_another_width_or_optimizer(shell: Shell) -> None:
     run = submitted(shell, "+cluster=4x8")
-    refused = shell.refuses(row, f"resume {run.run_id} {words} --accept config")
+    words = f"resume {run.run_id} model.width=320 optim=sgd --accept config"
+    refused = shell.refuses("optim._target_  torch.optim.AdamW -> torch.optim.SGD", words)
+    assert "model.width     160 -> 320" in refused
     assert "does not fit another shape of the model or another optimizer" in refused
-
-
-def test_a_finished_run_whose_code_has_changed_says_what_to_type(shell: Shell, run: RunDirectory) -> None:
-    run.result.write_text("{}")
-    words = f"+cluster=4x8 {OWN}"
-    assert "your files have changed" not in shell.types(words).err
-    (shell.folder / "mine.py").write_text("class Model: ...\nclass Data:\n    size = 1\n")
-    done = shell.types(words)
-    assert done.code == 0 and "your files have changed since: mine.py: +2 -1; to train with them" in done.err
-    assert f"add run.name={run.name}-2\n" in done.err
-    assert shell.submits(f"{words} run.name={run.name}-2") != run
 
 
 def test_changed_code_is_shown_by_file_and_taken_when_accepted(shell: Shell, run: RunDirectory) -> None:
@@ -163,8 +131,8 @@ def test_changed_code_is_shown_by_file_and_taken_when_accepted(shell: Shell, run
     err = shell.refuses("code  mine.py: +2 -1", f"+cluster=4x8 {OWN}")
     assert "code  new.py: new, +1 -0" in err and "notes.md" not in err and "--accept code;" in err
     assert shell.slurm.said("submitted.sh") is None
-    done = shell.types("resume", run.run_id)
-    assert done.code == 0 and "your files have changed since this run copied them: mine.py: +2 -1" in done.err
+    told = shell.types("resume", run.run_id).err
+    assert "copied them: mine.py: +2 -1" in told and "notes.md" not in told
     assert (run.code / "mine.py").read_text() == CODE, "resume runs the copy"
     shell.slurm.account("4711", "CANCELLED by 0")
     shell.submits(f"+cluster=4x8 {OWN} --accept code")
@@ -172,15 +140,6 @@ def test_changed_code_is_shown_by_file_and_taken_when_accepted(shell: Shell, run
     (change,) = read_changes(run)
     assert change.names == ["code"] and change.code is not None
     assert change.code["files"] == ["mine.py: +2 -1", "new.py: new, +1 -0"]
-
-
-def test_nothing_is_protected_before_the_first_checkpoint(shell: Shell) -> None:
-    (shell.folder / "mine.py").write_text(CODE)
-    run = shell.submits(f"+cluster=4x8 {OWN}")
-    shell.slurm.account("4711", "FAILED")
-    (shell.folder / "mine.py").write_text(f"{CODE}# mended\n")
-    shell.submits(f"+cluster=4x8 {OWN}")
-    assert "mended" in (run.code / "mine.py").read_text()
 
 
 def test_files_of_the_run_that_were_touched_are_refused(shell: Shell, run: RunDirectory) -> None:
@@ -195,21 +154,14 @@ def test_files_of_the_run_that_were_touched_are_refused(shell: Shell, run: RunDi
     assert (run.code / "mine.py").read_text() == CODE
 
 
-def test_other_values_under_the_same_name_are_another_run_and_it_says_so(shell: Shell, run: RunDirectory) -> None:
+def test_other_values_under_the_same_name_are_another_run_and_it_says_how_to_change_this_one(
+    shell: Shell, run: RunDirectory
+) -> None:
     done = shell.types(f"+cluster=4x8 {OWN} optim.lr=0.1")
     assert done.job_and_run[1] != run
     assert f"a new run; a/{run.run_id} (unfinished, step 40) has optim.lr=0.003 instead of 0.1" in done.err
-    assert f"resume {run.run_id} optim.lr=0.1 --accept optim.lr" in done.err
-
-
-def test_what_continues_it_with_the_change_can_be_typed_as_it_is(shell: Shell, run: RunDirectory) -> None:
-    told = shell.types(
-        f"+cluster=4x8 {OWN} 'callbacks=[{{_target_: slurm_train.train.callbacks.EMA, decay: 0.9}}]'"
-    ).err
-    (line,) = (line for line in told.splitlines() if "to continue that one" in line)
-    typed = shlex.split(line.partition("with the change: ")[2])
-    assert typed[2] == "callbacks=[{_target_:slurm_train.train.callbacks.EMA,decay:0.9}]"
-    assert shell.types(*typed).job_and_run[1] == run
+    typed = done.err.partition("to continue that one with the change: ")[2].splitlines()[0]
+    assert typed == f"resume {run.run_id} optim.lr=0.1 --accept optim.lr"
 
 
 def test_a_finished_run_can_be_made_longer(shell: Shell, run: RunDirectory) -> None:
@@ -219,14 +171,6 @@ def test_a_finished_run_can_be_made_longer(shell: Shell, run: RunDirectory) -> N
     assert run.result.exists()
     shell.submits(f"resume {run.run_id} train.max_steps=400 --accept train.max_steps")
     assert not run.result.exists() and (run.before_change(1) / "result.json").exists()
-
-
-def test_a_run_of_epochs_can_be_made_longer_by_epochs_only(shell: Shell) -> None:
-    run = shell.submits("+cluster=4x8 train.max_epochs=2")
-    shell.slurm.account("4711", "CANCELLED by 0")
-    run.result.write_text("{}")
-    shell.refuses("was given to a run of train.max_epochs=2", f"resume {run.run_id} train.max_steps=900")
-    shell.submits(f"resume {run.run_id} train.max_epochs=3")
 
 
 def test_prepared_text_that_was_made_again_is_found_before_anything_is_submitted(shell: Shell) -> None:
@@ -249,37 +193,11 @@ def test_prepared_text_that_was_made_again_is_found_before_anything_is_submitted
     assert read_changes(run)[0].names == ["data"]
 
 
-@pytest.mark.parametrize(("word", "is_refused"), [("", True), ("task._target_=mine.main", False)])
-def test_a_task_that_saves_checkpoints_reads_its_own_data(word: str, is_refused: bool, shell: Shell) -> None:
-    (shell.folder / "mine.py").write_text("def main(context): ...\n")
-    submitted(shell, f"+cluster=1x1 {word}", data_fingerprint="of its own", extra={})
-    shell.patch.setattr("slurm_train.cli.drift.known_fingerprint", lambda data, **_: "of stdlib" if data else None)
-    done = shell.types(f"+cluster=1x1 {word}")
-    assert ("data  fingerprint of its own -> of stdlib" in done.err) is is_refused and done.code == 2 * is_refused
-
-
 def test_the_ranks_look_again(shell: Shell, run: RunDirectory) -> None:
     manifest, mine = save(run, step=41), continuity_of(run)
     assert mine.check(manifest) == []
     with pytest.raises(RunError, match=r"is not what step 41 was trained with: optim\.lr: 0\.003 -> 1\.0"):
         replace(mine, settings={**mine.settings, "optim.lr": 1.0}).check(manifest)
-    with pytest.raises(RunError, match="is not what step 41 was trained with"):
-        replace(mine, code="c0de").check(manifest)
     with pytest.raises(DataError, match="changed since step 41: 100 -> 90 samples, fingerprint d1 -> d2") as caught:
         replace(mine, data="d2", num_samples=90).check(manifest)
     assert "--accept data" in caught.value.hint
-
-
-def test_the_ranks_know_what_was_accepted_and_checkpoints_say_it(shell: Shell, run: RunDirectory) -> None:
-    (shell.folder / "mine.py").write_text(f"{CODE}# new\n")
-    manifest = save(run, step=41)
-    shell.submits(f"resume {run.run_id} optim.lr=1e-4 --accept optim.lr,code,data")
-    notes = replace(continuity_of(run), data="d2").check(manifest)
-    assert [note.removeprefix("from step 41 on, as accepted: ") for note in notes] == [
-        "optim.lr: 0.003 -> 0.0001",
-        "other code",
-        "another data set, 100 -> 100 samples, fingerprint d1 -> d2",
-    ]
-    later = save(run, step=42)
-    assert later.extra["changes"] == [{"number": 1, "step": 41, "names": ["optim.lr", "code", "data"]}]
-    assert continuity_of(run).check(later) == []

@@ -17,16 +17,6 @@ def test_what_changes_the_machine_needs_root(monkeypatch, words):
         main(words)
 
 
-@pytest.mark.parametrize("words", [[], ["sideways"], ["up", "--nodes", "many"], ["kill-node"]])
-def test_wrong_words_are_wrong_use(words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    assert caught.value.code == 2
-    assert "usage: python -m slurm_train devcluster" in capsys.readouterr().err
-
-
 def test_status_of_nothing_says_so_and_is_not_healthy(tmp_path, capsys):
     assert main(["status", "--state", str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == f"nothing is up in {tmp_path}; python -m slurm_train devcluster up\n"
+    assert capsys.readouterr().err == f"nothing is up in {tmp_path}; python -m slurm_train devcluster up\n"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -110,21 +111,10 @@ def test_inside_one_the_script_runs_here_if_there_is_room(shell: Shell) -> None:
     assert shell.slurm.said("salloc_words") is None
 
 
-# Ranks per node of the plan; nodes and tasks of the two nodes with one task each that are taken.
-SHARES = [
-    ([1, 1], ("n1", "n2"), (1, 1)),
-    ([4, 4], ("n1", "n2"), (4, 4)),
-    ([2], ("n1",), (2,)),
-    # More than there is: srun will say so.
-    ([1, 1, 1], ("n1", "n2"), (1, 1)),
-]
-
-
-@pytest.mark.parametrize(("ranks_per_node", "nodes", "tasks"), SHARES)
-def test_a_run_takes_itsshare_of_an_allocation(
-    ranks_per_node: list[int], nodes: tuple[str, ...], tasks: tuple[int, ...], run: RunDirectory
-) -> None:
-    run.plan.write_text(f'{{"world": {{"ranks_per_node": {ranks_per_node}}}}}')
+def test_a_run_takes_its_share_of_an_allocation(run: RunDirectory) -> None:
     allocation = Allocation(requeue_id="1", restart_count=0, nodes=("n1", "n2"), tasks_per_node=(1, 1))
-    found, num_ranks = share_of(allocation, run, RunConfig())
-    assert (found.nodes, found.tasks_per_node, num_ranks) == (nodes, tasks, sum(tasks))
+    # More than there is: srun will say so.
+    for asked, tasks in (([4, 4], (4, 4)), ([2], (2,)), ([1, 1, 1], (1, 1))):
+        run.plan.write_text(json.dumps({"world": {"ranks_per_node": asked}}))
+        found, num_ranks = share_of(allocation, run, RunConfig())
+        assert (found.nodes, found.tasks_per_node) == (("n1", "n2")[: len(tasks)], tasks) and num_ranks == sum(tasks)

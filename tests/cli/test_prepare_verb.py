@@ -12,10 +12,3 @@ def test_it_prints_the_directory_on_stdout_and_the_counts_on_stderr(shell: Any) 
     assert (done.code, done.out) == (0, f"{out}\n")
     assert "257 token ids (bytes)" in done.err and "90 bytes" in done.err
     assert read_index(out).splits["heldout"].bytes == 30
-
-
-def test_bad_input_is_wrong_use_and_writes_nothing(shell: Any) -> None:
-    done = shell.types("prepare", "none.txt", "--out", "out")
-    assert done.code == 2 and "none.txt cannot be read" in done.err
-    assert shell.types("prepare", ".", "--out", "out", "--held-out", "2").code == 2
-    assert shell.left() == []

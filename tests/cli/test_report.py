@@ -26,36 +26,12 @@ def test_a_runs_page_lies_in_its_directory_and_its_path_is_the_output(shell: Any
     assert run.report.stat().st_mode & 0o777 == 0o600
 
 
-def test_without_a_name_it_is_the_newest_run_and_out_names_the_file(shell: Any) -> None:
-    shell.has_run(metrics=METRICS)
-    done = shell.types("report", "--out", "page.html")
-    assert (done.code, done.out) == (0, "page.html\n")
-    assert (shell.folder / "page.html").stat().st_mode & 0o777 == 0o644
-
-
-def test_a_sweeps_page_shows_its_runs(shell: Any) -> None:
-    path = Path(shell.types(*SWEEP).out.split()[1])
-    done = shell.types("report", path.name)
-    assert (done.code, done.out) == (0, f"{path / 'report.html'}\n")
-    page = Page((path / "report.html").read_text())
-    assert page.problems == []
-    assert len(document_in(page)["parallel"]["runs"]) == 4
-    assert page.of("title")[0].text == f"sweep {path.name}: 4 runs"
-
-
-def test_slurm_is_asked_and_its_silence_costs_nothing(shell: Any) -> None:
+def test_pictures_are_written_beside_and_slurms_silence_costs_nothing(shell: Any) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     run = shell.has_run(job_ids=("12",), ledger=attempt(0), metrics=METRICS)
     shell.slurm.break_down("squeue", "sacct")
-    assert shell.types("report", "12").code == 0
-    assert run.report.exists()
-
-
-def test_pictures_are_written_beside(shell: Any) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    run = shell.has_run(metrics=METRICS)
     done = shell.types("report", "3f9a1c07", "--png", "pictures")
-    assert done.code == 0
-    assert done.out.splitlines() == [str(run.report), "pictures/loss.png"]
+    assert (done.code, done.out.splitlines()) == (0, [str(run.report), "pictures/loss.png", "pictures/timeline.png"])
 
 
 def test_what_cannot_be_done_is_said(shell: Any, monkeypatch: Any) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
 from tests.cli.conftest import Shell
@@ -60,11 +58,3 @@ def test_what_cannot_go_on_says_what_to_type(shell: Shell) -> None:
     assert "first command again" in shell.refuses("submit.sh is missing", "resume lost")
     shell.has_run("here", "cccc0000", cluster=False).plan.write_text("{")
     shell.refuses("plan.json cannot be read", "resume here")
-
-
-@pytest.mark.parametrize("words", ["--root a=b", "--root=a=b", "--config-dir a=b --root a=b"])
-def test_the_value_of_a_flag_is_no_setting(words: str, shell: Shell) -> None:
-    shell.has_run()
-    (shell.folder / "runs").rename(shell.folder / "a=b")
-    shell.submits(f"resume gpt-stdlib {words}")
-    shell.submits(f"resume {shell.folder}/a=b/gpt-stdlib/3f9a1c07")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.collate import as_columns, as_csv, as_markdown, best_line
+from slurm_train.cli.collate import as_columns, as_csv, as_markdown
 from slurm_train.rundir.sweep import SweepDirectory, read_runs, read_table
 from tests.cli.conftest import Shell
 from tests.support.run_facts import attempt
@@ -46,36 +46,19 @@ def sweep(shell: Shell) -> SweepDirectory:
 
 
 def test_status_shows_what_each_run_was_given_and_how_it_stands(sweep: SweepDirectory, shell: Shell) -> None:
-    before = shell.slurm.times_asked("squeue")
     done = shell.types("status", sweep.sweep_id)
-    assert shell.slurm.times_asked("squeue") == before + 1
     lines = done.out.splitlines()
     assert done.code == 0 and lines[0].split()[:6] == ["#", "optim.lr", "seed", "RUN", "JOB", "STATE"]
     run = read_table(sweep)[2].run
     assert lines[3].split()[:6] == ["2", "0.001", "2", run.run_id, "4711_2", "failed"]
-    assert lines[3].endswith("rank 3 on node2: ZeroDivisionError: 1 / 0"), "the crash is named in the table"
     summary = "6 runs: 1 finished, 1 running, 1 failed, 1 not started, 1 timeout, 1 cancelled"
     assert lines[7:] == [summary, str(sweep.path)]
-    hint = f"6 of them are a sweep: `status {sweep.sweep_id}` shows the values of each\n"
-    assert hint in shell.types("status").err
-
-
-def test_json_has_the_same_keys_for_a_sweep_and_a_run_and_the_same_filters(sweep: SweepDirectory, shell: Shell) -> None:
-    rows = json.loads(shell.types("status 4711 --json").out)
-    assert [(row["index"], row["overrides"]["seed"]) for row in rows] == list(enumerate("012012"))
-    run_id = read_table(sweep)[0].run.run_id
-    (of_run,) = json.loads(shell.types("status", run_id, "--json").out)
-    assert list(rows[0]) == list(of_run) and (of_run["index"], of_run["overrides"]) == (None, {})
-    for words, indices in {run_id: [0, 1, 2, 3, 4, 5], "--where optim.lr=1e-3 --state failed,running": [1, 2]}.items():
-        found = json.loads(shell.types(f"status {sweep.sweep_id} {words} --json").out)
-        assert [row["index"] for row in found] == indices
 
 
 RESUMED = {
     "--only failed,missing,timeout": [2, 3, 4],
     "": [2, 3, 4, 5],
     "--only cancelled,timeout --where seed=1": [4],
-    "--where train.max_steps=300 --where seed=2.0": [2, 5],
 }
 
 
@@ -88,7 +71,6 @@ def test_resume_submits_the_chosen_runs_as_one_array(words: str, sweep: SweepDir
     jobs = [element.job for element in read_table(sweep)]
     assert [jobs[index] for index in indices] == [f"4720_{task}" for task in range(len(indices))]
     assert {run: run.config.read_text() for run in before} == before
-    assert [path.name for path in sweep.code.iterdir() if path.is_dir()] == ["000"], "the code is the old one"
 
 
 def test_resume_with_accepted_code_gives_it_to_the_chosen_runs_only(sweep: SweepDirectory, shell: Shell) -> None:
@@ -120,7 +102,7 @@ def test_what_cannot_be_resumed_is_refused(sweep: SweepDirectory, shell: Shell) 
     assert shell.slurm.said("sbatch_words") is None
 
 
-CANCELLED = {"": ["4711"], "--where optim.lr=1e-3": ["4711_1", "4711_2"], "--where seed=1": ["4711_1"]}
+CANCELLED = {"": ["4711"], "--where optim.lr=1e-3": ["4711_1", "4711_2"]}
 
 
 @pytest.mark.parametrize("words", CANCELLED)
@@ -155,20 +137,16 @@ def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Shell) -> None:
     first = rows[0]
     assert (first["optim.lr"], first["seed"], first["state"], first["attempts"]) == ("0.001", "0", "finished", "1")
     assert (first["last_loss"], first["best_loss"], first["best_loss_step"]) == ("3.0", "2.0", "10")
-    assert (first["last_eval_accuracy"], first["best_eval_accuracy"]) == ("0.4", "0.5"), "of an accuracy, the largest"
-    assert float(first["gpu_hours"]) == pytest.approx(8 * 5 / 3600, abs=1e-4)
     assert (rows[3]["state"], rows[3]["last_loss"], rows[3]["attempts"]) == ("not_started", "", "0")
     assert done.err == f"best loss: 2 at step 10 of run 0, {first['run']}: optim.lr=0.001 seed=0\n"
-    assert rows[2]["note"].startswith("rank 3 on node2")
 
 
 def test_a_run_name_leads_to_its_sweep(sweep: SweepDirectory, shell: Shell) -> None:
     table = shell.types("collate", sweep.sweep_id).out
-    assert shell.types("collate", "gpt-stdlib").out == table and shell.types("report", "gpt-stdlib").code == 0
-    assert sweep.report.exists(), "the name means all its runs"
     shell.has_run("gpt-stdlib", "ffffffff")
     assert shell.types("collate", "gpt-stdlib").out == table, "only a sweep is meant"
     assert f"sweeps there: {sweep.sweep_id} (gpt-stdlib)" in shell.types("collate", "gpt").err
+    assert f"are a sweep: `status {sweep.sweep_id}`" in shell.types("status").err
 
 
 def test_collate_writes_a_file_after_its_ending(sweep: SweepDirectory, shell: Shell) -> None:
@@ -176,25 +154,15 @@ def test_collate_writes_a_file_after_its_ending(sweep: SweepDirectory, shell: Sh
         assert shell.types(f"collate {sweep.sweep_id} --out {name}").code == 0
     assert (shell.folder / "a.csv").read_text().startswith("index,run,optim.lr,seed,state,")
     assert (shell.folder / "a.md").read_text().splitlines()[1].startswith("| --- | ---")
-    for words in ("nothing", f"{sweep.sweep_id} --format parquet", f"{sweep.sweep_id} --out no/such/x.csv"):
-        assert shell.types(f"collate {words}").code == 2
-
-
-def test_collate_writes_parquet_where_pyarrow_is(sweep: SweepDirectory, shell: Shell) -> None:
+    for words in ("--format parquet", "--out no/such/x.csv"):
+        assert shell.types(f"collate {sweep.sweep_id} {words}").code == 2
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     assert shell.types(f"collate {sweep.sweep_id} --out a.parquet").code == 0
     assert parquet.read_table("a.parquet").num_rows == 6
 
 
 def test_a_table_keeps_its_values() -> None:
-    table = [{"index": 0, "x": 0.1 + 0.2, "y": "a|b"}, {"index": 1, "x": 1, "y": None}]
-    assert as_csv(table) == "index,x,y\n0,0.30000000000000004,a|b\n1,1,\n"
-    assert as_markdown(table).splitlines()[2:] == ["| 0 | 0.3 | a\\|b |", "| 1 | 1 |  |"]
-    assert as_columns([*table, {"index": 2, "x": 2.5, "y": 3}])["y"] == ["a|b", None, "3"]
-    assert as_columns(table) == {"index": [0, 1], "x": [0.1 + 0.2, 1.0], "y": ["a|b", None]}
-
-
-def test_a_loss_of_zero_is_the_best() -> None:
-    names = ("best_eval_loss", "best_eval_loss_step", "best_loss", "best_loss_step")
-    rows = [{"index": i, "run": f"a/{i}", **dict.fromkeys(names, value)} for i, value in enumerate((None, 0))]
-    assert best_line(rows, [{"seed": "0"}, {"seed": "1"}]) == "best eval_loss: 0 at step 0 of run 1, a/1: seed=1"
+    table = [{"index": 0, "x": 0.1 + 0.2, "y": "a|b"}, {"index": 1, "x": 2.5, "y": 3}, {"index": 2, "x": 1, "y": None}]
+    assert as_csv(table) == "index,x,y\n0,0.30000000000000004,a|b\n1,2.5,3\n2,1,\n"
+    assert as_markdown(table).splitlines()[2] == "| 0 | 0.3 | a\\|b |"
+    assert as_columns(table) == {"index": [0, 1, 2], "x": [0.1 + 0.2, 2.5, 1.0], "y": ["a|b", "3", None]}

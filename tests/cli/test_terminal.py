@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from slurm_train.cli.terminal import BOLD_RED, RED, Painter, painted, takes_escapes, width_of
+from slurm_train.cli.terminal import BOLD_RED, RED, Painter, painted, takes_escapes
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.command_line import TINY, Person, new_project
@@ -24,12 +21,10 @@ class Tty(io.StringIO):
         return True
 
 
-def test_where_escape_codes_may_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_escape_codes_may_be_written() -> None:
     takes = {"TERM": "xterm", "NO_COLOR": ""}
     assert takes_escapes(Tty(), takes) and not takes_escapes(io.StringIO(), takes)
     assert not any(takes_escapes(Tty(), env) for env in ({"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb"}, {}))
-    monkeypatch.setenv("COLUMNS", "64")
-    assert (width_of(io.StringIO()), width_of(Tty())) == (None, 64)
 
 
 LOG = b"""\
@@ -51,27 +46,6 @@ def test_tracebacks_and_errors_are_red_and_nothing_else_changes() -> None:
     assert shown.decode().splitlines() == texts
     plain = Painter(in_colour=False)
     assert plain.paint(b"\xff half\x1b") == b"\xff half\x1b" and plain.rest() == b""
-
-
-def test_the_traceback_of_another_cause_is_faint() -> None:
-    answers = [False, True]
-    painter = Painter(in_colour=True, is_cause=lambda: answers.pop(0))
-    shown = painter.paint(LOG + b"\n" + LOG)
-    assert [shown.count(code + b"ValueError: no\x1b[0m") for code in (b"\x1b[2m", b"\x1b[1;31m")] == [1, 1]
-
-
-def test_what_is_printed_to_a_pipe_that_nobody_reads_goes_on_in_a_file(tmp_path: Path) -> None:
-    code = (
-        "import sys, pathlib; from slurm_train.cli.terminal import outlive_terminal\n"
-        "outlive_terminal(pathlib.Path(sys.argv[1])); sys.stdin.read()\n"
-        "print('one'); print('two', file=sys.stderr); print('three', flush=True); sys.exit(7)"
-    )
-    log, pipe = tmp_path / "out.log", subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", code, str(log)], stdin=pipe, stdout=pipe, stderr=pipe)
-    for stream in (process.stdout, process.stderr, process.stdin):
-        stream.close()
-    assert process.wait(timeout=60) == 7
-    assert sorted(log.read_text().split()) == ["one", "three", "two"]
 
 
 def test_a_run_whose_terminal_is_closed_saves_before_it_ends(tmp_path: Path) -> None:

@@ -13,14 +13,11 @@ import pytest
 
 from slurm_train.cli.rank import _leave_restart
 from slurm_train.cli.torchrun import children_of, granted_ranks, outcome
-from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
-from slurm_train.distributed.meeting import MeetingPoint
-from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.doctor.preflight import run_preflight
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for
 
@@ -35,18 +32,6 @@ GRANTED = [
 
 def test_a_node_starts_what_slurm_has_granted_it() -> None:
     assert [granted_ranks(env, PLAN, node=node) for env, node, _ in GRANTED] == [ranks for _, _, ranks in GRANTED]
-
-
-def test_the_preflight_is_left_out_under_torchrun_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = RunConfig(cluster=ClusterSection(launcher="torchrun"))
-    env = {"SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "1"}
-    for rank in range(2):
-        place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=2, local_world_size=2, host="node1")
-        point = MeetingPoint(master_addr="node1", ports=[1], run_id="run", attempt=0, timeout_s=1.0, secret="s")
-        assert run_preflight(RunDirectory(tmp_path), config, place, point, plan={}, env=env) == {}
-    assert capsys.readouterr().err.count("preflight: left out, as torchrun's ranks have met") == 1
 
 
 def test_a_script_that_the_warning_has_ended_has_not_failed(tmp_path: Path) -> None:
@@ -67,8 +52,7 @@ def test_ranks_that_have_saved_want_to_be_run_again(tmp_path: Path) -> None:
 def test_children_are_found_by_their_parent() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
-            assert child.pid in children_of(os.getpid())
-            assert children_of(child.pid) == []
+            assert child.pid in children_of(os.getpid()) and children_of(child.pid) == []
         finally:
             child.kill()
 

@@ -67,11 +67,3 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("word", ["supervise", "torchrun", "track", "nothing.here=1"])
-def test_the_garbage_collector_is_on_while_a_verb_works(word: str, tmp_path: Path) -> None:
-    at_end = "atexit.register(lambda: print(gc.isenabled()))"
-    program = f"import atexit, gc, sys; from slurm_train.verbs import run; {at_end}; run(sys.argv[1:])"
-    done = Person(tmp_path).runs(sys.executable, "-c", program, word)
-    assert done.out.splitlines()[-1:] == ["True"], done.err
