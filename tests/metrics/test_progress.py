@@ -40,14 +40,6 @@ def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
     assert "12/40" in text and "41,210 tokens/s" in text and "[held-out] 3.1" in text
 
 
-def test_no_color_takes_the_colours_away() -> None:
-    stream = Terminal()
-    display = open_display(stream, max_steps=40, env={"NO_COLOR": "1"})
-    show(display)
-    display.close()
-    assert not any(f"\x1b[{code}" in stream.getvalue() for code in ("3", "9", "38"))
-
-
 def test_neither_rich_nor_torch_is_imported_for_lines() -> None:
     code = (
         "import sys, slurm_train.metrics, slurm_train.metrics as p;"

@@ -54,7 +54,3 @@ def test_a_line_torn_by_a_kill_takes_no_other_with_it(tmp_path: Path) -> None:
     path.write_text(json.dumps({"step": 1, "attempt": 0}) + '\n{"step": 2, "att')
     write(path, {"step": 2, "attempt": 1})
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
-
-
-def test_no_file_has_no_lines(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
