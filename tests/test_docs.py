@@ -21,8 +21,14 @@ from slurm_train.cli.scaling import read_series
 from slurm_train.config.compose import Point, compose, read_points
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import SlurmTrainError
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.sweep import Element
+from slurm_train.slurm.queue_view import Look
+from slurm_train.status.run_status import RunState, read_files, status_of
 from slurm_train.tools.doctor import node_rules, site_rules
 from slurm_train.verbs import PUBLIC_VERBS, parse
+from tests.support.browser import missing_browser, open_browser
+from tests.support.waiting import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -108,17 +114,18 @@ def test_a_command_line_in_the_documentation_is_accepted(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
-        "+cluster=4x8 optim.lrr=1",
-        "stats",
-        "model=gtp  # no such model",
-        "logs --attempt x",
-        "scaling +cluster=4x8 optim.lrr=1",
+        f"    {COMMAND} +cluster=4x8 optim.lrr=1",
+        f"$ {COMMAND} stats",
+        f"{COMMAND} model=gtp  # no such model",
+        f"    {COMMAND} logs --attempt x",
+        f"    {COMMAND} devcluster sideways",
+        f"    {COMMAND} scaling +cluster=4x8 optim.lrr=1",
     ],
 )
-def test_a_wrong_command_line_is_found(words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (command,) = commands_in(f"    $ {COMMAND} {words}", source="a page")
+def test_a_wrong_command_line_is_found(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (command,) = commands_in(line, source="a page")
     with pytest.raises((SlurmTrainError, SystemExit)):
         check(command, monkeypatch, tmp_path)
 
@@ -173,6 +180,20 @@ def test_a_page_that_the_navigation_lacks_is_found() -> None:
     assert pages_in_nav("x: 1\nnav:\n  - Start:\n      - index.md\n      - Names: a-b.md\n") == ["index.md", "a-b.md"]
 
 
+def test_links_lead_to_pages_of_the_site() -> None:
+    hooks = load_module("site_hooks")
+    for page, source in hooks.ELSEWHERE.items():
+        assert (REPOSITORY / source).is_file(), page
+    turned = hooks._LINK.sub(
+        lambda match: hooks._turned(match, Path("docs")), "[a](../examples/README.md#x) [b](slurm.md)"
+    )
+    assert turned == "[a](examples.md#x) [b](slurm.md)"
+    turned = hooks._LINK.sub(
+        lambda match: hooks._turned(match, Path()), "[a](docs/slurm.md) [b](LICENSE) [c](nowhere.md)"
+    )
+    assert turned == "[a](slurm.md) b [c](nowhere.md)", "mkdocs finds what leads nowhere"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it; nine seconds on two busy cores."""
@@ -193,6 +214,27 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert loaded and [url for url in loaded if re.match(r"(?:https?:)?//", url)] == []
 
 
+@pytest.mark.skipif(bool(missing_browser()), reason=f"{missing_browser()}: apt-get install chromium chromium-driver")
+def test_the_search_finds_pages_when_the_site_is_opened_as_files(site: Path) -> None:
+    found = "return [...document.querySelectorAll('.md-search-result__list a')].map(link => link.href)"
+    typed = (
+        "const box = document.querySelector('.md-search__input'); box.focus();"
+        "box.value = 'preemption'; box.dispatchEvent(new Event('keyup'))"
+    )
+    with open_browser() as browser:
+        browser.open(site / "index.html")
+        browser.run(typed)
+        wait_for(lambda: browser.run(found), within_s=60, what="a result of the search")
+        page = (site / "requeue-explained.html").as_uri()
+        assert any(link.startswith(page) for link in browser.run(found))
+        assert browser.complaints() == []
+
+
+def load_writer() -> ModuleType:
+    """Returns the module that writes docs/configuration.md."""
+    return load_module("write_configuration_page")
+
+
 def load_module(name: str) -> ModuleType:
     """Returns a module of .ci/, which is no package."""
     spec = importlib.util.spec_from_file_location(name, REPOSITORY / ".ci" / f"{name}.py")
@@ -203,7 +245,7 @@ def load_module(name: str) -> ModuleType:
 
 
 def test_the_configuration_page_and_the_table_of_completion_are_up_to_date() -> None:
-    writer = load_module("write_configuration_page")
+    writer = load_writer()
     message = "run: python .ci/write_configuration_page.py"
     assert writer.PAGE.read_text(encoding="utf-8") == writer.render(), message
     assert writer.TABLE.read_text(encoding="utf-8") == writer.render_table(), message
@@ -212,6 +254,26 @@ def test_the_configuration_page_and_the_table_of_completion_are_up_to_date() -> 
 def test_the_tables_of_what_a_gpu_could_reach_are_up_to_date() -> None:
     writer = load_module("write_speed_page")
     assert writer.PAGE.read_text(encoding="utf-8") == writer.render(), "run: python .ci/write_speed_page.py"
+
+
+def test_the_page_of_commands_lists_every_verb() -> None:
+    text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([a-z]+)\b[^|]*\|", text, re.MULTILINE)
+    assert set(PUBLIC_VERBS) <= set(listed), set(PUBLIC_VERBS) - set(listed)
+
+
+def rows_under(heading: str, page: str) -> list[tuple[str, str]]:
+    """Returns the rows of the table of a section that begin with a word in backticks."""
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
+
+
+def test_the_page_about_watching_has_every_state_and_every_key_of_the_json(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
+    assert [word for word, _ in rows_under("States", page)] == [state.value for state in RunState]
+    run = RunDirectory(tmp_path)
+    keys = status_of(Element(run=run), read_files(run), Look(), now_unix_s=0.0).as_json()
+    assert sorted(key for key, _ in rows_under("JSON", page)) == sorted(keys)
 
 
 def message_templates() -> list[str]:
@@ -258,6 +320,13 @@ def test_every_code_has_a_section_that_its_line_links_to() -> None:
 
 def test_a_code_without_a_section_is_found() -> None:
     assert code_sections("### DISK_FULL\n\n### `a message`\n### GPU_SICK\n") == ["DISK_FULL", "GPU_SICK"]
+
+
+def test_codes_that_other_rooms_write_are_in_the_registry() -> None:
+    # The core cannot import a tool.
+    said = {*message_templates()}
+    assert {"FS_MISSING", "FS_READONLY", "FS_STALE", "NODE_MISSING"} <= {*CODES} & said
+    assert any(text.startswith("COLLECTIVE \0: ") for text in said) and "COLLECTIVE" in CODES
 
 
 def test_a_message_that_nobody_says_is_found() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, safe_open
 
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
+from slurm_train.models.gpt import GPT
 from slurm_train.rundir.jobs import process_lives, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory, name_of
 from tests.cli.conftest import Shell
@@ -65,9 +66,12 @@ def test_export_writes_the_newest_that_verifies_or_a_step_and_overwrites_nothing
     tensors = load_file("model.safetensors")
     assert sorted(tensors) == ["half", "head.weight", "step"]
     assert tensors["head.weight"].equal(torch.full((3, 2), 2.0)) and tensors["half"].dtype == torch.bfloat16
+    with safe_open("model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "2", "samples": "16", "config_hash": "3f9a1c07"}
     again = shell.types("checkpoint export gpt-stdlib@1 model.safetensors")
     assert again.code == 1 and "exists already" in again.err
     assert shell.types("checkpoint export gpt-stdlib@1 one.safetensors").code == 0
+    assert load_file("one.safetensors")["head.weight"][0, 0] == 1.0
     before = shell.left()
     for step, message in ((3, "cannot be trusted"), (5, "has no checkpoint of step 5\nhint: steps there: 3, 2, 1")):
         done = shell.types(f"checkpoint export gpt-stdlib@{step} other.safetensors")
@@ -76,6 +80,29 @@ def test_export_writes_the_newest_that_verifies_or_a_step_and_overwrites_nothing
     done = shell.types("checkpoint export gpt-stdlib@2 two.safetensors")
     assert done.code == 1 and "belongs to uid" in done.err, "others may write it"
     assert shell.left() == before
+
+
+@NEEDS_TRANSFORMERS
+def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell: Shell, run: RunDirectory) -> None:
+    settings = {"norm": "rmsnorm", "activation": "swiglu", "tied": False, "width": 16, "num_layers": 1, "vocab_size": 9}
+    model = {"_target_": "slurm_train.models.gpt.GPT", **settings}
+    header = CheckpointHeader(
+        step=3, samples=24, epoch=0, world_size=1, mesh={}, batch_plan={}, config_hash="3f9a1c07", data_fingerprint="d",
+        torch_version="2", attempt=0,
+        extra={"settings": {f"model.{key}": value for key, value in model.items()}},
+    )  # fmt: skip
+    weights = GPT(**settings).state_dict()
+    save_checkpoint(run.checkpoints, tensors={"model": weights}, rank_state={}, header=header, group=None, keep=9)
+    done = shell.types("checkpoint export gpt-stdlib out --format hf --shard-size 5KB")
+    assert (done.code, done.out) == (0, "out\n"), done.err
+    written = [name for name in shell.left() if name.startswith("out/")]
+    assert {"out/config.json", "out/model.safetensors.index.json"} < set(written) and len(written) > 4
+    again = shell.types("checkpoint export gpt-stdlib@3 out --format hf")
+    assert again.code == 1 and "out exists already" in again.err
+    # A model of one's own: step 2 was not saved with the settings of one that is known.
+    done = shell.types("checkpoint export gpt-stdlib@2 other --format hf")
+    assert done.code == 2 and "is known for the shipped GPT and for model=hf, not for None" in done.err
+    assert not [name for name in shell.left() if "partial" in name or name.startswith("other")]
 
 
 def test_diff_names_tensors_and_facts_and_equal_is_equal(shell: Shell, run: RunDirectory) -> None:
@@ -106,9 +133,3 @@ def test_gc_of_a_run_that_is_going_is_refused(shell: Shell, run: RunDirectory) -
     done = shell.types("checkpoint gc gpt-stdlib")
     assert done.code != 0 and "is being run by" in done.err
     assert json.loads(run.lock.read_text()) == held
-
-
-@NEEDS_TRANSFORMERS
-def test_a_model_of_ones_own_is_not_written_for_transformers(shell: Shell, run: RunDirectory) -> None:
-    shell.refuses("is known for the shipped GPT", "checkpoint export gpt-stdlib@2 other --format hf")
-    assert not any("other" in name for name in shell.left())
