@@ -32,7 +32,7 @@ def test_without_slurm_the_exit_code_is_one(shell: Any) -> None:
 
 
 def test_under_torchrun_there_is_nothing_to_look_with(site: Any) -> None:
-    err = site.refuses("under which there is no preflight", "doctor +cluster=2x1 cluster.launcher=torchrun")
+    err = site.refuses("there is no preflight under torchrun", "doctor +cluster=2x1 cluster.launcher=torchrun")
     assert "add cluster.launcher=srun" in err
 
 

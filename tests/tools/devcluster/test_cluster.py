@@ -117,7 +117,7 @@ def test_healthy_means_all_daemons_and_all_nodes(found):
     assert status().is_healthy and not found.is_healthy
 
 
-def test_a_plan_alone_is_half_built(tmp_path):
+def test_a_plan_is_half_built(tmp_path):
     assert cluster_status(tmp_path) is None
     (tmp_path / "plan.json").write_text(_PLAN.json_text())
     found = cluster_status(tmp_path)

@@ -23,7 +23,7 @@ def test_a_habit_changes_something_and_is_in_the_documentation(name):
     assert f"| `{name}` | {HABITS[name].about} |" in page
 
 
-def test_habits_are_combined_and_stored(tmp_path):
+def test_habits_are_stored(tmp_path):
     plan = ClusterPlan(nodes=2, gpus=1, state_dir=tmp_path, site=("no-accounting", "partition-cancel"))
     plan.plan_file.write_text(plan.json_text())
     assert load_plan(tmp_path) == plan
