@@ -250,8 +250,8 @@ def require_private(run: RunDirectory) -> None:
     Raises:
         RunError: naming the place, its owner and its mode.
     """
-    own = [run.path, *_code(run), run.config, run.plan, run.submit_script, run.epochs, run.logs, run.checkpoints]
-    own.append(run.compile_cache)
+    folders = [*_code(run), run.compile_cache, run.epochs, run.logs, run.checkpoints]
+    own = [run.path, *folders, run.config, run.plan, run.submit_script]
     for path in (entry for entry in own if os.path.lexists(entry)):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in _trusted() or _is_open(status):
@@ -261,7 +261,7 @@ def require_private(run: RunDirectory) -> None:
             raise _refusal(path, status, "another user could replace your files")
     for path in run.path.parent.parent.parents:
         if os.path.lexists(path) and (status := path.stat()).st_mode & stat.S_IWOTH and not _is_sticky(status):
-            raise _refusal(path, status, "anybody could put other files in the place of yours")
+            raise _refusal(path, status, "anybody could replace your files")
 
 
 def _code(run: RunDirectory) -> list[Path]:

@@ -108,7 +108,7 @@ class Scheduler:
         return ()
 
     def replace(self, _nodes: str, *, by: str) -> None:
-        """Has the next attempt use as many spare nodes in the place of a node, or several with commas."""
+        """Has the next attempt run on the spare nodes `by` in place of as many other nodes, each with commas."""
 
     def clear(self, _attempt: int) -> bool:
         """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""

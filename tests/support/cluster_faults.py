@@ -342,7 +342,7 @@ def _bind(pid: int, cpus: set[int]) -> None:
 
 @contextmanager
 def hogs() -> Iterator[None]:
-    """Keeps CPU 0 busy with processes of somebody else, with more of them than the machine has to do already."""
+    """Keeps CPU 0 busy with processes of another user, with more of them than the machine has to do already."""
     loop = ["taskset", "--cpu-list", "0", "sh", "-c", "while :; do :; done"]
     count = 6 + 2 * int(os.getloadavg()[0])
     running = [subprocess.Popen(loop, start_new_session=True) for _ in range(count)]
