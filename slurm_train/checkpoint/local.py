@@ -16,10 +16,7 @@ Which one is copied, rank 0 decides within an exchange of the save.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import socket
-import stat
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, on_rank, on_rank_zero, rank_in, size_of
-from slurm_train.checkpoint.commit import DIRECTORY_MODE, Place, Pruned
+from slurm_train.checkpoint.commit import Place, Pruned
 from slurm_train.checkpoint.load import Choice
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file, digest_of
 from slurm_train.checkpoint.save import Records, Saved, fill
@@ -74,73 +71,6 @@ class NodePlace(Place):
         pruned = Pruned()
         pruned.remove((path for path in own if path not in kept and path.name not in protect), self._discard)
         return pruned
-
-
-def open_private(base: Path, *parts: str) -> Path:
-    """Returns a folder below one of this user's own in `base`, made where it is missing; a node's leader calls it.
-
-    The user's folder is `slurm_train-<uid>`. If another user has made something of that name, it gets a random
-    suffix, so no user can be kept out by making names first; it is found again by its owner and mode.
-
-    Raises:
-        CheckpointError: the base is not there, anybody may exchange what lies in it, or a folder in the user's own is
-            not private.
-    """
-    _require_keeps_names(base)
-    name = f"slurm_train-{os.geteuid()}"
-    found = [path for path in base.iterdir() if path.name == name or path.name.startswith(f"{name}.")]
-    own = sorted(path for path in found if _is_private(path))  # the one without a suffix first
-    path = next((folder for folder in own if (folder / parts[0]).is_dir()), own[0] if own else None)
-    path = path or _make_first_free(base, name)
-    for part in parts:
-        path = path / part
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=DIRECTORY_MODE)
-        if not _is_private(path):
-            status = path.lstat()
-            raise CheckpointError(
-                f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}; it must be a folder "
-                "that only you can enter",
-                hint="remove it, or name another checkpoint.local_dir",
-            )
-    return path
-
-
-def _make_first_free(base: Path, name: str) -> Path:
-    for free in (name, *(f"{name}.{secrets.token_hex(8)}" for _ in range(9))):
-        with contextlib.suppress(FileExistsError):
-            (base / free).mkdir(mode=DIRECTORY_MODE)
-            return base / free
-        if _is_private(base / free):  # another node that shares the folder has just made it
-            return base / free
-    raise CheckpointError(f"no folder can be made in checkpoint.local_dir={base}", hint="name another folder")
-
-
-def _require_keeps_names(base: Path) -> None:
-    if not base.is_dir():
-        raise CheckpointError(f"checkpoint.local_dir={base} is not a folder on this node", hint="name one that is")
-    resolved = base.resolve()
-    for folder in (resolved, *resolved.parents):
-        mode = folder.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise CheckpointError(
-                f"checkpoint.local_dir={base}: {folder} has mode {stat.filemode(mode)}, so anybody may put a folder in "
-                "the place of yours",
-                hint="name a folder that only you can write, e.g. $SLURM_TMPDIR, or one with the sticky bit, e.g. /tmp",
-            )
-
-
-def _is_private(path: Path) -> bool:
-    """Returns whether a path is a folder, no link, that this user owns and no other user may enter."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        status = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 class Reachable(NamedTuple):

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from slurm_train.errors import RunError
+from slurm_train.rundir.node_disk import kernel_variables
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.job_variables import node_name
 from slurm_train.supervise.ranks import WAITS
 from slurm_train.train.signals import StopFlag, hold_continue, install
 
@@ -28,13 +30,16 @@ def main(words: Sequence[str]) -> NoReturn:
     hold_continue()
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
+    run = RunDirectory(Path(words[0]))
+    # torch takes them from the environment when it is imported, and a user's script inherits them.
+    os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     if WAITS in os.environ:
         from slurm_train.cli.rank import wait_for_turn
 
         # Until then a stop signal ends the process, which has nothing to save.
-        wait_for_turn(RunDirectory(Path(words[0])))
+        wait_for_turn(run)
     stop = StopFlag()
     install(stop)
     from slurm_train.cli.rank import run_rank
 
-    run_rank(RunDirectory(Path(words[0])), dict(os.environ), stop, parent=parent)
+    run_rank(run, dict(os.environ), stop, parent=parent)

@@ -122,6 +122,10 @@ class RunDirectory:
         """What torch has compiled for a stage of a pipeline on one GPU of a node."""
         return self.compile_cache / f"stage_{stage}_gpu_{local_rank}"
 
+    def kernels(self, host: str) -> Path:
+        """Where the ranks of a node compile if its folder of temporary files is no place for code."""
+        return self.compile_cache / "nodes" / host
+
     def attempt_logs(self, attempt: int) -> Path:
         """Folder of one attempt's logs: batch.log, rank_<r>.log."""
         return self.logs / f"attempt_{attempt}"

@@ -26,7 +26,7 @@ from torch import nn
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import check_owners, load_tensors, require_fit, saved_weights, weights_digest
-from slurm_train.checkpoint.local import LocalSaves, NodePlace, open_private
+from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.save import BackgroundSaver
 from slurm_train.checkpoint.state import StagingBuffers, names_of_groups
 from slurm_train.checkpoint.verify import share_of, verify
@@ -50,6 +50,7 @@ from slurm_train.models.head import Head
 from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import SaveLog, append_event
+from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.callbacks import build_callbacks
@@ -477,22 +478,23 @@ def build_local_saves(rank: Rank, target: Place) -> LocalSaves | None:
 
     Raises:
         ConfigError: `checkpoint.local_dir` names a variable that is not set.
-        CheckpointError: the folder is not there, or not this user's.
+        RunError: the folder is not there, or not this user's.
     """
     settings, place, run = rank.config.checkpoint, rank.place, rank.run
     if settings.local_dir is None:
         return None
     base = Path(expand(settings.local_dir, rank.env))
-    key = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
+    path_hash = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
     is_leader = place.local_rank == 0
     # Nodes that share the folder after all, a network mount say, do not share their files. A node keeps its folder
     # when it gets another place in the job.
     hosts = on_every_rank(dist.group.WORLD, lambda: (place.host, place.node_rank))
     alike = sorted({node for host, node in hosts if host == place.host})
-    parts = (f"{run.name}-{run.run_id}-{key}", f"{place.host}-{alike.index(place.node_rank)}")
+    parts = (f"{run.name}-{run.run_id}-{path_hash}", f"{place.host}-{alike.index(place.node_rank)}")
     # One rank of a node makes the folder, and the others take it: its name may be a random one.
+    key = "checkpoint.local_dir"
     opened = on_every_rank(
-        dist.group.WORLD, lambda: (place.node_rank, str(open_private(base, *parts)) if is_leader else "")
+        dist.group.WORLD, lambda: (place.node_rank, str(open_private(base, *parts, key=key)) if is_leader else "")
     )
     node = NodePlace(
         root=Path(next(path for node, path in opened if path and node == place.node_rank)),

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable, open_private
+from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
 from slurm_train.checkpoint.verify import verify
+from slurm_train.rundir.node_disk import open_private
 from tests.campaigns.checkpoint_faults import in_memory
 from tests.campaigns.record import Tally
 from tests.support.small_checkpoints import make_header, stage
@@ -87,7 +88,7 @@ def try_once(memory: Path, obstacle: Callable[[Path, Path], None], victims: tupl
 
 def _save_and_resume(base: Path, memory: Path, uid: int, attempt: int) -> None:
     """One attempt of a user: it resumes what the one before has saved, and saves."""
-    root, home = open_private(base, f"run-{uid}", "node"), memory / f"home-{uid}" / "checkpoints"
+    root, home = open_private(base, f"run-{uid}", "node", key="base"), memory / f"home-{uid}" / "checkpoints"
     tier = NodePlace(root=root, node=0, keep=2, attempt=attempt)
     tier.claim_all()
     run = Place(root=home, attempt=attempt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from slurm_train.checkpoint.local import (
     choose_reachable,
     held_here,
     newest_reachable,
-    open_private,
 )
 from slurm_train.checkpoint.manifest import Manifest, write_file
 from slurm_train.checkpoint.verify import verify
@@ -118,42 +116,6 @@ def test_only_the_leader_of_a_node_claims(node: NodePlace) -> None:
     assert checkpoint_of(node.root, NEW).name.split("_")[3] == "0001"
     node.claim_all()
     assert checkpoint_of(node.root, NEW).name.split("_")[3] == "0002"
-
-
-def test_the_users_folder_is_private_and_found_again(tmp_path: Any) -> None:
-    own = open_private(tmp_path, "run", "node")
-    assert own == tmp_path / f"slurm_train-{os.geteuid()}" / "run" / "node" and own.stat().st_mode & 0o077 == 0
-    assert open_private(tmp_path, "run", "node") == own
-    own.chmod(0o777)
-    with pytest.raises(CheckpointError, match="must be a folder that only you can enter"):
-        open_private(tmp_path, "run", "node")
-    own.rmdir()
-    own.symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="must be a folder that only you can enter"):
-        open_private(tmp_path, "run", "node")
-    with pytest.raises(CheckpointError, match="is not a folder on this node"):
-        open_private(tmp_path / "absent", "run")
-
-
-@pytest.mark.parametrize("make", [lambda taken: taken.symlink_to(taken.with_name("elsewhere")), Path.touch, Path.mkdir])
-def test_a_name_that_is_taken_keeps_nobody_out(tmp_path: Any, make: Any) -> None:
-    taken = tmp_path / f"slurm_train-{os.geteuid()}"
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    make(taken)
-    if taken.is_dir() and not taken.is_symlink():
-        taken.chmod(0o777)
-    own = open_private(tmp_path, "run", "node")
-    assert own.parent.parent.name.startswith(f"{taken.name}.")
-    assert open_private(tmp_path, "run", "node") == own, "it is found again"
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_folder_where_anybody_may_exchange_ours_is_refused(tmp_path: Any) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(CheckpointError, match="anybody may put a folder in the place of yours"):
-        open_private(tmp_path, "run", "node")
-    tmp_path.chmod(0o1777)
-    assert open_private(tmp_path, "run", "node").is_dir()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to be several users")
