@@ -289,7 +289,7 @@ VERBS = {
         examples="""\
   python -m slurm_train scaling +cluster=4x8                          1 rank, 1, 2 and 4 nodes, one run after the other
   python -m slurm_train scaling +cluster=4x8 data.path=/data model=gpt train.precision=bfloat16
-  python -m slurm_train scaling +cluster=4x2 ddp.comm=none,bf16,powersgd,post_local_sgd
+  python -m slurm_train scaling +cluster=4x2 ddp.comm=none,bf16
   python -m slurm_train scaling run.processes=2                       on this machine
 
 The same command again starts what is missing, waits for what runs, and prints the report when all is there.

@@ -106,7 +106,7 @@ def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
 
 
 LOG_EVERY = 8
-"""Steps of a line of metrics: the averages of post-local SGD come every so many, so each line has one."""
+"""Steps of a line of metrics: the mean of several steps is steadier than one."""
 _OWN_KEYS = (
     *("batch.local_size", "batch.accumulation", "batch.global_size", "run.name", "train.max_steps", "ddp.comm"),
     *("train.max_epochs", "run.processes", "cluster.nodes", "cluster.gpus_per_node"),
@@ -160,10 +160,8 @@ class Series:
             "train.evaluate=false",
             "train.sample_tokens=0",
             "checkpoint.every_steps=null",
-            # Not a divisor of the steps between averages: all kinds of steps get their share.
             "health.pace_every_steps=3",
         ]
-        own += ["ddp.comm_start_step=1"] if point.comm != "none" else []
         own += [f"cluster.sbatch.dependency=afterany:{after}"] if after else []
         return replace(self.flags, overrides=[*self.flags.overrides, *own])
 

@@ -237,11 +237,6 @@ def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> It
         "leave one of the two out",
     )
     yield (
-        config.ddp.comm == "post_local_sgd",
-        f"{asked} ddp.comm=post_local_sgd, whose averages give every node the same weight",
-        "leave batch.shares at even, or choose another ddp.comm",
-    )
-    yield (
         shares == "measured" and config.train.deterministic,
         f"{asked} train.deterministic=true, and what is measured differs from start to start",
         "give weights, e.g. batch.shares=[2,1]",

@@ -22,6 +22,7 @@ import yaml
 
 from slurm_train.assets import asset_dir
 from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, flat, nested, to_mapping
+from slurm_train.config.synonyms import REMOVED_KEYS
 from slurm_train.errors import RunError
 from slurm_train.frozen_class import frozen_positional
 
@@ -63,7 +64,7 @@ NOT_IDENTITY = (
 _UNUSED: Mapping[str, Mapping[str, Any]] = {
     "batch": {"by_length": False, "pool": 64, "growth": {}},
     "optim": {"_target_": "torch.optim.AdamW", "groups": [], "decay_samples": None},
-    "ddp": {"comm": "none", "comm_start_step": 100, "powersgd_rank": 2, "average_every_steps": 8},
+    "ddp": {"comm": "none"},
     "train": {"max_epochs": None, "evaluate_from": None, "generate": None, "param_dtype": "float32"},
 }
 
@@ -109,7 +110,17 @@ def load_config(path: Path) -> RunConfig:
         RunError: there is no such file, or it is not YAML.
         ConfigError: the file holds keys or values that this version does not know.
     """
-    return build_config(RunConfig, load_values(path))
+    return build_config(RunConfig, _without_removed(load_values(path)))
+
+
+def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns frozen values without the keys of earlier versions that had no effect at the value that they have."""
+    for key, (default, _) in REMOVED_KEYS.items():
+        section, _, name = key.partition(".")
+        held = values.get(section)
+        if isinstance(held, dict) and name in held and held[name] == default:
+            values = {**values, section: {other: value for other, value in held.items() if other != name}}
+    return values
 
 
 def load_values(path: Path) -> dict[str, Any]:

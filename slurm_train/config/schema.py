@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 LrRetune = Literal["none", "linear", "sqrt"]
 Launch = Literal["slurm", "interactive", "local"]
-SCALABLE_COMMS = ("none", "bf16")
-"""Values of `ddp.comm` that go with float16: the others keep scaled gradients, or let nodes differ."""
 
 
 class Bound(NamedTuple):
@@ -247,15 +245,9 @@ class DdpSection:
     """Promise that every step uses the same parameters."""
     find_unused_parameters: bool = False
     """Looks in every step for parameters that its loss does not depend on; DDP stops a run that has them otherwise."""
-    comm: Literal["none", "bf16", "powersgd", "post_local_sgd"] = "none"
-    """How gradients are exchanged on slow networks: in full; in bfloat16; as thin matrices (PowerSGD); only within each
-    node, with regular averages of the parameters. All except none change the result slightly."""
-    comm_start_step: Whole = 100
-    """Steps at the beginning of a run for which powersgd and post_local_sgd exchange full gradients."""
-    powersgd_rank: Count = 2
-    """Columns of PowerSGD's matrices: more columns are more exact and send more bytes."""
-    average_every_steps: Count = 8
-    """Optimizer steps between two averages of the parameters with post_local_sgd."""
+    comm: Literal["none", "bf16"] = "none"
+    """How gradients are sent: in full, or rounded to bfloat16, which halves the bytes and changes the result
+    slightly."""
 
 
 @frozen

@@ -8,6 +8,7 @@ Nothing is translated silently: a name that this program does not have is refuse
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _SETTINGS = {
     # --- optimizer ---
@@ -171,6 +172,13 @@ _ADVICE = {
         "python python3 srun sbatch salloc accelerate mpirun mpiexec horovodrun"
     ),
 }
+REMOVED_KEYS: Mapping[str, tuple[object, str]] = {
+    "ddp.comm_start_step": (100, "leave it out: ddp.comm=bf16 is the one way to send less, from the first step on"),
+    "ddp.powersgd_rank": (2, "leave it out: PowerSGD was removed; ddp.comm=bf16 halves the bytes"),
+    "ddp.average_every_steps": (8, "leave it out: post-local SGD was removed; ddp.comm=bf16 halves the bytes"),
+}
+"""Keys of earlier versions -> the default that they had, what to do instead. Configurations that were frozen with the
+default are still read."""
 _EXAMPLE = re.compile(r"=\{([^{}]*)\}")
 _OWN_GROUPS = ("model", "data", "task")
 
@@ -189,6 +197,8 @@ def advise(name: str, value: object = None) -> str:
         value: what was typed for it; it takes the place of the example where it is of its kind.
     """
     key = name.lstrip("-+~").replace("-", "_")
+    if key in REMOVED_KEYS:
+        return REMOVED_KEYS[key][1]
     head, _, last = key.rpartition(".")
     names = [name, key, key.lower()]
     if head.partition(".")[0] not in _OWN_GROUPS:

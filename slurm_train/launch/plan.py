@@ -27,7 +27,7 @@ from slurm_train.config.batch import (
 )
 from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
-from slurm_train.config.schema import SCALABLE_COMMS, BatchSection, RunConfig, check_groups, to_mapping
+from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
@@ -243,7 +243,8 @@ def default_name(composed: Composed) -> str:
 
 def _conflicts(config: RunConfig) -> Iterator[Check]:
     """Yields what cannot be run: several ways of running at once, settings that exclude each other."""
-    script, ddp, health = config.script, config.ddp, config.health
+    script = config.script
+    ddp = config.ddp
     yield (
         script is not None and config.task is not None,
         "script and task are both set",
@@ -285,11 +286,6 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         "set one of them: a static graph may leave parameters out",
     )
     yield (
-        config.train.precision == "float16" and ddp.comm not in SCALABLE_COMMS,
-        f"ddp.comm={ddp.comm} does not go with the loss scale of train.precision=float16",
-        f"set ddp.comm to {' or '.join(SCALABLE_COMMS)}, or choose another precision",
-    )
-    yield (
         config.train.precision == "fp8" and config.parallel.tp != 1,
         f"train.precision=fp8 does not go with matrices that are cut: parallel.tp={config.parallel.tp}",
         "leave parallel.tp at 1 (parallel.dp_shard saves memory, too), or set train.precision=bfloat16",
@@ -316,19 +312,6 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
             (ddp.comm != "none", f"ddp.comm={ddp.comm}", "none"),
         ):
             yield is_asked, f"{what} was asked, but {because}", f"set {what.partition('=')[0]}={instead}"
-    if ddp.comm == "post_local_sgd":
-        # The nodes' parameters differ between two averages, and a gradient may be infinite on one node only.
-        every = health.check_replicas_every_steps
-        yield (
-            every is not None and every % ddp.average_every_steps != 0,
-            f"health.check_replicas_every_steps={every} would compare ranks that ddp.comm=post_local_sgd lets differ",
-            f"set it to a multiple of ddp.average_every_steps={ddp.average_every_steps}, or to null",
-        )
-        yield (
-            health.on_non_finite == "rollback",
-            "ddp.comm=post_local_sgd cannot roll back: a gradient that is not finite is seen by one node alone",
-            "set health.on_non_finite to stop or skip",
-        )
 
 
 def _without_float8(gpu_type: str) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +77,6 @@ from slurm_train.train.optimizer import (
 )
 from slurm_train.train.saving import Checkpointer, Position, build_continuity, build_save_pace
 from slurm_train.train.step import (
-    Exchange,
     Passes,
     PipelinePasses,
     ReplicaPasses,
@@ -86,6 +84,8 @@ from slurm_train.train.step import (
     Stepper,
     TrainingModule,
     build_ddp,
+    send_bfloat16,
+    sent_bytes,
 )
 from slurm_train.train.stopping import Stopping
 from slurm_train.train.trainer import Trainer
@@ -340,9 +340,8 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         for module in parts.model.modules():
             if isinstance(module, Head):
                 module.compile()
-    exchange = build_exchange(rank)
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
-    checkpointer = build_checkpointer(parts, exchange=exchange, peak_lr=peak_lr)
+    checkpointer = build_checkpointer(parts, peak_lr=peak_lr)
     for callback in parts.callbacks.values():
         callback.attach(parts)
     position, notes = checkpointer.resume()
@@ -370,7 +369,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
             max_steps=None if config.train.max_epochs is None else parts.max_steps,
         )
         if layout.is_replicated:
-            _write_exchange(rank, exchange, parts.model)
+            _write_sent_bytes(rank, parts.model)
     sizes = None
     if config.batch.shares != "even":
         from slurm_train.train.shares import build_shares
@@ -379,7 +378,6 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     stepper = build_stepper(
         parts,
         objective,
-        exchange=exchange,
         before_change=checkpointer.buffers.hold_changes,
         loss_scale=position.loss_scale,
     )
@@ -397,7 +395,6 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         position=position,
         model=parts.model,
         max_steps=parts.max_steps,
-        exchange=exchange,
         checkpointer=checkpointer,
         save_pace=build_save_pace(rank, start_step=position.step),
         global_batches=batches,
@@ -427,17 +424,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     )
 
 
-def build_exchange(rank: Rank) -> Exchange:
-    """Returns how gradients are exchanged. Collective over all ranks."""
-    if rank.config.ddp.comm == "none":
-        return Exchange()
-    # A tool: loaded by name, and only when asked for.
-    build: Any = importlib.import_module("slurm_train.tools.exchanges").build_exchange
-    exchange: Exchange = build(rank.config, place=rank.place, device=rank.device)
-    return exchange
-
-
-def build_checkpointer(parts: Parts, *, exchange: Exchange, peak_lr: float) -> Checkpointer:
+def build_checkpointer(parts: Parts, *, peak_lr: float) -> Checkpointer:
     """Returns what saves and restores this run. Collective over all ranks."""
     rank, run, config, global_size = parts.rank, parts.rank.run, parts.rank.config, parts.rank.plan.global_size
     settings, optim = config.checkpoint, config.optim
@@ -459,7 +446,6 @@ def build_checkpointer(parts: Parts, *, exchange: Exchange, peak_lr: float) -> C
         ),
         config_hash=config_hash(config, global_size=global_size),
         lr={"peak": peak_lr, "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
-        exchange=exchange,
         place=place,
         local=build_local_saves(rank, place),
         group=open_side_group(settings.save_timeout_s),
@@ -534,7 +520,6 @@ def build_stepper(
     parts: Parts,
     objective: Objective,
     *,
-    exchange: Exchange,
     before_change: Callable[[], None],
     loss_scale: Sequence[float] | None = None,
 ) -> Stepper:
@@ -543,7 +528,6 @@ def build_stepper(
     Args:
         parts: what this rank computes with.
         objective: the loss around the model.
-        exchange: how gradients are exchanged.
         before_change: called before parameters change: a copy of them may be under way.
         loss_scale: state of the loss scale in the checkpoint.
     """
@@ -557,11 +541,11 @@ def build_stepper(
         module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast, factor=factor)
         ddp = None
         # DDP copies gradients into its buckets and cuts compiled graphs, so one rank does without.
-        if rank.place.world_size > 1 or exchange.is_active:
-            settings = exchange.fit_buckets(rank.config.ddp, parameters, device=rank.device)
-            ddp = build_ddp(module, ddp=settings, device=rank.device)
-            exchange.attach(ddp, module.stats_param, optimizer=optimizer, before_change=before_change)
-        passes = ReplicaPasses(rank, module, ddp, must_arrange=exchange.is_active)
+        if rank.place.world_size > 1:
+            ddp = build_ddp(module, ddp=rank.config.ddp, device=rank.device)
+            if rank.config.ddp.comm == "bf16":
+                send_bfloat16(ddp, module.stats_param)
+        passes = ReplicaPasses(rank, module, ddp)
     elif parts.pipeline is None:
         passes = ShardPasses(rank, **how)
     else:
@@ -619,13 +603,14 @@ def build_stream(
     return Prefetch(stream, depth=depth) if depth else stream
 
 
-def _write_exchange(rank: Rank, exchange: Exchange, model: nn.Module) -> None:
-    """Writes down how many bytes a step sends where ranks hold whole replicas. Rank 0 only."""
+def _write_sent_bytes(rank: Rank, model: nn.Module) -> None:
+    """Records how many bytes of gradients a step sends where ranks hold whole replicas. Rank 0 only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    comm = rank.config.ddp.comm
     facts = {
-        "comm": rank.config.ddp.comm,
-        "gradient_bytes": Exchange().sent_bytes(parameters),
-        "sent_bytes": exchange.sent_bytes(parameters),
+        "comm": comm,
+        "gradient_bytes": sent_bytes(parameters, comm="none"),
+        "sent_bytes": sent_bytes(parameters, comm=comm),
     }
     # A file system that refuses costs a figure, never the run.
     with contextlib.suppress(OSError):

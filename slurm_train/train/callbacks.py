@@ -233,18 +233,9 @@ class EMA(Callback):
         self.num_updates: int | None = None
 
     def attach(self, parts: Parts) -> None:
-        """Makes the average, of the same shards as the parameters.
-
-        Raises:
-            ConfigError: the ranks' parameters differ between exchanges.
-        """
+        """Makes the average, of the same shards as the parameters."""
         import torch
 
-        if parts.rank.config.ddp.comm == "post_local_sgd":
-            raise ConfigError(
-                "EMA averages parameters that all ranks have alike, which they are not with ddp.comm=post_local_sgd",
-                hint="drop one of the two",
-            )
         self.model = parts.model
         self.parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
         self.average = [

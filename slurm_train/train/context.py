@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, solve_layout
-from slurm_train.config.schema import SCALABLE_COMMS, RunConfig
+from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.data.source import SampleSource
 from slurm_train.distributed.group import (
@@ -165,8 +165,6 @@ class Rank:
         self.heartbeat.record = newest_collectives
         if self.config.train.precision == "auto" and self.device.type == "cuda":
             self.precision = min(gather(native_precision(self.device)), key=list(_AUTOCAST).index)
-            if self.precision == "float16" and self.config.ddp.comm not in SCALABLE_COMMS:
-                self.precision = "float32"
         if "SLURM_STEP_ID" in self.env and self.config.preflight.enabled and self.place.world_size > 1:
             exchange_once(self.place, device=self.device, timeout_s=self.config.preflight.collective_timeout_s)
 

@@ -61,7 +61,6 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import broadcast_buffers
 from slurm_train.train.optimizer import settings_of_groups
-from slurm_train.train.step import Exchange
 
 _CALLBACKS = "callbacks"
 _FIRST_AFTER_STEPS = 10
@@ -210,8 +209,6 @@ class Checkpointer:
     """Of the frozen configuration, as in `plan.json`; a change that is accepted changes it, not the run id."""
     lr: dict[str, Any]
     """Peak learning rate, and how it follows the global batch; for the manifest."""
-    exchange: Exchange
-    """How gradients are exchanged; it may have a state of each rank."""
     place: Place
     """The run directory's checkpoints."""
     local: LocalSaves | None
@@ -417,8 +414,6 @@ class Checkpointer:
         rank_state: dict[str, Any] = {"rng": rng_state()}
         if isinstance(source := self.parts.train_data, StreamSource):
             rank_state["data"] = source.state(position.samples)
-        if state := self.exchange.state():
-            rank_state["exchange"] = {self.exchange.name: state}
         if self.parts.callbacks and self.parts.rank.place.is_first:
             rank_state[_CALLBACKS] = callback_values
 
@@ -468,7 +463,7 @@ class Checkpointer:
             set_rng_state(rank_state["rng"])
         notes = self._restore_stream(choice.manifest, rank_state.get("data"))
         notes += self._restore_callbacks(choice, load) if self.parts.callbacks else []
-        return notes + self._restore_exchange(choice.manifest, rank_state.get("exchange", {}))
+        return notes
 
     def _restore_callbacks(self, choice: Choice, load: Callable[[dict[str, Any]], None]) -> list[str]:
         saved = (load_rank_state(choice.path, 0) or {}).get(_CALLBACKS, {})
@@ -495,16 +490,6 @@ class Checkpointer:
             self.stream_state = None
             notes = [f"the streams of {was} ranks fit no {now}: all begin anew, samples of the present pass come again"]
         return notes
-
-    def _restore_exchange(self, manifest: Manifest, states: dict[str, Any]) -> list[str]:
-        name, num_ranks = self.exchange.name, self.parts.rank.place.world_size
-        state = states.get(name, {})
-        if manifest.world_size == num_ranks or not state:
-            self.exchange.load(state)
-            return []
-        self.exchange.forget()
-        kept = f"what {manifest.world_size} ranks have kept of their gradients fits no {num_ranks}"
-        return [f"{name}: {kept}, so it begins anew"]
 
     @property
     def _batch_sizes(self) -> dict[str, Any]:

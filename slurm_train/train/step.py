@@ -192,17 +192,14 @@ class ReplicaPasses(Passes):
         rank: this rank.
         module: what is wrapped.
         ddp: the wrapper; None for one rank, which exchanges nothing.
-        must_arrange: what is kept about DDP's buckets has to fit from the first step on.
     """
 
-    def __init__(
-        self, rank: Rank, module: TrainingModule, ddp: DistributedDataParallel | None, *, must_arrange: bool = False
-    ) -> None:
+    def __init__(self, rank: Rank, module: TrainingModule, ddp: DistributedDataParallel | None) -> None:
         super().__init__(rank, objective=module.objective, num_averaged=rank.place.world_size)
         self.ddp = ddp
         self._compute: nn.Module = ddp or module
         # Looked up once: a module's attributes cost half a microsecond each time.
-        self._module, self._stats_param, self._must_arrange = module, module.stats_param, must_arrange
+        self._module, self._stats_param = module, module.stats_param
         # A static graph is learnt in the first backward pass, and torch asserts that it is a synchronised one (2.13).
         # Reducing after every micro-batch gives the same gradient, so the first step does that with a static graph.
         self._may_accumulate = ddp is None or not ddp.static_graph
@@ -220,7 +217,7 @@ class ReplicaPasses(Passes):
         super().arrange(batch)
         adds_up = self._accumulation > 1 or self._rank.config.batch.growth
         is_spared = self.num_averaged <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or not adds_up)
-        if is_spared and not self._must_arrange:
+        if is_spared:
             return
         with without_traces(self._module):
             self._module.backward(self._compute(to_device(batch, self._device)))
@@ -395,59 +392,6 @@ class PipelinePasses(ShardPasses):
         return loss.clone() if self._factor is None else loss * self._factor
 
 
-class Exchange:
-    """How replicas exchange gradients: here DDP's own way, in full. `tools.exchanges` has ways to send less."""
-
-    name = "none"
-    is_active = False
-    """Whether the methods below do something."""
-
-    def attach(
-        self,
-        ddp: DistributedDataParallel,
-        stats_param: nn.Parameter,
-        *,
-        optimizer: Optimizer,
-        before_change: Callable[[], None],
-    ) -> None:
-        """Becomes the hook of a wrapped module.
-
-        Args:
-            ddp: the module; it can have one hook.
-            stats_param: the parameter whose gradient is exchanged in full.
-            optimizer: has the parameters and moments, where this way changes them itself.
-            before_change: makes the next change of parameters or moments wait for a copy that is under way.
-        """
-
-    def fit_buckets(self, ddp: DdpSection, parameters: Sequence[Tensor], *, device: torch.device) -> DdpSection:
-        """Returns the settings of DDP with buckets that this way can deal with."""
-        del parameters, device
-        return ddp
-
-    def begin(self, step: int) -> None:
-        """Notes which step follows."""
-
-    def after_update(self, step: int) -> None:
-        """Does what is to be done when the optimizer has used the gradients. Collective."""
-
-    def settle(self) -> None:
-        """Makes the ranks alike where they are to be evaluated or saved. Collective."""
-
-    def forget(self) -> None:
-        """Drops what was kept of earlier gradients: a step was not finite."""
-
-    def state(self) -> dict[str, Any]:
-        """Returns a copy of what this rank has to find again to go on with the same bits."""
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` gave."""
-
-    def sent_bytes(self, parameters: Sequence[Tensor]) -> float:
-        """Returns the bytes that a rank gives into exchanges over the network per step, on average."""
-        return float(sum(parameter.nbytes for parameter in parameters))
-
-
 def build_ddp(module: TrainingModule, *, ddp: DdpSection, device: torch.device) -> DistributedDataParallel:
     """Returns the module wrapped for data parallelism. Collective over all ranks.
 
@@ -466,6 +410,60 @@ def build_ddp(module: TrainingModule, *, ddp: DdpSection, device: torch.device) 
         static_graph=ddp.static_graph,
         find_unused_parameters=ddp.find_unused_parameters,
     )
+
+
+def send_bfloat16(ddp: DistributedDataParallel, stats_param: nn.Parameter) -> None:
+    """Has DDP round gradients to bfloat16 before it adds them up, which halves the bytes, by torch's own hook.
+
+    The agreed numbers are sent in full beside their bucket: bfloat16 could not hold a count of items.
+
+    Args:
+        ddp: the wrapped module; it can have one hook.
+        stats_param: the parameter whose gradient is the agreed numbers.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    world: Any = dist.group.WORLD
+
+    def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
+        numbers = _gradient_in(bucket, stats_param)
+        if numbers is None:
+            return bf16_compress_hook(world, bucket)
+        exact = numbers.clone()
+        sent = dist.all_reduce(exact, async_op=True)
+        numbers.zero_()
+        begin = numbers.storage_offset() - bucket.buffer().storage_offset()
+
+        def put_back(future: torch.futures.Future[Tensor]) -> Tensor:
+            reduced = future.value()
+            sent.wait()
+            reduced[begin : begin + len(exact)] = exact.div_(world.size())
+            return reduced
+
+        return bf16_compress_hook(world, bucket).then(put_back)
+
+    # torch looks at the hook's annotations and takes none that are text.
+    ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket))
+
+
+def _gradient_in(bucket: Any, parameter: nn.Parameter) -> Tensor | None:
+    """Returns a parameter's gradient as a view into a bucket of DDP, None if the bucket does not have it."""
+    for member, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if member is parameter:
+            view: Tensor = gradient
+            return view
+    return None
+
+
+def sent_bytes(parameters: Sequence[Tensor], *, comm: str) -> float:
+    """Returns the bytes of gradients that a replica passes to all-reduce per step.
+
+    Args:
+        parameters: those that are trained.
+        comm: value of `ddp.comm`.
+    """
+    most = 2 if comm == "bf16" else 8
+    return float(sum(parameter.numel() * min(parameter.element_size(), most) for parameter in parameters))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

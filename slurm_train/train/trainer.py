@@ -31,7 +31,7 @@ from slurm_train.train.health import Health, check_replicas
 from slurm_train.train.metrics import PaceProbe, Recorder, format_measures
 from slurm_train.train.optimizer import Schedule
 from slurm_train.train.saving import Checkpointer, Position, SavePace
-from slurm_train.train.step import Exchange, StepFacts, Stepper, StepResult
+from slurm_train.train.step import StepFacts, Stepper, StepResult
 from slurm_train.train.stopping import Stopping
 
 _COLLECT_EVERY_STEPS = 100
@@ -50,7 +50,6 @@ class Trainer:
     """Whole, or this rank's part of it."""
     max_steps: int
     """Of the whole run."""
-    exchange: Exchange
     checkpointer: Checkpointer
     save_pace: SavePace
     global_batches: GlobalBatches
@@ -205,19 +204,15 @@ class Trainer:
         self.rank.heartbeat.step = step
         self._digest = 0
         self.probe.begin()
-        self.exchange.begin(step)
         passes = self.stepper.passes
         start, waited_s = self._clock(), passes.data_wait_s
         result = self.stepper.step(facts, self.batches)
         if self._settled:  # an attempt's first step is not counted, its time is start-up
             self.step_times.add(self._clock() - start, passes.data_wait_s - waited_s)
-        digests = self.rank.config.train.samples_digest
-        if self.exchange.is_active or digests:
+        if self.rank.config.train.samples_digest:
             start = self._clock()
-            self.exchange.after_update(step)
-            if digests:
-                owns_samples = self.rank.layout.owns_samples(self.rank.place.rank)
-                self._digests[step] = _sum_over_ranks(self._digest if owns_samples else 0)
+            owns_samples = self.rank.layout.owns_samples(self.rank.place.rank)
+            self._digests[step] = _sum_over_ranks(self._digest if owns_samples else 0)
             self.probe.exchange_s += self._clock() - start
         position.step, position.samples = step, samples
         if result is not None:
@@ -231,8 +226,6 @@ class Trainer:
         if result.applied:
             self.position.items += result.num_items
             self.position.loss = result.loss
-        else:
-            self.exchange.forget()
         self._stops = self._stops or result.stop
         digest = self._digests.pop(step, None)
         if self.recorder is None:
@@ -313,7 +306,6 @@ class Trainer:
         if evaluator is None:
             return
         start = self._clock()
-        self.exchange.settle()
         with ExitStack() as stack:
             for callback in self.callbacks.values():
                 stack.enter_context(callback.evaluating())
@@ -339,7 +331,6 @@ class Trainer:
             check_replicas(self.rank, self.model.parameters(), step=self.position.step)
 
     def _before_save(self) -> None:
-        self.exchange.settle()
         scale = self.stepper.scale
         self.position.loss_scale = None if scale is None else scale.state()
         if self.rank.config.health.check_replicas_every_steps:

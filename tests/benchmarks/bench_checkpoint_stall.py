@@ -30,7 +30,6 @@ from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.build import build_checkpointer
 from slurm_train.train.saving import Checkpointer, Position
-from slurm_train.train.step import Exchange
 from tests.support.options import read_options
 from tests.support.ranks import make_parts, make_rank
 
@@ -112,7 +111,7 @@ class Bench:
         run.path.mkdir()
         rank = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1)))
         parts = make_parts(rank, self.model, self.optimizer, Data(range(1000)))
-        return build_checkpointer(parts, exchange=Exchange(), peak_lr=0.1)
+        return build_checkpointer(parts, peak_lr=0.1)
 
 
 class Data(list[int]):

@@ -211,12 +211,6 @@ CAMPAIGNS: dict[str, Campaign] = {
         "stragglers:run",
         12,
     ),
-    "slow-network": Campaign(
-        "with 100 Mbit/s between the nodes `scaling` says that the network limits, and how much faster bf16, "
-        "PowerSGD and post-local SGD are",
-        "slow_network:run",
-        1,
-    ),
     "controller": Campaign(
         "slurmctld killed while runs train, save and requeue: no run is lost",
         "strikes:controller",

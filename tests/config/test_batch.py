@@ -23,7 +23,6 @@ from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import (
     BatchSection,
     ClusterSection,
-    DdpSection,
     OptimSection,
     RunConfig,
     TrainSection,
@@ -190,7 +189,6 @@ CONFLICTS: list[tuple[RunConfig, tuple[int, int, int], dict[str, int], str | Non
     (RunConfig(batch=BatchSection(by_length=True)), (8, 2, 1), {"pp": 2}, "in a pipeline of 2 stages"),
     (RunConfig(batch=MEASURING), (12, 6, 2), {"dp_shard": 2}, "a layout of dp_replicate 6 x dp_shard 2"),
     (RunConfig(batch=replace(MEASURING, by_length=True)), (12, 6, 2), {}, "batch.by_length=true"),
-    (RunConfig(batch=MEASURING, ddp=DdpSection(comm="post_local_sgd")), (12, 6, 2), {}, "ddp.comm=post_local_sgd"),
     (RunConfig(batch=WEIGHTS, cluster=TORCHRUN), (12, 6, 2), {}, "cluster.launcher=torchrun"),
     (RunConfig(batch=MEASURING, cluster=TORCHRUN), (12, 6, 2), {}, None),
     (RunConfig(batch=MEASURING, train=EXACT), (12, 6, 2), {}, "train.deterministic=true"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -37,8 +38,9 @@ from slurm_train.config.schema import (
     flat,
     to_mapping,
 )
+from slurm_train.config.synonyms import REMOVED_KEYS
 from slurm_train.config.words import read_words
-from slurm_train.errors import RunError
+from slurm_train.errors import ConfigError, RunError
 
 
 def round_trip(config: RunConfig, path: Path) -> RunConfig:
@@ -194,6 +196,26 @@ def test_a_key_of_another_version_does_not_count_but_a_users_own_does() -> None:
     assert training_changes(older, kept) == []
     (change,) = training_changes(kept, {**kept, "model.extra": 1})
     assert change.kind == "training"
+
+
+def test_a_removed_key_is_dropped_at_its_default_and_refused_at_any_other_value(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    frozen = yaml.safe_load(dump_config(CONFIG))
+    frozen["ddp"] |= {"powersgd_rank": 2, "comm_start_step": 100}
+    path.write_text(yaml.safe_dump(frozen))
+    assert load_config(path) == CONFIG
+    frozen["ddp"]["powersgd_rank"] = 4
+    path.write_text(yaml.safe_dump(frozen))
+    with pytest.raises(ConfigError, match=r"ddp\.powersgd_rank") as err:
+        load_config(path)
+    assert "ddp.comm=bf16" in err.value.hint
+
+
+@pytest.mark.parametrize("key", REMOVED_KEYS)
+def test_a_removed_key_that_is_typed_is_refused_with_what_to_do_instead(key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key)) as err:
+        compose(read_words([f"{key}=3"]))
+    assert err.value.hint == REMOVED_KEYS[key][1]
 
 
 def test_what_was_chosen_is_marked_with_its_default() -> None:

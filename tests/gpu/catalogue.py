@@ -42,7 +42,7 @@ CHECKS = (
     Check("nan_is_masked", "training_checks", 8, 45, "a step with an infinite gradient changes nothing"),
     Check("save_race", "training_checks", 15, 90, "a background save has the values of its own step"),
     Check("save_overlaps", "training_checks", 20, 90, "a step that saves takes at most 1.1 times the GPU time"),
-    Check("two_ranks", "two_rank_checks", 40, 120, "DDP equals accumulation; stop, replicas, bf16, PowerSGD"),
+    Check("two_ranks", "two_rank_checks", 40, 120, "DDP equals accumulation; stop, replicas, bf16"),
     Check("gpt2_quick", "speed_checks", 75, 200, "GPT-2 124M: at least as fast as a tuned plain loop"),
     Check("fsdp_one_rank", "training_checks", 20, 75, "FSDP in bfloat16 near unsharded; float32 angles; offload"),
     Check("compiled_everywhere", "training_checks", 40, 180, "graphs for every checkpointing and layout; loss inside"),

@@ -20,7 +20,7 @@ from slurm_train.estimate.memory import facts_of, rank_memory
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
 from slurm_train.train.build import apply_parallelism, build_parts, build_stepper
-from slurm_train.train.step import Exchange, StepFacts
+from slurm_train.train.step import StepFacts
 from tests.gpu.catalogue import Stage, require
 from tests.gpu.training import SMALL, sections_of
 from tests.support.ranks import leave_group, make_rank
@@ -132,7 +132,7 @@ def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, in
     before = torch.cuda.memory_allocated()
     parts = build_parts(rank)
     apply_parallelism(parts)
-    stepper = build_stepper(parts, Objective(parts.model), exchange=Exchange(), before_change=lambda: None)
+    stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None)
     indices = torch.arange(1).numpy()
     batch = MicroBatch(indices=indices, tensors=parts.train_data.batch(indices))
     for step in range(1, 4):

@@ -76,10 +76,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": {"_target_": ""}}, "data has no _target_: there is nothing to build"),
     ({"ddp": {"static_graph": True, "find_unused_parameters": True}}, "ddp.find_unused_parameters=true looks for"),
     (
-        {"train": {"precision": "float16"}, "ddp": {"comm": "powersgd"}},
-        "ddp.comm=powersgd does not go with the loss scale of train.precision=float16",
-    ),
-    (
         {"train": {"precision": "fp8"}, "parallel": {"tp": 2}},
         "train.precision=fp8 does not go with matrices that are cut: parallel.tp=2",
     ),
@@ -101,7 +97,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for train, sections, asked in (
             ({"precision": "float32"}, {}, "train.precision=float32"),
             ({}, {"parallel": {"gather_dtype": "float32"}}, "parallel.gather_dtype=float32"),
-            ({}, {"ddp": {"comm": "powersgd"}}, "ddp.comm=powersgd"),
+            ({}, {"ddp": {"comm": "bf16"}}, "ddp.comm=bf16"),
         )
     ),
     *(

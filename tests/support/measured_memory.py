@@ -140,7 +140,6 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
     from slurm_train.models.objective import Objective
     from slurm_train.train.build import apply_parallelism, build_model, build_stepper
     from slurm_train.train.optimizer import build_optimizer
-    from slurm_train.train.step import Exchange
     from tests.support.ranks import make_parts
 
     config, plan = rank.config, rank.plan
@@ -148,7 +147,7 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
     parts = make_parts(rank, model, build_optimizer(model, optim=config.optim))
     del model
     apply_parallelism(parts)
-    stepper = build_stepper(parts, Objective(parts.model), exchange=Exchange(), before_change=lambda: None)
+    stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None)
     tokens = torch.randint(0, config.model["vocab_size"], (plan.local_size, config.model["context"]))
     return parts, stepper, itertools.repeat(SimpleNamespace(tensors=(tokens, tokens.clone())))
 

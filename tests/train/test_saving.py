@@ -193,7 +193,7 @@ def test_only_statistics_that_are_saved_hold_up_the_next_pass(
     held: list[bool] = []
     monkeypatch.setattr(StagingBuffers, "hold_changes", lambda _: held.append(True))
     monkeypatch.setattr(Checkpointer, "_work", lambda *_, **__: lambda: Saved(Path(), manifest=None))
-    others: Any = dict.fromkeys(("continuity", "config_hash", "lr", "exchange", "place", "local", "group", "log"))
+    others: Any = dict.fromkeys(("continuity", "config_hash", "lr", "place", "local", "group", "log"))
     optimizer = build_optimizer(model, optim=OptimSection())
     parts: Any = SimpleNamespace(rank=make_rank(), model=model, optimizer=optimizer, group_names=None, callbacks={})
     buffers = StagingBuffers(torch.device("cpu"))

@@ -26,7 +26,6 @@ from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import Update, build_optimizer, can_call_kernel
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import (
-    Exchange,
     Passes,
     ReplicaPasses,
     ShardPasses,
@@ -350,7 +349,7 @@ def test_one_rank_exchanges_with_nobody() -> None:
         heldout=None,
         flops_per_token=(1.0, 0.0),
     )
-    stepper = build_stepper(parts, Objective(model), exchange=Exchange(), before_change=lambda: None)
+    stepper = build_stepper(parts, Objective(model), before_change=lambda: None)
     assert stepper.passes.ddp is None
     assert count_collectives(lambda: step_of(stepper, make_batch())) == 0
 
