@@ -5,15 +5,19 @@ of time, while its successor works. Nothing here depends on when that is, becaus
 
 - A name carries the attempt that owns it and the random id of one save. An attempt acts on names of its own number, or
   of lower ones that are not claimed, never of higher ones; no name is used for a second save.
-- A directory is changed in two ways only: staging -> checkpoint (everything in it durable, COMPLETE included) and
-  anything -> trash. Each is one rename within the directory of checkpoints. Nothing is written to or removed from a
-  directory that has a checkpoint's name.
+- A directory is changed in three ways only: staging -> checkpoint (everything in it durable, COMPLETE included), a
+  checkpoint that was passed over -> aside, and anything -> trash. Each is one rename within the directory of
+  checkpoints. Nothing is written to or removed from a directory that has a checkpoint's name.
 - A new attempt first moves the staging directories of earlier attempts to the trash, then claims what it trusts: it
   verifies a checkpoint and renames it to its own number. A late rename of an earlier attempt then finds no source.
 
 So a delayed rename lands before the claim, where the new attempt sees it, or after it, where it fails. The fence
 (is there a newer attempt?) is checked before each rename; it ends an overtaken process early, safety does not depend on
 it.
+
+A checkpoint that an attempt has passed over, because it did not verify or could not be read, is moved aside before the
+attempt saves: to a name that no reader trusts, where a person can look at it. Otherwise the step that it stands for
+would count as saved when the run reaches it again, or it would come back once it can be read.
 
 The newest `keep` whole checkpoints stay, counted by what is on disk, and only those of the attempt's own number count;
 only marker and sizes are checked, since this attempt wrote or fully verified them before. Others are removed after a
@@ -46,6 +50,7 @@ from slurm_train.rundir.files import for_each, fsync_directory, make_folder, ren
 from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
 
 TRASH_PREFIX = ".trash-"
+PASSED_OVER_PREFIX = "passed_over_"
 STAGING_SUFFIX = ".tmp"
 DIRECTORY_MODE = 0o700
 
@@ -98,6 +103,8 @@ class Place:
     """This rank makes, commits and removes the directories."""
     keeps_copies: bool = False
     """A node's place: it has copies of the files of the node before it as well."""
+    passed_over: list[Path] = field(default_factory=list)
+    """What `claim` has passed over and `move_aside` has not moved yet."""
 
     def __post_init__(self) -> None:
         """Refuses a number that would remove the newest checkpoint."""
@@ -109,12 +116,15 @@ class Place:
     def begin(self, step: int) -> Path:
         """Returns a fresh directory to write a step into, or this attempt's checkpoint of it if that is whole.
 
-        Of one that this attempt has written or verified, marker and sizes are enough, as for `prune`.
+        Of one that this attempt has written or verified, marker and sizes are enough, as for `prune`. One that it has
+        passed over is moved aside first.
 
         Raises:
             CheckpointError: it is there and cannot be read just now, so it is unknown whether it is whole.
+            OSError: the file system refuses.
         """
         self.fence()
+        self.move_aside()
         for path in list_checkpoints(self.root) if self.node is None else ():
             if name_of(path)[:2] == (step, self.attempt):
                 try:
@@ -176,8 +186,8 @@ class Place:
     def claim(self, check: Callable[[Path], Manifest] | None = None) -> Search:
         """Makes the attempt the owner of what it goes on from, and returns the newest checkpoint that verifies.
 
-        Older ones are claimed by marker and sizes. Those that do not hold keep their name: they count for nothing and
-        are left for a person. To be called before anything is loaded or saved.
+        Older ones are claimed by marker and sizes. Newer ones that do not hold lose their name when the attempt has
+        gone on from the claimed one, see `move_aside`. To be called before anything is loaded or saved.
 
         Args:
             check: see `newest_verified`.
@@ -197,8 +207,29 @@ class Place:
                             check_sizes(older)
                             self.claim_one(older)
                 fsync_directory(self.root)
+                self.passed_over[:] = [passed.path for passed in search.passed_over]
                 return Search((own, manifest), search.passed_over)
         return search
+
+    def move_aside(self) -> list[Path]:
+        """Takes the name from each checkpoint that was passed over; returns where they are now.
+
+        An attempt that ends before its first step moves nothing: what could not be read may be readable again.
+
+        Raises:
+            OSError: the file system refuses; it is tried again the next time.
+            SlurmTrainError: what the fence raised.
+        """
+        moved = []
+        for path in tuple(self.passed_over):
+            aside = path.with_name(f"{PASSED_OVER_PREFIX}{path.name}")
+            if name_of(path).attempt <= self.attempt and _is_moved(path, aside, self.fence):
+                moved.append(aside)
+            with contextlib.suppress(ValueError):  # another thread of this attempt has just done the same
+                self.passed_over.remove(path)
+        if moved:
+            fsync_directory(self.root)
+        return moved
 
     def trash_stale_staging(self) -> None:
         """Moves earlier attempts' staging directories to the trash: without them they cannot commit any more."""
@@ -223,7 +254,7 @@ class Place:
     def prune(self, newest: Path, *, protect: Collection[str] = ()) -> Pruned:
         """Removes the attempt's whole checkpoints beyond the newest `keep`, and what earlier attempts left.
 
-        What the newest says is to be kept stays, too, see `kept_paths`.
+        What the newest says is to be kept stays, too, see `kept_paths`, and the newest of what was passed over.
 
         Args:
             newest: the one that was just saved or verified; it stays, and a newer one counts for nothing.
@@ -245,7 +276,7 @@ class Place:
         same_step = [path for path in untrusted if name_of(path).step == name_of(newest).step]
         outdated += [path for path in same_step if name_of(path).attempt <= self.attempt]
         pruned = Pruned(untrusted=[path for path in untrusted if path not in outdated])
-        pruned.remove(outdated, self._discard)
+        pruned.remove([*outdated, *list_passed_over(self.root)[1:]], self._discard)
         return self.sweep(pruned)
 
     def sweep(self, pruned: Pruned | None = None) -> Pruned:
@@ -282,6 +313,13 @@ class Place:
 
     def _discard(self, path: Path) -> bool:
         return discard(path, fence=self.fence)
+
+
+def list_passed_over(root: Path) -> list[Path]:
+    """Returns the directories that `move_aside` has moved, those of the newest attempt first; `root` may be absent."""
+    names = [(path, parse_name(path.name.removeprefix(PASSED_OVER_PREFIX))) for path in root.glob("passed_over_*")]
+    order = {path: (name.attempt, name.step, name.save_id) for path, name in names if name is not None}
+    return sorted(order, key=order.__getitem__, reverse=True)
 
 
 def committed_path(staging: Path) -> Path:

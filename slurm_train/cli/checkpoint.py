@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.commit import Place, list_passed_over
 from slurm_train.checkpoint.manifest import MANIFEST_FILE
 from slurm_train.checkpoint.verify import find_kept, newest_verified, read_manifest, survey, verify
 from slurm_train.cli.selection import parse_runs
@@ -46,6 +46,8 @@ def _show(arguments: argparse.Namespace) -> int:
             counts = (str(found.step), str(found.samples), str(found.world_size))
             state = good if path not in kept else f"{good}, {kept[path]}"
             rows.append((path.name, *counts, byte_size(found.num_bytes), state))
+    for path in list_passed_over(root):
+        note(f"{path} was passed over and counts for nothing; it is left for you to look at")
     if not rows:
         note(f"no checkpoint in {root}")
         return EXIT_DONE

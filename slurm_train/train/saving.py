@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.checkpoint.agreement import on_every_rank
-from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.commit import PASSED_OVER_PREFIX, Place
 from slurm_train.checkpoint.load import Choice, choose_checkpoint, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
@@ -259,7 +259,9 @@ class Checkpointer:
         growth = manifest.batch_plan.get("growth", {})
         if (manifest.batch_plan.get("global_size"), growth) != tuple(self._batch_sizes.values()):
             position.batch_since = [manifest.step, manifest.samples]
-        notes += [f"passed over {passed.path.name}: {passed.reason}" for passed in choice.passed_over]
+        for passed in choice.passed_over:
+            aside = f"{PASSED_OVER_PREFIX}{passed.path.name}"
+            notes.append(f"passed over {passed.path.name}: {passed.reason}; it becomes {aside} when training goes on")
         return position, [*notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
 
     def save(self, position: Position) -> None:

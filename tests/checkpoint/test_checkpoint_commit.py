@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from slurm_train.checkpoint import commit as commit_module
-from slurm_train.checkpoint.commit import Place, Pruned, discard
+from slurm_train.checkpoint.commit import Place, Pruned, discard, list_passed_over
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
 from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.errors import CheckpointError, RunError
@@ -79,6 +79,44 @@ def test_a_claim_renames_what_holds_and_leaves_what_does_not(root, place):
     assert place(7).claim().found == search.found, "its own are not renamed again"
     with pytest.raises(CheckpointError, match=r"belongs to attempt 7, so attempt 4 cannot go on from it"):
         place(4).claim()
+
+
+@pytest.mark.parametrize("owner", [1, 2])
+def test_one_that_was_passed_over_loses_its_name_before_its_step_is_saved_again(root, place, owner):
+    """Its sizes hold, so a name of this attempt's number would count as saved already."""
+    make_checkpoint(root, 2)
+    damaged = make_checkpoint(root, 3, attempt=owner)
+    (damaged / "__1_0.distcp").write_bytes(b"x" * 24)
+    own = place(2)
+    assert own.claim().found[1].step == 2
+    assert damaged.is_dir(), "an attempt that makes no step moves nothing"
+    staging = own.begin(3)
+    assert staging.name.endswith(".tmp")
+    aside = damaged.with_name(f"passed_over_{damaged.name}")
+    assert not damaged.exists() and list_passed_over(root) == [aside]
+    assert steps_in(root) == [2], "no reader takes it for a checkpoint"
+    assert own.passed_over == own.move_aside() == []
+
+
+def test_the_newest_that_was_passed_over_stays_for_a_person(root, place):
+    for step, attempt in ((3, 1), (2, 2), (1, 2)):
+        path = make_checkpoint(root, step, attempt=attempt)
+        path.rename(path.with_name(f"passed_over_{path.name}"))
+    (root / "passed_over_by_me").mkdir()
+    pruned = place(3).prune(make_checkpoint(root, 4, attempt=3))
+    removed, left = pruned.removed, list_passed_over(root)
+    assert [path.name.split("_")[3] for path in [*removed, *left]] == ["0000001", "0000003", "0000002"]
+    assert len(left) == 1, "that of the newest attempt, the highest step"
+    assert (root / "passed_over_by_me").is_dir()
+
+
+def test_one_of_a_later_attempt_is_not_moved_aside(root, place):
+    make_checkpoint(root, 1)
+    later = make_checkpoint(root, 3, attempt=5)
+    (later / "__1_0.distcp").write_bytes(b"short")
+    own = place(2)
+    own.claim()
+    assert own.move_aside() == [] and later.is_dir()
 
 
 def test_what_an_earlier_attempt_does_late_finds_its_source_gone(root, place):
