@@ -5,9 +5,11 @@ without a node that is lost.
 
 Written with the discipline of any other: fresh directory, fsync, the manifest of all files on every node, rename,
 COMPLETE. The run directory stays the truth. A local checkpoint is whole if the nodes of the job together hold every
-file of its manifest. To be loaded it is copied into the run directory first, every hash compared, and committed there
-like any other; so a reader knows one place, and a node that dies takes only what is nowhere else. What a rank's own
-node has of the checkpoint that all ranks load, it reads there, every hash compared again.
+file of its manifest, and it counts if it is on the line of the run, see `rundir.lineage`: a disk that comes back with
+its node may hold a past that the run has left. To be loaded it is copied into the run directory first, every hash
+compared, and committed there like any other; so a reader knows one place, and a node that dies takes only what is
+nowhere else. What a rank's own node has of the checkpoint that all ranks load, it reads there, every hash compared
+again.
 
 One thread saves to the node, another one copies, so a copy that takes longer than the saves do skips some of them.
 Which one is copied, rank 0 decides within an exchange of the save.
@@ -36,7 +38,7 @@ from slurm_train.checkpoint.save import Records, Saved, fill
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.lineage import Stretch, is_on_line, read_line
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 
 _LOST_HINT = "the newest checkpoint in the run directory counts; checkpoint.local_keep keeps more on the nodes"
@@ -238,11 +240,14 @@ class LocalSaves:
         """Returns notes for the user, each once."""
         return [self.news.popleft() for _ in range(len(self.news))]
 
-    def choose(self, choose_in_run: Callable[[Path | None], Choice | None]) -> tuple[Choice | None, list[str]]:
+    def choose(
+        self, choose_in_run: Callable[[Path | None], Choice | None], *, reason_against: Callable[[Manifest], str]
+    ) -> tuple[Choice | None, list[str]]:
         """Returns the checkpoint that all ranks load, from the nodes if they have a newer one. Collective.
 
         Args:
             choose_in_run: chooses among those in the run directory; is given the one that was copied there just now.
+            reason_against: says why training cannot go on from a checkpoint, "" where it can; the same on every rank.
 
         Returns:
             The choice, None where nothing was ever saved; and notes for the user.
@@ -252,7 +257,10 @@ class LocalSaves:
         """
         group = dist.group.WORLD
         on_every_rank(group, self.place.claim_all)
-        copied, notes = self.bring_in(above=on_rank_zero(group, lambda: newest_committed_step(self.target.root)))
+        # Read before anything is claimed: what owns the newest checkpoint now is what the run went on from.
+        line = on_rank_zero(group, lambda: read_line(self.run) or _line_without_record(self.target.root))
+        bring_in = partial(self.bring_in, line=line, reason_against=reason_against)
+        copied, notes = bring_in(above=on_rank_zero(group, lambda: newest_committed_step(self.target.root)))
         above = None
         try:
             choice = choose_in_run(copied)
@@ -262,26 +270,41 @@ class LocalSaves:
             # All in the run directory are damaged.
             choice, above = None, -1
         if above is not None:
-            copied, more = self.bring_in(above=above)
+            copied, more = bring_in(above=above)
             if more or choice is None:
                 choice, notes = choose_in_run(copied), notes + more
         return choice and choice._replace(near=_find(self.place, choice.manifest)), notes
 
-    def bring_in(self, *, above: int) -> tuple[Path | None, list[str]]:
-        """Copies what the nodes have beyond a step into the run directory; returns its path, and notes for the user."""
-        attempts = on_rank_zero(dist.group.WORLD, lambda: sorted(recent_attempts(self.run, self.place.attempt)))
-        found = newest_reachable(
-            self.place, lambda manifest: manifest.attempt in attempts and manifest.step > above, group=dist.group.WORLD
-        )
+    def bring_in(
+        self, *, above: int, line: Sequence[Stretch], reason_against: Callable[[Manifest], str]
+    ) -> tuple[Path | None, list[str]]:
+        """Copies what the nodes have beyond a step into the run directory; returns its path, and notes for the user.
+
+        Args:
+            above: the step.
+            line: what the run has come from.
+            reason_against: as for `choose`.
+        """
+        notes: dict[str, None] = {}
+
+        def is_wanted(manifest: Manifest) -> bool:
+            step = manifest.step
+            if step <= above or not is_on_line(line, attempt=manifest.attempt, parent=manifest.parent, step=step):
+                return False
+            if reason := reason_against(manifest):
+                notes[f"step {step} lies on the nodes, but the run does not go on from it: {reason}"] = None
+            return not reason
+
+        found = newest_reachable(self.place, is_wanted, group=dist.group.WORLD)
         if found is None:
-            return None, []
+            return None, list(notes)
         step = found.manifest.step
         try:
             saved = copy_to_run(self.place, self.target, found, group=dist.group.WORLD)
         except CheckpointError as err:
             note = f"step {step} lies on the nodes, but could not be copied into the run directory: {err.message}"
-            return None, [note]
-        return saved.path, [f"step {step} was on the nodes only; copied into the run directory"]
+            return None, [*notes, note]
+        return saved.path, [*notes, f"step {step} was on the nodes only; copied into the run directory"]
 
     def close(self) -> None:
         """Leaves nothing on the node: the run is finished, and all that counts is in the run directory."""
@@ -309,17 +332,11 @@ class LocalSaves:
             self.copying.remove(name)
 
 
-def recent_attempts(run: RunDirectory, attempt: int) -> set[int]:
-    """Returns the attempts whose local checkpoints are of this run's present: back to the last one that made steps.
+def _line_without_record(root: Path) -> list[Stretch]:
+    """Returns the line of a run that an older version has trained: what the owner of the newest checkpoint has saved.
 
-    What lies on a node from before that may have been overtaken by steps that other nodes made.
+    Its manifests name no parent. An attempt that resumes becomes the owner of what it goes on from, so what an attempt
+    before it has left on a node does not count.
     """
-    found = {attempt}
-    for entry in reversed(read_ledger(run)):
-        number = int(entry["attempt"])
-        if number >= attempt:
-            continue
-        found.add(number)
-        if "last_step" not in entry or int(entry["last_step"]) > int(entry.get("first_step", 0)):
-            break
-    return found
+    newest = next(iter(list_checkpoints(root)), None)
+    return [] if newest is None else [Stretch(name_of(newest).attempt, parent="")]

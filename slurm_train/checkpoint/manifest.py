@@ -32,6 +32,8 @@ DAMAGED_HINT = "`checkpoint verify RUN` shows which checkpoints are whole; take 
 _HEADER_HINT = "pass the facts of a checkpoint as CheckpointHeader describes them"
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
+# Keys that came later, as manifests from before them are read.
+_LATER_KEYS: dict[str, Any] = {"parent": ""}
 # Plain reads, not mmap: a page that cannot be read would end the process with SIGBUS instead of an error.
 _CHUNK_BYTES = 8 << 20
 
@@ -72,6 +74,8 @@ class CheckpointHeader:
         attempt: attempt of the run that saved it, counted over the whole run.
         job: Slurm job id in the form that names a file, for example "123_4", or "local".
         written_by: free text for people, for example "n01 pid 4711".
+        parent: save id of the checkpoint that the training was loaded from; "" where it began anew, and in manifests
+            from before this key.
         extra: further JSON values of the trainer, for example a learning-rate retune or a tracker's run id.
     """
 
@@ -87,6 +91,7 @@ class CheckpointHeader:
     attempt: int
     job: str = "local"
     written_by: str = ""
+    parent: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -157,6 +162,7 @@ class Manifest(CheckpointHeader):
                 hint="load it with the version of slurm_train that wrote it",
             )
         expected = {item.name for item in fields(cls)}
+        facts = _LATER_KEYS | facts
         if set(facts) != expected:
             raise CheckpointError(
                 f"{MANIFEST_FILE} lacks the keys {sorted(expected - set(facts))} and has the unknown keys "

@@ -35,7 +35,7 @@ from slurm_train.rundir.files import (
 )
 from slurm_train.rundir.paths import RunDirectory
 
-CALM_EVENTS = ("stop", "shares", "exchange")
+CALM_EVENTS = ("stop", "shares", "exchange", "resume")
 """Kinds that report nothing wrong."""
 
 

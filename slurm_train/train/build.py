@@ -346,7 +346,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         callback.attach(parts)
     position, notes = checkpointer.resume()
     saved_samples = position.samples
-    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position)
+    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position, checkpointer.origin)
     size = {"num_samples": len(parts.train_data), "global_size": rank.plan.global_size}
     parts.max_steps = total_steps(config, **size, since=position.batch_since)
     batches = build_global_batches(rank, parts.train_data, position)

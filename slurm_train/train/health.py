@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from slurm_train.checkpoint.state import local_part
 from slurm_train.data.batches import GlobalBatches
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.events import append_event, read_events
+from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.saving import Checkpointer, Position
@@ -119,7 +120,14 @@ class Health:
                 f"step {bad_step} went wrong and there is no checkpoint to go back to",
                 hint="lower checkpoint.every_steps, or set health.on_non_finite=skip",
             )
-        facts = {"to_step": position.step, "checkpoint_samples": position.samples, "resume_samples": samples}
+        origin = self._checkpointer.origin
+        facts = {
+            "to_step": position.step,
+            "checkpoint_samples": position.samples,
+            "resume_samples": samples,
+            "saved_in": origin.saved_in,
+            "parent": origin.parent,
+        }
         on_rank_zero(group, lambda: append_event(run, "rollback", attempt=attempt, step=bad_step, **facts))
         span = f"samples {position.samples} to {samples}"
         for line in (f"step {bad_step}: back to step {position.step}; {span} are passed over", *notes):
@@ -149,16 +157,27 @@ class Health:
         )
 
 
-def position_after_rollbacks(run: RunDirectory, position: Position) -> tuple[int, int]:
+def position_after_rollbacks(run: RunDirectory, position: Position, origin: Origin) -> tuple[int, int]:
     """Returns the samples consumed at a restored position, and the rollbacks so far. Collective.
 
     A run that ended between a rollback and its next checkpoint resumes from the checkpoint that it went back to; the
-    samples that were passed over stay so. Samples only ever grow, so they tell which checkpoint that was.
+    samples that were passed over stay so. A checkpoint of another past may be of the same step and samples, and nothing
+    is passed over after it.
+
+    Args:
+        run: the run.
+        position: what was restored.
+        origin: the checkpoint that it was restored from.
     """
+
+    def is_from_here(line: Mapping[str, Any]) -> bool:
+        # An older version wrote the samples alone.
+        save = (line.get("saved_in", origin.saved_in), line.get("parent", origin.parent))
+        return bool(line["checkpoint_samples"] == position.samples and save == (origin.saved_in, origin.parent))
 
     def read() -> tuple[int, int]:
         events = read_events(run, "rollback")
-        moved = [int(line["resume_samples"]) for line in events if line["checkpoint_samples"] == position.samples]
+        moved = [int(line["resume_samples"]) for line in events if is_from_here(line)]
         return max([position.samples, *moved]), len(events)
 
     return on_rank_zero(dist.group.WORLD, read)

@@ -57,7 +57,8 @@ from slurm_train.rundir.events import (
     read_changes,
 )
 from slurm_train.rundir.files import fsync_file, read_json
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.lineage import Origin, record_origin
+from slurm_train.rundir.paths import RunDirectory, name_of
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import broadcast_buffers
 from slurm_train.train.optimizer import settings_of_groups
@@ -134,6 +135,22 @@ class Continuity:
         facts = {"settings": self.settings, "code": self.code, "num_samples": self.num_samples}
         accepted = [{"number": item.number, "step": item.step, "names": item.names} for item in self.changes]
         return {**facts, "changes": accepted} if accepted else facts
+
+    def reason_against(self, manifest: Manifest) -> str:
+        """Returns why a checkpoint on the nodes' disks is none to go on from, "" where it is one.
+
+        A change is accepted from the newest checkpoint in the run directory on, so what goes beyond that step without
+        the change is not part of the run.
+        """
+        known = [accepted["number"] for accepted in manifest.extra.get("changes", ())]
+        for change in self.changes:
+            if change.number not in known and manifest.step > change.step:
+                return f"{', '.join(change.names)} was changed, as accepted, from step {change.step} on"
+        try:
+            self.check(manifest)
+        except (RunError, DataError) as err:
+            return err.message
+        return ""
 
     def check(self, manifest: Manifest) -> list[str]:
         """Returns notes for the user about accepted changes that this checkpoint does not have yet.
@@ -231,6 +248,10 @@ class Checkpointer:
     this error on every rank."""
     stream_state: dict[str, Any] | None = None
     """Where this rank's stream of samples was at the checkpoint; None to begin anew."""
+    origin: Origin = field(default_factory=Origin)
+    """What training was loaded from."""
+    _has_moved_on: bool = False
+    """A step from there was taken, and that is on record."""
     _news: list[str] = field(default_factory=list)
 
     def resume(self) -> tuple[Position, list[str]]:
@@ -246,12 +267,23 @@ class Checkpointer:
         choose = partial(
             choose_checkpoint, place.root, group=dist.group.WORLD, attempt=place.attempt, fence=place.fence
         )
-        choice, notes = (
-            (choose(), []) if self.local is None else self.local.choose(lambda copied: choose(copied=copied))
-        )
+        notes: list[str] = []
+        if self.local is None:
+            choice = choose()
+        else:
+            reason_against = self.continuity.reason_against
+            choice, notes = self.local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
+        self._has_moved_on = False
         if choice is None:
-            return Position(), []
+            self.origin = Origin()
+            return Position(), notes
         manifest = choice.manifest
+        self.origin = Origin(
+            step=manifest.step,
+            save_id=name_of(choice.path).save_id,
+            saved_in=manifest.attempt,
+            parent=manifest.parent,
+        )
         position, accepted = Position.of(manifest), self.continuity.check(manifest)
         if accepted:  # who changes a run that a callback has ended wants it to go on
             position.ended = ""
@@ -263,6 +295,22 @@ class Checkpointer:
             aside = f"{PASSED_OVER_PREFIX}{passed.path.name}"
             notes.append(f"passed over {passed.path.name}: {passed.reason}; it becomes {aside} when training goes on")
         return position, [*notes, *accepted, f"resuming from {choice.path.name} (step {position.step})"]
+
+    def move_on(self) -> None:
+        """Takes note that a step was taken from what was loaded; what was passed over for it is left behind.
+
+        To be called after each step; not collective. Where the file system refuses, the next step tries again.
+        """
+        if self._has_moved_on:
+            return
+        if self.parts.rank.place.is_first:
+            # A newer attempt that has taken over is found by the next save.
+            with contextlib.suppress(OSError, RunError):
+                self.place.move_aside()
+                record_origin(self.parts.rank.run, self.place.attempt, self.origin)
+                self._has_moved_on = True
+        else:
+            self._has_moved_on = True
 
     def save(self, position: Position) -> None:
         """Writes a checkpoint of this moment into the run directory; returns when it is durable.
@@ -515,6 +563,7 @@ class Checkpointer:
             # Letters, digits and "_".
             job=rank.env.get("SLURM_JOB_ID", "local"),
             written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
+            parent=self.origin.save_id,
             extra={
                 **position.as_extra(),
                 "lr": self.lr,

@@ -237,6 +237,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         step, eval_every = self.position.step, self.rank.config.train.eval_every_steps
+        self.checkpointer.move_on()
         if self.callbacks:
             self._call("on_step_end")
         if not self._settled:

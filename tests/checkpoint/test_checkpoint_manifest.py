@@ -36,6 +36,12 @@ def test_text_and_back_gives_an_equal_manifest(manifest):
         Manifest.of(make_header(7, extra={"loss": float("nan")}), {}).to_json()
 
 
+def test_a_manifest_from_before_a_key_that_came_later_is_read(manifest):
+    facts = json.loads(manifest.to_json())
+    del facts["parent"]
+    assert Manifest.from_json(json.dumps(facts)) == manifest and manifest.parent == ""
+
+
 @pytest.mark.parametrize("text", ["", "[]", b"\xff", '{"format_version": true}', '{"format_version": 1}'])
 def test_what_is_no_manifest_is_refused(text):
     with pytest.raises(CheckpointError):

@@ -40,6 +40,7 @@ from slurm_train.checkpoint.state import StagingBuffers, own_part
 from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
+from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.small_checkpoints import checkpoint_of, make_header, steps_in
 
@@ -250,12 +251,16 @@ def near_scene(root: Path) -> None:
     part = own_part(state, rank=rank, num_ranks=2)
     facts: dict[str, Any] = {"tensors": part, "rank_state": {}, "group": world}
     saved = save_to(node, header=make_header(3, world_size=2), **facts)
+    if rank == 0:
+        run.path.mkdir()
+        record_origin(run, 1, Origin())
     with ThreadPoolExecutor(1) as thread:
         local = LocalSaves(run=run, place=node, target=target, copy_every=1, group=world, thread=thread)
         with pytest.MonkeyPatch.context() as patch:
             read = _note_reads(patch)
             choice, notes = local.choose(
-                lambda copied: choose_checkpoint(target.root, group=world, attempt=1, copied=copied)
+                lambda copied: choose_checkpoint(target.root, group=world, attempt=1, copied=copied),
+                reason_against=lambda _: "",
             )
     assert choice is not None and choice.manifest == saved.manifest and "on the nodes only" in notes[0]
     assert choice.path.parent == run.checkpoints and choice.near == saved.path and read == []

@@ -11,6 +11,7 @@ import torch
 
 from slurm_train.data.order import SampleOrder, samples_digest
 from slurm_train.rundir.events import append_event, read_events
+from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.health import digest_of_parameters, find_divergent, position_after_rollbacks
 from slurm_train.train.saving import Position
@@ -157,14 +158,20 @@ def test_replicas_that_drift_apart_are_found_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "expected"), [(36, 72), (48, 48), (0, 0)], ids=["went back here twice", "saved later", "new"]
+    ("samples", "saved_in", "expected"),
+    [(36, 0, 72), (36, 1, 60), (48, 0, 48), (0, 0, 0)],
+    ids=["went back here twice", "another past, and an older version's line", "saved later", "new"],
 )
-def test_samples_passed_over_stay_so_after_a_resume(tmp_path: Path, samples: int, expected: int) -> None:
+def test_samples_passed_over_stay_so_after_a_resume(
+    tmp_path: Path, group_of_one: None, samples: int, saved_in: int, expected: int
+) -> None:
     run = RunDirectory(tmp_path)
-    for resume in (60, 72):
-        append_event(run, "rollback", attempt=0, step=5, to_step=3, checkpoint_samples=36, resume_samples=resume)
-    position = Position(step=samples // GLOBAL, samples=samples)
-    assert position_after_rollbacks(run, position) == (expected, 2)
+    facts = {"step": 5, "to_step": 3, "checkpoint_samples": 36}
+    append_event(run, "rollback", attempt=0, resume_samples=60, **facts)
+    append_event(run, "rollback", attempt=0, resume_samples=72, saved_in=0, parent="", **facts)
+    step = samples // GLOBAL
+    position, origin = Position(step=step, samples=samples), Origin(step=step, save_id="c0ffee00", saved_in=saved_in)
+    assert position_after_rollbacks(run, position, origin) == (expected, 2)
 
 
 def test_events_are_strict_json(tmp_path: Path) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from slurm_train.checkpoint.local import recent_attempts
+from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.load import choose_checkpoint
+from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.lineage import Origin, record_origin
+from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
 from slurm_train.train.build import expand
+from tests.support.small_checkpoints import checkpoint_of, make_checkpoint
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import WarmRank
 from tests.train import small_runs
@@ -109,12 +116,114 @@ def test_every_kth_is_copied_and_the_last_one_goes_to_the_run_directory(tmp_path
     assert not list(disks.rglob("checkpoint_*"))
 
 
-def test_only_attempts_since_the_last_one_with_steps_are_of_the_present(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    for first, last in ((0, 9), (9, 20), (20, 20), (20, 20)):
-        close_attempt(run, open_attempt(run, START), {"first_step": first, "last_step": last})
-    assert recent_attempts(run, open_attempt(run, START)) == {1, 2, 3, 4}
-    assert recent_attempts(run, open_attempt(run, START)) == {4, 5}, "attempt 4 has no end: nobody knows its steps"
+class Past:
+    """A run on one node: attempt 0 has copied step 2 into the run directory and has left steps 4 and 6 on its disk."""
+
+    def __init__(self, folder: Path, *, is_older: bool = False) -> None:
+        self.run, self.disk = RunDirectory(folder / "run"), folder / "disk"
+        self.run.path.mkdir()
+        self.is_older = is_older
+        self.begin()
+        self.base = make_checkpoint(self.run.checkpoints, 2, attempt=0)
+        self.step_from(Origin())
+        for step in (4, 6):
+            make_checkpoint(self.disk, step, attempt=0)
+        self.end(first=0)
+
+    @property
+    def base_id(self) -> str:
+        return name_of(self.base).save_id
+
+    def begin(self) -> int:
+        return open_attempt(self.run, START)
+
+    def step_from(self, origin: Origin, *, attempt: int = 0) -> None:
+        if not self.is_older:
+            record_origin(self.run, attempt, origin)
+
+    def end(self, *, first: int) -> None:
+        """Closes the newest attempt as a supervisor did that took the largest step in the log for its own."""
+        close_attempt(self.run, existing_attempts(self.run)[-1], {"first_step": first, "last_step": 6})
+
+    def goes_back_to_the_base(self) -> int:
+        """Opens an attempt that does not see the disk, takes a step from step 2 and ends; returns its number."""
+        attempt = self.begin()
+        (path,) = list_checkpoints(self.run.checkpoints)
+        Place(root=self.run.checkpoints, attempt=attempt).claim_one(path)
+        self.step_from(Origin(step=2, save_id=self.base_id), attempt=attempt)
+        self.end(first=6)
+        return attempt
+
+    def choice(self, *, reason_against: Any = lambda _: "") -> tuple[int, list[str]]:
+        """Returns the step that the next attempt goes on from, and its notes for the user."""
+        attempt = self.begin()
+        place = NodePlace(root=self.disk, node=0, attempt=attempt, keep=2)
+        target = Place(root=self.run.checkpoints, attempt=attempt, keep=2)
+        local = LocalSaves(
+            run=self.run, place=place, target=target, copy_every=9, group=dist.group.WORLD, thread=ThreadPoolExecutor(1)
+        )
+        choose = partial(choose_checkpoint, target.root, group=dist.group.WORLD, attempt=attempt)
+        choice, notes = local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
+        assert choice is not None
+        return choice.manifest.step, notes
+
+
+def test_a_past_that_the_run_has_left_does_not_come_back(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path)
+    attempt = past.goes_back_to_the_base()
+    make_checkpoint(past.run.checkpoints, 3, attempt=attempt, parent=past.base_id)
+    assert past.choice() == (3, []), "steps 4 and 6 have other weights"
+
+
+def test_nor_where_nothing_newer_was_saved(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path)
+    past.goes_back_to_the_base()
+    assert past.choice() == (2, [])
+
+
+def test_the_newest_local_one_of_the_present_counts_not_the_highest_step(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path)
+    attempt = past.goes_back_to_the_base()
+    make_checkpoint(past.disk, 3, attempt=attempt, parent=past.base_id)
+    step, (note,) = past.choice()
+    assert step == 3 and "step 3 was on the nodes only" in note
+
+
+def test_an_attempt_that_takes_no_step_leaves_nothing_behind(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path)
+    past.begin()
+    past.end(first=6)
+    assert past.choice()[0] == 6
+
+
+def test_what_the_run_went_on_from_is_still_found_where_its_copy_is_damaged(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path)
+    assert past.choice()[0] == 6
+    copy = checkpoint_of(past.run.checkpoints, 6)
+    past.step_from(Origin(step=6, save_id=name_of(copy).save_id), attempt=1)
+    (copy / "__1_0.distcp").write_bytes(b"x" * 24)
+    step, notes = past.choice()
+    assert step == 6 and any("was on the nodes only" in note for note in notes)
+    (checkpoint_of(past.disk, 6) / "COMPLETE").unlink()
+    (checkpoint_of(past.run.checkpoints, 6) / "COMPLETE").unlink()
+    assert past.choice()[0] == 4, "what it came from before that"
+
+
+def test_steps_from_before_an_accepted_change_are_left(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path)
+    step, notes = past.choice(reason_against=lambda manifest: "optim.lr was changed" if manifest.step > 2 else "")
+    assert step == 2 and len(notes) == 2 and all("optim.lr was changed" in note for note in notes)
+
+
+def test_of_an_older_version_what_the_owner_of_the_newest_has_saved_counts(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path, is_older=True)
+    assert past.choice()[0] == 6
+
+
+def test_and_what_an_attempt_before_the_owner_has_saved_does_not(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path, is_older=True)
+    past.goes_back_to_the_base()
+    assert past.choice()[0] == 2
 
 
 def test_a_folder_is_named_by_each_nodes_own_variables() -> None:
