@@ -24,7 +24,7 @@ from slurm_train.launch.placement import CAUSAL_LM, layout_rows
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source, SourceState, read_source
 from slurm_train.launch.write import require_writable
-from slurm_train.models.pretrained_names import num_token_ids, require_source
+from slurm_train.models.pretrained_names import num_token_ids, require_effect, require_source
 from slurm_train.rundir.files import make_private, write_atomic
 from slurm_train.rundir.lookup import make_alias, require_free
 from slurm_train.rundir.paths import RunDirectory
@@ -98,6 +98,7 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
         model = config.model or {}
         if model.get("_target_") == CAUSAL_LM:
             require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
+            require_effect(model.get("config") or {}, path=model.get("path"), cwd=cwd)
             if has_this_python and importlib.util.find_spec("transformers") is None:
                 hint = "pip install 'slurm-train[hf]'"
                 raise ConfigError("model=hf needs transformers, which is not installed", hint=hint)

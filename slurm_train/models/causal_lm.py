@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
 from slurm_train.models.first_weights import NeedsMemoryError, begin_with, is_recording, stored_tensors
-from slurm_train.models.pretrained_names import CONFIG_FILE, require_source
+from slurm_train.models.own_loss import scores_in
+from slurm_train.models.pretrained_names import CONFIG_FILE, require_effect, require_source
 from slurm_train.models.sampling import sample
 
 PREFIX = "network."
@@ -44,24 +45,44 @@ class CausalLM(nn.Module):
         self.network: Any = network
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
         """Returns the logits of the next token at every position, (B, T, V).
+
+        With labels, and of a mixture whose routers have a loss, it is the library's output: `loss`, `logits`, ...
 
         Args:
             input_ids: int64 (B, T).
             attention_mask: (B, T), 0 at padding.
             position_ids: int64 (B, T).
+            labels: int64 (B, T), the tokens themselves; -100 where one does not count.
+            num_items_in_batch: what the loss is divided by, in place of the number of labels that count.
         """
-        others = {"attention_mask": attention_mask, "position_ids": position_ids}
-        given = {name: tensor for name, tensor in others.items() if tensor is not None}
-        logits_BTV: Tensor = self.network(input_ids=input_ids, use_cache=False, **given).logits
-        return logits_BTV
+        words = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "labels": labels,
+            "num_items_in_batch": num_items_in_batch,
+        }
+        given = {name: tensor for name, tensor in words.items() if tensor is not None}
+        outputs = self.network(input_ids=input_ids, use_cache=False, **given)
+        has_loss = labels is not None or getattr(outputs, "aux_loss", None) is not None
+        return outputs if has_loss else outputs.logits
 
     def generate(self, tokens_BT: Tensor, **how: Any) -> Tensor:
         """Returns the given tokens followed by sampled ones; see `sample`."""
         context = getattr(self.network.config, "max_position_embeddings", None)
-        return sample(self, tokens_BT, context=context, **how)
+
+        def score(tokens_BT: Tensor) -> Tensor:
+            logits_BTV: Tensor = scores_in(self(tokens_BT))
+            return logits_BTV
+
+        return sample(score, tokens_BT, context=context, **how)
 
     def sharding_plan(self) -> tuple[str, ...]:
         """Returns the names of the decoder's blocks: what the library marks as not to be split, else module lists."""
@@ -227,6 +248,7 @@ def pretrained_config(*, model_type: str | None, path: str | None, config: Mappi
     """
     library, changes = require_transformers(), dict(config or {})
     require_source(model_type=model_type, path=path, cwd=Path())
+    require_effect(changes, path=path, cwd=Path())
     make = partial(library.AutoConfig.from_pretrained, path, local_files_only=True)
     if model_type is not None:
         make = partial(library.AutoConfig.for_model, model_type)

@@ -9,16 +9,18 @@ give every item the same weight, however a batch was split. A model may bring it
 either or both. Otherwise a batch is (inputs, targets) and `model(inputs)` is scored by cross entropy where targets are
 whole numbers (-100 is passed over) and by squared error where they are not. A language model whose last layer computes
 the cross entropy itself (`models.head`) has `takes_targets = True` and is called as `model(inputs, targets=targets)`.
-Or a batch is a dict: the model gets its tensors
-by name, and is scored by `labels` in the same way as models of transformers are: by cross entropy, of the next token
-where the labels repeat `input_ids`. Without whole-number labels the model's own `.loss`, a mean over samples, counts.
+
+Or a batch is a dict: the model gets its tensors by name. A model that takes `labels` and gives a loss for them, as
+those of transformers do, is trained with that loss; it is a mean, and counts as many times as labels count
+(`models.own_loss`). A model that gives scores alone is scored by the cross entropy of `labels`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +29,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
+from slurm_train.models.own_loss import LABELS, loss_in, next_labels, own_loss_of, scores_in
 
 Batch = tuple[Tensor, ...] | dict[str, Tensor]
 IGNORED = -100
-_LABELS = "labels"
 Tokens = NDArray[np.unsignedinteger[Any]]
 _ALPHA = 0.1
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 3e-2
+"""Relative differences of a loss that are rounding, in float32 and in types of 16 bits."""
 # Pairs of tokens counted at once; a block of int64 codes is 8 MB.
 _BLOCK = 2**20
 
@@ -56,17 +60,24 @@ class Objective(nn.Module):
         )
         """Whether `model(inputs, targets=targets)` gives what `models.head.linear_cross_entropy` does."""
         self.default_loss = default_loss
+        self.own = own_loss_of(model)
+        """What the model says of a loss of its own."""
         # Whether labels are the inputs themselves; None while no batch has told.
         self._repeats: bool | None = None
-        self._takes_labels = False
+        self._are_next = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor)."""
-        own = self._own_loss(batch)
+        own = getattr(self.model, "training_loss", None)
         if own is not None:
             return self._sum_and_count(own(batch))
-        outputs, targets = self._score(batch)
-        return self.loss_of(outputs, targets)
+        outputs = self._call(batch)
+        mean = self._own_mean(outputs, batch)
+        if mean is not None:
+            count = self._count(batch)
+            return _precise(mean) * count, count
+        loss, count = self.loss_of(self._scores_in(outputs), self._targets(batch))
+        return self._with_router(loss, count, outputs), count
 
     def evaluation_sums(self, batch: Batch) -> dict[str, Tensor]:
         """Returns sums over the items of a batch: "loss", "count", "correct" for a classifier, or the model's own.
@@ -82,11 +93,18 @@ class Objective(nn.Module):
                     hint='return the sum of the loss over the batch as "loss" and the number of items as "count"',
                 )
             return {name: one if isinstance(one, Tensor) else torch.tensor(one) for name, one in sums.items()}
-        own_loss = self._own_loss(batch)
+        own_loss = getattr(self.model, "training_loss", None)
         if own_loss is not None:
             loss, count = self._sum_and_count(own_loss(batch))
             return {"loss": loss, "count": count}
-        return self.sums_of(*self._score(batch))
+        outputs = self._call(batch)
+        mean = self._own_mean(outputs, batch)
+        if mean is None:
+            sums = self.sums_of(self._scores_in(outputs), self._targets(batch))
+            return {**sums, "loss": self._with_router(sums["loss"], sums["count"], outputs)}
+        count = self._count(batch)
+        correct = _num_correct(scores_in(outputs), self.own.aligned(labels_in(batch)))
+        return {"loss": _precise(mean) * count, "count": count, **({} if correct is None else {"correct": correct})}
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what `forward` does, from what the model gave for the inputs (and targets, if it takes them)."""
@@ -100,6 +118,8 @@ class Objective(nn.Module):
             return {"loss": outputs[0], "count": (targets != IGNORED).sum(), "correct": outputs[1]}
         return default_sums(outputs, targets)
 
+    # --- before the first step ---
+
     def look_at(self, batch: Batch) -> None:
         """Checks a batch before it is trained with, and finds out what its labels are.
 
@@ -110,7 +130,7 @@ class Objective(nn.Module):
         if hasattr(self.model, "training_loss"):
             return
         if isinstance(batch, dict):
-            inputs, targets = batch.get("input_ids"), batch.get(_LABELS)
+            inputs, targets = batch.get("input_ids"), batch.get(LABELS)
             self._check_names(batch)
         else:
             inputs, targets = batch if len(batch) == 2 else (None, None)
@@ -123,21 +143,119 @@ class Objective(nn.Module):
         # A constant sequence is both, and tells nothing.
         if is_same == is_next and is_same:
             return
+        self._are_next = is_next and isinstance(batch, dict)
         self._repeats = is_same and not targets.is_floating_point()
-        if self._repeats and not isinstance(batch, dict):
+        if self._repeats and not isinstance(batch, dict) and self.own.shifts is not False:
             raise ConfigError(
                 "the targets are the inputs wherever they count, so the model would learn to copy them",
                 hint="give (tokens[:-1], tokens[1:]), or a dict with input_ids and labels, whose labels are shifted "
-                "here as transformers does; define training_loss(batch) on a model that has to copy",
+                "as transformers does; define training_loss(batch) on a model that has to copy",
             )
+
+    @property
+    def repeats(self) -> bool | None:
+        """Whether labels repeat the inputs, as far as this rank's batches have told; None: they have not."""
+        return self._repeats
+
+    def agree(self, repeats: Iterable[bool | None]) -> str | None:
+        """Takes over what the batches of all ranks have told, and returns a line that says what follows from it.
+
+        Args:
+            repeats: `repeats` of every rank, in the same order on each.
+
+        Raises:
+            ConfigError: labels are the next tokens already, and the model takes the next ones again.
+        """
+        if self._are_next and self.own.shifts:
+            raise ConfigError(
+                f"the labels are the next tokens already, and {self.own.name} compares scores with the label after "
+                "them, so it would learn the token after the next",
+                hint="let labels be a copy of input_ids (-100 where a token does not count), or give tuples "
+                "(tokens[:-1], tokens[1:])",
+            )
+        told = [answer for answer in repeats if answer is not None]
+        if told:
+            self._repeats = all(told)
+        is_guessed = self.own.shifts is None and not self.own.takes_labels and not hasattr(self.model, "training_loss")
+        if not self._repeats or not is_guessed:
+            return None
+        return (
+            f"labels repeat input_ids, and {self.own.name} gives no loss of its own: its scores are compared with the "
+            "next token"
+        )
+
+    @torch.no_grad()
+    def compare(self, batch: Batch, *, is_precise: bool) -> None:
+        """Compares the loss that is trained with that which the model computes itself. Collective where it is cut.
+
+        Args:
+            batch: some samples, on the model's device.
+            is_precise: the model computes in float32.
+
+        Raises:
+            ConfigError: they differ; with both numbers.
+        """
+        if hasattr(self.model, "training_loss") or self.takes_targets or not self.own.takes_labels:
+            return
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                self._compare(batch, tolerance=_TOLERANCE if is_precise else _LOW_TOLERANCE)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def _compare(self, batch: Batch, *, tolerance: float) -> None:
+        if isinstance(batch, dict):
+            if LABELS not in batch or self.own.shifts is None:
+                return
+            outputs = self.model(**batch)
+            theirs = [loss_in(outputs)]
+            self._learn_shift(outputs, batch[LABELS], tolerance=tolerance)
+        elif len(batch) == 2:
+            inputs, targets = batch
+            follows = self.own.shifts is not False and targets.dim() > 1 and targets.shape == inputs.shape
+            if follows:
+                # A model that shifts labels itself never looks at the last score.
+                targets = torch.cat((targets[:, :-1], torch.full_like(targets[:, -1:], IGNORED)), dim=1)
+                batch = (inputs, targets)
+            theirs = [loss_in(self.model(inputs, labels=targets))]
+            if follows:
+                theirs.append(loss_in(self.model(inputs, labels=targets.roll(1, dims=1))))
+        else:
+            return
+        total, count = self(batch)
+        losses = [loss.item() for loss in theirs if loss is not None]
+        self._require_same(float(total / count), losses, tolerance=tolerance)
+
+    def _learn_shift(self, outputs: Any, labels: Tensor, *, tolerance: float) -> None:
+        """Finds out whether the model compares labels with the scores before them; a name does not always tell."""
+        loss, scores = loss_in(outputs), scores_in(outputs)
+        can_be = isinstance(scores, Tensor) and labels.dim() > 1 and scores.shape[:-1] == labels.shape
+        if loss is None or not can_be or labels.is_floating_point():
+            return
+        matches = []
+        for targets in (labels, next_labels(labels)):
+            total, count = default_loss(scores, targets)
+            mean = self._with_router(total, count, outputs) / count
+            matches.append(bool((mean - loss).abs() <= tolerance * loss.abs()))
+        if any(matches) and not all(matches):
+            self.own = self.own.shifted(matches[1])
+
+    def _require_same(self, ours: float, theirs: list[float], *, tolerance: float) -> None:
+        differences = [abs(loss - ours) for loss in theirs if math.isfinite(loss)]
+        if not differences or not math.isfinite(ours) or min(differences) <= tolerance * max(1.0, abs(ours)):
+            return
+        raise ConfigError(
+            f"the loss of the first samples is {ours:.6f} here, and {self.own.name} computes {theirs[-1]:.6f} itself",
+            hint="give dicts with `labels`, with which the model's own loss is trained; or define training_loss(batch) "
+            "on the model; or take `labels` out of its forward if that loss is not meant",
+        )
 
     def _check_names(self, batch: dict[str, Tensor]) -> None:
         known = inspect.signature(self.model.forward).parameters
-        self._takes_labels = _LABELS in known and (
-            known[_LABELS].default is inspect.Parameter.empty
-            or getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        )
-        others = [name for name in batch if name not in known and name != _LABELS]
+        others = [name for name in batch if name not in known and name != LABELS]
         if others and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
             raise ConfigError(
                 f"a batch has {', '.join(others)}, which {type(self.model).__name__} does not take "
@@ -145,12 +263,77 @@ class Objective(nn.Module):
                 hint="leave them out of the samples, or define training_loss(batch) on the model",
             )
 
-    def _own_loss(self, batch: Batch) -> Callable[[Batch], Any] | None:
-        own = getattr(self.model, "training_loss", None)
-        if own is None and isinstance(batch, dict):
-            labels = batch.get(_LABELS)
-            own = self._mean_over_samples if labels is None or labels.is_floating_point() else None
-        return cast("Callable[[Batch], Any] | None", own)
+    # --- what every step does ---
+
+    def _call(self, batch: Batch) -> Any:
+        """Returns what the model gives for a batch; it gets the targets where it computes the loss from them."""
+        if isinstance(batch, dict):
+            if not self.takes_targets or LABELS not in batch:
+                return self.model(**self.own.words(batch))
+            words = {name: tensor for name, tensor in batch.items() if name != LABELS}
+            return self.model(**words, targets=self._targets(batch))
+        if len(batch) != 2:
+            raise ConfigError(
+                f"a batch of {len(batch)} tensors has no (inputs, targets)",
+                hint="define training_loss(batch) and evaluation_sums(batch) on the model",
+            )
+        inputs, targets = batch
+        if self.takes_targets:
+            return self.model(inputs, targets=targets)
+        return self.model(inputs, **(self.own.words({LABELS: targets}) if self._gives_loss_of_tuples else {}))
+
+    @property
+    def _gives_loss_of_tuples(self) -> bool:
+        """Whether targets that stand beside the inputs are labels as the model takes them."""
+        return self.own.takes_labels and self.own.shifts is False
+
+    def _own_mean(self, outputs: Any, batch: Batch) -> Tensor | None:
+        """Returns the loss that the model gave itself; None where it gave scores to be compared with targets."""
+        if self.takes_targets or not (isinstance(batch, dict) or self._gives_loss_of_tuples):
+            return None
+        mean = loss_in(outputs)
+        labels = labels_in(batch)
+        if mean is None and isinstance(batch, dict) and (labels is None or labels.is_floating_point()):
+            raise ConfigError(
+                f"a batch of {', '.join(batch)} has no whole-number labels, and {type(self.model).__name__} gives no "
+                "loss of its own for it",
+                hint="add `labels` to the samples (for a language model a copy of input_ids, shifted here), or "
+                "define training_loss(batch) on the model",
+            )
+        return mean
+
+    def _count(self, batch: Batch) -> Tensor:
+        """Returns how many items the model's own mean is over."""
+        first: Tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        return self.own.count(labels_in(batch), size=len(first)).to(first.device)
+
+    def _targets(self, batch: Batch) -> Tensor:
+        """Returns what scores are compared with, each at its place."""
+        labels = labels_in(batch)
+        assert labels is not None
+        if not isinstance(batch, dict):
+            return labels
+        if self._repeats is None and self.own.shifts is None:
+            self.look_at(batch)
+        shifts = self._repeats is not False if self.own.shifts is None else self.own.shifts
+        return next_labels(labels) if shifts and labels.dim() > 1 else labels
+
+    def _with_router(self, loss: Tensor, count: Tensor, outputs: Any) -> Tensor:
+        """Returns a sum of losses with that of a mixture's routers, which is a mean, added to every item."""
+        if not self.own.router_scale or (routers := getattr(outputs, "aux_loss", None)) is None:
+            return loss
+        return loss + self.own.router_scale * _precise(routers) * count
+
+    def _scores_in(self, outputs: Any) -> Any:
+        if self.takes_targets:
+            return outputs
+        scores = scores_in(outputs)
+        if not isinstance(scores, Tensor):
+            raise ConfigError(
+                f"{type(self.model).__name__} gave a {type(scores).__name__}, not a tensor of scores",
+                hint="give the tensor, or an object with it as `.logits`, or define training_loss(batch) on the model",
+            )
+        return scores
 
     def _sum_and_count(self, made: Any) -> tuple[Tensor, Tensor]:
         """Returns what the model's own loss gave; a count that is a plain number as a tensor."""
@@ -167,47 +350,10 @@ class Objective(nn.Module):
         loss, count = made
         return loss, count if isinstance(count, Tensor) else torch.full((), count, device=loss.device)
 
-    def _mean_over_samples(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        loss = getattr(self.model(**batch), "loss", None)
-        if loss is None:
-            raise ConfigError(
-                f"a batch of {', '.join(batch)} has no whole-number labels, and {type(self.model).__name__} gives no "
-                "loss of its own for it",
-                hint="add `labels` to the samples (for a language model a copy of input_ids, shifted here), or "
-                "define training_loss(batch) on the model",
-            )
-        count = torch.full((), len(next(iter(batch.values()))), device=loss.device)
-        return _precise(loss) * count, count
 
-    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        if isinstance(batch, dict):
-            if self._repeats is None:
-                self.look_at(batch)
-            labels = batch[_LABELS]
-            named = {name: one for name, one in batch.items() if name != _LABELS or self._takes_labels}
-            if self._repeats is not False and labels.dim() > 1:
-                labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            if self.takes_targets:
-                return self.model(**named, targets=labels), labels
-            return self._scores_in(self.model(**named)), labels
-        if len(batch) != 2:
-            raise ConfigError(
-                f"a batch of {len(batch)} tensors has no (inputs, targets)",
-                hint="define training_loss(batch) and evaluation_sums(batch) on the model",
-            )
-        if self.takes_targets:
-            return self.model(batch[0], targets=batch[1]), batch[1]
-        return self._scores_in(self.model(batch[0])), batch[1]
-
-    def _scores_in(self, outputs: Any) -> Tensor:
-        # Models of the transformers library give an object that holds the logits.
-        scores = getattr(outputs, "logits", outputs)
-        if not isinstance(scores, Tensor):
-            raise ConfigError(
-                f"{type(self.model).__name__} gave a {type(scores).__name__}, not a tensor of scores",
-                hint="give the tensor, or an object with it as `.logits`, or define training_loss(batch) on the model",
-            )
-        return scores
+def labels_in(batch: Batch) -> Tensor | None:
+    """Returns `labels` of a dict, or the second of (inputs, targets)."""
+    return batch.get(LABELS) if isinstance(batch, dict) else batch[1]
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,6 +389,16 @@ def default_sums(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         # A label that is passed over is negative, which no class is.
         sums["correct"] = (logits.argmax(dim=-1) == labels).sum()
     return sums
+
+
+def _num_correct(scores: Any, labels: Tensor | None) -> Tensor | None:
+    """Returns how many scores are highest at their label; None where they are no scores of classes."""
+    if not isinstance(scores, Tensor) or labels is None or labels.is_floating_point():
+        return None
+    if scores.dim() < 2 or scores.shape[:-1] != labels.shape or scores.shape[-1] < 2:
+        return None
+    correct: Tensor = (scores.argmax(dim=-1) == labels).sum()
+    return correct
 
 
 def _by_item(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

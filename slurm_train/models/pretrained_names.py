@@ -16,6 +16,7 @@ from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import read_json
 
 CONFIG_FILE = "config.json"
+_ROUTER_SWITCH, _ROUTER_SCALES = "output_router_logits", ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @frozen_positional
@@ -182,6 +183,27 @@ def require_source(*, model_type: str | None, path: str | None, cwd: Path) -> No
         )
 
 
+def require_effect(config: Mapping[str, Any], *, path: str | None, cwd: Path) -> None:
+    """Checks that settings of `model.config` do something together with the others.
+
+    Args:
+        config: values in place of an architecture's defaults or of the file's.
+        path: as for `require_source`.
+        cwd: directory that a relative path starts from.
+
+    Raises:
+        ConfigError: a scale of the routers' loss is set, and the routers have none.
+    """
+    stored = _stored_config(path, cwd=cwd)
+    has_loss = config.get(_ROUTER_SWITCH, stored.get(_ROUTER_SWITCH, False))
+    for key in _ROUTER_SCALES:
+        if config.get(key) and not has_loss:
+            raise ConfigError(
+                f"model.config has {key}={config[key]}, which has no effect: {_ROUTER_SWITCH} is false",
+                hint=f"add {_ROUTER_SWITCH}: true to model.config, or leave {key} out",
+            )
+
+
 def num_token_ids(model: Mapping[str, Any], *, cwd: Path) -> int | None:
     """Returns how many token ids a model knows, as far as its configuration says it; None where it does not.
 
@@ -189,9 +211,15 @@ def num_token_ids(model: Mapping[str, Any], *, cwd: Path) -> int | None:
         model: the `model` mapping of a configuration, of a model of transformers or any with `vocab_size`.
         cwd: directory that a relative path starts from.
     """
-    path = model.get("path")
-    directory = cwd / Path(str(path)).expanduser() if path else None
-    file = read_json(directory if directory.is_file() else directory / CONFIG_FILE) if directory else None
-    places = (model, model.get("config") or {}, file or {}, (file or {}).get("text_config") or {})
+    stored = _stored_config(model.get("path"), cwd=cwd)
+    places = (model, model.get("config") or {}, stored, stored.get("text_config") or {})
     found = (place.get("vocab_size") for place in places)
     return next((int(size) for size in found if isinstance(size, int)), None)
+
+
+def _stored_config(path: str | None, *, cwd: Path) -> dict[str, Any]:
+    """Returns what a config.json has, {} without one."""
+    if not path:
+        return {}
+    directory = cwd / Path(str(path)).expanduser()
+    return read_json(directory if directory.is_file() else directory / CONFIG_FILE) or {}

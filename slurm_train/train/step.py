@@ -35,7 +35,7 @@ from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError
 from slurm_train.models.head import group_named
-from slurm_train.train.context import Rank
+from slurm_train.train.context import Rank, gather
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import LR_SCALE, Update
 from slurm_train.train.signals import StopFlag
@@ -46,6 +46,8 @@ the sum of the squared gradients."""
 _EPSILON = 1e-6
 _NORM, _SKIPPED, _OVERFLOWED = 4, 5, 6
 _NUM_NAMED = 5
+_NUM_COMPARED = 2
+"""Samples that a model's own loss is compared with before the first step."""
 _ORDER_COUNTS_ABOVE = 2
 """Above this many ranks the order of additions changes the rounding."""
 
@@ -145,11 +147,12 @@ class Passes:
         self._mark, self._clock = rank.heartbeat.mark, rank.heartbeat.clock
         self._accumulation, self._on_gpu = rank.plan.accumulation, rank.device.type != "cpu"
 
-    def arrange(self, batch: Batch) -> None:
-        """Gets ready before the first step, given a micro-batch on the CPU. Collective.
+    def arrange(self, batch: Batch) -> str | None:
+        """Gets ready before the first step, given a micro-batch on the CPU; returns a line to say. Collective.
 
         Raises:
-            ConfigError: the model cannot be trained with it, or its layout cannot cut it.
+            ConfigError: the model cannot be trained with it, its layout cannot cut it, or the model computes another
+                loss of it.
         """
         layout = self._rank.layout
         if isinstance(batch, dict) and layout.pp * layout.cp > 1:
@@ -157,7 +160,14 @@ class Passes:
                 f"batches are dicts ({', '.join(batch)}), which a layout of {layout} cannot cut",
                 hint="let the data set give tuples (inputs, targets), or leave parallel.pp and parallel.cp at 1",
             )
-        self._objective.look_at(batch)
+        objective = self._objective
+        objective.look_at(batch)
+        if layout.pp * layout.cp == 1:
+            some = to_device(map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch), self._device)
+            with without_traces(objective), in_precision(self._device, self._rank.forward_autocast):
+                objective.compare(some, is_precise=self._rank.autocast is None)
+        note: str | None = objective.agree(gather(objective.repeats)) if isinstance(batch, dict) else None
+        return note
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients of one step's micro-batches, those of so many global batches. Collective."""
@@ -206,7 +216,7 @@ class ReplicaPasses(Passes):
         settings = rank.config.ddp
         self._may_lack = settings.find_unused_parameters or settings.static_graph
 
-    def arrange(self, batch: Batch) -> None:
+    def arrange(self, batch: Batch) -> str | None:
         """Lets DDP see one backward pass, whose gradients are dropped, before the first step. Collective.
 
         DDP orders its buckets anew after its first pass, and the order in which three or more ranks add depends on
@@ -214,14 +224,15 @@ class ReplicaPasses(Passes):
         a run that was not interrupted. Random streams and buffers are as before afterwards. One or two ranks are
         spared the pass, unless they accumulate over a static graph, whose first step sends what later ones add up.
         """
-        super().arrange(batch)
+        note = super().arrange(batch)
         adds_up = self._accumulation > 1 or self._rank.config.batch.growth
         is_spared = self.num_averaged <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or not adds_up)
         if is_spared:
-            return
+            return note
         with without_traces(self._module):
             self._module.backward(self._compute(to_device(batch, self._device)))
         self._may_accumulate = True
+        return note
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients; those of all micro-batches are sent with the last one."""

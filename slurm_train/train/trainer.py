@@ -186,7 +186,7 @@ class Trainer:
         # The first micro-batch is looked at, not consumed: it is the first step's as well.
         start = self._clock()
         first = next(self.batches)
-        self.stepper.passes.arrange(first.tensors)
+        self.say(self.stepper.passes.arrange(first.tensors))
         self.charge(start, "compile_s")
         batches = chain((first,), self.batches)
         self.batches = self._add_digests(batches) if self.rank.config.train.samples_digest else batches

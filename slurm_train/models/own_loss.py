@@ -1,0 +1,170 @@
+"""What a model says of a loss of its own: whether `forward` takes labels, and what its mean is a mean over.
+
+Models of transformers compute a loss when they are called with `labels`. It is a mean, over the labels that count, and
+it has parts that no caller knows of: class weights, the load balancing of routers. Here it is multiplied by the number
+of labels that it is over, so that sums over micro-batches and ranks give every label the same weight. Where a model
+takes `num_items_in_batch` it divides by that number, however it counts itself.
+
+Whether labels are compared with the score before them (causal language models) or with the one at their place
+(encoder-decoders, masked models, classifiers) follows from the architecture, never from the data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slurm_train.errors import ConfigError
+from slurm_train.frozen_class import frozen
+
+IGNORED = -100
+LABELS = "labels"
+_COUNT = "num_items_in_batch"
+_ROUTER_SCALES = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+@frozen
+class OwnLoss:
+    """How a model is asked for its own loss."""
+
+    name: str
+    """Of the class that computes it."""
+    takes_labels: bool
+    """`forward` can be called with them."""
+    takes_count: bool
+    """`forward` takes the number of items that the sum is divided by."""
+    shifts: bool | None
+    """Labels are compared with the scores before them; None where nothing says so or otherwise."""
+    router_scale: float
+    """What the model multiplies `aux_loss` of its output by, 0 where it has none."""
+    ignored_in_images: int
+    """The label that does not count in labels of images."""
+
+    def words(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the keywords that a model is called with for a batch.
+
+        A micro-batch in which no label counts has no mean. It gets one, which then counts no times.
+        """
+        labels = batch.get(LABELS)
+        words = {name: one for name, one in batch.items() if name != LABELS}
+        if labels is None or not self.takes_labels:
+            return words
+        if labels.is_floating_point():
+            return {**words, LABELS: labels}
+        counted = self._counted(labels)
+        words[LABELS] = torch.where(counted.any(), labels, torch.zeros_like(labels))
+        return {**words, _COUNT: counted.sum().clamp(min=1)} if self.takes_count else words
+
+    def count(self, labels: Tensor | None, *, size: int) -> Tensor:
+        """Returns how many items a mean is over (a scalar tensor): whole-number labels that count, else samples."""
+        if labels is None or labels.is_floating_point():
+            return torch.full((), size, device=None if labels is None else labels.device)
+        return self._counted(labels).sum()
+
+    def shifted(self, shifts: bool) -> OwnLoss:
+        """Returns the same with other words about the shift."""
+        return replace(self, shifts=shifts)
+
+    def aligned(self, labels: Tensor | None) -> Tensor | None:
+        """Returns the label that each score is compared with."""
+        if labels is None or not self.shifts or labels.dim() < 2:
+            return labels
+        return next_labels(labels)
+
+    def _counted(self, labels: Tensor) -> Tensor:
+        is_image = labels.dim() > 2
+        seen = labels[:, 1:] if self.shifts and labels.dim() > 1 else labels
+        return seen != (self.ignored_in_images if is_image else IGNORED)
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """Returns labels (B, T, ...) shifted to the place of the token before; nothing follows the last one."""
+    return torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
+
+
+def own_loss_of(model: nn.Module) -> OwnLoss:
+    """Returns what a model says of its loss; a model of transformers inside of it is asked, too."""
+    library = next((module for module in model.modules() if "loss_type" in vars(module)), None)
+    words = inspect.signature(model.forward).parameters
+    takes_any = any(word.kind is inspect.Parameter.VAR_KEYWORD for word in words.values())
+    asked = model if library is None else library
+    config = getattr(asked, "config", None)
+    accepts_count = library is not None and _accepts_count(library)
+    ignored = getattr(config, "semantic_loss_ignore_index", None)
+    return OwnLoss(
+        name=type(asked).__name__,
+        takes_labels=LABELS in words or takes_any,
+        takes_count=accepts_count and takes_any if _COUNT not in words else library is None or accepts_count,
+        shifts=_shifts(model, library),
+        router_scale=_router_scale(asked, config),
+        ignored_in_images=ignored if isinstance(ignored, int) else IGNORED,
+    )
+
+
+def loss_in(outputs: Any) -> Tensor | None:
+    """Returns the loss that a model gave, as `.loss`, as "loss" of a dict, or as the one scalar of a tuple; or None.
+
+    Raises:
+        ConfigError: it is no scalar.
+    """
+    if isinstance(outputs, tuple) and not hasattr(outputs, "_fields"):
+        scalars = [part for part in outputs if isinstance(part, Tensor) and part.dim() == 0]
+        return scalars[0] if len(scalars) == 1 and scalars[0].is_floating_point() else None
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        return None
+    if not isinstance(loss, Tensor) or loss.dim():
+        shape = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ConfigError(
+            f"the loss that the model gave is {shape}, not a scalar tensor",
+            hint="let it be the mean over the labels that count, or define training_loss(batch) on the model",
+        )
+    return loss
+
+
+def scores_in(outputs: Any) -> Any:
+    """Returns what a model gave as scores: the output itself, or its `logits`."""
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        return outputs["logits"]
+    return getattr(outputs, "logits", outputs)
+
+
+def _shifts(model: nn.Module, library: nn.Module | None) -> bool | None:
+    asked = model if library is None else library
+    if getattr(getattr(asked, "config", None), "is_encoder_decoder", False):
+        return False
+    if library is None:
+        return None
+    losses: Any = importlib.import_module("transformers.loss.loss_utils")
+    names: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    kind = getattr(library, "loss_type", None)
+    if kind in losses.LOSS_MAPPING:
+        is_causal = losses.LOSS_MAPPING[kind] is losses.ForCausalLMLoss
+    else:
+        is_causal = type(library).__name__ in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    # Around a backbone the model has a head, and a loss, of its own.
+    is_whole = library is model or type(library).__name__ not in names.MODEL_MAPPING_NAMES.values()
+    if is_causal:
+        return True
+    return False if is_whole else None
+
+
+def _accepts_count(library: nn.Module) -> bool:
+    """Returns whether a model of transformers divides by a given number of items, as its Trainer finds it out."""
+    declared = getattr(library, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    words = inspect.signature(library.forward).parameters.values()
+    return any(word.kind is inspect.Parameter.VAR_KEYWORD for word in words)
+
+
+def _router_scale(asked: nn.Module, config: Any) -> float:
+    places = (asked, config, getattr(config, "text_config", None))
+    found = (getattr(place, name, None) for place in places for name in _ROUTER_SCALES)
+    return next((float(scale) for scale in found if isinstance(scale, (int, float))), 0.0)

@@ -1,0 +1,184 @@
+"""The loss that is trained is the one that the model computes itself, whatever the split of a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slurm_train.errors import ConfigError
+from slurm_train.models.objective import Objective
+from slurm_train.models.pretrained_names import require_effect
+from tests.support.extras import NEEDS_TRANSFORMERS
+from tests.support.library_losses import LIBRARY, batch_of, build
+
+
+@torch.no_grad()
+def mean_of(objective: Objective, parts: list[Any]) -> float:
+    """Returns the mean over all items of the parts of a batch, as ranks and micro-batches add them up."""
+    pairs = [objective(part) for part in parts]
+    losses, counts = zip(*pairs, strict=True)
+    return (sum(losses) / sum(counts)).item()
+
+
+def cut(batch: dict[str, Tensor], *sizes: int) -> list[dict[str, Tensor]]:
+    parts = zip(*(tensor.split(list(sizes)) for tensor in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize("kind", LIBRARY)
+@torch.no_grad()
+def test_losses_of_the_library_are_trained_as_they_are(kind: str) -> None:
+    torch.manual_seed(1)
+    model, batch = build(kind=kind), batch_of(kind)
+    objective = Objective(model)
+    objective.look_at(batch)
+    objective.compare(batch, is_precise=True)
+    assert model.training
+    model.eval()
+    theirs = model(**batch)
+    assert mean_of(objective, [batch]) == pytest.approx(theirs.loss.item(), rel=1e-6)
+    measured = objective.evaluation_sums(batch)
+    assert float(measured["loss"] / measured["count"]) == pytest.approx(theirs.loss.item(), rel=1e-6)
+    parts = cut(batch, 3, 1, 4)
+    expected = theirs.loss.item()
+    if getattr(theirs, "aux_loss", None) is not None:
+        # The routers' balance is a property of a micro-batch: its mean over the items is what is trained.
+        scale, outputs = model.router_aux_loss_coef, [model(**part) for part in parts]
+        counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+        routers = sum(out.aux_loss.item() * count for out, count in zip(outputs, counts, strict=True)) / sum(counts)
+        expected += scale * (routers - theirs.aux_loss.item())
+    assert mean_of(objective, parts) == pytest.approx(expected, rel=1e-6)
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize("kind", ["causal", "encoder-decoder", "token classification"])
+def test_a_micro_batch_without_a_label_that_counts_adds_nothing(kind: str) -> None:
+    model, batch = build(kind=kind).eval(), batch_of(kind)
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    loss, count = Objective(model)(nothing)
+    loss.backward()
+    assert (loss.item(), count.item()) == (0.0, 0)
+    assert all(one.grad is None or one.grad.isfinite().all() for one in model.parameters())
+
+
+class Weighted(nn.Module):
+    """Computes a loss of its own from labels, in the way of transformers; `gives` says in what form."""
+
+    def __init__(self, gives: str = "object") -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.gives = gives
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.layer(inputs)
+        loss = None if labels is None else 4 * functional.cross_entropy(scores, labels)
+        if self.gives == "tuple":
+            return loss, scores
+        return {"loss": loss, "logits": scores} if self.gives == "dict" else SimpleNamespace(loss=loss, logits=scores)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gives", ["object", "dict", "tuple"])
+def test_a_loss_of_a_models_own_is_trained_in_any_form_that_it_has(gives: str) -> None:
+    model, batch = Weighted(gives), {"inputs": torch.randn(5, 4), "labels": torch.tensor([0, 1, 2, -100, 1])}
+    expected = 4 * functional.cross_entropy(model.layer(batch["inputs"]), batch["labels"])
+    assert mean_of(Objective(model), [batch]) == pytest.approx(expected.item())
+    assert mean_of(Objective(model), cut(batch, 1, 3, 1)) == pytest.approx(expected.item())
+    sums = Objective(model).evaluation_sums(batch)
+    assert float(sums["loss"]) == pytest.approx(4 * expected.item(), rel=1e-6) and sums["count"] == 4
+
+
+def test_another_loss_than_that_of_tuples_is_an_error_with_both_numbers() -> None:
+    batch = (torch.randn(5, 4), torch.tensor([0, 1, 2, 2, 1]))
+    model = Weighted()
+    ours = functional.cross_entropy(model.layer(batch[0]), batch[1]).item()
+    with pytest.raises(ConfigError) as caught:
+        Objective(model).compare(batch, is_precise=True)
+    said = f"the loss of the first samples is {ours:.6f} here, and Weighted computes {4 * ours:.6f} itself"
+    assert caught.value.message == said
+    assert model.training
+
+
+class Shifting(nn.Module):
+    """A language model that computes its loss from labels, shifted or not."""
+
+    def __init__(self, *, shifts: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 9)
+        self.shifts = shifts
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        scores, loss = self.embedding(tokens), None
+        if labels is not None:
+            pairs = (scores[:, :-1], labels[:, 1:]) if self.shifts else (scores, labels)
+            loss = functional.cross_entropy(pairs[0].flatten(0, 1), pairs[1].flatten())
+        return SimpleNamespace(loss=loss, logits=scores)
+
+
+@pytest.mark.parametrize("shifts", [True, False])
+def test_next_tokens_beside_the_inputs_agree_with_a_model_that_shifts_and_with_one_that_does_not(shifts: bool) -> None:
+    tokens = torch.randint(0, 9, (3, 8))
+    Objective(Shifting(shifts=shifts)).compare((tokens[:, :-1], tokens[:, 1:]), is_precise=True)
+
+
+@NEEDS_TRANSFORMERS
+def test_next_tokens_as_labels_of_a_model_that_shifts_are_refused() -> None:
+    tokens = batch_of("causal")["input_ids"]
+    for kind in ("causal", "decoder that does not shift"):
+        objective, batch = Objective(build(kind=kind)), {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+        objective.look_at(batch)
+        objective.compare(batch, is_precise=True)
+        if kind == "causal":
+            with pytest.raises(ConfigError, match="the labels are the next tokens already, and LlamaForCausalLM"):
+                objective.agree([objective.repeats])
+        else:
+            assert objective.agree([objective.repeats]) is None
+
+
+@NEEDS_TRANSFORMERS
+def test_the_routers_of_a_mixture_count_with_tuples_too() -> None:
+    model, batch = build(kind="mixture of experts").eval(), batch_of("mixture of experts")
+    tokens = batch["input_ids"]
+    objective, pair = Objective(model), (tokens[:, :-1], tokens[:, 1:])
+    objective.compare(pair, is_precise=True)
+    outputs = model(tokens[:, :-1])
+    plain = functional.cross_entropy(outputs.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    expected = (plain + 5.0 * outputs.aux_loss).item()
+    assert mean_of(objective, [pair]) == pytest.approx(expected, rel=1e-6)
+    sums = objective.evaluation_sums(pair)
+    assert (sums["loss"] / sums["count"]).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_whether_labels_repeat_the_inputs_is_said_by_all_ranks_together() -> None:
+    class Plain(nn.Module):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return functional.one_hot(input_ids, 5).float()
+
+    for told, shifts in (([True, None, True], True), ([True, False], False), ([None, None], True)):
+        objective = Objective(Plain())
+        note = objective.agree(told)
+        assert (note is not None) == (told[0] is not None and shifts)
+        tokens = torch.ones(2, 4, dtype=torch.int64)
+        assert objective({"input_ids": tokens, "labels": tokens})[1] == (6 if shifts else 8)
+
+
+@pytest.mark.parametrize("stored", [None, {"output_router_logits": False}, {"output_router_logits": True}])
+def test_a_scale_of_a_routers_loss_that_is_not_computed_is_refused(tmp_path: Path, stored: Any) -> None:
+    config, path = {"router_aux_loss_coef": 0.01}, None
+    if stored is not None:
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        path = str(tmp_path)
+    require_effect({**config, "output_router_logits": True}, path=path, cwd=tmp_path)
+    if stored == {"output_router_logits": True}:
+        require_effect(config, path=path, cwd=tmp_path)
+        return
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.01, which has no effect: output_router"):
+        require_effect(config, path=path, cwd=tmp_path)
