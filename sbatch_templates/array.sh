@@ -4,7 +4,7 @@
 {sbatch}
 
 set -e
-mapfile -t -s "${{SLURM_ARRAY_TASK_ID:?this script is for sbatch}}" -n 1 run < {runs}
+mapfile -t -s "{index}" -n 1 run < {runs}
 script="${{run:?there is no such line in runs.txt}}/submit.sh"
 # It is run before the run itself can look whether somebody else may write what it runs.
 if [ -n "$(find {runs} "$run" "$script" -maxdepth 0 \( ! -uid "$EUID" ! -uid 0 -o -perm /022 \) 2>&1)" ]; then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -203,7 +204,7 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
     """Prints the sweep's table, and the script of each array to stdout."""
     from slurm_train.cli.multirun import plan_words
     from slurm_train.estimate.estimate import sweep_rows
-    from slurm_train.launch.arrays import cut_arrays, max_array_size, render_array
+    from slurm_train.launch.arrays import cut_arrays, max_array_size, refuses_arrays, render_array
     from slurm_train.launch.batch_script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
@@ -217,6 +218,12 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
     site = commands.show_config() if commands.is_available() else {}
     scripts = [(one.run, render_script(one)) for one in plan.plans]
     arrays = cut_arrays(scripts, max_size=max_array_size(site), max_parallel=plan.max_parallel)
+    with contextlib.suppress(ClusterError):
+        if commands.is_available() and refuses_arrays(arrays[0], plan.sweep, commands):
+            arrays = cut_arrays(scripts, max_size=0, max_parallel=plan.max_parallel)
+    if arrays[0].is_alone:
+        note(f"  {'arrays':<13}  this site takes none: each of {len(arrays)} runs is a job like the first")
+        arrays = arrays[:1]
     for number, array in enumerate(arrays):
         script = render_array(array, plan.sweep, number)
         says = _ask_slurm(script, env, plan.plans[0])["says"]
@@ -242,7 +249,8 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
         waits = too_long(plan, commands) if verdict.is_accepted else None
         says = f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
         if not verdict.is_accepted:
-            says = f"would refuse it: {verdict.message}; {advice(verdict, commands, plan)}"
+            separator = "\n    " if "\n" in verdict.message else "; "
+            says = f"would refuse it: {verdict.message}{separator}{advice(verdict, commands, plan)}"
         elif waits is not None:
             says = f"would let it wait for ever: {waits.message}; {waits.hint}"
         elif left_open := unchecked(plan, commands):

@@ -408,6 +408,8 @@ class Start:
         remember_root(sweep.root, self.env)
         for element in elements:
             self._clear_dead(element.run)
+        if any(array.is_alone for array in arrays):
+            note("this site takes no job arrays: each run is a job of its own")
         for run, script in scripts[:1]:
             # Printed once; each array leaves them out by itself.
             self._left_out(script, run)

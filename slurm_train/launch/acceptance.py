@@ -94,7 +94,7 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
 
 def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) -> str:
     """Returns which key to change so that Slurm takes what it refused, by what the partition has if that is known."""
-    general = (verdict.refusal or Refusal.OTHER).value
+    general = verdict.advice or (verdict.refusal or Refusal.OTHER).value
     if plan is None or verdict.refusal not in (Refusal.RESOURCES, Refusal.PARTITION, Refusal.OTHER):
         return general
     partitions = commands.partitions()

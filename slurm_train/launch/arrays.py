@@ -2,7 +2,8 @@
 
 The elements of an array have the same resources, so runs of another shape go into another array, and no array has more
 elements than the site's MaxArraySize. Each is numbered from 0; a file next to the script says which run an element is.
-The run's own `submit.sh` does the rest, so an element is carried out like a run submitted alone.
+The run's own `submit.sh` does the rest, so an element is carried out like a run submitted alone. Where a site takes no
+job arrays, each run is a job of its own, with the same files as an array of one run.
 
 An array's files are there before sbatch is called. So a submitter that is killed before it has written the id down
 leaves enough to find the array again, by the path of its script.
@@ -20,8 +21,9 @@ from dataclasses import replace
 
 from slurm_train.assets import read_template
 from slurm_train.errors import ClusterError
+from slurm_train.formatting import count
 from slurm_train.frozen_class import frozen
-from slurm_train.launch.acceptance import exclude_flags, require_acceptable
+from slurm_train.launch.acceptance import exclude_flags, require_acceptable, slurm_verdict
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import for_each, write_atomic
 from slurm_train.rundir.jobs import number_of, record_job
@@ -30,8 +32,8 @@ from slurm_train.rundir.sweep import (
     ArrayDirectory,
     SweepDirectory,
     array_job_id,
+    element_jobs,
     existing_arrays,
-    read_runs,
     read_table,
     record_array,
     write_table,
@@ -56,22 +58,18 @@ class ArrayPlan:
     """Elements that may run at once; None: as many as there is room for."""
     after: int | None = None
     """Position of the array whose end it waits for."""
+    is_alone: bool = False
+    """Whether it is a plain job for its one run, for a site that takes no arrays."""
 
 
 def max_array_size(settings: Mapping[str, str]) -> int:
-    """Returns how many elements an array may have at a site, from `scontrol show config`.
-
-    Raises:
-        ClusterError: the site allows no job arrays.
-    """
+    """Returns how many elements an array may have at a site, from `scontrol show config`; 0: it takes no arrays."""
     limit = settings.get("MaxArraySize", "")
     # The setting caps the index, which counts from 0: so many elements fit.
     size = int(limit) if limit.isdigit() else _DEFAULT_MAX_ARRAY_SIZE
     count = re.search(r"\bmax_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
     if count is not None:
         size = min(size, int(count[1]))
-    if size < 1:
-        raise ClusterError("this site allows no job arrays (MaxArraySize=0)", hint="submit the runs one by one")
     return size
 
 
@@ -85,18 +83,19 @@ def cut_arrays(
 
     Args:
         scripts: each run with the text of its `submit.sh`.
-        max_size: elements that an array may have.
+        max_size: elements that an array may have; 0: each run is a job of its own.
         max_parallel: runs of the whole sweep that may run at once; None: no limit.
     """
+    step = max(1, max_size)
     by_shape: dict[tuple[str, ...], list[RunDirectory]] = {}
     for run, script in scripts:
         lines = (line for line in script.splitlines() if line.startswith("#SBATCH "))
         shape = tuple(line for line in lines if not line.startswith(_OWN_FLAGS))
         by_shape.setdefault(shape, []).append(run)
     arrays = [
-        ArrayPlan(runs=tuple(runs[start : start + max_size]), directives=shape)
+        ArrayPlan(runs=tuple(runs[start : start + step]), directives=shape, is_alone=max_size == 0)
         for shape, runs in by_shape.items()
-        for start in range(0, len(runs), max_size)
+        for start in range(0, len(runs), step)
     ]
     if max_parallel is None:
         return arrays
@@ -126,8 +125,11 @@ def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     array, name = sweep.array(number), f"sweep-{sweep.sweep_id}-{number}"
     spec = f"0-{len(plan.runs) - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
     own = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
+    if plan.is_alone:
+        own = {"job-name": name, "output": str(array.logs / "0.log")}
     return read_template("array.sh").format(
-        title=f"{name}: {len(plan.runs)} runs",
+        title=f"{name}: {count(len(plan.runs), 'run')}",
+        index="0" if plan.is_alone else "${SLURM_ARRAY_TASK_ID:?this script is for sbatch}",
         sbatch="\n".join([*(f"#SBATCH {flag_word(*flag)}" for flag in own.items()), *plan.directives]),
         runs=shlex.quote(str(array.runs)),
     )
@@ -156,19 +158,50 @@ def plan_arrays(
         example: a run of it, to explain a refusal.
 
     Raises:
-        ClusterError: it would not, or there are no arrays at this site.
+        ClusterError: it would not.
     """
     if not scripts:
         return []
     max_size = max_array_size(commands.show_config())
     arrays = cut_arrays(scripts, max_size=max_size, max_parallel=max_parallel)
     # A limit on submitted jobs counts the elements of all arrays: the first question is about as many as can be asked.
-    whole = replace(arrays[0], runs=tuple(run for run, _ in scripts)[:max_size], throttle=None)
-    by_shape = {array.directives: array for array in reversed(arrays)} | {whole.directives: whole}
-    for array in by_shape.values():
-        script = render_array(array, sweep, next_number(sweep))
-        require_acceptable(script, commands, example if array is whole else None)
+    whole = arrays[0]
+    if not whole.is_alone:
+        whole = replace(whole, runs=tuple(run for run, _ in scripts)[:max_size], throttle=None)
+    try:
+        _require_all_acceptable([whole, *arrays], sweep, commands, example)
+    except ClusterError:
+        if not refuses_arrays(whole, sweep, commands):
+            raise
+        arrays = cut_arrays(scripts, max_size=0, max_parallel=max_parallel)
+        _require_all_acceptable(arrays, sweep, commands, example)
     return arrays
+
+
+def _require_all_acceptable(
+    arrays: Sequence[ArrayPlan], sweep: SweepDirectory, commands: SlurmCommands, example: RunPlan | None
+) -> None:
+    """Refuses arrays that Slurm would not take; of those of one shape the first is asked about."""
+    by_shape = {array.directives: array for array in reversed(arrays)}
+    for array in reversed(by_shape.values()):
+        script = render_array(array, sweep, next_number(sweep))
+        require_acceptable(script, commands, example if array is arrays[0] else None)
+
+
+def refuses_arrays(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmCommands) -> bool:
+    """Returns whether Slurm would take a run of an array as a plain job, but not as an array of one element.
+
+    Raises:
+        ClusterError: no answer from the controller.
+    """
+    if plan.is_alone:
+        return False
+    listed = replace(plan, runs=plan.runs[:1], throttle=None)
+    alone = replace(listed, is_alone=True)
+    number = next_number(sweep)
+    if slurm_verdict(render_array(listed, sweep, number), commands).is_accepted:
+        return False
+    return slurm_verdict(render_array(alone, sweep, number), commands).is_accepted
 
 
 def submit_arrays(
@@ -185,7 +218,7 @@ def submit_arrays(
     Raises:
         ClusterError: sbatch refused one; those before it are submitted.
     """
-    from slurm_train.launch.submission import submit_script
+    from slurm_train.launch.submission import UnreadAnswer, submit_script
 
     ids: list[str] = []
     for number, plan in enumerate(plans, next_number(sweep)):
@@ -199,7 +232,11 @@ def submit_arrays(
         try:
             ids.append(submit_script(script, folder=array.path / "submitted", env=env, flags=flags))
         except ClusterError as err:
-            shutil.rmtree(array.path)
+            # What may be in the queue keeps its files.
+            if isinstance(err, UnreadAnswer):
+                write_atomic(array.unread, f"{err.message}\n")
+            else:
+                shutil.rmtree(array.path)
             if not ids:
                 raise
             done, left = (sum(len(one.runs) for one in part) for part in (plans[: len(ids)], plans[len(ids) :]))
@@ -215,13 +252,15 @@ def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str) -> None:
     """Writes an array's id down: next to its script, in the sweep's table, and in each of its runs."""
     write_atomic(array.job, json.dumps({"job_id": job_id, "submit_time_unix_s": time.time()}) + "\n")
     write_table(sweep, record_array(read_table(sweep), array, job_id))
-    for_each(lambda one: record_job(one[1], f"{job_id}_{one[0]}", durable=False), enumerate(read_runs(array)))
+    jobs = element_jobs(array, job_id)
+    for_each(lambda pair: record_job(pair[0], pair[1], durable=False), jobs.items())
 
 
 def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str]:
     """Looks in Slurm for arrays whose ids were never written down, writes them down and returns them.
 
-    An array that Slurm does not know was not submitted, or is over; its files go.
+    An array that Slurm does not know was not submitted, or is over; its files go, unless Slurm may have it under
+    another script: a wrapper may have submitted a copy.
 
     Raises:
         ClusterError: Slurm does not answer.
@@ -235,6 +274,6 @@ def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str
         if ids:
             _record(sweep, array, str(max(ids)))
             found.append(str(max(ids)))
-        else:
+        elif not array.unread.exists():
             shutil.rmtree(array.path)
     return found

@@ -6,19 +6,32 @@ known by its run directory. What is used is its submission path and its Job hand
 
 from __future__ import annotations
 
-import re
+import contextlib
+import subprocess
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import make_folder, write_durable
-from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.rundir.jobs import number_of
+from slurm_train.slurm.answers import Submitted, in_words, said, submitted_jobs
+from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 from slurm_train.slurm.job_variables import exported
+from slurm_train.slurm.policy import read_verdict
+
+# sbatch itself tries again for up to two minutes while the controller is too busy to take jobs.
+_TIMEOUT_S = 300.0
+# A new job is in the queue at once; a busy controller may take a moment to say so.
+_LOOKS, _PAUSE_S = 3, 1.0
+
+
+class UnreadAnswer(ClusterError):
+    """Whether Slurm has taken a job is not known: its files must stay where they are."""
 
 
 class ScriptExecutor(submitit.SlurmExecutor):
@@ -28,6 +41,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         folder: where submitit keeps its copy of what was submitted.
         script: the script's text.
         env: environment of the job to be; what does not travel is withheld from sbatch, which would pass on all it has.
+        commands: Slurm, which is asked where an answer of sbatch cannot be read.
         flags: further words for sbatch, which win over the script's own.
         export: further variables that travel, see `slurm.job_variables`.
     """
@@ -38,35 +52,92 @@ class ScriptExecutor(submitit.SlurmExecutor):
         *,
         script: str,
         env: Mapping[str, str],
+        commands: SlurmCommands,
         flags: Sequence[str] = (),
         export: Sequence[str] = (),
     ) -> None:
         super().__init__(folder)
         self.cluster = ""
-        """The cluster that has taken the job, where sbatch names one."""
+        """Another cluster that has taken the job, where sbatch names one."""
         self._script = script
+        self._commands = commands
         self._flags = list(flags)
         self._env = {name: env[name] for name in exported(env, export)}
 
     def submit_script(self) -> submitit.Job[Any]:
-        """Submits the script and returns submitit's handle of the job."""
+        """Submits the script and returns submitit's handle of the job.
+
+        Raises:
+            ClusterError: sbatch refused it.
+            UnreadAnswer: whether it did is not known.
+        """
         file = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
         write_durable(file, self._script)
-        # As submitit's own _submit_command does, but that would give sbatch the environment of this process.
-        command = ["sbatch", "--parsable", *self._flags, str(file)]
-        said = CommandFunction(command, verbose=False, env=self._env)()
-        job = self.job_class(folder=self.folder, job_id=self._get_job_id_from_submission_command(said), tasks=[0])
+        submitted = self._submitted(self._call_sbatch(file), file)
+        self.cluster = submitted.cluster
+        job = self.job_class(folder=self.folder, job_id=submitted.job_id, tasks=[0])
         job.paths.move_temporary_file(file, "submission_file", keep_as_symlink=True)
         return job
 
-    def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]  # static there
-        text = string.decode() if isinstance(string, bytes) else string
-        # --parsable prints "id" or "id;cluster"; a site's wrapper may print more before it.
-        match = re.search(r"^(\d+)(?:;([\w.-]+))?$", text, re.MULTILINE)
-        if match is None:
-            raise FailedSubmissionError(f"sbatch printed no job id: {text!r}")
-        self.cluster = match[2] or ""
-        return match[1]
+    def _call_sbatch(self, file: Path) -> Finished:
+        # Not by submitit's own _submit_command, which gives sbatch the environment of this process.
+        command = ["sbatch", "--parsable", *self._flags, str(file)]
+        try:
+            return run_program(command, env=self._env, timeout_s=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return Finished(-1, "", f"sbatch did not end within {_TIMEOUT_S:g} s: socket timed out")
+        except OSError as err:
+            file.unlink()
+            raise ClusterError(f"sbatch cannot be started: {err}", hint="see `which sbatch` and `ulimit -a`") from err
+
+    def _submitted(self, done: Finished, file: Path) -> Submitted:
+        """Returns the job that sbatch has submitted.
+
+        A wrapper may hide the id, or end with another exit code than sbatch, and an answer that the network lost may
+        have been acted upon. There the queue knows better: a job with this very script is this one.
+        """
+        named = submitted_jobs(done.stdout)
+        has_ended_well = done.return_code == 0
+        if has_ended_well and len(named) == 1 and not named[0].cluster:
+            return named[0]
+        may_be_late = not named and (has_ended_well or _is_lost(done))
+        queued, is_sure = self._look_up(file, looks=_LOOKS if may_be_late else 1)
+        if queued is not None:
+            return queued
+        if has_ended_well and named:
+            # Not in the queue of this cluster: it is over, or another cluster has it.
+            return named[-1]
+        if not has_ended_well and not _is_lost(done) and (is_sure or not named):
+            file.unlink()
+            verdict = read_verdict(done.return_code, done.stderr, done.stdout)
+            raise ClusterError(f"sbatch refused the job: {verdict.message}", hint=verdict.advice)
+        words = in_words(said(done.stdout, done.stderr)) or "nothing"
+        raise UnreadAnswer(
+            f"whether Slurm has the job is not known: sbatch ended with exit code {done.return_code} and said: {words}",
+            hint="look for it with `squeue --me -o '%i %j %o'`, and `scancel` it before you submit it again; "
+            f"its script is {file}",
+        )
+
+    def _look_up(self, file: Path, *, looks: int) -> tuple[Submitted | None, bool]:
+        """Returns the job in the queue that has a script, None for none, and whether Slurm has answered."""
+        is_sure = False
+        for remaining in reversed(range(looks)):
+            with contextlib.suppress(ClusterError):
+                scripts = self._commands.own_scripts()
+                is_sure = True
+                numbers = [number_of(job_id) for job_id, script in scripts.items() if script == str(file)]
+                if numbers:
+                    return Submitted(str(max(numbers))), is_sure
+            if remaining:
+                time.sleep(_PAUSE_S)
+        return None, is_sure
+
+
+def _is_lost(done: Finished) -> bool:
+    """Returns whether the controller may have taken a job although sbatch had no answer from it."""
+    words = done.stderr.lower()
+    was_connected = "connect failure" not in words and "connection refused" not in words
+    return done.return_code < 0 or (is_away(words) and was_connected)
 
 
 def submit_script(
@@ -76,19 +147,17 @@ def submit_script(
 
     Raises:
         ClusterError: sbatch refused it, or gave it to another cluster, where it is cancelled.
+        UnreadAnswer: whether Slurm has taken it is not known.
     """
     make_folder(folder)
+    commands = SlurmCommands(env)
     try:
-        executor = ScriptExecutor(folder, script=script, env=env, flags=flags, export=export)
-        job = executor.submit_script()
-    except (FailedJobError, FailedSubmissionError, RuntimeError) as err:
-        lines = [line for line in str(err).splitlines() if "sbatch:" in line] or str(err).splitlines()[-1:]
-        reason = lines[-1].strip() if lines else type(err).__name__
-        raise ClusterError(
-            f"sbatch refused the job: {reason}", hint="`plan` with the same words shows the script"
-        ) from err
+        executor = ScriptExecutor(folder, script=script, env=env, commands=commands, flags=flags, export=export)
+    except RuntimeError as err:
+        raise ClusterError(f"the job cannot be submitted: {err}", hint="type this on a login node") from err
+    job = executor.submit_script()
     if executor.cluster:
-        _refuse_other_cluster(str(job.job_id), executor.cluster, SlurmCommands(env))
+        _refuse_other_cluster(str(job.job_id), executor.cluster, commands)
     return str(job.job_id)
 
 
@@ -96,7 +165,13 @@ def _refuse_other_cluster(job_id: str, cluster: str, commands: SlurmCommands) ->
     here = commands.show_config().get("ClusterName", "")
     if cluster == here:
         return
-    commands.cancel([job_id], cluster=cluster)
+    try:
+        commands.cancel([job_id], cluster=cluster)
+    except ClusterError as err:
+        raise UnreadAnswer(
+            f"sbatch gave the job to cluster {cluster} as job {job_id}, and it cannot be cancelled: {err.message}",
+            hint=f"scancel --clusters={cluster} {job_id}; then submit from a login node of {cluster}",
+        ) from err
     raise ClusterError(
         f"sbatch gave the job to cluster {cluster} as job {job_id}, which is cancelled: status, cancel and requeue ask "
         f"the cluster of this machine ({here or 'it does not tell its name'})",

@@ -49,6 +49,8 @@ class ArrayDirectory:
     """One run directory per line, in the order of the elements."""
     job = Below("job.json")
     """The array's job id; missing while, or if, sbatch did not give one."""
+    unread = Below("unread_answer.txt")
+    """What sbatch said, where it is not known whether Slurm has the array."""
     logs = Below("logs")
     """What an element prints before it has found its run; empty otherwise."""
 
@@ -124,8 +126,17 @@ def read_table(sweep: SweepDirectory) -> list[Element]:
 
 def record_array(elements: Iterable[Element], array: ArrayDirectory, job_id: str) -> list[Element]:
     """Returns the elements with the jobs that an array has given to those that are in it."""
-    jobs = {run.path: f"{job_id}_{task}" for task, run in enumerate(read_runs(array))}
-    return [replace(element, job=jobs.get(element.run.path, element.job)) for element in elements]
+    jobs = element_jobs(array, job_id)
+    return [replace(element, job=jobs.get(element.run, element.job)) for element in elements]
+
+
+def element_jobs(array: ArrayDirectory, job_id: str) -> dict[RunDirectory, str]:
+    """Returns the job of each run of an array: "12_3", or "12" where its script is that of a plain job."""
+    runs = read_runs(array)
+    script = array.script.read_text(encoding="utf-8")
+    if len(runs) == 1 and "\n#SBATCH --array=" not in script:
+        return {runs[0]: job_id}
+    return {run: f"{job_id}_{task}" for task, run in enumerate(runs)}
 
 
 @contextlib.contextmanager

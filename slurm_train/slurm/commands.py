@@ -20,6 +20,7 @@ from pathlib import Path
 from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm import policy, records
+from slurm_train.slurm.answers import in_words, plain, said
 from slurm_train.slurm.job_variables import command_environment
 from slurm_train.slurm.policy import Association, Partition, Qos, TestVerdict
 from slurm_train.slurm.records import JobState
@@ -39,6 +40,11 @@ _UNREACHABLE = (
 )
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
 _STEP_ID = re.compile(r"[0-9]+(_[0-9]+)?\.[0-9]+")
+# As squeue writes them: "12", "12_3", "12_[0-3%2]", "12+1"; of steps "12.0", "12.batch", "12_3.0", "12+1.0".
+_QUEUED_ID = re.compile(r"[0-9]+(?:_[0-9]+|_\[[^\]]*\]?|\+[0-9]+)?")
+_LISTED_STEP = re.compile(r"[0-9]+(?:_[0-9]+|\+[0-9]+)?\.(?:[0-9]+(?:\+[0-9]+)?|[a-z]+)")
+_VERSION = re.compile(r"^slurm(?:-wlm)? (\S+)", re.MULTILINE)
+_FEDERATION = re.compile(r"^Federation:[ \t]*(\S+)", re.MULTILINE)
 
 
 class ControllerAway(ClusterError):
@@ -167,10 +173,10 @@ class SlurmCommands:
     def version(self) -> str | None:
         """Returns the version of Slurm's commands here, e.g. "22.05.8"; None where it is not known."""
         try:
-            name, _, version = self._run(["scontrol", "--version"]).strip().partition(" ")
+            match = _VERSION.search(self._run(["scontrol", "--version"]))
         except ClusterError:
             return None
-        return version if name == "slurm" else None
+        return None if match is None else match[1]
 
     def job_states(self, job_ids: Iterable[str], *, ended: bool = True) -> dict[str, JobState]:
         """Returns what Slurm knows about jobs, by id; an array's id gives one entry per element.
@@ -227,23 +233,26 @@ class SlurmCommands:
         Array ids are as squeue writes them, e.g. "12_[0-3]".
         """
         lines = self._run(["squeue", "-h", "--me", "-t", "all", "-o", "%i|%o"]).splitlines()
-        rows = (line.partition("|")[::2] for line in lines)
-        return {job_id.partition("+")[0]: script for job_id, script in rows if job_id[:1].isdigit()}
+        rows = (line.strip().partition("|")[::2] for line in lines)
+        return {job_id.partition("+")[0]: script for job_id, script in rows if _QUEUED_ID.fullmatch(job_id)}
 
     def ended_states(self, job_id: str) -> list[str]:
         """Returns how the earlier starts of a job ended, oldest first, e.g. ["NODE_FAIL", "PREEMPTED"].
 
         Empty where there is no accounting.
         """
-        done = self._call(["sacct", "-n", "-P", "-X", "-D", "-o", "State", "-j", *_checked_ids([job_id])])
-        words = [line.split()[0].rstrip("+") for line in done.stdout.splitlines() if line.strip()]
-        return [] if done.return_code else [word for word in words if word not in ("PENDING", "RUNNING")]
+        done = self._call(["sacct", "-n", "-P", "-X", "-D", "-o", "JobID,State", "-j", *_checked_ids([job_id])])
+        if done.return_code:
+            return []
+        rows = (line.strip().partition("|") for line in plain(done.stdout).splitlines())
+        words = [state.split()[0].rstrip("+") for row, _, state in rows if _QUEUED_ID.fullmatch(row) and state.strip()]
+        return [word for word in words if word not in ("PENDING", "RUNNING")]
 
     def steps(self, job_id: str) -> dict[str, str]:
         """Returns the running steps of a job as id -> name, e.g. {"77.1": "attempt_0", "77.batch": "batch"}."""
         argv = ["squeue", "-h", "-s", "-o", "%i|%j", "-j", *_checked_ids([job_id])]
         rows = (line.strip().partition("|") for line in self._run(argv, gone_is_empty=True).splitlines())
-        return {step: name for step, bar, name in rows if bar}
+        return {step: name for step, _, name in rows if _LISTED_STEP.fullmatch(step)}
 
     def show_job(self, job_id: str) -> dict[str, str]:
         """Returns the fields of `scontrol show job`, e.g. {"JobState": "RUNNING", "Restarts": "0", ...}.
@@ -269,14 +278,14 @@ class SlurmCommands:
     def federation(self) -> str:
         """Returns the name of the federation that this cluster is one of, "" if it is in none or there is no answer."""
         with contextlib.suppress(ClusterError):
-            name, _, rest = self._run(["scontrol", "show", "federation"]).partition(":")
-            return rest.split()[0] if name == "Federation" and rest.split() else ""
+            match = _FEDERATION.search(self._run(["scontrol", "show", "federation"]))
+            return "" if match is None else match[1]
         return ""
 
     def node_address(self, name: str) -> str:
         """Returns how Slurm reaches a node, its NodeAddr: a name or an address; "" where it does not know the node."""
-        lines = self._run(["sinfo", "-h", "-N", "-n", name, "-O", "NodeAddr:255"]).split()
-        return lines[0] if lines else ""
+        rows = records.split_rows(self._run(["sinfo", "-h", "-N", "-n", name, "-o", "%N|%o"]), 2)
+        return next((address for node, address in rows if node == name), "")
 
     def node_names(self) -> list[tuple[str, str, str]]:
         """Returns NodeName, NodeAddr and host name of every node that this user can see."""
@@ -324,7 +333,7 @@ class SlurmCommands:
         done = self._call(argv)
         if done.return_code and is_away(done.stderr):
             raise _failed_command(argv, done)
-        return policy.read_verdict(done.return_code, done.stderr)
+        return policy.read_verdict(done.return_code, done.stderr, done.stdout)
 
     def requeue(self, job_id: str, *, is_over: bool = False) -> None:
         """Asks Slurm to requeue a job unless it was cancelled; read `restarts` back to see whether that happened.
@@ -351,7 +360,8 @@ class SlurmCommands:
     def hand_dependents(self, job_id: str, successor: str) -> None:
         """Makes this user's waiting jobs that wait for the success of one job wait for that of another instead."""
         lines = self._run(["squeue", "-h", "--me", "-t", "PENDING", "-o", "%i|%E"]).splitlines()
-        for waiting, _, dependency in (line.partition("|") for line in lines):
+        rows = (line.strip().partition("|") for line in lines)
+        for waiting, _, dependency in (row for row in rows if _QUEUED_ID.fullmatch(row[0])):
             # As squeue writes it: "afterok:12(unfulfilled),afterany:13(unfulfilled)".
             before = re.sub(r"\([^)]*\)", "", dependency)
             after = re.sub(rf"\bafterok:{job_id}(?![\d_])", f"afterok:{successor}", before)
@@ -395,13 +405,13 @@ class SlurmCommands:
         self._run(["scontrol", "update", f"JobId={_checked_ids([job_id])[0]}", setting])
 
     def _run(self, argv: list[str], *, gone_is_empty: bool = False) -> str:
-        """Returns what a command prints; "" for jobs that are gone, of which squeue complains for a single one."""
+        """Returns what a command prints, as plain text; "" for jobs that are gone, of which squeue complains."""
         done = self._call(argv)
         if done.return_code and gone_is_empty and "invalid job id" in done.stderr.lower():
             return ""
         if done.return_code:
             raise _failed_command(argv, done)
-        return done.stdout
+        return plain(done.stdout)
 
     def _call(self, argv: list[str]) -> Finished:
         # Seconds since 1970, see `records.unix_s`; the verdict of `sbatch --test-only` is shown to people.
@@ -430,6 +440,7 @@ def _failed_command(argv: Sequence[str], done: Finished) -> ClusterError:
     # A job that ends takes the commands that its script runs along (22.05 with linuxproc signals every descendant).
     kind = ControllerAway if done.return_code < 0 or is_away(done.stderr) else ClusterError
     return kind(
-        f"`{shlex.join(argv)}` ended with exit code {done.return_code}: {done.last_line}",
+        f"`{shlex.join(argv)}` ended with exit code {done.return_code}: "
+        f"{in_words(said(done.stdout, done.stderr)) or 'no output'}",
         hint="run the command by hand; `scontrol ping` says whether the controller answers",
     )

@@ -12,6 +12,7 @@ from typing import Literal
 
 from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen
+from slurm_train.slurm.answers import in_words, plain, said
 from slurm_train.slurm.records import split_rows
 
 SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%m|%t"
@@ -76,15 +77,19 @@ class Partition:
 def parse_sinfo(text: str) -> list[Partition]:
     """Returns the partitions in the output of `sinfo -h -e -o SINFO_FORMAT`, in Slurm's order.
 
+    Lines of another form are a site's own and are left out.
+
     Raises:
-        ClusterError: a line is not of that format.
+        ClusterError: there are lines, and none is of that format.
     """
     rows: dict[str, list[list[str]]] = {}
-    for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) != SINFO_FORMAT.count("|") + 1:
-            raise ClusterError(f"cannot read sinfo's line {line!r}", hint="run sinfo by hand and report what it prints")
+    for fields in split_rows(text, SINFO_FORMAT.count("|") + 1):
         rows.setdefault(fields[0], []).append(fields)
+    if text.strip() and not rows:
+        raise ClusterError(
+            f"sinfo printed no partition, but {text.strip()[:200]!r}",
+            hint=f"run sinfo -h -e -o '{SINFO_FORMAT}' by hand and report what it prints",
+        )
     found = []
     for name, lines in rows.items():
         _, starred, state, _, job_size, max_time, default_time, *_ = lines[0]
@@ -319,7 +324,7 @@ class Refusal(enum.Enum):
     TIME_LIMIT = "lower cluster.time_limit_min (`sinfo -o '%P %l'` shows the longest)"
     POLICY = "your account or QOS allows less: ask for less, or for another QOS"
     NODE_NAME = "see `sinfo -N` for the names and set cluster.nodelist or cluster.exclude"
-    FEATURE = "see `sinfo -o '%N %f'` for the features and set cluster.sbatch.constraint"
+    FEATURE = "see `sinfo -o '%N %f'` for the features and set cluster.constraint"
     RESERVATION = "see `scontrol show reservation` and set cluster.sbatch.reservation"
     OPTION = "look up the option in `man sbatch` and set cluster.sbatch.<flag>"
     OTHER = "run `sbatch --test-only` on the script by hand"
@@ -341,11 +346,32 @@ _PATTERNS = {
     "|gres|memory specification",
     Refusal.OPTION: "option|specification|directive|unmatched",
 }
+# What a site's own words are about, and the setting for it.
+_SUBJECTS = {
+    r"--account\b|\baccounts?\b|\ballocations?\b|\bprojects?\b": "the account (cluster.account)",
+    r"--partition\b|\bpartitions?\b|\bqueues?\b": "the partition (cluster.partition)",
+    r"--qos\b|\bqos\b|\bquality of service\b": "the QOS (cluster.qos)",
+    r"--time\b|\btime.?limits?\b|\bwall.?(?:clock|time)\b|\brun.?time\b": "the time limit (cluster.time_limit_min)",
+    r"--gres\b|--gpus\b|--gpus-per|\bgres\b|\bgeneric resources?\b|\bgpus?\b": (
+        "the GPUs (cluster.gpus_per_node, cluster.gpu_type, cluster.gpu_flag)"
+    ),
+    r"--mem\b|--mem-per|\bmemory\b": "the memory (cluster.memory_gb_per_gpu)",
+    r"--cpus-per|--ntasks|\bcpus?\b|\bcores?\b": "the CPUs (cluster.cpus_per_gpu)",
+    r"--nodes\b|\b(?:number of|too many|too few|at least \d+|at most \d+|more than \d+) (?:\w+ )?nodes?\b": (
+        "the number of nodes (cluster.nodes)"
+    ),
+    r"--constraint\b|\bconstraints?\b|\bfeatures?\b": "the constraint (cluster.constraint)",
+    r"--reservation\b|\breservations?\b": "the reservation (cluster.sbatch.reservation)",
+    r"--licenses\b|\blicen[sc]es?\b": "the licenses (cluster.sbatch.licenses)",
+    r"--comment\b|\bcomments?\b": "the comment (cluster.sbatch.comment)",
+    r"--job-name\b|\bjob.?names?\b": "the job's name (run.name)",
+    r"--requeue\b|\brequeue": "--requeue (requeue.enabled=false)",
+}
+_LONG_FLAG = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z0-9]+(?:-[a-z0-9]+)*)")
 _ESTIMATE = re.compile(
     # A heterogeneous job's line has neither "nodes" nor the partition.
     r"to start at (?P<start>\S+) using .* on (?:nodes )?(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
 )
-_PREFIX = re.compile(r"^(?:sbatch: )?(?:error: |fatal: )?(?:allocation failure: |Batch job submission failed: )?")
 
 
 @frozen
@@ -363,20 +389,37 @@ class TestVerdict:
     refusal: Refusal | None = None
     """None if accepted."""
     message: str = ""
-    """Slurm's own words for the refusal."""
+    """All that Slurm and the site have said about the refusal."""
+    advice: str = ""
+    """What to do about it."""
 
 
-def read_verdict(return_code: int, text: str) -> TestVerdict:
-    """Returns what exit code and stderr of `sbatch --test-only` mean."""
+def read_verdict(return_code: int, stderr: str, stdout: str = "") -> TestVerdict:
+    """Returns what exit code and output of `sbatch --test-only` mean, or those of an sbatch that was refused."""
     if return_code == 0:
-        match = _ESTIMATE.search(text)
+        match = _ESTIMATE.search(plain(stderr))
         if match is None:
             return TestVerdict(is_accepted=True)
         partition = match["partition"] or ""
         return TestVerdict(is_accepted=True, start=match["start"], nodelist=match["nodes"], partition=partition)
-    lines = [_PREFIX.sub("", line.strip()) for line in text.splitlines()]
-    messages = [line for line in lines if line and not line.startswith("Try ")]
-    message = "; ".join(messages[-2:]) or "sbatch gave no reason"
-    found = (refusal for refusal, pattern in _PATTERNS.items() if re.search(pattern, message, re.IGNORECASE))
-    refusal = next(found, Refusal.OTHER)
-    return TestVerdict(is_accepted=False, refusal=refusal, message=message)
+    lines = said(stdout, stderr)
+    # Slurm's own words come last on stderr; those of the site before them are about anything.
+    own_words = "; ".join(said("", stderr)[-2:])
+    matching = (refusal for refusal, pattern in _PATTERNS.items() if re.search(pattern, own_words, re.IGNORECASE))
+    refusal = next(matching, Refusal.OTHER)
+    advice = refusal.value
+    subjects = _subjects_of(lines)
+    if refusal is Refusal.OTHER and subjects:
+        advice = f"its words are about {', '.join(subjects)}: set what it asks for"
+    message = in_words(lines) or "sbatch gave no reason"
+    return TestVerdict(is_accepted=False, refusal=refusal, message=message, advice=advice)
+
+
+def _subjects_of(lines: list[str]) -> list[str]:
+    """Returns what the words of a site are about, each with its setting."""
+    text = "\n".join(lines)
+    subjects = [subject for pattern, subject in _SUBJECTS.items() if re.search(pattern, text, re.IGNORECASE)]
+    for flag in _LONG_FLAG.finditer(text):
+        if not any(re.search(pattern, flag[0], re.IGNORECASE) for pattern in _SUBJECTS):
+            subjects.append(f"{flag[0]} (cluster.sbatch.{flag['name']})")
+    return list(dict.fromkeys(subjects))

@@ -29,6 +29,7 @@ _INDEX_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+)(?::([1-9][0-9]*))?)?")
 # MaxArraySize cannot be set higher (slurm.conf).
 _MAX_INDEX = 4000001
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=")
+_RECORD_START = re.compile(r"[A-Z][A-Za-z]+=")
 # The rest of the line is the value, whatever it holds.
 _FREE_TEXT = frozenset(
     {"JobName", "Comment", "AdminComment", "SystemComment", "Command", "WorkDir", "StdErr", "StdIn", "StdOut"}
@@ -266,7 +267,10 @@ def parse_records(text: str) -> list[dict[str, str]]:
     found = []
     for block in text.strip().split("\n\n"):
         fields: dict[str, str] = {}
-        for line in block.splitlines():
+        lines = block.splitlines()
+        # Before its first line a site may have printed lines of its own.
+        start = next((number for number, line in enumerate(lines) if _RECORD_START.match(line)), len(lines))
+        for line in lines[start:]:
             matches = list(_KEY.finditer(line))
             for match, following in zip(matches, [*matches[1:], None], strict=False):
                 is_free = match[1] in _FREE_TEXT
@@ -275,7 +279,8 @@ def parse_records(text: str) -> list[dict[str, str]]:
                 fields.setdefault(match[1], value if is_free else value.strip())
                 if is_free:
                     break
-        found.append(fields)
+        if fields:
+            found.append(fields)
     return found
 
 

@@ -80,6 +80,29 @@ class SlurmPrograms:
         """A PATH with these programs in front."""
         return f"{self.folder}:{os.environ['PATH']}"
 
+    def wrap(self, program: str, body: str) -> None:
+        """Puts a site's wrapper in place of a program.
+
+        Args:
+            program: e.g. "sbatch".
+            body: shell lines, with {real} for the program itself.
+        """
+        num_before = len(list(self.folder.glob(f"{program}.real*")))
+        real = self.folder / f"{program}.real{num_before}"
+        (self.folder / program).rename(real)
+        (self.folder / program).write_text(f"#!/bin/sh\n{body.format(real=real)}\n")
+        (self.folder / program).chmod(0o755)
+
+    def talk(self, line: str) -> None:
+        """Has every program print a line of the site's own before and after what it prints itself."""
+        for program in _PROGRAMS:
+            self.wrap(program, f"echo '{line}'; {{real}} \"$@\"; code=$?; echo '{line}'; exit $code")
+
+    def queue_scripts(self) -> None:
+        """Has squeue show the script of what is submitted from now on."""
+        note = f'for script; do :; done; echo "$(cat {self.folder}/job_id)|$script" >> {self.folder}/scripts.out'
+        self.wrap("sbatch", f'case $1 in --test-only) ;; *) {note};; esac; exec {{real}} "$@"')
+
     def queue(self, job_id: str, word: str, *, reason: str = "None", nodes: str = "") -> None:
         """Adds a job to what squeue prints; the newest word about a job counts."""
         line = _SQUEUE.format(job_id=job_id, word=word, reason=reason, nodes=nodes)

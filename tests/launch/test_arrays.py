@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.errors import ClusterError
 from slurm_train.launch.arrays import ArrayPlan, cut_arrays, max_array_size, render_array
 from slurm_train.launch.batch_script import render_script
 from slurm_train.rundir.paths import RunDirectory
@@ -36,13 +35,15 @@ def test_the_script_of_an_array_is_the_golden_file() -> None:
     assert render(plan) == GOLDEN.read_text(encoding="utf-8")
 
 
-def element(folder: Path, *runs: RunDirectory, task: str | None = "0") -> subprocess.CompletedProcess[str]:
+def element(
+    folder: Path, *runs: RunDirectory, task: str | None = "0", is_alone: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Carries out the script of an array of these runs as an element of it would, in the folder above."""
     sweep = SweepDirectory(folder)
     sweep.array(0).path.mkdir(parents=True, exist_ok=True)
     sweep.array(0).runs.write_text("".join(f"{run.path}\n" for run in runs))
     env = {"PATH": os.environ["PATH"]} | ({} if task is None else {"SLURM_ARRAY_TASK_ID": task})
-    script = render_array(ArrayPlan(runs=runs, directives=()), sweep, 0)
+    script = render_array(ArrayPlan(runs=runs, directives=(), is_alone=is_alone), sweep, 0)
     return subprocess.run(["bash"], input=script, env=env, cwd=folder.parent, capture_output=True, text=True)
 
 
@@ -104,9 +105,25 @@ def test_a_sweep_is_cut_at_the_largest_array_and_shares_its_limit(
     [
         ({}, 1001),
         ({"MaxArraySize": "1001", "SchedulerParameters": "bf_interval=1,max_array_tasks=200,x"}, 200),
+        ({"MaxArraySize": "0"}, 0),
     ],
 )
 def test_the_largest_array_is_the_sites(settings: dict[str, str], size: int) -> None:
     assert max_array_size(settings) == size
-    with pytest.raises(ClusterError, match="allows no job arrays"):
-        max_array_size({"MaxArraySize": "0"})
+
+
+def test_where_there_are_no_arrays_each_run_is_a_job_of_its_own_and_the_limit_holds(tmp_path: Path) -> None:
+    arrays = cut(5, max_size=0, max_parallel=2)
+    assert [(len(array.runs), array.is_alone, array.after) for array in arrays] == [
+        (1, True, None),
+        (1, True, None),
+        (1, True, 0),
+        (1, True, 1),
+        (1, True, 2),
+    ]
+    assert "#SBATCH --array" not in render(arrays[0]) and "logs/0.log" in render(arrays[0])
+    run = RunDirectory(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.submit_script.write_text("echo here\n")
+    done = element(tmp_path, run, task=None, is_alone=True)
+    assert (done.returncode, (run.logs / "batch.log").read_text()) == (0, "here\n")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.launch.submission import submit_script
+from slurm_train.launch import submission
+from slurm_train.launch.submission import UnreadAnswer, submit_script
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.refusals import refusal
 
@@ -60,20 +61,81 @@ def test_of_the_environment_only_what_is_given_and_may_travel_reaches_sbatch(
     assert found == dict.fromkeys(kept, "given")
 
 
+SITES = {
+    # A wrapper whose sentence stands in the place of the id.
+    "sentence": 'id=$({real} "$@") || exit; echo "Submitted batch job $id on cluster lab"',
+    "sentence without a cluster": 'id=$({real} "$@") || exit; echo "Submitted batch job $id"',
+    "sentence of the site's own": 'id=$({real} "$@") || exit; echo "Your job is in the queue as no. $id"',
+    "nothing at all": '{real} "$@" > /dev/null',
+    "another number before it": 'echo 1000; {real} "$@"',
+    "another number after it": '{real} "$@"; echo 12',
+    "a failure after it": '{real} "$@"; exit 1',
+    "an answer that is lost": '{real} "$@" > /dev/null; echo "sbatch: error: Socket timed out" >&2; exit 1',
+}
+
+
+@pytest.mark.parametrize("body", SITES.values(), ids=SITES)
+def test_a_job_that_is_in_the_queue_was_submitted_whatever_is_printed(
+    body: str, slurm: SlurmPrograms, tmp_path: Path
+) -> None:
+    slurm.queue_scripts()
+    slurm.wrap("sbatch", body)
+    (slurm.folder / "squeue.out").write_text("")
+    assert submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ) == "4711"
+    assert slurm.said("cancelled") is None
+
+
+def test_of_several_numbers_the_last_counts_where_slurm_knows_none(slurm: SlurmPrograms, tmp_path: Path) -> None:
+    answers(slurm, "1000\n...\n60060368\n")
+    assert submit_script(SCRIPT, folder=tmp_path / "submitted", env=os.environ) == "60060368"
+
+
 @pytest.mark.parametrize(
-    ("program", "message"),
+    "program",
+    ["echo your job is in the queue", "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1"],
+)
+def test_what_may_be_in_the_queue_is_no_refusal(
+    program: str, slurm: SlurmPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "_PAUSE_S", 0.0)
+    (slurm.folder / "sbatch").write_text(f"#!/bin/sh\n{program}\n")
+    error = refusal(UnreadAnswer, submit_script, SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+    assert error.message.startswith("whether Slurm has the job is not known")
+    (script,) = (tmp_path / "submitted").iterdir()
+    assert script.read_text() == SCRIPT and str(script) in error.hint
+
+
+@pytest.mark.parametrize(
+    ("program", "message", "hint"),
     [
         (
             "printf 'sbatch: error: first\nsbatch: error: Invalid qos\n' >&2; exit 1",
-            "the job: sbatch: error: Invalid qos",
+            "sbatch refused the job: first; Invalid qos",
+            "cluster.qos",
         ),
-        ("exit 1", "the job: FailedJobError"),
-        ("echo Submitted batch job 4711", "sbatch printed no job id"),
+        ("exit 1", "sbatch refused the job: sbatch gave no reason", "by hand"),
+        (
+            "printf -- '--> Checking\n    [*] Unknown account\n'; echo 'sbatch: error: no' >&2; exit 1",
+            "sbatch refused the job: \n    --> Checking\n        [*] Unknown account\n    no",
+            "cluster.account",
+        ),
+        ("echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1", "Unable to", ""),
     ],
 )
-def test_a_refusal_is_an_error_with_slurms_own_line(
-    program: str, message: str, slurm: SlurmPrograms, tmp_path: Path
+def test_a_refusal_is_an_error_with_all_words_of_slurm_and_the_site(
+    program: str, message: str, hint: str, slurm: SlurmPrograms, tmp_path: Path
 ) -> None:
     (slurm.folder / "sbatch").write_text(f"#!/bin/sh\n{program}\n")
     error = refusal(ClusterError, submit_script, SCRIPT, folder=tmp_path / "submitted", env=os.environ)
-    assert message in error.message
+    assert message in error.message and hint in error.hint
+    assert not isinstance(error, UnreadAnswer)
+    assert list((tmp_path / "submitted").iterdir()) == []
+
+
+def test_a_job_of_another_cluster_that_cannot_be_cancelled_is_not_forgotten(
+    slurm: SlurmPrograms, tmp_path: Path
+) -> None:
+    answers(slurm, "4711;gpu2\n")
+    (slurm.folder / "scancel").write_text("#!/bin/sh\necho scancel: error: no such cluster >&2; exit 1\n")
+    error = refusal(UnreadAnswer, submit_script, SCRIPT, folder=tmp_path / "submitted", env=os.environ)
+    assert "no such cluster" in error.message and "scancel --clusters=gpu2 4711" in error.hint

@@ -28,10 +28,13 @@ def new_sweep(root: Path, sweep_id: str = "9b1c44e0") -> SweepDirectory:
     return sweep
 
 
-def new_array(sweep: SweepDirectory, number: int, runs: list[RunDirectory], job_id: str | None = None) -> None:
+def new_array(
+    sweep: SweepDirectory, number: int, runs: list[RunDirectory], job_id: str | None = None, *, is_array: bool = True
+) -> None:
     array = sweep.array(number)
     array.path.mkdir(parents=True)
     array.runs.write_text("".join(f"{run.path}\n" for run in runs))
+    array.script.write_text(f"#!/bin/bash\n#SBATCH --array=0-{len(runs) - 1}\n" if is_array else "#!/bin/bash\n")
     if job_id is not None:
         array.job.write_text(json.dumps({"job_id": job_id}))
 
@@ -46,9 +49,11 @@ def test_an_array_gives_its_elements_their_jobs_and_leaves_the_others(tmp_path: 
     elements = record_array(read_table(sweep), sweep.array(0), "12")
     assert [element.job for element in elements] == ["12_0", "12_1", "12_2"]
     assert [element.job for element in record_array(elements, sweep.array(1), "40")] == ["40_1", "12_1", "40_0"]
+    new_array(sweep, 2, [runs[1]], "50", is_array=False)
+    assert [element.job for element in record_array(elements, sweep.array(2), "50")] == ["12_0", "50", "12_2"]
     new_array(sweep, 1000, [])
     (sweep.arrays / "notes").mkdir()
-    assert [array.number for array in existing_arrays(sweep)] == [0, 1, 1000]
+    assert [array.number for array in existing_arrays(sweep)] == [0, 1, 2, 1000]
 
 
 @pytest.mark.parametrize("word", ["9b1c", "sweeps/9b1c44e0", "12", "PATH"])

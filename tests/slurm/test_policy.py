@@ -59,8 +59,10 @@ def test_nodes_that_differ_within_a_line_count_as_the_smallest() -> None:
     assert partition.groups == (group(9, 2, "", 32, 64000, "idle"),)
 
 
-def test_a_line_of_another_form_is_an_error() -> None:
-    with pytest.raises(ClusterError, match=r"cannot read sinfo's line 'main\|up'"):
+def test_lines_of_a_site_are_left_out_and_nothing_but_such_lines_is_an_error(recorded: Callable[[str], str]) -> None:
+    text = recorded("sinfo_mixed")
+    assert parse_sinfo(f"Welcome to the lab\n{text}a|b\n") == parse_sinfo(text)
+    with pytest.raises(ClusterError, match=r"sinfo printed no partition, but 'main\|up'"):
         parse_sinfo("main|up\n")
 
 
@@ -257,4 +259,34 @@ def test_an_accepted_script_has_an_estimated_start() -> None:
     ],
 )
 def test_refusals_are_told_apart(text: str, refusal: Refusal, message: str) -> None:
-    assert read_verdict(1, text) == TestVerdict(is_accepted=False, refusal=refusal, message=message)
+    verdict = TestVerdict(is_accepted=False, refusal=refusal, message=message, advice=refusal.value)
+    assert read_verdict(1, text) == verdict
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("You may use several accounts.\nName one:\n  lab-one, lab-two\nUse --account=NAME.", "cluster.account"),
+        ("    [*] Too many simultaneous jobs in queue.", "cluster.partition"),
+        ("Please choose a QoS", "cluster.qos"),
+        ("Wall time must not exceed 24 h", "cluster.time_limit_min"),
+        ("You must request at least 1 GPU in this partition", "cluster.gpu_type"),
+        ("memory per core is limited to 4 GB", "cluster.memory_gb_per_gpu"),
+        ("use -C / --constraint to choose nodes", "cluster.constraint"),
+        ("Reservation maint starts soon", "cluster.sbatch.reservation"),
+        ("Licenses are missing", "cluster.sbatch.licenses"),
+        ("Jobs must name a --wckey=PROJECT", "cluster.sbatch.wckey"),
+        ("too many nodes", "cluster.nodes"),
+        ("a comment is required", "cluster.sbatch.comment"),
+    ],
+)
+def test_words_of_a_site_point_at_settings(words: str, settings: str) -> None:
+    for stdout, stderr in ((words, ""), ("", words)):
+        error = f"{stderr}\nsbatch: error: Batch job submission failed: Unspecified error\n"
+        verdict = read_verdict(1, error, stdout)
+        assert settings in verdict.advice
+        assert all(line.strip() in verdict.message for line in words.splitlines())
+
+
+def test_words_about_nothing_point_at_no_setting() -> None:
+    assert read_verdict(1, "sbatch: error: come back tomorrow\n").advice == Refusal.OTHER.value

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -174,7 +174,7 @@ def test_steps_are_listed_and_ended_one_by_one() -> None:
 
 
 def test_the_ends_of_earlier_starts_come_from_accounting() -> None:
-    script = Script(sacct=ok("NODE_FAIL\nCANCELLED by 0\nRUNNING\n"))
+    script = Script(sacct=ok("Welcome to the lab\n7|NODE_FAIL\n7|CANCELLED by 0\n7|RUNNING\n"))
     assert slurm(script).ended_states("7") == ["NODE_FAIL", "CANCELLED"]
     assert slurm(Script(sacct=bad("no accounting\n"))).ended_states("7") == []
 
@@ -228,6 +228,48 @@ def test_a_node_of_two_partitions_is_named_once() -> None:
     said = "n001|10.98.76.11|blade1\nn001|10.98.76.11|blade1\nn002|10.98.76.12|blade2\n"
     names = [("n001", "10.98.76.11", "blade1"), ("n002", "10.98.76.12", "blade2")]
     assert SlurmCommands({}, runner=Script(sinfo=ok(said))).node_names() == names
+
+
+BANNER = "\x1b[1mWelcome to the lab|3 messages, quota=80%\x1b[0m\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("ask", "command", "text", "answer"),
+    [
+        (lambda slurm: slurm.version(), "scontrol", "slurm 22.05.8\n", "22.05.8"),
+        (lambda slurm: slurm.version(), "scontrol", "slurm-wlm 21.08.5\n", "21.08.5"),
+        (lambda slurm: list(slurm.job_states(["7"])), "squeue", RUNNING_7, ["7"]),
+        (lambda slurm: list(slurm.accounted(["8"])), "sacct", ENDED_8, ["8"]),
+        (lambda slurm: slurm.own_scripts(), "squeue", "12_[0-3]|/a/x.sh\n", {"12_[0-3]": "/a/x.sh"}),
+        (lambda slurm: slurm.steps("77"), "squeue", "77.batch|batch\n", {"77.batch": "batch"}),
+        (lambda slurm: slurm.show_job("7")["Restarts"], "scontrol", "JobId=7 JobName=x\n   Restarts=2\n", "2"),
+        (lambda slurm: slurm.show_config()["MaxArraySize"], "scontrol", "MaxArraySize   = 1001\n", "1001"),
+        (lambda slurm: slurm.show_partition("main")["Nodes"], "scontrol", "PartitionName=main\n   Nodes=n1\n", "n1"),
+        (lambda slurm: len(slurm.show_partitions()), "scontrol", "PartitionName=a\n\nPartitionName=b\n", 2),
+        (lambda slurm: slurm.federation(), "scontrol", "Federation: wide\n", "wide"),
+        (lambda slurm: slurm.node_address("n1"), "sinfo", "n1|10.0.0.1\n", "10.0.0.1"),
+        (lambda slurm: slurm.node_names(), "sinfo", "n1|10.0.0.1|h1\n", [("n1", "10.0.0.1", "h1")]),
+        (
+            lambda slurm: slurm.partitions()[0].num_nodes,
+            "sinfo",
+            "main|main*|up|4|1-infinite|1:00|n/a|gpu:8|64|512|idle\n",
+            4,
+        ),
+        (lambda slurm: slurm.associations("me")[0].account, "sacctmgr", "a|lab|a|||\n", "a"),
+        (lambda slurm: slurm.all_qos()[0].name, "sacctmgr", "normal|0|00:00:00||cluster|\n", "normal"),
+    ],
+)
+@pytest.mark.parametrize(("before", "after"), [("", ""), (BANNER, ""), ("", BANNER), (BANNER, BANNER)])
+def test_lines_of_a_site_around_an_answer_do_not_hide_it(
+    before: str, after: str, ask: Callable[[SlurmCommands], object], command: str, text: str, answer: object
+) -> None:
+    assert ask(slurm(Script(**{command: ok(f"{before}{text}{after}")}))) == answer
+
+
+def test_a_refused_command_is_quoted_with_all_that_it_said() -> None:
+    done = Finished(1, "Ask the help desk:\n  help@lab\n", "scontrol: error: no\n")
+    error = refusal(ClusterError, slurm(Script(scontrol=done)).allow_requeue, "7")
+    assert all(words in error.message for words in ("Ask the help desk:", "help@lab", "no"))
 
 
 def test_the_fake_has_the_methods_of_the_real_thing() -> None:

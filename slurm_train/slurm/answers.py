@@ -1,0 +1,61 @@
+"""What a command of Slurm has answered, whatever a site's wrapper, banner or filter says around it. Pure text in.
+
+Sites put scripts of their own in place of Slurm's commands, and filters that talk to the person. So an answer is looked
+for among other lines, and where a command refuses, all that it has said is kept: the site's explanation may be on
+stdout, or many lines above the last one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from slurm_train.frozen_class import frozen_positional
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])")
+# `sbatch --parsable` prints "26", or "26;lab" for another cluster; without it sbatch prints a sentence.
+_LONE_ID = re.compile(r"^[ \t]*(?P<id>[0-9]+)(?:;(?P<cluster>[\w.-]+))?[ \t]*$", re.MULTILINE)
+_SENTENCE = re.compile(r"\bsubmitted batch job (?P<id>[0-9]+)(?: on cluster (?P<cluster>[\w.-]+))?", re.IGNORECASE)
+# In front of a line of sbatch's stderr: who speaks, and that it is an error.
+_PREFIX = re.compile(
+    r"^(?:s(?:batch|alloc|run): )?(?:error: |fatal: |lua: )*(?:allocation failure: |Batch job submission failed: )?"
+)
+_FEW_LINES = 2
+
+
+def plain(text: str) -> str:
+    """Returns a text without what is only for terminals: colours and other escape sequences, carriage returns, tabs."""
+    return _ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n").expandtabs()
+
+
+def said(stdout: str, stderr: str) -> list[str]:
+    """Returns the lines that a command has written, stdout's first, without empty ones and "sbatch: error: "."""
+    lines = [*plain(stdout).splitlines(), *plain(stderr).splitlines()]
+    spoken = (_PREFIX.sub("", line.rstrip()) for line in lines)
+    return [line for line in spoken if line.strip() and not line.startswith("Try ")]
+
+
+def in_words(lines: list[str]) -> str:
+    """Returns lines as they stand in a message: few of them in one line, several below each other."""
+    if len(lines) <= _FEW_LINES:
+        return "; ".join(line.strip() for line in lines)
+    return "".join(f"\n    {line}" for line in lines)
+
+
+@frozen_positional
+class Submitted:
+    """A job that sbatch says it has submitted."""
+
+    job_id: str
+    cluster: str = ""
+    """The cluster that has taken it, where the answer names one."""
+
+
+def submitted_jobs(stdout: str) -> list[Submitted]:
+    """Returns the jobs that an answer of sbatch may name; the last one is meant, unless Slurm knows better.
+
+    Args:
+        stdout: of `sbatch --parsable`, e.g. "26\\n", "26;lab\\n" or "Submitted batch job 26 on cluster lab\\n".
+    """
+    text = plain(stdout)
+    matches = [*_SENTENCE.finditer(text), *_LONE_ID.finditer(text)]
+    return list(dict.fromkeys(Submitted(match["id"], match["cluster"] or "") for match in matches))
