@@ -34,9 +34,11 @@ _WHOLE_JOB_NAMES = frozenset(
     }
 )
 _WHOLE_JOB_PREFIXES = ("SLURM_JOB_", "SLURM_ARRAY_", "SLURM_HET_", "SLURM_SUBMIT_", "SLURM_TRAIN_")
-# What srun of 20.11 and of 23.11 on reads as options, and those between do not. An allocation may have more CPUs per
-# task than the run wants; what the run wants is in the words of srun.
-_CPU_NAMES = frozenset({"SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"})
+# What the run wants is in the words of srun. An allocation may have more CPUs per task, which srun of 20.11 and of
+# 23.11 on takes over, and tasks per GPU, which contradict those per node (a fatal error of srun).
+_SAID_IN_WORDS = frozenset(
+    {"SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES"}
+)
 # What programs need to start and libraries are tuned by.
 _EXPORTED_NAMES = frozenset(
     {
@@ -82,25 +84,58 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
 def job_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a job for the processes that a supervisor in it starts, srun above all.
 
-    Left-over ranks, options of srun, and CPUs per task are removed. In a batch script the rest stays: sbatch hands its
-    own options on to srun by such variables (SLURM_HINT and the like). In a shell that srun has started (`srun --pty
-    bash`) they are those of the shell's step (CPU binding, distribution, one task on one node), and srun would read
-    them as options: there only what is about the whole job stays.
+    Left-over ranks, options of srun, CPUs per task and tasks per GPU are removed. In a batch script the rest stays:
+    sbatch hands its own options on to srun by such variables (SLURM_HINT and the like). In a shell that srun has
+    started (`srun --pty bash`) they are those of the shell's step (CPU binding, distribution, one task on one node),
+    and srun would read them as options: there only what is about the whole job stays.
     """
-    slurm = {name: value for name, value in env.items() if name.startswith("SLURM") and name not in _CPU_NAMES}
+    slurm = {name: value for name, value in env.items() if name.startswith("SLURM") and name not in _SAID_IN_WORDS}
     if not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(slurm):
         kept = {name: value for name, value in slurm.items() if not name.startswith("SLURM_STEP_")}
         return scrubbed(env) | kept
-    kept = {
-        name: value
-        for name, value in slurm.items()
-        if name in _WHOLE_JOB_NAMES or name.startswith(_WHOLE_JOB_PREFIXES) or "_HET_GROUP_" in name
-    }
+    kept = {name: value for name, value in slurm.items() if _is_of_whole_job(name)}
     if "SLURM_HET_SIZE" not in env and (nodes := env.get("SLURM_JOB_NODELIST")):
         # SLURM_TASKS_PER_NODE is the shell's. The number of tasks of a run is in its plan.
         kept["SLURM_TASKS_PER_NODE"] = f"1(x{len(parse_nodelist(nodes))})"
     # The shell's step holds the nodes itself, and the ranks would wait for its end.
     return scrubbed(env) | kept | {"SLURM_OVERLAP": "1"}
+
+
+def helper_environment(env: Mapping[str, str], *, num_nodes: int) -> dict[str, str]:
+    """Returns the environment for a step of the supervisor's own: a question to the nodes, a copy, a guard.
+
+    srun reads the job's requests from variables, and such a step is not to ask for the job's GPUs, memory, tasks,
+    binding, distribution or labels again: it runs once per node beside the ranks. What is about the job stays.
+
+    Args:
+        env: of the job.
+        num_nodes: of the job; its tasks per node are the ranks'.
+    """
+    kept = {name: value for name, value in env.items() if _is_of_whole_job(name)}
+    if "SLURM_HET_SIZE" not in env:
+        kept["SLURM_TASKS_PER_NODE"] = f"1(x{num_nodes})"
+    return scrubbed(env) | kept
+
+
+def _is_of_whole_job(name: str) -> bool:
+    return name in _WHOLE_JOB_NAMES or name.startswith(_WHOLE_JOB_PREFIXES) or "_HET_GROUP_" in name
+
+
+def with_gpus_for(env: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    """Returns an environment in which srun asks for a GPU per rank, not for all that an allocation was given in total.
+
+    With `salloc --gpus=8` srun takes SLURM_GPUS for the step's own total, and finds fewer on some of the nodes (22.05:
+    "Invalid generic resource (gres) specification").
+
+    Args:
+        env: of the ranks' step.
+        num_ranks: of the run, each with one GPU.
+    """
+    kind, colon, total = env.get("SLURM_GPUS", "").rpartition(":")
+    has_several_kinds = "," in kind
+    if has_several_kinds or not total.isdigit() or int(total) <= num_ranks:
+        return dict(env)
+    return {**env, "SLURM_GPUS": f"{kind}{colon}{num_ranks}"}
 
 
 def exported(env: Mapping[str, str], patterns: Iterable[str] = ()) -> set[str]:

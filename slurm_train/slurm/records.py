@@ -357,6 +357,7 @@ NO_STEP = "Unable to create step"
 _STEP_ERRORS = (
     r"(?m)^srun: error: (Node failure on \S+)",
     r"(?m)^srun: error: (srun itself was killed by signal \d+)$",
+    r"(?m)\b(srun: fatal: [^;\n]+)",
     # Also in the supervisor's own line, where the nodes could not be asked.
     rf"(?m)\bsrun: error: ({NO_STEP} for job [^;\n]+)",
     # What the supervisor writes when a node did not answer whether it sees the run.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -26,8 +27,10 @@ from typing import BinaryIO
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import compact_nodelist, het_job_ids
+from slurm_train.slurm.allocation import compact_nodelist, het_job_ids, parse_nodelist
+from slurm_train.slurm.answers import plain
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
+from slurm_train.slurm.job_variables import helper_environment
 from slurm_train.slurm.records import NO_STEP
 
 # --- does every node see the run ---
@@ -40,6 +43,10 @@ _REFUSED_S = 30.0
 """For one that makes no step: after its restart it may not have freed the cores and memory of the one before."""
 _LATE_S = 12
 """How long a node may take to see the file of an attempt, which is there before the question is asked."""
+# srun has started nothing anywhere: nothing is known of the nodes.
+_NOT_CREATED = re.compile(
+    rf"{NO_STEP}|srun: fatal: |srun: error: (?:Unable to (?:allocate|confirm|create)|Invalid |Unable to initialize)"
+)
 _QUESTION = """
 if [ ! -r "$1/config.yaml" ]; then echo "blind $SLURMD_NODENAME"; exit; fi
 if ! (: > "$1/logs/.seen_by_$SLURMD_NODENAME") 2>/dev/null; then echo "readonly $SLURMD_NODENAME"; exit; fi
@@ -99,8 +106,17 @@ def require_seen_by_all(
             nodes=stale,
             hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
         )
+    if not answers and _NOT_CREATED.search(complaint):
+        # srun's own fatal errors are about its words, which are the same next time.
+        kind = NodesError if "srun: fatal:" in complaint else SilentNodesError
+        raise kind(
+            f"srun could not create a step that asks the nodes for {run.path}{complaint}",
+            code="STEP_REFUSED",
+            nodes=(),
+            hint="the nodes were not asked: look at what the job requests (`scontrol show job`) and at cluster.sbatch",
+        )
     if silent := sorted(set(nodes) - set(answers)):
-        within = "" if NO_STEP in complaint else f" within {_TIMEOUT_S:.0f} s"
+        within = f" within {_TIMEOUT_S:.0f} s"
         raise SilentNodesError(
             f"no answer from {', '.join(silent)}{within}, when asked for {run.path}{complaint}",
             code="NODE_MISSING",
@@ -118,8 +134,9 @@ def silent_nodes(run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str]
     for _ in range(2):
         # srun asks a few nodes itself; it has many asked by others, and one that is lost delays those behind it.
         timeout_s = _ASKED_DIRECTLY_S if len(silent) <= _FEW else _TIMEOUT_S
-        answers, _ = _ask(run, silent, env, newest=run.config.name, timeout_s=timeout_s, retry_s=0.0)
-        if len(silent) == len(nodes) and not answers:
+        answers, complaint = _ask(run, silent, env, newest=run.config.name, timeout_s=timeout_s, retry_s=0.0)
+        was_not_asked = _NOT_CREATED.search(complaint) is not None
+        if not answers and (was_not_asked or len(silent) == len(nodes)):
             return []
         silent = [node for node in silent if node not in answers]
         if not silent:
@@ -153,9 +170,15 @@ def _ask(
         known = (*_PROBLEMS, "fine", "stale")
         answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in known}
         if answers or time.monotonic() >= began_s + again_for_s:
-            said = errors.strip().splitlines()
-            return answers, f"; it said: {said[-1]}" if said else ""
+            return answers, _complaint(errors)
         time.sleep(1.0)
+
+
+def _complaint(errors: str) -> str:
+    """Returns what srun has said, for the end of a message: why it made no step, else its last line."""
+    lines = plain(errors).strip().splitlines()
+    reasons = [line for line in lines if _NOT_CREATED.search(line)]
+    return f"; it said: {(reasons or lines)[-1].strip()}" if lines else ""
 
 
 def run_on_each_node(
@@ -169,14 +192,33 @@ def run_on_each_node(
         OSError: srun cannot be started.
         subprocess.TimeoutExpired: it did not end in time.
     """
-    flags = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
+    command, env = _helper_step(words, nodes, env)
+    return run_program(command, env=env, timeout_s=timeout_s, cwd="/")
+
+
+# A helper takes nothing from the ranks: no GPUs, no memory that is theirs (0: what the job has), no CPUs of its own. A
+# step that names no GPUs would ask for the job's again, and may not get them ("Insufficient GRES", 22.05).
+_ASKS_FOR_NOTHING = ("--gres=none", "--mem=0", "--cpu-bind=none", "--mpi=none")
+
+
+def _helper_step(
+    words: Sequence[str], nodes: Sequence[str], env: Mapping[str, str], *flags: str
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the command that runs a helper once on each of these nodes of a job, and its environment."""
+    sizes = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     # An allocation may have more nodes, and their cores may be the ranks' by now.
-    flags += [f"--nodelist={compact_nodelist(nodes)}", "--overlap"]
+    sizes += [f"--nodelist={compact_nodelist(nodes)}", "--overlap"]
     if components := het_job_ids(env):
         # Each has a number of nodes of its own. 20.11 refuses a command for each, so one for all ranks asks.
-        flags = [f"--het-group={','.join(map(str, range(len(components))))}"]
+        sizes = [f"--het-group={','.join(map(str, range(len(components))))}"]
     # The working directory may be missing there, so the step starts at the root.
-    return run_program(["srun", *flags, "--chdir=/", *words], env=env, timeout_s=timeout_s, cwd="/")
+    command = ["srun", *sizes, *_ASKS_FOR_NOTHING, *flags, "--chdir=/", *words]
+    return command, helper_environment(env, num_nodes=_num_nodes(env, nodes))
+
+
+def _num_nodes(env: Mapping[str, str], nodes: Sequence[str]) -> int:
+    listed = env.get("SLURM_JOB_NODELIST", "")
+    return len(parse_nodelist(listed)) if listed else len(nodes)
 
 
 def _text(part: str | bytes | None) -> str:
@@ -286,7 +328,8 @@ def end_step(
 _GUARD_EVERY_S = 20
 _GUARD = """
 while sleep "$3"; do
-  job=$(squeue --noheader --jobs="$1" --format="%T %N" 2>/dev/null) || continue
+  # A site may print lines of its own before or after the answer.
+  job=$(squeue --noheader --jobs="$1" --format="%T %N" 2>/dev/null | grep -E "^(PENDING|RUNNING)") || continue
   # While a job is made smaller, Slurm may show another state, or none, for a moment.
   case $job in PENDING*) exit 0 ;; "RUNNING "?*) ;; *) continue ;; esac
   left=$(scontrol show hostnames "${job#RUNNING }") || continue
@@ -310,11 +353,11 @@ def start_guard(run: RunDirectory, node: str, env: Mapping[str, str]) -> subproc
         node: where the guard is, another node than this one.
         env: of the batch script.
     """
-    flags = ["--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}", "--job-name=guard"]
     known = (env["SLURM_JOB_ID"], env["SLURMD_NODENAME"], str(_GUARD_EVERY_S), str(run.logs / "batch.log"))
-    words = ["srun", *flags, "--chdir=/", "/bin/sh", "-c", _GUARD, "sh", *known]
+    words = ["/bin/sh", "-c", _GUARD, "sh", *known]
+    command, env = _helper_step(words, [node], env, "--job-name=guard")
     nowhere = subprocess.DEVNULL
-    return subprocess.Popen(words, env=dict(env), stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/")
+    return subprocess.Popen(command, env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/")
 
 
 # --- ranks in waiting ---

@@ -38,6 +38,7 @@ from slurm_train.rundir.files import create_empty, for_each, read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation, compact_nodelist, het_job_ids
+from slurm_train.slurm.job_variables import with_gpus_for
 from slurm_train.slurm.records import NO_STEP
 from slurm_train.supervise.monitor import (
     BestEffort,
@@ -316,8 +317,9 @@ class SrunLaunch:
         stage = self.config.cluster.stage_python if self.config.cluster is not None else None
         if stage and not self.stages.get(nodes):  # one that failed is tried again
             self.stages[nodes] = stage_python(stage, run.path.parent.parent, nodes, self.env)
+        asks_for_gpus = self.config.cluster is not None and self.config.cluster.gpu_flag != "none"
         env = {
-            **self.env,
+            **(with_gpus_for(self.env, self.job.start.world_size) if asks_for_gpus else self.env),
             **self.stages.get(nodes, {}),
             **({} if waits is None else {WAITS: "1"}),
             "SLURM_TRAIN_ATTEMPT": str(attempt),
@@ -352,7 +354,8 @@ class SrunLaunch:
         """Writes down as a finding what kept the ranks from being started, and returns it."""
         nodes = self.job.start.nodes
         # Where few of many nodes are blind it is their fault; of two, or where most are, the path is not shared.
-        blames = 2 * len(error.nodes) < len(nodes) and not isinstance(error, SilentNodesError)
+        is_few = 0 < 2 * len(error.nodes) < len(nodes)
+        blames = is_few and not isinstance(error, SilentNodesError)
         finding = Finding(
             code=error.code,
             level="error",

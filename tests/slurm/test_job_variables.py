@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.job_variables import command_environment, exported, job_environment, scrubbed
+from slurm_train.slurm.job_variables import (
+    command_environment,
+    exported,
+    job_environment,
+    scrubbed,
+    with_gpus_for,
+)
 
 OF_A_JOB = (
     "SLURM_JOB_ID SLURM_CPU_BIND SLURM_NTASKS SLURM_TIME_FORMAT SLURMD_NODENAME SBATCH_REQUEUE SBATCH_PARTITION "
@@ -64,6 +70,24 @@ def test_in_a_shell_that_srun_started_the_options_of_its_step_are_left_behind() 
 def test_in_a_batch_script_what_sbatch_hands_on_to_srun_stays() -> None:
     of_batch = {"SLURM_JOB_ID": "77", "SLURM_HINT": "nomultithread", "SLURM_TASKS_PER_NODE": "4(x2)", "PATH": "/bin"}
     assert job_environment({**of_batch, "SRUN_CPUS_PER_TASK": "1", "RANK": "0"}) == of_batch
+
+
+@pytest.mark.parametrize(
+    ("total", "num_ranks", "asked"),
+    [
+        ("8", 4, "4"),
+        ("8", 8, "8"),
+        ("4", 8, "4"),
+        ("a100:8", 4, "a100:4"),
+        ("a100:2,v100:2", 1, "a100:2,v100:2"),
+        (None, 4, None),
+    ],
+)
+def test_ranks_ask_for_a_gpu_each_where_an_allocation_was_given_a_total(
+    total: str | None, num_ranks: int, asked: str | None
+) -> None:
+    env = {} if total is None else {"SLURM_GPUS": total}
+    assert with_gpus_for(env, num_ranks).get("SLURM_GPUS") == asked
 
 
 def test_an_allocations_cpus_per_task_are_no_option_of_the_ranks() -> None:

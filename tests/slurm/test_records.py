@@ -204,6 +204,10 @@ def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
             "srun: error: Unable to create step for job 7: Memory required by task is not available\n",
             "Unable to create step for job 7: Memory required by task is not available",
         ),
+        (
+            "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu\n",
+            "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu",
+        ),
         ("srun: error: Node failure on node3\nsrun: error: node1: task 0: Killed\n", "node failure on node3"),
         ("error: no answer from node2 within 25 s, when asked for /runs/a\n", "no answer from node2 within 25 s"),
     ],

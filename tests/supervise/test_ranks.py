@@ -54,8 +54,9 @@ ASK_ALL = 'while [ "${1#--}" != "$1" ]; do shift; done\nfor n in node1 node2 nod
 def test_nodes_that_see_the_run_raise_nothing_and_leave_nothing(run: RunDirectory, tmp_path: Path) -> None:
     env = fake_srun(tmp_path, ASK_ALL)
     require_seen_by_all(run, NODES, env)
-    words = ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--nodelist=node[1-3]", "--overlap", "--chdir=/"]
-    assert (tmp_path / "words").read_text().split()[:6] == words
+    sizes = ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=1", "--nodelist=node[1-3]", "--overlap"]
+    nothing = ["--gres=none", "--mem=0", "--cpu-bind=none", "--mpi=none"]
+    assert (tmp_path / "words").read_text().split()[:11] == [*sizes, *nothing, "--chdir=/"]
     assert list(run.logs.iterdir()) == []
 
 
@@ -65,7 +66,59 @@ def test_the_ranks_of_uneven_nodes_are_asked_in_one_step(run: RunDirectory, tmp_
     env = fake_srun(tmp_path, "for n in node1 node2 node3 node3; do echo fine $n; done") | het
     require_seen_by_all(run, ("node3", "node1", "node2"), env)
     words = (tmp_path / "words").read_text().splitlines()
-    assert words[:2] == ["--het-group=0,1", "--chdir=/"] and ":" not in words
+    assert (words[0], words[5]) == ("--het-group=0,1", "--chdir=/") and ":" not in words
+
+
+def test_a_question_to_the_nodes_takes_over_no_request_of_the_job(run: RunDirectory, tmp_path: Path) -> None:
+    asked = {
+        "SLURM_GPUS": "4",
+        "SLURM_GPUS_PER_NODE": "2",
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_GPU": "1",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "8",
+        "SLURM_CPUS_PER_GPU": "8",
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_MEM_PER_GPU": "1024",
+        "SLURM_MEM_PER_NODE": "1024",
+        "SLURM_TRES_PER_TASK": "gres/gpu:1",
+        "SLURM_STEP_GRES": "gpu:2",
+        "SLURM_DISTRIBUTION": "cyclic",
+        "SLURM_HINT": "nomultithread",
+        "SLURM_LABELIO": "1",
+        "SLURM_STDOUTMODE": "/runs/log",
+        "SLURM_EXPORT_ENV": "NONE",
+        "SRUN_EXPORT_ENV": "NONE",
+        "SLURM_MPI_TYPE": "pmix",
+        "SLURM_THREADS_PER_CORE": "1",
+        "SLURM_EXCLUSIVE": "1",
+    }
+    kept = {"SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_NODELIST": "node[1-4]"}
+    env = fake_srun(tmp_path, f"env > {tmp_path}/env; {ASK_ALL}")
+    require_seen_by_all(run, NODES, {**env, **asked, **kept})
+    lines = (tmp_path / "env").read_text().splitlines()
+    seen = dict(line.split("=", 1) for line in lines if line.startswith(("SLURM", "SRUN")))
+    assert seen == {**kept, "SLURM_TASKS_PER_NODE": "1(x4)"}
+
+
+REFUSED = [
+    ("srun: error: Unable to create step for job 110: Insufficient GRES available in allocation", SilentNodesError),
+    ("srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification", SilentNodesError),
+    ("srun: error: Unable to confirm allocation for job 7: Invalid job id specified", SilentNodesError),
+    ("srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu", NodesError),
+]
+
+
+@pytest.mark.parametrize(("said", "kind"), REFUSED)
+def test_a_step_that_srun_cannot_create_blames_no_node(
+    said: str, kind: type[NodesError], run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_REFUSED_S", 0.5)
+    env = fake_srun(tmp_path, f"echo '{said}' >&2; echo 'srun: Force Terminated' >&2; exit 1")
+    error = refusal(run, env)
+    assert type(error) is kind and (error.code, error.nodes) == ("STEP_REFUSED", ())
+    assert said in error.message and "exclude" not in error.hint
+    assert silent_nodes(run, NODES, env) == []
 
 
 def test_a_single_node_is_asked_only_from_a_login_node(run: RunDirectory, tmp_path: Path) -> None:
@@ -106,7 +159,7 @@ def test_the_question_itself_finds_what_is_wrong(
     monkeypatch.setattr(ranks, "_REFUSED_S", 0.5)
     run.logs.rmdir()
     refused = refusal(run, fake_srun(tmp_path, "echo 'srun: error: Unable to create step' >&2; exit 1"))
-    assert "srun: error: Unable to create step" in refused.message
+    assert "srun: error: Unable to create step" in refused.message and refused.code == "STEP_REFUSED"
     assert refusal(run, fake_srun(tmp_path, ASK_ALL)).code == "FS_READONLY"
     run.config.unlink()
     assert refusal(run, fake_srun(tmp_path, ASK_ALL)).code == "FS_MISSING"
@@ -331,6 +384,7 @@ def test_a_stop_request_reaches_every_rank(local: RunDirectory) -> None:
     [
         (["RUNNING node1,node2", "", "RESIZING node2", "RUNNING node2"], True),
         (["RUNNING node1,node2", "PENDING "], False),
+        (["Welcome to the lab", "RUNNING node2"], True),
     ],
 )
 def test_the_guard_requeues_a_running_job_that_has_lost_its_first_node(
@@ -338,7 +392,7 @@ def test_the_guard_requeues_a_running_job_that_has_lost_its_first_node(
 ) -> None:
     (tmp_path / "answers").write_text("".join(f"{line}\n" for line in answers))
     programs = {
-        "squeue": "head -n 1 answers; sed -i 1d answers",
+        "squeue": "echo Welcome; head -n 1 answers; echo Bye; sed -i 1d answers",
         "scontrol": 'if [ "$1" = requeue ]; then echo "$2" > requeued; else echo "$3" | tr , "\\n"; fi',
     }
     for name, body in programs.items():
