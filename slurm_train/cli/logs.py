@@ -24,10 +24,11 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView, Wanted
 from slurm_train.slurm.records import explain_reason
 from slurm_train.status.failure import find_failure, first_failed_rank
-from slurm_train.status.run_status import never_began, newest_job_state
+from slurm_train.status.run_status import never_began, newest_job_state, read_files
 
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.3
+_LAST_WORDS_S = 2.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -83,6 +84,8 @@ def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int 
     if after is not None and not attempts:
         return None
     number = attempt if attempt is not None else max(attempts, default=0)
+    if attempt is None and after is None and attempts and _failed_after(run, number):
+        return ChosenLog(run.logs / "batch.log", number + 1)
     wanted = [run.rank_log(number, rank)] if rank >= 0 else []
     wanted.append(run.attempt_logs(number) / "batch.log")
     # What the batch script said before an attempt that ran elsewhere is about others.
@@ -91,6 +94,17 @@ def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int 
         wanted.append(run.logs / "batch.log")
     found = next((path for path in wanted if size_of(path)), None)
     return ChosenLog(found, number) if found is not None else None
+
+
+def _failed_after(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether a job that was submitted after an attempt has written to the batch log since that ended."""
+    record, entry = read_job(run), ledger_entry(run, attempt)
+    if record is None or "end_time_unix_s" not in entry or str(entry.get("job_id")) in ("None", record.job_id):
+        return False
+    log = run.logs / "batch.log"
+    # The supervisor of the attempt has a few last words.
+    since_unix_s = max(record.submit_time_unix_s, float(entry["end_time_unix_s"]) + _LAST_WORDS_S)
+    return change_times([log]).get(log, 0.0) > since_unix_s
 
 
 def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
@@ -108,7 +122,7 @@ def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
         if job is not None:
             # A log that came meanwhile counts.
             if not job.is_active and choose_log(run, attempt=None, rank=rank) is None:
-                raise RunError(f"job {job.job_id} has no log", hint=never_began(job))
+                raise RunError(f"job {job.job_id} has no log", hint=never_began(read_files(run), job))
             text = ": ".join(filter(None, [f"job {job.job_id} is {job.phase.value}", explain_reason(job.reason)]))
         if look.problem:
             text = f"Slurm does not answer: {look.problem}"

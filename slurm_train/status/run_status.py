@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -17,13 +18,14 @@ from typing import Any
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.files import change_times, for_each, last_lines, read_json
+from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
 from slurm_train.rundir.heartbeat import Beat, read_oldest
 from slurm_train.rundir.jobs import JobRecord, has_stopped, process_lives, read_holder, read_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_window
 from slurm_train.slurm.allocation import parse_nodelist
+from slurm_train.slurm.answers import plain
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
@@ -372,9 +374,12 @@ def infer_state(
         if by_slurm is RunState.RUNNING:
             return by_slurm, _HALTED.get(job.word, files.slow_because)
         if not last:
-            return by_slurm, never_began(job) if by_slurm is RunState.FAILED else ""
+            return by_slurm, never_began(files, job) if by_slurm is RunState.FAILED else ""
     elif files.runs_here:
         return RunState.RUNNING, files.slow_because
+    if job is not None and by_slurm is not None and _ended_without_attempt(files, job):
+        # The newest attempt is that of an earlier job.
+        return by_slurm, never_began(files, job)
     if last and not files.is_open:
         if by_slurm is RunState.CANCELLED and comes_back:
             # No process was there to record it.
@@ -405,10 +410,56 @@ def _not_recorded(files: RunFiles, job: JobState | None, *, slurm_answers: bool)
     return f"the batch script was killed{f' (Slurm: {job.word})' if job is not None else ''}{continues}"
 
 
-def never_began(job: JobState) -> str:
-    """Returns why a job may have failed before its first line of output: Slurm could not open the log there."""
+# Ends of a job that say more than those of the attempts before it.
+_WITHOUT_ATTEMPT = (Phase.FAILED, Phase.TIMEOUT, Phase.OUT_OF_MEMORY, Phase.NODE_FAIL)
+# Slurm's times are whole seconds of the controller's clock, those of the log are the file server's.
+_CLOCKS_DIFFER_S = 5.0
+_LAST_WORDS_BYTES = 1 << 14
+_MOST_SHOWN = 300
+# bash names the copy of the script in slurmd's own folder.
+_FOLDER_OF_SCRIPT = re.compile(r"^/\S*/(?=slurm_script: |submit\.sh: )")
+
+
+def _ended_without_attempt(files: RunFiles, job: JobState) -> bool:
+    """Returns whether the newest job, or its newest start, has failed after the newest attempt and opened none."""
+    last, is_newest = files.last_attempt, files.job_ids[-1:] == [job.job_id]
+    if not last or not is_newest or job.phase not in _WITHOUT_ATTEMPT:
+        return False
+    last_unix_s = _last_time(last)
+    if str(last.get("job_id")) == job.job_id:
+        start_unix_s = unix_s(job.start)
+        return not files.is_open and start_unix_s is not None and start_unix_s > last_unix_s
+    end_unix_s = unix_s(job.end)
+    return end_unix_s is None or end_unix_s > last_unix_s - _CLOCKS_DIFFER_S
+
+
+def _last_time(attempt: Mapping[str, Any]) -> float:
+    """Returns when an attempt ended, or began where it has recorded no end; 0.0 where there was none."""
+    return float(attempt.get("end_time_unix_s") or attempt.get("time_unix_s") or 0.0)
+
+
+def never_began(files: RunFiles, job: JobState) -> str:
+    """Returns why a job ended before its attempt began: what its script said last, or that its log was not opened."""
+    if words := _last_words(files, job):
+        return f"ended before it began: {words}"
     host = parse_nodelist(job.nodelist)[0] if job.nodelist else "its first node"
     return f"ended before it began: does {host} see the run directory? (run.root=/shared/path)"
+
+
+def _last_words(files: RunFiles, job: JobState) -> str:
+    """Returns the last line that a job's script has written into the batch log, "" where it has written none."""
+    log, start_unix_s = files.run.logs / "batch.log", unix_s(job.start)
+    written_unix_s = change_times([log]).get(log)
+    if written_unix_s is None or start_unix_s is None:
+        return ""
+    # Earlier jobs write into the same file.
+    is_of_job = written_unix_s >= start_unix_s - _CLOCKS_DIFFER_S
+    if not is_of_job or written_unix_s <= _last_time(files.last_attempt) + 1.0:
+        return ""
+    lines = plain(read_tail(log, _LAST_WORDS_BYTES)).splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    printable = "".join(character for character in last if character.isprintable())
+    return _FOLDER_OF_SCRIPT.sub("", printable)[:_MOST_SHOWN]
 
 
 @frozen_positional

@@ -57,6 +57,15 @@ def test_a_finished_run_does_not_end_with_what_the_batch_script_said_of_another_
     assert done.err == "attempt 1: the run is finished; its rank 0 wrote to the terminal\n"
 
 
+def test_a_newer_job_that_opened_no_attempt_is_shown_by_its_batch_log(shell: Shell) -> None:
+    ledger = attempt(0, job_id="11", reason="cancelled", action="stop", note="n")
+    logs = {"attempt_0/rank_0.log": "rank\n", "batch.log": "module: command not found\n"}
+    run = shell.has_run(ledger=ledger, job_ids=("11", "12"), logs=logs, submitted_unix_s=100.0)
+    assert shell.types("logs").out == "module: command not found\n"
+    os.utime(run.logs / "batch.log", (99.0, 99.0))
+    assert shell.types("logs").out == "rank\n", "written before the newer job was submitted"
+
+
 def test_a_log_is_passed_on_byte_by_byte(shell: Shell) -> None:
     written = b"a\xff\xc3\n\x00" * 30_000
     shell.has_run(ledger=attempt(0)).rank_log(0, 0).write_bytes(written)

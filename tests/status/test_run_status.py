@@ -79,6 +79,44 @@ def test_state_and_note(case: str, has_run: Any) -> None:
     assert found.is_active is (state in ("queued", "running"))
 
 
+MODULE = "slurm_script: line 16: module: command not found"
+CANCELLED = attempt(0, job_id="11", reason="cancelled", action="stop", note="the job was cancelled; resume continues")
+MOVED = attempt(0, job_id="11", reason="signalled", action="requeue", note="job 12 takes over")
+# The newest job is 12: what is on disk, its state, when it started (seconds from now); the state, and the note.
+NEWEST_JOBS: dict[str, tuple[dict[str, Any], str, float, str, str]] = {
+    "its script failed": ({}, "FAILED", -2, "failed", f"ended before it began: {MODULE}"),
+    "a resume failed": ({"ledger": CANCELLED}, "FAILED", -2, "failed", f"ended before it began: {MODULE}"),
+    "a continuation failed": ({"ledger": MOVED}, "FAILED", -2, "failed", f"ended before it began: {MODULE}"),
+    "a second start failed": ({"ledger": PREEMPTED}, "FAILED", -2, "failed", f"ended before it began: {MODULE}"),
+    "an attempt was killed before it": (
+        *({"ledger": attempt(0, job_id="11")}, "FAILED", -2, "failed", f"ended before it began: {MODULE}"),
+    ),
+    "the log is of an earlier job": ({}, "FAILED", 100, "failed", "ended before it began: does its first node see"),
+    "a resume was lost with its node": ({"ledger": CANCELLED}, "NODE_FAIL", -2, "node_failure", "ended before it"),
+    "a resume found nothing to do": ({"ledger": CANCELLED}, "COMPLETED", -2, "cancelled", "the job was cancelled"),
+    "a resume waits": ({"ledger": CANCELLED}, "PENDING", 100, "queued", ""),
+}
+
+
+@pytest.mark.parametrize("case", NEWEST_JOBS)
+def test_the_newest_job_counts_and_its_last_words_are_quoted(case: str, has_run: Any) -> None:
+    facts, word, start_s, state, note = NEWEST_JOBS[case]
+    logs = {"batch.log": f"slurm_train: attempt 0 of it\n\x1b[31m/var/spool/job12/{MODULE}\x1b[0m\n\n"}
+    run = has_run(**{"job_ids": ("11", "12"), "logs": logs} | facts)
+    now_s = int(time.time())
+    found = seen(run, look(job_state("12", word, start=str(now_s + start_s), end=str(now_s + start_s))))
+    assert (found.state.value, found.note[: len(note)]) == (state, note)
+
+
+def test_a_job_that_was_turned_away_while_the_run_trained_says_nothing_about_it(has_run: Any) -> None:
+    now_s = time.time()
+    end = {"reason": "failed", "action": "stop", "note": "rank 0: no", "time_unix_s": now_s}
+    start = {"event": "start", "attempt": 0, "time_unix_s": now_s - 100, "job_id": "11"}
+    run = has_run(job_ids=("11", "12"), ledger=(start, {"event": "end", "attempt": 0, **end}))
+    times = {"start": str(int(now_s) - 50), "end": str(int(now_s) - 49)}
+    assert seen(run, look(job_state("12", "FAILED", **times))).note == "rank 0: no"
+
+
 @pytest.mark.parametrize(("ages_s", "state"), [((0, 20), "running"), ((0, 100), "interrupted"), ((), "interrupted")])
 def test_without_slurm_the_heartbeats_decide(ages_s: tuple[int, ...], state: str, has_run: Any) -> None:
     beats = tuple(beat(rank, age_s=age_s) for rank, age_s in enumerate(ages_s))
