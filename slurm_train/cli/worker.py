@@ -8,6 +8,7 @@ save.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +27,8 @@ def main(words: Sequence[str]) -> NoReturn:
     if stage := os.environ.get("SLURM_TRAIN_STAGE"):
         from slurm_train.launch.imports import import_from_stage
 
-        import_from_stage(stage)
+        if refusal := import_from_stage(stage):
+            print(f"warning: packages are imported from where they are installed: {refusal}", file=sys.stderr)
     hold_continue()
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")

@@ -16,9 +16,10 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from importlib.machinery import EXTENSION_SUFFIXES
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -129,19 +130,52 @@ def installed_paths() -> list[str]:
     return [path for path in own_paths() if is_installed(path) and os.path.isdir(path)]
 
 
-def import_from_stage(stage: str) -> None:
+def import_from_stage(stage: str) -> str:
     """Makes this process import installed packages from the copies on this node's own disk, where there are any.
 
-    A variable for Python itself would reach every other Python that a rank starts.
+    Behind each copy stays the place where it was installed: cleaners of /tmp remove files while a job runs. A variable
+    for Python itself would reach every other Python that a rank starts.
 
     Args:
-        stage: folder of the copies, each at its path below it.
+        stage: folder of the copies, each at its path below it; the folder above it is this user's own.
+
+    Returns:
+        Why nothing is imported from there, "" where it is, or where this node has no copies.
     """
-    sys.path[:] = [stage + path if is_installed(path) and os.path.isdir(stage + path) else path for path in sys.path]
+    from slurm_train.rundir.node_disk import folder_without_names, is_private
+
+    if not os.path.isdir(stage):
+        return ""
+    # Asked by each rank: days may lie between the copy and an import.
+    top = os.path.dirname(stage)
+    if not (is_private(top) and is_private(stage)):
+        return f"{stage} is not a folder that only you can enter"
+    if (folder := folder_without_names(top)) is not None:
+        return f"anybody may rename what lies in {folder}"
+    paths = []
+    for path in sys.path:
+        if is_installed(path) and os.path.isdir(stage + path):
+            paths.append(stage + path)
+        paths.append(path)
+    sys.path[:] = paths
     # This package was imported before.
     own = sys.modules["slurm_train"].__path__
     own[:0] = [stage + path for path in own if os.path.isdir(stage + path)]
+    sys.meta_path.append(_BehindStage(stage))
     importlib.invalidate_caches()
+    return ""
+
+
+class _BehindStage:
+    """Finds a module that is missing in a copied package where the package is installed."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Called by Python after all other finders, with the folders of the package that the module belongs to."""
+        installed = [place[len(self._stage) :] for place in path or () if place.startswith(f"{self._stage}/")]
+        return PathFinder.find_spec(name, installed, target) if installed else None
 
 
 def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]:

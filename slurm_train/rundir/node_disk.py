@@ -8,12 +8,9 @@ has taken keeps nobody out: then the folder gets a random suffix, and is found a
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import re
-import secrets
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,6 +69,9 @@ def _users_folder(base: Path, first_part: str, key: str) -> Path:
             return folder
     if private:
         return private[0]
+    # Imported late, as below: ranks by the thousand import this module before anything is on their nodes' disks.
+    import secrets
+
     for number in range(_NUM_NAMES):
         path = base / (f"{name}.{secrets.token_hex(8)}" if number else name)
         with contextlib.suppress(FileExistsError):
@@ -129,6 +129,8 @@ def kernel_variables(env: Mapping[str, str], *, instead: Path) -> dict[str, str]
         env: of this process.
         instead: a private folder that is used where the folder of temporary files is full or keeps no names.
     """
+    import tempfile
+
     temporary = Path(tempfile.gettempdir())
     variables: dict[str, str] = {}
     if unset := [name for name in _FOLDERS if name not in env]:
@@ -160,6 +162,8 @@ def _is_claimed(folder: Path) -> bool:
 
 def _user_name() -> str:
     """Returns the user as torch writes it in the name of its folder."""
+    import getpass
+
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):

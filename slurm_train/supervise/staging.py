@@ -2,8 +2,12 @@
 
 A rank opens about 2,000 files until it can train. Of thousands of ranks each of them asks the file server; one archive
 that every node reads from its beginning to its end asks it once per node. The archive is written once for all runs of a
-root and again when a package has changed, and what a node has unpacked serves the runs after it. Where a node cannot
-unpack it, its ranks import from where the packages are installed, as without this.
+root and again when a package has changed, and what a node has unpacked serves the runs after it.
+
+The ranks import what lies there, so a copy counts if only this user can have made it, and if it is whole: beside the
+archive lies its seal, the list of its files with their sizes, with which each node compares its copy before each job.
+Cleaners of /tmp remove files one by one, and a power cut empties them. Where a node cannot unpack the archive, its
+ranks import from where the packages are installed, as without this.
 """
 
 from __future__ import annotations
@@ -20,26 +24,46 @@ from pathlib import Path
 import xxhash
 
 from slurm_train.launch.imports import installed_paths, is_installed
+from slurm_train.rundir.files import change_times, fsync_file, listed, write_atomic
 from slurm_train.slurm.commands import run_program
 from slurm_train.supervise.monitor import say
 from slurm_train.supervise.ranks import run_on_each_node
 
 _ARCHIVES = ".environments_{uid}"
 _LONGEST_S = 900.0
-# Another user could have put packages where these are looked for: so only what lies in a folder of our own counts.
-_UNPACK = """
+_ARCHIVES_KEPT = 2
+_IN_USE_S = 3600.0
+"""An archive that was used so recently may be on its way to a node."""
+# Another user could have put packages where these are looked for: so only what lies in a folder of our own counts, in
+# one whose names nobody else may change. A file that is missing, or has another size, makes the whole copy anew.
+_UNPACK = r"""
 umask 077
-top=$1/slurm_train_$(id -u) place=$1/slurm_train_$(id -u)/$2
+top=$1/slurm_train_$(id -u) place=$1/slurm_train_$(id -u)/$2 archive=$3 seal=$4
+answer() { echo "$1 $SLURMD_NODENAME"; exit; }
 mkdir -p "$top" 2>/dev/null
-if [ -L "$top" ] || [ ! -O "$top" ] || [ -n "$(find "$top" -maxdepth 0 -perm /022)" ]; then
-  echo "foreign $SLURMD_NODENAME"; exit
-fi
+if [ -L "$top" ] || [ ! -O "$top" ] || [ -n "$(find "$top" -maxdepth 0 -perm /077)" ]; then answer foreign; fi
+folder=$(readlink -f "$1")
+while [ -z "$(find "$folder" -maxdepth 0 -perm -0002 ! -perm -1000)" ] && [ "$folder" != / ]; do
+  folder=$(dirname "$folder")
+done
+[ "$folder" = / ] || answer open
 find "$top" -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -rf {} + 2>/dev/null
-if [ ! -d "$place" ]; then
-  if fresh=$(mktemp -d "$top/.XXXXXX") && tar -xf "$3" -C "$fresh"; then mv -T "$fresh" "$place"; fi
+lost() {
+  (cd "$place" && find . ! -type d ! -name '*.pyc' -printf '%s %P\n') | LC_ALL=C sort | LC_ALL=C comm -23 "$seal" -
+}
+# The last line of a seal says how long the archive is; no copy has it.
+is_whole() { [ -d "$place" ] && [ -s "$seal" ] && [ "$(lost)" = "$(tail -n 1 "$seal")" ]; }
+if ! is_whole; then
+  if fresh=$(mktemp -d "$top/.XXXXXX") && tar -xf "$archive" -C "$fresh" && sync -f "$fresh"; then
+    [ ! -d "$place" ] || mv -T "$place" "$fresh.old"
+    mv -T "$fresh" "$place" && sync -f "$top"
+    rm -rf "$fresh.old"
+  fi
   [ ! -d "$fresh" ] || rm -rf "$fresh"
 fi
-if [ -d "$place" ]; then touch "$place"; echo "staged $SLURMD_NODENAME"; else echo "full $SLURMD_NODENAME"; fi
+if is_whole; then touch "$place"; answer staged; fi
+rm -rf "$place"
+answer full
 """
 
 
@@ -60,13 +84,14 @@ def stage_python(folder: str, root: Path, nodes: Sequence[str], env: Mapping[str
         files = list(_files(paths))
         digest = _digest(files)
         archive = _archive_folder(root) / f"{digest}.tar"
-        if not archive.exists():
+        if not _is_sealed(archive):
             _write_archive(archive, files, env)
+        _remove_old(archive)
         answers, complaint = _unpack(folder, archive, nodes, env)
     except (OSError, subprocess.SubprocessError) as err:
         return _refuse(f"{type(err).__name__}: {err}")
     by_answer = {word: [node for node in nodes if answers.get(node, "silent") == word] for word in _ANSWERS}
-    for word in ("foreign", "silent"):
+    for word in ("foreign", "open", "silent"):
         if named := by_answer[word]:
             return _refuse(f"{', '.join(named[:8])} ({len(named)} of {len(nodes)}) {_ANSWERS[word]}{complaint}")
     if named := by_answer["full"]:
@@ -79,7 +104,8 @@ def stage_python(folder: str, root: Path, nodes: Sequence[str], env: Mapping[str
 _ANSWERS = {
     "staged": "",
     "full": "could not unpack Python's packages, and import them from where they are installed",
-    "foreign": "have a folder of another user, or one that others may write, where Python's packages would be",
+    "foreign": "have a folder of another user, or one that others may enter, where Python's packages would be",
+    "open": "have a folder in which anybody may put another one in the place of Python's packages",
     "silent": "did not say whether they have Python's packages",
 }
 
@@ -117,7 +143,26 @@ def _archive_folder(root: Path) -> Path:
     return folder
 
 
-def _write_archive(archive: Path, files: Iterable[str], env: Mapping[str, str]) -> None:
+def _seal_of(archive: Path) -> Path:
+    """Returns the list of what an archive holds: sorted lines of size and name; the last one is about itself."""
+    return archive.with_suffix(".list")
+
+
+def _is_sealed(archive: Path) -> bool:
+    """Returns whether an archive is there as it was written: it is as long as its seal says."""
+    try:
+        last = _seal_of(archive).read_bytes().splitlines()[-1]
+        return last == _length_line(archive)
+    except (FileNotFoundError, IndexError):
+        return False
+
+
+def _length_line(archive: Path) -> bytes:
+    # Sizes begin with a digit, so it is sorted behind them.
+    return f"archive {archive.stat().st_size}".encode()
+
+
+def _write_archive(archive: Path, files: Sequence[str], env: Mapping[str, str]) -> None:
     fresh = archive.with_name(f".{archive.stem}.{secrets.token_hex(4)}.tmp")
     try:
         words = ["tar", "--create", "--file", str(fresh), "--directory=/", "--null", "--files-from=-"]
@@ -126,14 +171,37 @@ def _write_archive(archive: Path, files: Iterable[str], env: Mapping[str, str]) 
         # 1: a file changed while it was read, e.g. bytecode of somebody who imports; a package would change the digest.
         if done.return_code > 1:
             raise OSError(f"tar: {done.last_line}")
+        fsync_file(fresh)
         fresh.rename(archive)
+        lines = [*sorted(_sealed_lines(files)), _length_line(archive)]
+        write_atomic(_seal_of(archive), b"".join(line + b"\n" for line in lines))
     finally:
         fresh.unlink(missing_ok=True)
 
 
+def _sealed_lines(files: Iterable[str]) -> Iterator[bytes]:
+    for file in files:
+        status = os.lstat(file)
+        is_kept = stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)
+        if is_kept and not file.endswith(".pyc") and "\n" not in file:
+            yield f"{status.st_size} {file[1:]}".encode(errors="surrogateescape")
+
+
+def _remove_old(archive: Path) -> None:
+    """Marks an archive as used now, and removes all but it, the one used before it, and those in use."""
+    os.utime(archive)
+    times = change_times(path for path in listed(archive.parent) if path.suffix in (".tar", ".tmp"))
+    newest = sorted((path for path in times if path.suffix == ".tar"), key=lambda path: times[path], reverse=True)
+    in_use_s = times.get(archive, 0.0) - _IN_USE_S
+    for path, time_s in times.items():
+        if path not in newest[:_ARCHIVES_KEPT] and time_s < in_use_s:
+            _seal_of(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+
 def _unpack(folder: str, archive: Path, nodes: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """Returns the answer of each node that gave one, and what srun or tar complained about last."""
-    words = ["/bin/sh", "-c", _UNPACK, "sh", folder, archive.stem, str(archive)]
+    words = ["/bin/sh", "-c", _UNPACK, "sh", folder, archive.stem, str(archive), str(_seal_of(archive))]
     done = run_on_each_node(words, nodes, env, timeout_s=_LONGEST_S)
     lines = (line.split() for line in done.stdout.splitlines())
     complaint = done.stderr.strip().splitlines()

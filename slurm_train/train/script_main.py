@@ -47,7 +47,7 @@ def import_from_copy(run_directory: str) -> None:
 
     del sys.path[0]
     if stage := os.environ.get("SLURM_TRAIN_STAGE"):
-        import_from_stage(stage)
+        import_from_stage(stage)  # the worker has said what it refuses
     import_from_snapshot(run_directory, python_path="")
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from slurm_train.supervise.staging import stage_python
+from tests.support.command_line import REPOSITORY
 
 NODES = ("node1", "node2")
 # Each node has a disk of its own: the folder that is asked for, below the node's name.
@@ -62,15 +65,74 @@ def test_every_node_gets_a_copy_once(site: dict[str, str], capsys: pytest.Captur
     assert changed != found and len(places(site)) == 4
 
 
+def is_left(site: dict[str, str], node: str) -> bool:
+    """Returns whether a node has the whole package."""
+    copies = [place for place in places(site) if f"/{node}/" in str(place)]
+    files = [Path(f"{place}{site['DISKS']}/env/site-packages/mine/__init__.py") for place in copies]
+    return [file.read_text() for file in files if file.exists()] == ["x = 1\n"]
+
+
+@pytest.mark.parametrize("lost", ["removed", "emptied", "all"])
+def test_a_copy_that_lost_files_is_made_anew(site: dict[str, str], lost: str) -> None:
+    stage(site)
+    place = next(place for place in places(site) if "node2" in str(place))
+    for file in [path for path in place.rglob("*") if path.is_file() or path.is_symlink()]:
+        if lost == "emptied" and not file.is_symlink():
+            file.write_text("")
+        elif lost == "all" or file.name == "__init__.py":
+            file.unlink()
+    assert stage(site) and is_left(site, "node1") and is_left(site, "node2")
+    assert len(places(site)) == 2, "nothing else is left there"
+
+
+def test_bytecode_may_come_and_go(site: dict[str, str]) -> None:
+    stage(site)
+    for place in places(site):
+        cache = Path(f"{place}{site['DISKS']}/env/site-packages/mine/__pycache__/__init__.cpython-311.pyc")
+        cache.parent.mkdir()
+        cache.touch()
+    before = [place.stat().st_ino for place in places(site)]
+    stage(site)
+    assert [place.stat().st_ino for place in places(site)] == before
+
+
+def archives(site: dict[str, str]) -> list[Path]:
+    return list((Path(site["DISKS"]) / "runs").glob(".environments_*/*"))
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".list"])
+@pytest.mark.parametrize("length", [0, 700])
+def test_an_archive_that_is_not_whole_is_written_again(site: dict[str, str], suffix: str, length: int) -> None:
+    stage(site)
+    (file,) = [file for file in archives(site) if file.suffix == suffix]
+    file.write_bytes(file.read_bytes()[:length] or b"")
+    for place in places(site):
+        place.rename(place.parent.parent / "elsewhere")
+    stage(site)
+    assert is_left(site, "node1") and is_left(site, "node2")
+
+
+def test_two_archives_are_kept_and_those_on_their_way(site: dict[str, str]) -> None:
+    source = Path(site["DISKS"]) / "env" / "site-packages" / "mine" / "__init__.py"
+    for number in range(5):
+        source.write_text("x = 1\n" * (number + 1))
+        stage(site)
+        if number < 3:
+            for file in archives(site):
+                hours_ago = time.time() - 3600 * (5 - number)
+                os.utime(file, (hours_ago, hours_ago))
+    assert sorted(file.suffix for file in archives(site)) == [".list", ".list", ".tar", ".tar"]
+
+
 def test_a_node_that_cannot_unpack_imports_as_before(site: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     found = stage(site)
-    (archive,) = (Path(site["DISKS"]) / "runs").glob(".environments_*/*.tar")
-    archive.write_bytes(archive.read_bytes()[:700])
     place = next(place for place in places(site) if "node2" in str(place))
-    place.rename(Path(site["DISKS"]) / "elsewhere")
+    next(place.rglob("__init__.py")).unlink()
+    tar = Path(site["DISKS"]) / "bin" / "tar"
+    tar.write_text("#!/bin/sh\necho tar: no room >&2\nexit 2\n")
+    tar.chmod(0o755)
     assert stage(site) == found, "the other node has its copy"
-    said = capsys.readouterr().err
-    assert "node2 (1 of 2) could not unpack" in said and "tar: " in said
+    assert "node2 (1 of 2) could not unpack" in (said := capsys.readouterr().err) and "tar: no room" in said
     assert [place for place in places(site) if "node2" in str(place)] == [], "nothing half unpacked is left"
 
 
@@ -89,8 +151,77 @@ def test_a_folder_that_others_can_fill_is_not_used(
     assert "node2 (1 of 2) have a folder of another user" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["node2", "."])
+def test_a_folder_whose_names_anybody_may_change_is_not_used(
+    site: dict[str, str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(site["DISKS"]) / name
+    folder.chmod(0o777)
+    assert stage(site) == {}
+    nodes = "node2 (1 of 2)" if name == "node2" else "node1, node2 (2 of 2)"
+    assert f"{nodes} have a folder in which anybody may put another one" in capsys.readouterr().err
+    folder.chmod(0o1777)
+    assert stage(site)
+
+
 def test_an_archive_folder_of_somebody_else_is_not_read(site: dict[str, str]) -> None:
     folder = Path(site["DISKS"]) / "runs" / f".environments_{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
     assert stage(site) == {} and list(folder.iterdir()) == []
+
+
+RANK = """
+import sys
+stage, installed = sys.argv[1:]
+sys.path.insert(0, installed)
+from slurm_train.launch.imports import import_from_stage
+print(import_from_stage(stage))
+import mine.first, mine.second, other
+print(mine.__file__, mine.first.__file__, mine.second.__file__, other.__file__)
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder with installed packages, and a node's copy of it that a cleaner has been in."""
+    installed, stage = tmp_path / "site-packages", tmp_path / "disk" / "slurm_train_0" / "digest"
+    for folder in (installed, Path(f"{stage}{installed}")):
+        (folder / "mine").mkdir(parents=True)
+        for name in ("mine/__init__.py", "mine/first.py", "mine/second.py", "other.py"):
+            (folder / name).touch()
+    for folder in (stage, stage.parent):
+        folder.chmod(0o700)
+    for name in ("mine/second.py", "other.py"):
+        Path(f"{stage}{installed}/{name}").unlink()
+    return stage, installed
+
+
+def imported(stage: Path, installed: Path) -> tuple[str, str]:
+    """Returns what a rank says of its node's copy, and where it imports from: c of the copy, i of the installed."""
+    command = [sys.executable, "-c", RANK, str(stage), str(installed)]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    said, files = done.stdout.splitlines()
+    return said, "".join("c" if file.startswith(str(stage)) else "i" for file in files.split())
+
+
+def test_what_a_cleaner_takes_from_a_copy_is_imported_from_where_it_is_installed(copy: tuple[Path, Path]) -> None:
+    assert imported(*copy) == ("", "ccii")
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "said"),
+    [
+        ("..", 0o777, "not a folder that only you can enter"),
+        (".", 0o755, "not a folder that only you can enter"),
+        ("../..", 0o777, "anybody may rename"),
+    ],
+)
+def test_a_copy_that_others_can_exchange_is_not_imported(
+    copy: tuple[Path, Path], place: str, mode: int, said: str
+) -> None:
+    """Whoever may rename in the folder above puts a folder of their own there after it was looked at once."""
+    (copy[0] / place).chmod(mode)
+    words, places = imported(*copy)
+    assert said in words and places == "iiii"
