@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from slurm_train.formatting import printable
+
 EXIT_DONE = 0
 EXIT_FAILURE = 1
 EXIT_WRONG_USE = 2
@@ -27,14 +29,6 @@ EXIT_WRONG_USE = 2
 EXIT_REQUEUE = 75
 # sysexits.h EX_OSERR: whoever started the rank is gone (slurmstepd was killed).
 EXIT_ORPHANED = 71
-
-
-def _shown(text: str) -> str:
-    """Returns a text with what a terminal would obey, or could not print, written out: "\\x1b" for an escape."""
-    if text.isascii() and text.isprintable():
-        return text
-    plain = (char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
-    return "".join(plain)
 
 
 class SlurmTrainError(Exception):
@@ -49,8 +43,8 @@ class SlurmTrainError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
-        self.message = _shown(message)
-        self.hint = _shown(hint)
+        self.message = printable(message)
+        self.hint = printable(hint)
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message

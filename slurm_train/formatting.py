@@ -1,9 +1,72 @@
-"""Numbers, durations, bytes, counts and tables as text for people: the same wherever something is printed."""
+"""Numbers, durations, bytes, counts and tables as text for people: the same wherever something is printed.
+
+What is printed comes from files that others may have written as well, and a terminal obeys some characters: one
+sequence writes the clipboard. So all that verbs print goes through a `PrintableStream`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
+
+_UNUSUAL = re.compile(r"[^\n\t -~]")
+_SEPARATORS = "\u2028\u2029"
+# The colours and weights that verbs paint with; the worst that somebody else's text can do with them is to be red.
+_STYLED = re.compile(r"(\x1b\[(?:0|2|1(?:;3[1-6])?|3[1-6])m)|[^\n\t -~]")
+
+
+def printable(text: str) -> str:
+    """Returns a text with what a terminal would obey, or could not print, written out: "\\x1b" for an escape.
+
+    Line breaks, tabs and spaces of all kinds stay; marks that turn the writing direction do not.
+    """
+    return _UNUSUAL.sub(lambda found: _written_out(found[0]), text)
+
+
+def _written_out(char: str) -> str:
+    is_space = char.isspace() and char > "\x9f" and char not in _SEPARATORS
+    return char if char.isprintable() or is_space else ascii(char)[1:-1]
+
+
+class PrintableStream:
+    """A text stream that writes `printable` texts to another one; the styles of this package stay.
+
+    Args:
+        stream: where to write.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes a text, and returns its length."""
+        self.stream.write(_STYLED.sub(lambda found: found[1] or _written_out(found[0]), text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes texts one after the other."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def printing_safely() -> Iterator[None]:
+    """Makes stdout and stderr `PrintableStream`s while the body runs."""
+    streams: Any = (PrintableStream(sys.stdout), PrintableStream(sys.stderr))
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        yield
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """Returns the stream behind a `PrintableStream`, for escape codes; any other one as it is."""
+    return stream.stream if isinstance(stream, PrintableStream) else stream
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -7,6 +7,7 @@ imported at every TAB: it imports nothing slow.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pwd
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_train import __version__
 from slurm_train.errors import RunError, SlurmTrainError
+from slurm_train.formatting import printing_safely
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -566,6 +568,13 @@ refused, with what to type instead
 def run(words: Sequence[str]) -> int:
     """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 must be started again)."""
     _stand_in_for_passwd()
+    # What runs a user's code prints as it likes: into logs, which `logs` looks through.
+    is_of_job = bool(words) and words[0] in VERBS and words[0] not in PUBLIC_VERBS and words[0] != "complete"
+    with contextlib.nullcontext() if is_of_job else printing_safely():
+        return _run(words)
+
+
+def _run(words: Sequence[str]) -> int:
     try:
         code = _dispatch(words)
         # A closed pipe is met here rather than when the interpreter ends.

@@ -19,7 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = "slurm_train"
 
 LAYERS = [
-    {"errors", "assets", "__init__", "formatting", "frozen_class"},
+    {"formatting"},
+    {"errors", "assets", "__init__", "frozen_class"},
     {"verbs"},
     {"config"},
     {"slurm", "rundir"},

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from slurm_train import formatting
+from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, RED, painted
 
 CASES: list[tuple[Callable[[Any], str], Any, str]] = [
     (formatting.number, None, "-"),
@@ -30,3 +33,28 @@ def test_values_as_people_read_them(function: Callable[[Any], str], value: Any, 
 def test_counts_and_tables() -> None:
     assert [formatting.count(num, "run") for num in (0, 1, 1200)] == ["0 runs", "1 run", "1,200 runs"]
     assert formatting.table(("A", "LONG"), [("first", "x"), ("b", "")]) == "A      LONG\nfirst  x\nb"
+
+
+TEXTS = [
+    ("caf\u00e9 \U0001f600\u3000\u00a0a\tb\n", "caf\u00e9 \U0001f600\u3000\u00a0a\tb\n"),
+    ("\x1b]52;c;cm0gLXJm\x07", "\\x1b]52;c;cm0gLXJm\\x07"),
+    ("\x9b2J\x7f\r\x08\u202e\u2028\udc80", "\\x9b2J\\x7f\\r\\x08\\u202e\\u2028\\udc80"),
+    ("\x1b[2K\x1b[8mhidden\x1b[1A", "\\x1b[2K\\x1b[8mhidden\\x1b[1A"),
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), TEXTS)
+def test_what_is_printed_does_nothing_to_a_terminal(text: str, shown: str) -> None:
+    out = io.StringIO()
+    stream = formatting.PrintableStream(out)
+    assert formatting.printable(text) == shown
+    assert print(text, end="", file=stream) is None and out.getvalue() == shown  # type: ignore[func-returns-value]
+
+
+def test_the_styles_of_verbs_are_printed_and_put_in_nothing_else() -> None:
+    out = io.StringIO()
+    for style in (BOLD, BOLD_RED, FAINT, RED, "32", "1;32", "33", "35", "36"):
+        formatting.PrintableStream(out).write(painted("x", style))
+    assert out.getvalue().count("\x1b") == 18 and "\\x1b" not in out.getvalue()
+    with formatting.printing_safely():
+        assert formatting.unfiltered(sys.stdout) is not sys.stdout

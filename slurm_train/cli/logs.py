@@ -148,9 +148,9 @@ class LogPrinter:
     """
 
     def __init__(self, run: RunDirectory, rank: int, *, attempt: int | None, env: Mapping[str, str]) -> None:
-        self._in_colour = takes_escapes(sys.stdout, env)
+        self._for_terminal, self._in_colour = sys.stdout.isatty(), takes_escapes(sys.stdout, env)
         self._alert = BOLD_RED if takes_escapes(sys.stderr, env) else ""
-        self._painter = Painter(in_colour=self._in_colour, is_cause=self._may_be_cause)
+        self._painter = Painter(for_terminal=self._for_terminal, in_colour=self._in_colour, is_cause=self._may_be_cause)
         self._run, self._rank, self._attempt = run, rank, attempt
 
     def _may_be_cause(self) -> bool:
@@ -175,7 +175,7 @@ class LogPrinter:
         for line in failure.lines(rank_shown=self._rank):
             note(painted(line, self._alert))
         if failure.kind and not failure.is_in_log_of(self._rank):
-            excerpt = Painter(in_colour=self._in_colour)
+            excerpt = Painter(for_terminal=self._for_terminal, in_colour=self._in_colour)
             _write(excerpt.paint(failure.excerpt.encode() + b"\n") + excerpt.rest())
         return True
 

@@ -22,12 +22,12 @@ from typing import TextIO
 
 from slurm_train.checkpoint.verify import find_kept
 from slurm_train.cli.selection import Selection, build_surveyor, find_root, look_once, read_selection, summary
-from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, takes_escapes, width_of
+from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, redraw, takes_escapes, width_of
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import clock, count, duration, table
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.lookup import known_roots, list_runs, newest_runs
+from slurm_train.rundir.lookup import is_own, known_roots, list_runs, newest_runs, owner_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import list_sweeps, read_table
 from slurm_train.rundir.timing import goodput, held_s
@@ -165,6 +165,7 @@ def _cells(one: RunStatus, keys: Sequence[str], *, now_unix_s: float, of_sweep: 
         "ATTEMPTS": str(one.attempts),
         "HEARTBEAT": "" if one.heartbeat_age_s is None else f"{duration(int(one.heartbeat_age_s))} ago",
         "NODES": one.nodelist or "",
+        "OWNER": "" if is_own(one.run) else owner_of(one.run.path),
         "NOTE": note_of(one, now_unix_s=now_unix_s),
     }
 
@@ -301,11 +302,9 @@ class Screen:
             return table_lines(kept, now_unix_s=now_unix_s, width=width, of_sweep=of_sweep, in_colour=self._is_live)
 
         if self._is_live:
-            # Up to the first line of what was drawn last; everything from there on is erased.
-            up = f"\x1b[{self._num_drawn}A" if self._num_drawn else ""
             lines = [*_fitted(statuses, lines_of), "", *_wrapped(headline, width)]
+            redraw(self._stream, "\n".join(lines), num_lines=self._num_drawn)
             self._num_drawn = len(lines)
-            print(f"\r{up}\x1b[J" + "\n".join(lines), file=self._stream, flush=True)
             return
         facts: list[object] = [(one.run, one.state, one.step, one.attempts, one.note) for one in statuses]
         facts.append(bool(survey.look.problem))

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from slurm_train.formatting import PrintableStream, printable, unfiltered
 from slurm_train.status.failure import HEADLINE
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 RED, BOLD_RED, FAINT, BOLD = "31", "1;31", "2", "1"
 """Parameters of SGR escape sequences, as are "32" (green), "33" (yellow), "35" (magenta) and "36" (cyan)."""
 _HEADLINE = HEADLINE.encode()
+# In a log: colours of any program, carriage returns; and runs of everything else.
+_HARMLESS = re.compile(r"(\x1b\[[0-9;:]*m|\r)|([^\x1b\r]+|\x1b)")
 _ERRORS = (b"error: ", b"srun: error: ", b"slurmstepd: error: ")
 
 
@@ -68,23 +72,34 @@ def painted(text: str, style: str) -> str:
     return f"\x1b[{style}m{text}\x1b[0m" if style else text
 
 
+def redraw(stream: TextIO, text: str, *, num_lines: int) -> None:
+    """Writes a text in the place of so many lines above the cursor, and of all below them."""
+    up = f"\x1b[{num_lines}A" if num_lines else ""
+    unfiltered(stream).write(f"\r{up}\x1b[J")
+    print(text, file=stream, flush=True)
+
+
 class Painter:
-    """Colours the tracebacks and the errors in a log that comes in pieces. Bytes in, bytes out.
+    """Prepares a log that comes in pieces for a terminal. Bytes in, bytes out.
+
+    What a terminal would obey is written out, but for a program's own colours, tabs and carriage returns (progress
+    bars); tracebacks and errors are coloured.
 
     Args:
-        in_colour: False passes everything on as it is.
+        for_terminal: False passes everything on as it is.
+        in_colour: colour tracebacks and errors.
         is_cause: asked at each traceback whether it may be the first of its attempt; others are faint.
     """
 
-    def __init__(self, *, in_colour: bool, is_cause: Callable[[], bool] = lambda: True) -> None:
-        self._in_colour, self._is_cause = in_colour, is_cause
+    def __init__(self, *, for_terminal: bool, in_colour: bool, is_cause: Callable[[], bool] = lambda: True) -> None:
+        self._for_terminal, self._in_colour, self._is_cause = for_terminal, in_colour, is_cause
         self._frames, self._message = RED, BOLD_RED
         self._in_traceback = False
         self._held = b""
 
     def paint(self, piece: bytes) -> bytes:
         """Returns what can be shown of the log so far; half a line waits for its other half."""
-        if not self._in_colour:
+        if not self._for_terminal:
             return piece
         lines = (self._held + piece).split(b"\n")
         self._held = lines.pop()
@@ -96,6 +111,10 @@ class Painter:
         return self._line(held)
 
     def _line(self, line: bytes) -> bytes:
+        text = line.decode(errors="backslashreplace")
+        line = _HARMLESS.sub(lambda found: found[1] or printable(found[2]), text).encode()
+        if not self._in_colour:
+            return line
         style = BOLD_RED if line.startswith(_ERRORS) else ""
         if line == _HEADLINE:
             self._frames, self._message = (RED, BOLD_RED) if self._is_cause() else (FAINT, FAINT)
@@ -135,10 +154,14 @@ class _Enduring(io.FileIO):
 def outlive_terminal(instead: Path) -> None:
     """Lets this process print on into a file when its stdout or stderr can no longer be written to."""
     for name in ("stdout", "stderr"):
-        stream: TextIO = getattr(sys, name)
+        current: TextIO = getattr(sys, name)
+        stream = unfiltered(current)
         # A stream that somebody has put in their place (a test, say) is theirs.
         if stream is getattr(sys, f"__{name}__"):
             stream.flush()
             raw = io.BufferedWriter(_Enduring(stream.fileno(), instead))
             lasting = io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
-            setattr(sys, name, lasting)
+            if isinstance(current, PrintableStream):
+                current.stream = lasting
+            else:
+                setattr(sys, name, lasting)

@@ -33,7 +33,7 @@ from slurm_train.rundir.files import (
     to_records,
     write_atomic,
 )
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, trusted_owners
 
 CALM_EVENTS = ("stop", "shares", "exchange", "resume")
 """Kinds that report nothing wrong."""
@@ -286,7 +286,9 @@ def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     """Returns the nodes that are on the list now, the last line about each counting."""
     found: dict[str, BadNode] = {}
     with contextlib.suppress(OSError):
-        found = {bad.node: bad for bad in to_records(BadNode, read_shared(list_file(run)))}
+        # Several users may keep their runs below one root; what others write there keeps nobody off a node.
+        lines = read_shared(list_file(run), owners=trusted_owners())
+        found = {bad.node: bad for bad in to_records(BadNode, lines)}
     return [bad for bad in found.values() if bad.until_unix_s > now_unix_s]
 
 

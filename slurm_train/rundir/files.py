@@ -20,7 +20,7 @@ import math
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -232,8 +232,13 @@ def append_shared(path: Path, value: dict[str, Any], *, durable: bool = False) -
     append_line(part, value, durable=durable)
 
 
-def read_shared(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of all nodes' parts of a file, by time; the lines of one node keep their order."""
+def read_shared(path: Path, *, owners: Collection[int] | None = None) -> list[dict[str, Any]]:
+    """Returns the lines of all nodes' parts of a file, by time; the lines of one node keep their order.
+
+    Args:
+        path: without a node in its name.
+        owners: uids whose parts count, in a folder where others make files as well; None: all parts.
+    """
 
     def timed(part: Path) -> Iterator[tuple[float, dict[str, Any]]]:
         newest = 0.0
@@ -244,6 +249,8 @@ def read_shared(path: Path) -> list[dict[str, Any]]:
             yield newest, line
 
     parts = [path, *sorted(path.parent.glob(f"{path.stem}@*{path.suffix}"))]
+    if owners is not None:
+        parts = [part for part in parts if os.path.lexists(part) and part.lstat().st_uid in owners]
     return [line for _, line in heapq.merge(*map(timed, parts), key=lambda pair: pair[0])]
 
 

@@ -154,11 +154,12 @@ def closed_places(root: Path) -> str:
     names = [name for name in listed(root) if not name.name.startswith(".")]
     places = [nearest, *names, *(run for name in names for run in listed(name))]
     closed = [place for place in places if os.path.isdir(place) and not os.access(place, os.X_OK)]  # noqa: PTH112
-    shown = ", ".join(f"{place} of {_owner(place)}" for place in closed[:3])
+    shown = ", ".join(f"{place} of {owner_of(place)}" for place in closed[:3])
     return shown + (f" and {len(closed) - 3} more" if len(closed) > 3 else "")
 
 
-def _owner(path: Path) -> str:
+def owner_of(path: Path) -> str:
+    """Returns the user who owns a file, e.g. "ada", or "uid 1000" where that user has no name here."""
     try:
         return path.owner()
     except KeyError:
@@ -168,13 +169,23 @@ def _owner(path: Path) -> str:
 def find_run(root: Path, word: str | None) -> RunDirectory:
     """Returns the one run that a word names; the newest of that name; without a word the newest of all.
 
+    Where others keep runs below the same root, this user's own come first.
+
     Raises:
         RunError: nothing matches, or an abbreviated id fits several runs.
     """
     runs = find_runs(root, [word] if word else [])
     if not runs:
         raise RunError(f"there is no run below {root}", hint="start one, or name its root with --root")
-    return runs[0]
+    return next((run for run in runs if is_own(run)), runs[0])
+
+
+def is_own(run: RunDirectory) -> bool:
+    """Returns whether a run is this user's; one that is gone is."""
+    try:
+        return run.path.stat().st_uid == os.geteuid()
+    except OSError:
+        return True
 
 
 def _require_clear(word: str, matches: list[RunDirectory]) -> None:

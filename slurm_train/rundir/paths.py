@@ -258,7 +258,7 @@ def require_private(run: RunDirectory) -> None:
     own = [run.path, *folders, run.config, run.plan, run.submit_script]
     for path in (entry for entry in own if os.path.lexists(entry)):
         status = path.lstat()
-        if stat.S_ISLNK(status.st_mode) or status.st_uid not in _trusted() or _is_open(status):
+        if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted_owners() or _is_open(status):
             raise _refusal(path, status, "another user could have written what would run in your name")
     for path in (run.path.parent, run.path.parent.parent):
         if os.path.lexists(path) and _others_may_replace(status := path.stat()):
@@ -274,7 +274,7 @@ def _code(run: RunDirectory) -> list[Path]:
     Folders in it count where others can enter it at all.
     """
     root = run.path.parent.parent.resolve()
-    if not run.code.is_symlink() or run.code.lstat().st_uid not in _trusted():
+    if not run.code.is_symlink() or run.code.lstat().st_uid not in trusted_owners():
         return _reachable(run.code)
     shared = run.code.resolve()
     if not shared.is_relative_to(root):
@@ -290,11 +290,12 @@ def _reachable(code: Path) -> list[Path]:
 
 
 def _others_may_replace(status: os.stat_result) -> bool:
-    is_foreign = status.st_uid not in _trusted()
+    is_foreign = status.st_uid not in trusted_owners()
     return (is_foreign or _is_open(status)) and not _is_sticky(status)
 
 
-def _trusted() -> set[int]:
+def trusted_owners() -> set[int]:
+    """Returns the uids of those whose files may steer this user's runs: root, and this user."""
     return {0, os.geteuid()}
 
 

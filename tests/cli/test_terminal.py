@@ -8,6 +8,8 @@ import pty
 import sys
 from pathlib import Path
 
+import pytest
+
 from slurm_train.cli.terminal import BOLD_RED, RED, Painter, painted, takes_escapes
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
@@ -39,13 +41,22 @@ COLOURS = ["", BOLD_RED, RED, BOLD_RED, "", BOLD_RED, ""]
 
 
 def test_tracebacks_and_errors_are_red_and_nothing_else_changes() -> None:
-    painter = Painter(in_colour=True)
+    painter = Painter(for_terminal=True, in_colour=True)
     # Byte by byte: a log comes in pieces.
     shown = b"".join(painter.paint(LOG[at : at + 1]) for at in range(len(LOG))) + painter.rest()
     texts = [painted(text, style) for text, style in zip(LOG.decode().splitlines(), COLOURS, strict=True)]
     assert shown.decode().splitlines() == texts
-    plain = Painter(in_colour=False)
+    plain = Painter(for_terminal=False, in_colour=False)
     assert plain.paint(b"\xff half\x1b") == b"\xff half\x1b" and plain.rest() == b""
+
+
+@pytest.mark.parametrize("in_colour", [True, False])
+def test_a_log_does_nothing_to_the_terminal_that_shows_it(in_colour: bool) -> None:
+    log = b"10%\r20%\t\x1b[38;5;9mred\x1b[0m\n\x1b]52;c;cm0gLXJm\x07 \x1b[2J\xc2\x9bA \xff\n\x1b"
+    shown = b"10%\r20%\t\x1b[38;5;9mred\x1b[0m\n\\x1b]52;c;cm0gLXJm\\x07 \\x1b[2J\\x9bA \\xff\n\\x1b"
+    painter = Painter(for_terminal=True, in_colour=in_colour)
+    pieces = [painter.paint(log[at : at + 1]) for at in range(len(log))]
+    assert b"".join(pieces) + painter.rest() == shown
 
 
 def test_a_run_whose_terminal_is_closed_saves_before_it_ends(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
+
+import pytest
 
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.events import (
@@ -117,3 +121,16 @@ def test_the_last_line_about_a_node_counts_and_one_that_makes_no_sense_does_not(
     assert names(run, 2 * 3600.0) == ["node3"]
     assert forgive_nodes(run, ["node3", "node9"], now_unix_s=10.0) == ["node3"]
     assert names(run, 20.0) == ["node4"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+def test_what_another_user_lists_keeps_nobody_off_a_node(run: RunDirectory) -> None:
+    add_bad_nodes(run, {"node3": "mine"}, hours=2.0, now_unix_s=0.0)
+    root = list_file(run).parent
+    line = json.dumps({"node": "node4", "why": "theirs", "until_unix_s": 7200.0, "time_unix_s": 1.0})
+    for name in ("bad_nodes@node9.jsonl", "bad_nodes.jsonl"):
+        (root / name).write_text(f"{line}\n")
+    assert set(names(run, 10.0)) == {"node3", "node4"}
+    for name in ("bad_nodes@node9.jsonl", "bad_nodes.jsonl"):
+        os.chown(root / name, 65534, 65534)
+    assert names(run, 10.0) == ["node3"]
