@@ -91,6 +91,11 @@ Your file replaces the included file completely: keys that it does not have get 
 `cluster` these are the same). `+cluster=big` selects `my_conf/cluster/big.yaml`, which begins with
 `defaults: [base, _self_]`.
 
+A file gives texts, variables and flags as they are written, without quotes, too: `account: 0123`, `START: 1:30` and
+`comment: 1e3` arrive so, whatever YAML makes of them. Also `time: 12:00:00` in Slurm's formats may be written there.
+Refused are words with two meanings (`~` for a variable, `yes` for a flag of Slurm) and times and octals below a key
+that counts (`time_limit_min: 12:00:00`, `max_steps: 0100`).
+
 ## Which keys change the run id
 
 The run id is a hash of what is trained. The same command twice selects the same run: its result is shown, it is

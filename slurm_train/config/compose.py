@@ -13,7 +13,7 @@ import itertools
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -31,16 +31,33 @@ from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from omegaconf.resolvers.oc import env as read_variable
 
 from slurm_train.assets import asset_dir
-from slurm_train.config.schema import RunConfig, all_keys, build_config, flat, to_mapping, unknown_key_error
+from slurm_train.config.schema import (
+    ClusterSection,
+    RunConfig,
+    all_keys,
+    build_config,
+    flat,
+    to_mapping,
+    unknown_key_error,
+)
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
 from slurm_train.config.site_profile import settle_site, user_config_dir
 from slurm_train.config.synonyms import advise
-from slurm_train.config.words import Words, cluster_sizes, is_one_value, prepare_overrides, quoted, split_word
+from slurm_train.config.words import (
+    Words,
+    cluster_sizes,
+    is_one_value,
+    is_plain_texts,
+    prepare_overrides,
+    quoted,
+    split_word,
+)
+from slurm_train.config.yaml_files import FaithfulLoader
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen_positional
 
@@ -50,6 +67,7 @@ TASK_NAME = "slurm_train"
 _MOST_POINTS = 100_000
 # In this order: a site fills the cluster that was chosen.
 _GROUPS = ("optim", "model", "data", "cluster", "site", "container")
+_FIRST_GROUPS = ("cluster", "site", "container")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
@@ -61,6 +79,19 @@ class Composed:
     mapping: dict[str, Any]
     choices: Mapping[str, str | None]
     """The chosen option of each config group, e.g. {"model": "gpt"}."""
+    open_keys: Collection[str] | None = None
+    """Keys of `cluster` that neither words nor files set, those of a site among them; None: it was not composed."""
+
+
+@frozen_positional
+class Merged:
+    """What Hydra composes, before it is checked."""
+
+    full: DictConfig
+    """Hydra's own settings included."""
+    choices: dict[str, str | None]
+    open_keys: Collection[str]
+    """Keys of `cluster` that neither words nor files set: they have the defaults of the schema."""
 
 
 @frozen_positional
@@ -117,9 +148,10 @@ class Composer:
         """
         prepared = prepare_overrides(overrides)
         with self.explaining():
-            full, choices = self.merge(prepared, number=number)
+            merged = self.merge(prepared, number=number)
+            full, choices = merged.full, merged.choices
             plain = _plain(full, [str(key) for key in full if key != "hydra"], resolve=True)
-            settle_site(plain, choices, prepared)
+            open_keys = settle_site(plain, choices, prepared, open_keys=merged.open_keys)
             refuse_secrets(plain)
             cluster = plain.get("cluster")
             # `cluster.env.X=1` makes the mapping spring up where no cluster was asked for.
@@ -128,10 +160,10 @@ class Composer:
             _settle_launch(plain)
             config = build_config(RunConfig, plain)
             _refuse_two_lengths(config, prepared)
-            return Composed(config=config, mapping=plain, choices=choices)
+            return Composed(config=config, mapping=plain, choices=choices, open_keys=open_keys)
 
-    def merge(self, prepared: Sequence[str], *, number: int | None = None) -> tuple[DictConfig, dict[str, str | None]]:
-        """Returns what Hydra composes, its own settings included, and the choices.
+    def merge(self, prepared: Sequence[str], *, number: int | None = None) -> Merged:
+        """Returns what Hydra composes.
 
         Raises:
             HydraException: what Hydra itself would say.
@@ -141,6 +173,8 @@ class Composer:
         groups, values = self.split(parsed)
         # A copy in a third of the time that copy.deepcopy takes: there is one for each point of a sweep.
         full: DictConfig = pickle.loads(pickle.dumps(self.base(groups)))
+        typed = {one.key_or_group for one in values}
+        open_keys = [key for key in _fill_cluster(full) if f"cluster.{key}" not in typed]
         ConfigLoaderImpl._apply_overrides_to_config(values, full)
         tasks, shape = [one for one in parsed if not one.is_hydra_override()], full.hydra.job.config.override_dirname
         full.hydra.overrides.task = [one.input_line for one in tasks]
@@ -151,7 +185,7 @@ class Composer:
             full.hydra.job.num = number
         # What ${hydra:runtime.cwd} and the like are read from.
         HydraConfig.instance().cfg = full  # type: ignore[assignment]  # Hydra itself puts a DictConfig there
-        return full, dict(full.hydra.runtime.choices)
+        return Merged(full, dict(full.hydra.runtime.choices), open_keys)
 
     def parse(self, prepared: Sequence[str]) -> list[Override]:
         """Returns the words as Hydra reads them; one that several points of a sweep share is read once.
@@ -181,6 +215,9 @@ class Composer:
             HydraException: what Hydra itself would say.
         """
         single = [one for one in groups if not one.is_sweep_override()]
+        # Hydra merges added groups in the order of the words; what an experiment says of the cluster is meant for the
+        # one that is chosen, before or after it.
+        single.sort(key=lambda one: one.key_or_group not in _FIRST_GROUPS)
         words = [str(one.input_line) for one in single]
         key = (mode, "\n".join(words))
         if key not in self._bases:
@@ -247,9 +284,9 @@ class Composer:
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Turns what Hydra does not accept into errors in the user's terms; leaves no global state of Hydra's."""
-        # OmegaConf reads files with a subclass of it; libyaml takes a tenth of the time.
-        slow_loader = yaml.SafeLoader
-        yaml.SafeLoader = getattr(yaml, "CSafeLoader", slow_loader)  # type: ignore[misc]
+        # OmegaConf reads files with a subclass of it.
+        common_loader = yaml.SafeLoader
+        yaml.SafeLoader = FaithfulLoader  # type: ignore[misc]
         try:
             yield
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as err:
@@ -260,7 +297,7 @@ class Composer:
             newest = next(reversed(self._bases.values()), OmegaConf.create())
             raise own or _explain(err, known=newest, words=self.words.overrides) from err
         finally:
-            yaml.SafeLoader = slow_loader  # type: ignore[misc]
+            yaml.SafeLoader = common_loader  # type: ignore[misc]
             GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = None
 
@@ -276,10 +313,11 @@ class Composer:
                 self._store_sizes(prepared)
                 self.hydra.show_info(words.info, config_name=words.config_name, overrides=prepared)
                 return
-            full, choices = self.merge(prepared)
+            merged = self.merge(prepared)
+            full = merged.full
             keys = [str(key) for key in full if words.cfg == "all" or (words.cfg == "hydra") == (key == "hydra")]
             plain = _plain(full, keys, resolve=words.resolve)
-            settle_site(plain, choices, prepared)
+            settle_site(plain, merged.choices, prepared, open_keys=merged.open_keys)
             part: Any = OmegaConf.create(plain)
             if words.package not in (None, "_global_"):
                 part = OmegaConf.select(part, str(words.package))
@@ -297,6 +335,19 @@ def compose(words: Words) -> Composed:
         ConfigError: as `Composer.compose`.
     """
     return Composer(words).compose(words.overrides)
+
+
+def _fill_cluster(full: DictConfig) -> list[str]:
+    """Gives the keys of an asked cluster that no file sets the defaults of the schema, and returns these keys."""
+    section = full.get("cluster")
+    if not isinstance(section, DictConfig) or "nodes" not in section:
+        return []
+    given = {str(key) for key in section.keys()}  # noqa: SIM118  # without it OmegaConf leaves out "???"
+    missing = {key: value for key, value in to_mapping(ClusterSection()).items() if key not in given}
+    with open_dict(section):
+        for key, value in missing.items():
+            section[key] = value
+    return list(missing)
 
 
 def _plain(full: DictConfig, keys: Iterable[str], *, resolve: bool) -> dict[str, Any]:
@@ -529,7 +580,11 @@ def _values(override: Override) -> list[str]:
             f"{override.input_line}: an interval names no points",
             hint="use range(start,stop,step) or choice(a,b,c), or a sweeper that chooses points: hydra/sweeper=...",
         )
-    values = [f"{override.get_key_element()}={value}" for value in override.sweep_iterator(transformer=spelled)]
+    key, typed = override.get_key_element(), split_word(str(override.input_line))[2] or ""
+    if is_plain_texts(override.key_or_group, typed):
+        # Hydra would make 1000.0 of 1e3.
+        return [f"{key}={quoted(value.strip())}" for value in typed.split(",")]
+    values = [f"{key}={value}" for value in override.sweep_iterator(transformer=spelled)]
     if not values:
         raise ConfigError(f"{override.input_line} gives no value: the sweep is empty", hint="widen it, or drop it")
     return values

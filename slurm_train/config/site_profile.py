@@ -13,16 +13,15 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from slurm_train.config.schema import ClusterSection, build_config, to_mapping
+from slurm_train.config.schema import ClusterSection, build_config
 from slurm_train.config.words import split_word
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
 
 GROUP = "site"
-# The size is the run's own affair.
-_NOT_A_SITES = ("nodes", "gpus_per_node")
+SIZE = ("nodes", "gpus_per_node")
+"""Keys of `cluster` that each run is given, and no site."""
+_MEMORY = ("memory_gb_per_node", "memory_gb_per_gpu")
 
 
 @frozen
@@ -89,45 +88,52 @@ def read_site(mapping: Mapping[str, Any], *, name: str) -> SiteFile:
     site = build_config(SiteFile, {key: value for key, value in mapping.items() if value is not None}, path=where)
     settings = {f"partitions.{key}.": one.cluster for key, one in site.partitions.items()} | {"": site.cluster}
     for label, values in settings.items():
-        if not values.keys().isdisjoint(_NOT_A_SITES):
+        if not values.keys().isdisjoint(SIZE):
             raise ConfigError(f"{where}{label}cluster gives a size, which is typed for each run", hint="+cluster=4x8")
         build_config(ClusterSection, values, path=f"{where}{label}cluster.")
     return site
 
 
-def with_site(cluster: Mapping[str, Any], site: SiteFile, *, typed: Collection[str]) -> dict[str, Any]:
-    """Returns the cluster's settings with the site's where they are left at the default.
+def with_site(cluster: Mapping[str, Any], site: SiteFile, *, open_keys: Collection[str]) -> dict[str, Any]:
+    """Returns the cluster's settings with the site's where nothing else sets them.
 
     Args:
         cluster: the composed settings.
         site: the site.
-        typed: keys of the command line, e.g. {"cluster.partition"}: what was typed stays, also where it is a default.
+        open_keys: the keys that neither words nor files set, e.g. {"partition"}.
     """
-    defaults = to_mapping(ClusterSection())
+    # Either of the two decides the memory.
+    is_memory_open = set(_MEMORY) <= set(open_keys)
 
-    def is_free(key: str) -> bool:
-        return f"cluster.{key}" not in typed and cluster.get(key, defaults[key]) == defaults[key]
+    def is_open(key: str) -> bool:
+        return is_memory_open if key in _MEMORY else key in open_keys
 
-    chosen = site.cluster.get("partition") if is_free("partition") else cluster.get("partition")
-    partition = site.partitions.get(str(chosen), SitePartition())
+    chosen = site.cluster.get("partition") if is_open("partition") else cluster.get("partition")
+    partition = site.partitions.get(str(chosen), SitePartition()).cluster
+    general = site.cluster
+    if not partition.keys().isdisjoint(_MEMORY):
+        general = {key: value for key, value in general.items() if key not in _MEMORY}
     result = dict(cluster)
-    for key, value in {**site.cluster, **partition.cluster}.items():
+    for key, value in {**general, **partition}.items():
         if isinstance(value, Mapping):
-            result[key] = {**value, **cluster.get(key, {})}
-        elif is_free(key) and not (key == "memory_gb_per_gpu" and not is_free("memory_gb_per_node")):
+            result[key] = {**general.get(key, {}), **value, **cluster.get(key, {})}
+        elif is_open(key):
             result[key] = value
     if chosen is not None:
         result["partition"] = chosen
     return result
 
 
-def settle_site(mapping: dict[Any, Any], choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:
-    """Puts a site's values into the cluster's, and the site's name where its file stood.
+def settle_site(
+    mapping: dict[Any, Any], choices: Mapping[str, str | None], overrides: Sequence[str], *, open_keys: Collection[str]
+) -> Collection[str]:
+    """Puts a site's values into the cluster's, and the site's name where its file stood; returns what is open still.
 
     Args:
         mapping: a composed configuration.
         choices: the chosen option of each group.
         overrides: what was typed.
+        open_keys: the keys of `cluster` that neither words nor files set.
 
     Raises:
         ConfigError: as `read_site`.
@@ -136,18 +142,21 @@ def settle_site(mapping: dict[Any, Any], choices: Mapping[str, str | None], over
     if found is None and name is None and isinstance(mapping.get("cluster"), Mapping):
         found, name = _default_site()
     if found is None:
-        return
+        return open_keys
     if name is None or not isinstance(found, Mapping):
         hint = f"on the cluster's login node `python -m slurm_train init {found}` writes it; site=NAME chooses it"
         raise ConfigError(f"there is no site {found!r}", hint=hint)
     site = read_site(found, name=name)
     mapping[GROUP] = name
     # Without a cluster the run trains here, and the site's values apply to nothing.
-    if isinstance(mapping.get("cluster"), Mapping):
-        typed = {split_word(word)[1] for word in overrides}
-        mapping["cluster"] = with_site(mapping["cluster"], site, typed=typed)
-        if site.refuses_requeue and not typed & {"requeue", "requeue.enabled"}:
-            mapping["requeue"] = {**(mapping.get("requeue") or {}), "enabled": False}
+    if not isinstance(mapping.get("cluster"), Mapping):
+        return open_keys
+    before = mapping["cluster"]
+    mapping["cluster"] = with_site(before, site, open_keys=open_keys)
+    typed = {split_word(word)[1] for word in overrides}
+    if site.refuses_requeue and not typed & {"requeue", "requeue.enabled"}:
+        mapping["requeue"] = {**(mapping.get("requeue") or {}), "enabled": False}
+    return [key for key in open_keys if mapping["cluster"].get(key) == before.get(key)]
 
 
 def _default_site() -> tuple[Any, str | None]:
@@ -156,4 +165,7 @@ def _default_site() -> tuple[Any, str | None]:
     chosen = [file for file in files if file.stem == "default"] or files
     if len(chosen) != 1:
         return None, None
-    return yaml.safe_load(chosen[0].read_text(encoding="utf-8")) or {}, chosen[0].resolve().stem
+    # Reading needs the keys that are defined here.
+    from slurm_train.config.yaml_files import read_yaml
+
+    return read_yaml(chosen[0]) or {}, chosen[0].resolve().stem

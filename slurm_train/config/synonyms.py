@@ -117,7 +117,7 @@ _SETTINGS = {
     "cluster.account={my_account}": "account -A",
     "cluster.qos={normal}": "qos -q",
     "cluster.time={4:00:00}": "time -t walltime time_limit timelimit",
-    "cluster.time_limit_min=240 in a file; cluster.time=4:00:00 is for the command line": "cluster.time",
+    "cluster.time_limit_min=240, in minutes": "cluster.time",
     "cluster.time_limit_min={240}": "time_limit_min timeout_min time_min",
     "cluster.memory_gb_per_node={64}": "mem memory mem_gb",
     "cluster.cpus_per_gpu={8}": "cpus_per_task cpus_per_gpu",

@@ -32,6 +32,9 @@ _HYDRA_TEXTS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
 # A list whose items need no reading: no quotes, no brackets inside, no references.
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]+)\]")
+# A mapping of the same kind.
+_PLAIN_MAPPING = re.compile(r"\{([^\[\]{}'\"]+)\}")
+_OPEN_TEXTS = ("cluster.env", "cluster.sbatch", "cluster.srun")
 # How Hydra's functions that give several values begin.
 _SWEEP_CALL = re.compile(r"(?:choice|range|glob|interval|shuffle|sort|tag|str|int|float|bool)\s*\(")
 # Slurm's own formats of a time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
@@ -286,12 +289,22 @@ def _with_time_limit(words: Sequence[str]) -> list[str]:
     if len(keys := {key for _, key, _ in split} & {"cluster.time", "cluster.time_limit_min"}) > 1:
         raise ConfigError(f"{' and '.join(sorted(keys))} both give the time limit", hint="drop one of the two")
     return [
-        word if key != "cluster.time" or value is None else f"{sign}cluster.time_limit_min={_minutes(value)}"
+        word if key != "cluster.time" or value is None else f"{sign}cluster.time_limit_min={minutes(value)}"
         for word, (sign, key, value) in zip(words, split, strict=True)
     ]
 
 
-def _minutes(text: str) -> int:
+def is_time(text: str) -> bool:
+    """Returns whether a text is in one of Slurm's formats of a time limit, e.g. "1-12:00"."""
+    return _TIME.fullmatch(text) is not None
+
+
+def minutes(text: str) -> int:
+    """Returns the minutes of a time limit as Slurm writes it, e.g. 240 for "4:00:00"; an unfinished minute counts.
+
+    Raises:
+        ConfigError: it is none of Slurm's formats.
+    """
     match = _TIME.fullmatch(text.strip("'\""))
     if match is not None:
         days, parts = match["days"], [int(part) for part in match["clock"].split(":")]
@@ -309,6 +322,11 @@ def _minutes(text: str) -> int:
 def _as_typed(key: str, value: str) -> str:
     """Returns a value in Hydra's spelling: quoted where the key holds a text, so that it arrives unchanged."""
     kind = _kind_of(key)
+    if key in _OPEN_TEXTS and (plain := _PLAIN_MAPPING.fullmatch(value)):
+        # Hydra would make 1000.0 of 1e3.
+        pairs = (item.partition(":") for item in plain[1].split(","))
+        words = (f"{name.strip()}: {_as_typed(f'{key}.x', word.strip())}" for name, _, word in pairs)
+        return f"{{{', '.join(words)}}}"
     if kind == "texts" and (plain := _PLAIN_LIST.fullmatch(value)):
         # Blanks around an item are no part of it, to Hydra; other white space is.
         items = (quoted(item.strip(" \t")) for item in plain[1].split(","))
@@ -342,6 +360,11 @@ def is_one_value(key: str, value: str) -> bool:
     if kind == "other" or _SWEEP_CALL.match(value):
         return False
     return "," not in value or key.startswith("cluster.") or key in _HYDRA_TEXTS
+
+
+def is_plain_texts(key: str, value: str) -> bool:
+    """Returns whether the values of a sweep are texts that need no grammar, e.g. "a,1e3" for run.name."""
+    return _kind_of(key) == "text" and re.search(r"[()\[\]{}'\"$\\]", value) is None
 
 
 def quoted(text: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from slurm_train.config.schema import ClusterSection, build_config
-from slurm_train.config.site_profile import SiteFile, SitePartition, SiteQos, with_site
+from slurm_train.config.schema import ClusterSection, all_keys, build_config
+from slurm_train.config.site_profile import SIZE, SiteFile, SitePartition, SiteQos, with_site
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.flags import Flags, flag_word, resource_flags
@@ -32,6 +32,8 @@ from slurm_train.slurm.site import SiteFacts, default_account, default_qos, pree
 _LONGEST_DEFAULT_MIN = 1440
 # Another spelling or a smaller share helps against these alone.
 _ABOUT_RESOURCES = (Refusal.RESOURCES, Refusal.OPTION, Refusal.OTHER)
+
+_OPEN_TO_SITES = all_keys(ClusterSection).keys() - {*SIZE, "partition"}
 
 Ask = Callable[[str], TestVerdict]
 """Gives Slurm's verdict on a script."""
@@ -321,7 +323,7 @@ def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | No
         partition: its partition.
         changes: values of `cluster.*` to try instead of the site's; None leaves one out.
     """
-    settings = with_site({"partition": partition}, site, typed=())
+    settings = with_site({"partition": partition}, site, open_keys=_OPEN_TO_SITES)
     settings |= changes or {}
     given = {key: value for key, value in settings.items() if value is not None}
     per_node = site.partitions[partition].gpus_per_node or 1

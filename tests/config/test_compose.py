@@ -19,7 +19,7 @@ from slurm_train.config.compose import (
     compose,
     read_points,
 )
-from slurm_train.config.schema import ContainerSection, OptimSection, build_config, to_mapping
+from slurm_train.config.schema import ClusterSection, ContainerSection, OptimSection, build_config, to_mapping
 from slurm_train.config.words import Words, prepare_overrides, read_words
 from slurm_train.errors import ConfigError
 from tests.support.command_line import write
@@ -50,6 +50,8 @@ def test_values_merged_into_a_composition_give_what_hydra_composes(words: list[s
         plain = {str(key): whole[key] for key in whole if key != "hydra"}
         for key, part in plain.items():
             plain[key] = OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
+    if plain["cluster"] is not None:
+        plain["cluster"] = {**to_mapping(ClusterSection()), **plain["cluster"]}
     assert found.mapping == plain and found.choices == whole.hydra.runtime.choices
 
 
@@ -145,6 +147,14 @@ ONE_VALUE = ["cluster.nodelist=node[1-2],node5", "script=[train.py,--lr=1e-3,--t
 @pytest.mark.parametrize("word", ONE_VALUE)
 def test_what_is_one_value_without_multirun_is_one_value_with_it(word: str) -> None:
     assert [point.overrides for point in points(word, "seed=1,2")] == [(word, "seed=1"), (word, "seed=2")]
+
+
+def test_the_texts_of_a_sweep_are_those_that_were_typed() -> None:
+    assert [point.values for point in points("run.name=1e3,02, 1_0")] == [
+        {"run.name": "1e3"},
+        {"run.name": "02"},
+        {"run.name": "1_0"},
+    ]
 
 
 def test_points_do_not_leak_into_each_other() -> None:

@@ -66,7 +66,7 @@ def test_the_only_site_of_a_person_is_used_unless_another_or_none_is_typed(home:
 def test_the_command_line_wins_also_with_a_default() -> None:
     cluster = cluster_of("site=big", "cluster.account=mine", "cluster.cpus_per_gpu=4", "cluster.env.NCCL_DEBUG=INFO")
     assert (cluster.account, cluster.cpus_per_gpu, cluster.time_limit_min) == ("mine", 4, 1440)
-    assert cluster.env == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": 4}
+    assert cluster.env == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
 
 
 def test_a_typed_partition_brings_its_own_values() -> None:

@@ -49,6 +49,8 @@ OVERRIDES = [
     ("cluster.account=1e5", ["cluster.account='1e5'"]),
     ("cluster.partition='quoted'", ["cluster.partition='quoted'"]),
     ("script=[train.py,--lr,1e-3,--verbose,true]", ["script=['train.py','--lr','1e-3','--verbose','true']"]),
+    ("cluster.env={A: 0123,B:1e3, C: 1:30}", ["++cluster.env={A: '0123', B: '1e3', C: '1:30'}"]),
+    ("cluster.sbatch={exclusive: true, comment: 1e3}", ["++cluster.sbatch={exclusive: true, comment: '1e3'}"]),
     # A target of one's own does not inherit the arguments of the model that it replaces.
     ("model._target_=my.Model", ["model=custom", "++model._target_=my.Model"]),
 ]

@@ -1,0 +1,222 @@
+"""Reads YAML files so that a text, a time or a variable arrives as it is written.
+
+YAML 1.1, which PyYAML and so Hydra read, makes 43200 of 12:00:00, 493 of 0755, 1000.0 of 1e3, 1.1 of 1.10 and true of
+`yes`. Here a plain word below a key that holds a text keeps its spelling, whatever YAML takes it for. In all other
+places base 60 and base 8 alone are not read: nobody means them, and what is left is a text that a number's key refuses.
+`cluster.time` may be written in a file as on the command line. Words that could mean two things are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from slurm_train.config.schema import ClusterSection, RunConfig, to_mapping
+from slurm_train.config.site_profile import GROUP as SITE
+from slurm_train.config.site_profile import SIZE, SiteFile, SitePartition
+from slurm_train.config.words import is_time, minutes
+from slurm_train.errors import ConfigError
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PREFIX = "tag:yaml.org,2002:"
+_STR, _INT, _BOOL, _NULL = (f"{_PREFIX}{name}" for name in ("str", "int", "bool", "null"))
+_NUMBERS = (_INT, f"{_PREFIX}float")
+_BASE_60_OR_8 = re.compile(r".*:.*|[-+]?0[0-7_]+")
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
+# Hydra looks for the package in so many characters.
+_HEADER_LENGTH = 512
+
+
+class _Flag:
+    """A value of `cluster.sbatch` or `cluster.srun`: a text; true or false for a flag without a value."""
+
+
+# What open mappings hold, where the schema says no more than that they are mappings.
+_HELD: Mapping[tuple[type, str], Any] = {
+    (ClusterSection, "env"): dict[str, str],
+    (ClusterSection, "sbatch"): dict[str, _Flag],
+    (ClusterSection, "srun"): dict[str, _Flag],
+    (SiteFile, "cluster"): ClusterSection,
+    (SitePartition, "cluster"): ClusterSection,
+}
+
+
+_DEFAULTS = to_mapping(ClusterSection())
+
+
+class FaithfulLoader(_Base):  # type: ignore[misc]  # PyYAML's C loader, where libyaml is
+    """PyYAML's safe loader, which keeps the spelling of texts; takes the place of `yaml.SafeLoader`."""
+
+    def __init__(self, stream: Any) -> None:
+        self.place = str(getattr(stream, "name", ""))
+        self.holds = _what_it_holds(stream, self.place)
+        super().__init__(stream)
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """Returns the value of a file."""
+        value = super().construct_document(_Rewriter(self.place).rewritten(node, self.holds, ()))
+        if self.place.endswith("/cluster/base.yaml") and isinstance(value, dict):
+            # It gives defaults to every cluster. Where these are those of the schema they say nothing, and must not
+            # replace what a person's primary file or site says.
+            return {key: item for key, item in value.items() if key in SIZE or _DEFAULTS.get(key, ...) != item}
+        return value
+
+
+def read_yaml(path: Path) -> Any:
+    """Returns what a configuration file holds, as `FaithfulLoader` reads it.
+
+    Raises:
+        OSError: it cannot be read.
+        yaml.YAMLError: it is not YAML.
+        ConfigError: a word in it could mean two things.
+    """
+    with path.open(encoding="utf-8") as stream:
+        return yaml.load(stream, Loader=FaithfulLoader)  # it is a safe loader
+
+
+def _what_it_holds(stream: Any, place: str) -> Any:
+    """Returns the type of what a file holds: of the section that its package or its folder names, else the whole."""
+    match = None
+    if place:
+        match = _PACKAGE.search(stream.read(_HEADER_LENGTH))
+        stream.seek(0)
+    folder = Path(place).parent.name
+    if match is not None and match[1] != "_group_":
+        package = match[1].replace("_global_", "").strip(".")
+        holds: Any = RunConfig
+        for name in package.split(".") if package else ():
+            holds = _child(holds, name)
+        return holds
+    if folder == SITE:
+        return SiteFile
+    return get_type_hints(RunConfig).get(folder, RunConfig)
+
+
+class _Rewriter:
+    """Gives plain words the tags of what their keys hold.
+
+    Args:
+        place: the file, for messages.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def rewritten(self, node: yaml.Node, hint: Any, path: tuple[str, ...]) -> yaml.Node:
+        """Returns a node for a key of a type; an alias is rewritten for each place where it stands.
+
+        Args:
+            node: as PyYAML has resolved it.
+            hint: type of the key, e.g. `str | None`; None where nothing is known of it.
+            path: the keys above it, e.g. ("cluster", "env", "A").
+
+        Raises:
+            ConfigError: a word could mean two things.
+        """
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, hint, path)
+        if isinstance(node, yaml.MappingNode):
+            names = {str(key.value) for key, _ in node.value}
+            if ClusterSection in _options(hint) and {"time", "time_limit_min"} <= names:
+                message = f"{self._at(node)}: cluster.time and cluster.time_limit_min both give the time limit"
+                raise ConfigError(message, hint="drop one of the two")
+            pairs = [pair for key, value in node.value for pair in self._pair(key, value, hint, path)]
+            return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+        items = [self.rewritten(item, _item(hint), (*path, str(at))) for at, item in enumerate(node.value)]
+        return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark)
+
+    def _pair(
+        self, key: yaml.Node, value: yaml.Node, hint: Any, path: tuple[str, ...]
+    ) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+        if key.tag == f"{_PREFIX}merge":
+            # "<<: *defaults": what is merged stands at this level.
+            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            rewritten: list[yaml.Node] = [self.rewritten(one, hint, path) for one in merged]
+            yield key, yaml.SequenceNode(f"{_PREFIX}seq", rewritten, value.start_mark, value.end_mark)
+            return
+        name = str(key.value)
+        if isinstance(key, yaml.ScalarNode) and _child(hint, name) is not None:
+            key = _as_text(key)
+        if ClusterSection in _options(hint) and isinstance(value, yaml.ScalarNode):
+            if name == "time":
+                key = yaml.ScalarNode(_STR, "time_limit_min", key.start_mark, key.end_mark)
+                value = self._minutes(value)
+            elif name == "time_limit_min":
+                self._require_minutes(value)
+        yield key, self.rewritten(value, _child(hint, name), (*path, name))
+
+    def _scalar(self, node: yaml.ScalarNode, hint: Any, path: tuple[str, ...]) -> yaml.ScalarNode:
+        if node.style or node.tag == _STR:
+            return node
+        options = _options(hint)
+        if node.tag == _NULL:
+            if node.value == "~" and types.NoneType not in options and options & {str, _Flag}:
+                raise self._ambiguous(node, path, 'write null for no value, "~" in quotes for the text')
+            return node
+        if _Flag in options and node.tag == _BOOL:
+            if node.value.lower() not in ("true", "false"):
+                raise self._ambiguous(node, path, "write true for a flag without a value; put a text in quotes")
+            return node
+        if options & {str, _Flag} and not options & {bool, int, float}:
+            return _as_text(node)
+        is_misread = node.tag in _NUMBERS and _BASE_60_OR_8.fullmatch(node.value) is not None
+        return _as_text(node) if is_misread else node
+
+    def _minutes(self, node: yaml.ScalarNode) -> yaml.ScalarNode:
+        if node.tag == _NULL:
+            return node
+        if "${" in node.value:
+            raise ConfigError(
+                f"{self._at(node)}: cluster.time={node.value} refers to another key",
+                hint="write the time itself, or time_limit_min: ${...} with minutes",
+            )
+        return yaml.ScalarNode(_INT, str(minutes(node.value)), node.start_mark, node.end_mark)
+
+    def _require_minutes(self, node: yaml.ScalarNode) -> None:
+        text = node.value
+        if node.tag == _NULL or "${" in text or re.fullmatch(r"[1-9]\d*", text):
+            return
+        hint = f"write time: {text}" if is_time(text) else "write minutes, or time: 4:00:00 as Slurm does"
+        raise ConfigError(f"{self._at(node)}: cluster.time_limit_min={text} is no whole number of minutes", hint=hint)
+
+    def _ambiguous(self, node: yaml.ScalarNode, path: tuple[str, ...], hint: str) -> ConfigError:
+        key = ".".join(path)
+        return ConfigError(f"{self._at(node)}: {key}: {node.value} is a text or a value of YAML's own", hint=hint)
+
+    def _at(self, node: yaml.Node) -> str:
+        line = "" if node.start_mark is None else f"line {node.start_mark.line + 1}"
+        return ", ".join(filter(None, (self.place, line))) or "a YAML file"
+
+
+def _as_text(node: yaml.ScalarNode) -> yaml.ScalarNode:
+    return yaml.ScalarNode(_STR, node.value, node.start_mark, node.end_mark, node.style)
+
+
+def _options(hint: Any) -> set[Any]:
+    """Returns the types that a key takes; an annotated one counts as what it annotates, a list as what it holds."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return set[Any]().union(*map(_options, arguments))
+    if hasattr(hint, "__metadata__"):
+        return _options(arguments[0])
+    return {hint}
+
+
+def _child(hint: Any, name: str) -> Any:
+    """Returns the type of a key below a key of a type; None where nothing is known of it."""
+    for option in _options(hint):
+        if is_dataclass(option) and isinstance(option, type):
+            return _HELD.get((option, name), get_type_hints(option, include_extras=True).get(name))
+        if get_origin(option) is dict:
+            return get_args(option)[1]
+    return None
+
+
+def _item(hint: Any) -> Any:
+    return next((get_args(option)[0] for option in _options(hint) if get_origin(option) is list), None)
