@@ -452,7 +452,7 @@ class ClusterSection:
     memory_gb_per_node: Whole | None = None
     """Memory of a node in GiB; 0: all of it; default: that of the partition."""
     memory_gb_per_gpu: Whole | None = None
-    """Memory of a node in GiB for each of its GPUs, if `memory_gb_per_node` is not set."""
+    """Memory of a node in GiB for each of its GPUs, instead of `memory_gb_per_node`."""
     partition: str | None = None
     """Partition; default: Slurm's own default."""
     account: str | None = None

@@ -77,6 +77,11 @@ _PROTECTED = {
         "multi-prog": "script",
     },
 }
+# Flags that a key stands for; `cluster.sbatch` may give them where the key does not.
+_KEYS = {
+    **{name: f"cluster.{name}" for name in ("partition", "account", "qos", "nodelist", "exclude", "constraint")},
+    "mem": "cluster.memory_gb_per_node",
+}
 # Requeues, `status` and `cancel` address the cluster of this machine: there the number is another job's.
 _OTHER_CLUSTERS = ("cluster", "clusters", "cluster-constraint")
 # Flags in their own right, although a protected one begins with them.
@@ -216,10 +221,25 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
             flags |= {"output": str(plan.run.logs / "batch.log"), "open-mode": "append"}
         # A site's JobRequeue may be either; say it always.
         flags["requeue" if plan.config.requeue.enabled else "no-requeue"] = True
+        _refuse_two_values(flags, own)
         # No "B:": the warning goes to the ranks. USR2, since NCCL may catch USR1.
         flags["signal"] = warning_signal(plan.config, plan.run)
         components.append(flags | own)
     return components
+
+
+def _refuse_two_values(flags: Flags, own: Flags) -> None:
+    """Refuses a flag of `cluster.sbatch` that would replace another value of a key without a word.
+
+    Slurm takes a name cut short as well ("part" for "partition").
+    """
+    for flag, value in own.items():
+        for name, key in _KEYS.items():
+            if name.startswith(flag) and name in flags and flags[name] != value:
+                raise ConfigError(
+                    f"{key} asks for --{name}={flags[name]}, and cluster.sbatch.{flag} for {value}",
+                    hint=f"set {key}={value} and leave cluster.sbatch.{flag} out",
+                )
 
 
 def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:

@@ -31,6 +31,7 @@ from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
+from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.rundir.lookup import run_of_hash
 from slurm_train.rundir.paths import RunDirectory, require_room
 from slurm_train.rundir.sweep import Element, SweepDirectory
@@ -54,6 +55,8 @@ class RunPlan:
     run: RunDirectory
     directory: str
     """Submitting directory; relative paths in a user's code start there."""
+    from_shell: tuple[str, ...] = ()
+    """Which choices of the shell for all jobs were taken, and which not, in words."""
 
     @property
     def max_steps(self) -> int | None:
@@ -110,13 +113,15 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     Args:
         composed: configuration and chosen groups.
         cwd: directory that a relative `run.root` starts from.
-        env: environment, for counting local GPUs.
+        env: environment, for counting local GPUs and for the choices of the shell.
 
     Raises:
         ConfigError: an impossible batch, world or name; a script that is not there.
         RunError: the run's path would be too long.
     """
-    config = composed.config
+    config, from_shell = composed.config, tuple[str, ...]()
+    if composed.open_keys is not None:
+        config, from_shell = take_shell_choices(config, composed.open_keys, env)
     _check_text(config)
     require_all(_conflicts(config))
     if config.trains:
@@ -138,7 +143,8 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     else:
         run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
     require_room(run)
-    return _assemble(config, world, layout, batch, run=run, directory=str(cwd))
+    plan = _assemble(config, world, layout, batch, run=run, directory=str(cwd))
+    return replace(plan, from_shell=from_shell)
 
 
 def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world: World) -> BatchPlan:
@@ -272,6 +278,14 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         "container.kind=pyxis is a plugin of srun, and the run would train on this machine",
         "use container=apptainer, or +cluster=<nodes>x<GPUs per node>",
     )
+    cluster = config.cluster
+    if cluster is not None:
+        per_node, per_gpu = cluster.memory_gb_per_node, cluster.memory_gb_per_gpu
+        yield (
+            per_node is not None and per_gpu is not None,
+            f"cluster.memory_gb_per_node={per_node} and cluster.memory_gb_per_gpu={per_gpu} both give the memory",
+            "leave one out, or set it to null",
+        )
     for name in ("model", "data") if config.trains else ("task",) if config.task is not None else ():
         target = (getattr(config, name) or {}).get("_target_")
         yield (
@@ -290,7 +304,6 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         f"train.precision=fp8 does not go with matrices that are cut: parallel.tp={config.parallel.tp}",
         "leave parallel.tp at 1 (parallel.dp_shard saves memory, too), or set train.precision=bfloat16",
     )
-    cluster = config.cluster
     older = None if cluster is None else _without_float8(cluster.gpu_type or "")
     yield (
         config.trains

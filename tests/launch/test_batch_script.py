@@ -157,7 +157,7 @@ def flags_of(**cluster: Any) -> tuple[dict[str, str | bool], dict[str, str | boo
 
 KEYS = [
     ({"memory_gb_per_gpu": 60, "gpus_per_node": 4}, "mem", "240G"),
-    ({"memory_gb_per_gpu": 60, "memory_gb_per_node": 0}, "mem", "0"),
+    ({"memory_gb_per_node": 0}, "mem", "0"),
     ({"gpu_flag": "gres", "gpu_type": "a100", "gpus_per_node": 4}, "gres", "gpu:a100:4"),
     ({"gpu_flag": "gpus-per-task", "gpu_type": "a100", "gpus_per_node": 4}, "gpus-per-task", "a100:1"),
     ({"gpu_flag": "none", "gpus_per_node": 4}, "gpus-per-node", None),
