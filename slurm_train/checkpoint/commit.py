@@ -47,10 +47,10 @@ from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import publishing
 from slurm_train.rundir.files import for_each, fsync_directory, make_folder, rename
-from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
+from slurm_train.rundir.paths import PASSED_OVER_PREFIX, CheckpointName, list_checkpoints, name_of, parse_name
+from slurm_train.rundir.pins import pinned_saves
 
 TRASH_PREFIX = ".trash-"
-PASSED_OVER_PREFIX = "passed_over_"
 STAGING_SUFFIX = ".tmp"
 DIRECTORY_MODE = 0o700
 
@@ -271,12 +271,18 @@ class Place:
                 is_own = name_of(path) < name_of(newest) and name_of(path).attempt == self.attempt
                 (whole if is_own and _is_whole(path) else untrusted).append(path)
         kept = kept_paths(read_manifest(newest), whole)
-        outdated = [path for path in whole[self.keep :] if path.name not in protect and path not in kept]
+        pinned = pinned_saves(self.root)
+        outdated = [
+            path
+            for path in whole[self.keep :]
+            if path.name not in protect and path not in kept and name_of(path).save_id not in pinned
+        ]
         # Saved again, and this time it holds.
         same_step = [path for path in untrusted if name_of(path).step == name_of(newest).step]
+        passed_over = [path for path in list_passed_over(self.root)[1:] if path.name[-8:] not in pinned]
         outdated += [path for path in same_step if name_of(path).attempt <= self.attempt]
         pruned = Pruned(untrusted=[path for path in untrusted if path not in outdated])
-        pruned.remove([*outdated, *list_passed_over(self.root)[1:]], self._discard)
+        pruned.remove([*outdated, *passed_over], self._discard)
         return self.sweep(pruned)
 
     def sweep(self, pruned: Pruned | None = None) -> Pruned:
@@ -293,7 +299,7 @@ class Place:
     def discard_from(self, step: int) -> list[Path]:
         """Removes all checkpoints of a step and later ones, trusted or not: the run goes back to before it.
 
-        Nothing is done but by the leader.
+        Nothing is done but by the leader. One that an evaluation needs is moved aside.
 
         Raises:
             OSError: the file system refuses.
@@ -301,7 +307,8 @@ class Place:
         """
         names = ((path, name_of(path)) for path in list_checkpoints(self.root) if self.is_leader)
         outdated = [path for path, name in names if name.step >= step and name.attempt <= self.attempt]
-        return [path for path in outdated if self._discard(path)]
+        pinned = pinned_saves(self.root)
+        return [path for path in outdated if self._take_away(path, is_pinned=name_of(path).save_id in pinned)]
 
     def _stale_staging(self) -> list[Path]:
         stale = []
@@ -310,6 +317,11 @@ class Place:
             if name is not None and name.attempt < self.attempt:
                 stale.append(path)
         return stale
+
+    def _take_away(self, path: Path, *, is_pinned: bool) -> bool:
+        if is_pinned:
+            return _is_moved(path, path.with_name(f"{PASSED_OVER_PREFIX}{path.name}"), self.fence)
+        return self._discard(path)
 
     def _discard(self, path: Path) -> bool:
         return discard(path, fence=self.fence)

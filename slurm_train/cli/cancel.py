@@ -17,6 +17,7 @@ from slurm_train.errors import RunError
 from slurm_train.rundir.jobs import ask_to_stop
 from slurm_train.rundir.lookup import find_runs
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.pins import release_pins
 from slurm_train.rundir.sweep import SweepDirectory, array_job_id, existing_arrays, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import Active, find_active, newest_job, no_submitter
@@ -62,6 +63,9 @@ def cancel(run: RunDirectory, commands: SlurmCommands) -> None:
             ids = ", ".join(reversed(new))
             note(f"cancelled job {ids} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
             jobs = find_active([run], commands).get(run, Active()).jobs
+        # A job that never began cannot do it.
+        with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
+            release_pins(run)
 
 
 def _stop_here(run: RunDirectory, host: str, pid: int) -> None:

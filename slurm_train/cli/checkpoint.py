@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,13 +19,13 @@ from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import nested
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError, ClusterError
 from slurm_train.formatting import byte_size, table
 from slurm_train.rundir.jobs import release_lock, take_lock, this_process
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import existing_attempts, list_checkpoints, name_of
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.status.activity import holder_lives
+from slurm_train.status.activity import clear_dead_pins, holder_lives
 
 
 def main(words: Sequence[str]) -> int:
@@ -111,6 +112,9 @@ def _collect(arguments: argparse.Namespace) -> int:
         # All attempts are over. What stays gets the number of the next one, so none of them can remove it any more.
         attempt = max(existing_attempts(run), default=-1) + 1
         place = Place(root=run.checkpoints, attempt=attempt, keep=keep)
+        # Where Slurm does not answer, what is pinned stays.
+        with contextlib.suppress(ClusterError):
+            clear_dead_pins(run, commands)
         search = place.claim()
         if search.found is not None:
             pruned = place.prune(search.found[0])

@@ -2,6 +2,8 @@
 
 Settings change what is measured and how (data.path=DIR, parallel.dp_shard=8). An evaluation is a run of its own in
 `evaluations/` of the run's directory, with the run's code; nothing else of the run changes. It prints its result.json.
+The save and the held-out samples are its identity: the same number is measured once, whoever owns the checkpoint by
+then, and other samples are another evaluation. The checkpoint is kept while the evaluation is queued or running.
 
 `generate RUN|CHECKPOINT --prompt TEXT`: lets a language model continue texts, and prints both, with the tokenizer of
 the run's data. Without +cluster=NxG it works in this process, on a GPU of this machine if there is one; with it the
@@ -10,9 +12,10 @@ texts are a run of its own in `generations/`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,15 @@ from slurm_train.cli.terminal import answer, note
 from slurm_train.config.compose import Composed, apply_words
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import BatchSection, DdpSection, ParallelSection, RunConfig, RunSection, TrackSection
-from slurm_train.errors import EXIT_DONE, ConfigError, RunError
+from slurm_train.data.shards import known_fingerprint
+from slurm_train.errors import EXIT_DONE, CheckpointError, ClusterError, ConfigError, RunError
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.launch.write import require_writable
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.paths import RunDirectory, require_private
+from slurm_train.rundir.paths import RunDirectory, find_save, parse_name, require_private, save_path
+from slurm_train.rundir.pins import pin_save, release_pins
+from slurm_train.status.activity import clear_dead_pins
 
 
 def main(words: Sequence[str]) -> int:
@@ -38,6 +44,11 @@ def main(words: Sequence[str]) -> int:
     arguments = parse_runs("evaluate", words)
     checkpoint, run = find_saved(arguments.run, root=arguments.root)
     plan = _plan(run, checkpoint, settings=arguments.settings, config_dir=arguments.config_dir)
+    if plan.run.result.exists() and plan.config.train.evaluate_data is None:
+        note(
+            "measured before, and it cannot be seen from here whether the held-out samples are still the same; to "
+            f"measure again, remove {plan.run.path}"
+        )
     code, result = _result_of(plan, run, words=["evaluate", *words])
     if result is not None:
         answer(json.dumps(result))
@@ -50,10 +61,38 @@ def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tup
         require_writable(plan.run)
         refuse_missing_inputs(plan, cwd=Path(plan.directory))
         note(f"{words[0]}s from {plan.config.train.evaluate_from} in {plan.run.path}")
-        code = Start(words=words, env=dict(os.environ)).run(plan, run)
+        start = Start(words=words, env=dict(os.environ))
+        with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is pinned stays
+            clear_dead_pins(run, start.commands)
+        with _pinned(plan, run):
+            code = start.run(plan, run)
         if code != EXIT_DONE or not plan.run.result.exists():
             return code, None
     return EXIT_DONE, read_json(plan.run.result)
+
+
+@contextlib.contextmanager
+def _pinned(plan: RunPlan, run: RunDirectory) -> Iterator[None]:
+    """Keeps the checkpoint in the run while a plan that uses it is started; a job that is submitted keeps it further.
+
+    Raises:
+        CheckpointError: the run has removed it meanwhile.
+    """
+    save = Path(str(plan.config.train.evaluate_from))
+    name = parse_name(find_save(save).name)
+    # A directory of another name, or one outside of a run, is not the run's to remove.
+    is_new = name is not None and save.parent == run.checkpoints and pin_save(save.parent, name.save_id, plan.run)
+    try:
+        if not find_save(save).is_dir():
+            raise CheckpointError(f"{save} was removed just now", hint="`checkpoint ls` shows what the run has")
+        yield
+    except BaseException:
+        # Where a job of the same evaluation is active, the pin is that job's.
+        if is_new:
+            release_pins(plan.run)
+        raise
+    if plan.config.cluster is None or plan.config.launch != "slurm":
+        release_pins(plan.run)
 
 
 def find_saved(word: str, *, root: Path) -> tuple[Path, RunDirectory]:
@@ -98,7 +137,7 @@ def _plan(
             before.train,
             evaluate=True,
             eval_max_batches=None,
-            evaluate_from=str(checkpoint),
+            evaluate_from=str(save_path(checkpoint)),
             generate=texts,
             init_from=None,
         ),
@@ -109,7 +148,27 @@ def _plan(
         cluster=before.cluster if _is_for_slurm(settings) else None,
     )
     config: RunConfig = apply_words(alone, settings, config_dir=config_dir)
+    if texts is None:
+        config = replace(config, train=replace(config.train, evaluate_data=_heldout_fingerprint(config, run)))
     return plan_run(Composed(config, {}, {}), cwd=Path.cwd(), env=dict(os.environ))
+
+
+def _heldout_fingerprint(config: RunConfig, run: RunDirectory) -> str | None:
+    """Returns the identity of the held-out samples as this machine sees them; None where it cannot read them."""
+    data = config.data or {}
+    known = None
+    if not {"heldout", "split"} & data.keys():
+        known = known_fingerprint(data, cwd=Path.cwd(), split="heldout")
+    if known is not None:
+        return known
+    import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
+    from slurm_train.data.build import build_source
+
+    try:
+        source = build_source(data, split="heldout", seed=config.seed)
+        return None if source is None else source.fingerprint()
+    except Exception:  # a data set of the user's own may raise anything; the ranks say what is wrong
+        return None
 
 
 def _is_for_slurm(settings: Sequence[str]) -> bool:
@@ -117,8 +176,6 @@ def _is_for_slurm(settings: Sequence[str]) -> bool:
 
 
 # --- generate ---
-# NOTE TO THE HELPER IN THIS WORKTREE: generate on a cluster is being landed from another branch right now.
-# Do not write it here: `git checkout slurm_train/cli/evaluate.py`, go on with parts 2 and 3 only.
 
 
 def generate(words: Sequence[str]) -> int:

@@ -11,10 +11,13 @@ from pathlib import Path
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
-from slurm_train.errors import EXIT_FAILURE, ConfigError
+from slurm_train.errors import EXIT_FAILURE, EXIT_REQUEUE, ConfigError
 from slurm_train.rundir.paths import RunDirectory, require_private
+from slurm_train.rundir.pins import release_pins
 from slurm_train.slurm.allocation import Allocation
+from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import job_environment
+from slurm_train.status.activity import clear_dead_pins
 from slurm_train.supervise.continuation import continued_job
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.scheduler import SlurmJob
@@ -76,8 +79,13 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
         committed_step=partial(newest_committed_step, run.checkpoints) if config.trains else None,
         is_own_code=not config.trains or config.preflight.only,
     )
+    # A job of an evaluation that was killed while it waited has left a pin.
+    BestEffort()("the pins", lambda: clear_dead_pins(run, SlurmCommands(env)), None, asks_slurm=True)
     try:
         with trackers:
-            return supervisor.supervise(launch)
+            exit_code = supervisor.supervise(launch)
+        if exit_code != EXIT_REQUEUE:
+            BestEffort()("the pins", lambda: release_pins(run), None)
+        return exit_code
     finally:
         launch.close()

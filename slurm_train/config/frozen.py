@@ -65,7 +65,13 @@ _UNUSED: Mapping[str, Mapping[str, Any]] = {
     "batch": {"by_length": False, "pool": 64, "growth": {}},
     "optim": {"_target_": "torch.optim.AdamW", "groups": [], "decay_samples": None},
     "ddp": {"comm": "none"},
-    "train": {"max_epochs": None, "evaluate_from": None, "generate": None, "param_dtype": "float32"},
+    "train": {
+        "max_epochs": None,
+        "evaluate_from": None,
+        "evaluate_data": None,
+        "generate": None,
+        "param_dtype": "float32",
+    },
 }
 
 ID_DIGITS = 12

@@ -224,7 +224,11 @@ class TrainSection:
     """Initial weights: a directory in the format of transformers (for the included GPT in Llama's or GPT-2's form), or
     a safetensors file with the model's own parameter names; null: random weights from `seed`."""
     evaluate_from: str | None = None
-    """Path of a checkpoint that is evaluated, and nothing is trained; `evaluate` and `generate` set it."""
+    """A save of a run that is evaluated, and nothing is trained: `checkpoints/checkpoint_<step>_<save id>`, whoever
+    owns it by then, or the path of a checkpoint; `evaluate` and `generate` set it."""
+    evaluate_data: str | None = None
+    """Fingerprint of the held-out samples that `evaluate_from` is measured on; `evaluate` sets it. Other samples are
+    another evaluation."""
     generate: dict[str, Any] | None = None
     """Texts that `evaluate_from` continues, and how, in place of the evaluation; `generate` sets it."""
     sample_tokens: Whole = 0

@@ -241,14 +241,15 @@ def fingerprint_of(hashes: Iterable[str], *, context: int) -> str:
     return xxhash.xxh3_128_hexdigest(f"{context} {' '.join(hashes)}".encode())
 
 
-def known_fingerprint(data: Mapping[str, Any], *, cwd: Path) -> str | None:
-    """Returns the training samples' fingerprint if it is known without running the data set's own code, else None.
+def known_fingerprint(data: Mapping[str, Any], *, cwd: Path, split: Split = "train") -> str | None:
+    """Returns the fingerprint of the samples if it is known without running the data set's own code, else None.
 
     Args:
         data: the `data` mapping of a configuration.
         cwd: directory that a relative path starts from.
+        split: which samples.
     """
-    shards, context = _train_shards(data, cwd=cwd)
+    shards, context = _shards_of(data, cwd=cwd, split=split)
     return fingerprint_of((one.xxh3_128 for one in shards), context=context) if shards else None
 
 
@@ -259,15 +260,15 @@ def known_num_samples(data: Mapping[str, Any], *, cwd: Path) -> int | None:
         data: the `data` mapping of a configuration.
         cwd: directory that a relative path starts from.
     """
-    shards, context = _train_shards(data, cwd=cwd)
+    shards, context = _shards_of(data, cwd=cwd, split="train")
     return sum((one.tokens - 1) // context for one in shards) or None
 
 
-def _train_shards(data: Mapping[str, Any], *, cwd: Path) -> tuple[list[Shard], int]:
-    """Returns the shards of prepared text and the length of a window; none where there is none."""
+def _shards_of(data: Mapping[str, Any], *, cwd: Path, split: Split) -> tuple[list[Shard], int]:
+    """Returns the shards of a split of prepared text and the length of a window; none where there is none."""
     try:
         directory = _directory_of(data, cwd=cwd)
-        shards = (read_json(directory / INDEX) or {})["splits"]["train"]["shards"] if directory else []
+        shards = (read_json(directory / INDEX) or {})["splits"][split]["shards"] if directory else []
         return [Shard(**one) for one in shards], int(data.get("context", 256))
     except (DataError, KeyError, TypeError, OSError):
         return [], 1

@@ -23,6 +23,9 @@ _LONGEST_NAME = 255
 _LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 256
 """Bytes of a run directory's path; the names of what lies in it need the rest."""
 _CHECKPOINT = re.compile(r"checkpoint_(\d{7,})_attempt_(\d{4,})_([0-9a-f]{8})")
+_SAVE = re.compile(r"checkpoint_(\d{7,})_([0-9a-f]{8})")
+PASSED_OVER_PREFIX = "passed_over_"
+"""Of the name of a checkpoint that a run has passed over, which no reader trusts."""
 
 
 class Below:
@@ -233,6 +236,35 @@ def name_of(path: Path) -> CheckpointName:
     name = parse_name(path.name)
     assert name is not None, f"{path} has no checkpoint's name"
     return name
+
+
+def save_path(checkpoint: Path) -> Path:
+    """Returns what names a save whoever owns it, e.g. ".../checkpoint_0001000_3f9a1c07"; see `find_save`.
+
+    A directory without a checkpoint's name is returned as it is.
+    """
+    name = parse_name(checkpoint.name)
+    return checkpoint if name is None else checkpoint.with_name(f"checkpoint_{name.step:07d}_{name.save_id}")
+
+
+def find_save(path: Path) -> Path:
+    """Returns the directory that a save has now; the path itself where it is a directory or the save is gone.
+
+    A checkpoint that the run has passed over, or gone back behind, is found as well: it is asked for by name.
+
+    Args:
+        path: a path from `save_path`.
+    """
+    match = _SAVE.fullmatch(path.name)
+    if match is None or path.is_dir():
+        return path
+    owned = []
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path.parent):  # noqa: PTH208  # names alone
+            parsed = parse_name(name.removeprefix(PASSED_OVER_PREFIX))
+            if parsed is not None and (parsed.step, parsed.save_id) == (int(match[1]), match[2]):
+                owned.append((parsed, name))
+    return path.with_name(max(owned)[1]) if owned else path
 
 
 def list_checkpoints(root: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from slurm_train.rundir.jobs import (
     this_process,
 )
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.pins import list_pins
 from slurm_train.slurm.commands import SlurmCommands, is_job_id
 
 _SUBMITTER_WAIT_S = 30.0
@@ -137,6 +138,21 @@ def refuse_active(run: RunDirectory, commands: SlurmCommands, *, inside: str | N
             f"{run.path} is being run by {active.process}",
             hint=f"wait for it, or `cancel {run.run_id}`; if you know that it is gone, remove {run.lock}",
         )
+
+
+def clear_dead_pins(run: RunDirectory, commands: SlurmCommands) -> None:
+    """Lets go of the checkpoints that were kept for evaluations which are finished, or of which no job is left.
+
+    Raises:
+        ClusterError: Slurm is here and does not answer.
+    """
+    pins = list_pins(run.checkpoints)
+    active = find_active([pin.evaluation for pin in pins], commands) if pins else {}
+    for pin in pins:
+        submitter = read_holder(pin.evaluation.submission_lock)
+        is_submitted_now = submitter is not None and holder_lives(submitter, commands)
+        if pin.evaluation.result.exists() or not (pin.evaluation in active or is_submitted_now):
+            pin.path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_i
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import check_owners, load_tensors, require_fit, saved_weights, weights_digest
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
+from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.save import BackgroundSaver
 from slurm_train.checkpoint.state import StagingBuffers, names_of_groups
 from slurm_train.checkpoint.verify import share_of, verify
@@ -42,7 +43,7 @@ from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.group import open_side_group, shutdown, use_timeout
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, ConfigError, DataError
 from slurm_train.metrics import Display, open_display
 from slurm_train.models.first_weights import build_without_memory, fill, first_values, lower_parameters
 from slurm_train.models.head import Head
@@ -50,7 +51,7 @@ from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import SaveLog, append_event
 from slurm_train.rundir.node_disk import open_private
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.callbacks import build_callbacks
 from slurm_train.train.compile_cache import CompileCache
@@ -127,12 +128,16 @@ def train(rank: Rank) -> int:
     return EXIT_DONE if finished else EXIT_REQUEUE
 
 
-def evaluate_checkpoint(parts: Parts, path: Path) -> int:
+def evaluate_checkpoint(parts: Parts, save: Path) -> int:
     """Measures or uses the weights of a checkpoint and writes the result; returns the exit code. Collective.
+
+    Args:
+        parts: model and data.
+        save: the checkpoint, by a path from `save_path`.
 
     Raises:
         ConfigError: texts are asked of a model that writes none, or their encoding is not known.
-        DataError: there are no held-out samples.
+        DataError: there are no held-out samples, or other ones than when the evaluation was asked for.
         CheckpointError: the checkpoint does not verify, or belongs to another user.
         RunError: its weights do not fit the model.
     """
@@ -142,11 +147,31 @@ def evaluate_checkpoint(parts: Parts, path: Path) -> int:
     asked = rank.config.train.generate
     if asked is None and parts.heldout is None:
         raise DataError("the data have no held-out samples to evaluate", hint="set data.heldout, or take a `split`")
-    manifest = on_rank_zero(group, lambda: verify(path))
-    on_every_rank(group, lambda: check_owners(path, share_of(manifest, rank_in(group), size_of(group))))
+    fingerprint = None if parts.heldout is None else parts.heldout.fingerprint()
+    expected = rank.config.train.evaluate_data
+    if asked is None and expected not in (None, fingerprint):
+        raise DataError(
+            f"the held-out samples have changed since this was asked for: fingerprint {expected} -> {fingerprint}",
+            hint="type the `evaluate` again: other samples are another evaluation",
+        )
     state = get_model_state_dict(parts.model)
-    described = require_fit(path, state, is_stage=parts.pipeline is not None)
-    load_tensors(path, {"model": state}, group=group, described=described)
+
+    def load(path: Path) -> Manifest:
+        manifest = on_rank_zero(group, lambda: verify(path))
+        on_every_rank(group, lambda: check_owners(path, share_of(manifest, rank_in(group), size_of(group))))
+        described = require_fit(path, state, is_stage=parts.pipeline is not None)
+        load_tensors(path, {"model": state}, group=group, described=described)
+        return manifest
+
+    while True:
+        path = on_rank_zero(group, lambda: find_save(save))
+        try:
+            manifest = load(path)
+            break
+        except CheckpointError:
+            # The run gives its checkpoints a new name when it resumes.
+            if on_rank_zero(group, lambda: find_save(save)) == path:
+                raise
     if asked is not None:
         found: dict[str, Any] | None = {"texts": continue_texts(rank, parts.model, **asked)}
     else:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.checkpoint.agreement import on_every_rank
-from slurm_train.checkpoint.commit import PASSED_OVER_PREFIX, Place
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import Choice, choose_checkpoint, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
@@ -58,7 +58,7 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.files import fsync_file, read_json
 from slurm_train.rundir.lineage import Origin, record_origin
-from slurm_train.rundir.paths import RunDirectory, name_of
+from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory, name_of
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import broadcast_buffers
 from slurm_train.train.optimizer import settings_of_groups

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.config.schema import ClusterSection, ParallelSection, RunConfig
 from slurm_train.models.gpt import GPT
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
+from slurm_train.rundir.pins import list_pins
 from tests.cli.conftest import Shell
-from tests.support.small_checkpoints import make_header
+from tests.support.small_checkpoints import make_header, steps_in
 
 SHAPE: dict[str, Any] = {"num_layers": 1, "width": 16, "num_heads": 2, "vocab_size": 257, "context": 16}
 
@@ -43,11 +47,89 @@ def test_an_evaluation_is_a_run_of_its_own_below_the_run(shell: Shell, run: RunD
     assert own.path.parent == run.path / "evaluations"
     config = load_config(own.config)
     assert (config.train.evaluate_from or "").startswith(f"{run.checkpoints}/checkpoint_0000001_")
+    assert config.train.evaluate_data is not None, "the digits are here"
     assert (config.cluster.nodes, config.cluster.partition) == (1, "gpu"), "another size of the run's cluster"
-    assert [name for name in shell.left() if name not in before and "/evaluations" not in name] == []
+    fresh = [name for name in shell.left() if name not in before and "/evaluations" not in name]
+    assert len(fresh) == 1 and fresh[0].endswith(f"_{own.run_id}") and "/pinned_" in fresh[0]
     assert shell.submits("evaluate gpt-stdlib@2 +cluster=1x8") != own, "another checkpoint is another record"
     shell.slurm.queue("4711", "PENDING")
     assert "is active already" in shell.refuses("job 4711", "evaluate gpt-stdlib@2 +cluster=1x8")
+
+
+def test_other_held_out_samples_are_another_evaluation(shell: Shell, run: RunDirectory) -> None:
+    """The text was prepared again in the same place: the number of the old one says nothing about it."""
+    index = shell.folder / "shards" / "index.json"
+    index.parent.mkdir()
+    words = "evaluate gpt-stdlib@2 +cluster=1x8 data=text data.path=shards data.context=16"
+
+    def prepared(digest: str) -> RunDirectory:
+        shards = [{"file": "heldout_00000.bin", "tokens": 99, "xxh3_128": digest * 32}]
+        index.write_text(json.dumps({"splits": {"heldout": {"shards": shards}}}))
+        return shell.submits(words)
+
+    first = prepared("a")
+    first.result.write_text(json.dumps({"eval_loss": 1.0}))
+    assert json.loads(shell.types(words).out) == {"eval_loss": 1.0}, "what is known is not measured again"
+    assert prepared("b") != first
+    assert load_config(first.config).train.evaluate_data != load_config(prepared("c").config).train.evaluate_data
+
+
+def test_it_says_where_it_cannot_see_the_samples(shell: Shell, run: RunDirectory) -> None:
+    def build_nothing(*_: object, **__: object) -> None:
+        raise OSError("the data are on the nodes")
+
+    shell.patch.setattr("slurm_train.data.build.build_source", build_nothing)
+    words = "evaluate gpt-stdlib@2 +cluster=1x8"
+    own = shell.submits(words)
+    assert load_config(own.config).train.evaluate_data is None
+    own.result.write_text(json.dumps({"eval_loss": 1.0}))
+    done = shell.types(words)
+    assert json.loads(done.out) == {"eval_loss": 1.0} and "whether the held-out samples are still the same" in done.err
+
+
+def test_a_queued_evaluation_keeps_its_checkpoint_whatever_the_run_does(shell: Shell, run: RunDirectory) -> None:
+    own = shell.submits("evaluate gpt-stdlib@1 +cluster=1x8 parallel.dp_shard=8")
+    save = Path(load_config(own.config).train.evaluate_from or "")
+    before = find_save(save)
+    assert before.name.startswith("checkpoint_0000001_attempt_0001_")
+    # The run is requeued, claims what it goes on from, saves and prunes.
+    place = Place(root=run.checkpoints, attempt=2, keep=1)
+    place.claim()
+    place.prune(list_checkpoints(run.checkpoints)[0])
+    renamed = find_save(save)
+    assert not before.exists() and renamed.is_dir() and name_of(renamed).attempt == 2
+    again = shell.types("evaluate gpt-stdlib@1 +cluster=1x8 parallel.dp_shard=8")
+    assert again.code != 0 or again.job_and_run[1] == own, "the same save is the same evaluation"
+    # A rollback goes back to before it.
+    place.discard_from(1)
+    assert find_save(save).name.startswith("passed_over_checkpoint_0000001_") and steps_in(run.checkpoints) == []
+
+
+@pytest.mark.parametrize("end", ["cancelled", "job is gone", "measured"])
+def test_a_checkpoint_is_let_go_when_its_evaluation_is_over(shell: Shell, run: RunDirectory, end: str) -> None:
+    own = shell.submits("evaluate gpt-stdlib@1 +cluster=1x8 parallel.dp_shard=8")
+    assert len(list_pins(run.checkpoints)) == 1
+    run.epochs.mkdir(exist_ok=True)
+    (run.epochs / "attempt_1").touch()
+    job_id = (read_json(own.job) or {})["job_ids"][-1] if own.job.exists() else "4711"
+    shell.slurm.queue(job_id, "PENDING")
+    assert shell.types("checkpoint gc gpt-stdlib --keep 1").code == 0
+    assert steps_in(run.checkpoints) == [2, 1], "it is queued"
+    if end == "cancelled":
+        shell.types("cancel", str(own.path))
+        assert list_pins(run.checkpoints) == []
+    elif end == "measured":
+        own.result.write_text("{}")
+    else:
+        shell.slurm.queue(job_id, "CANCELLED")
+    assert shell.types("checkpoint gc gpt-stdlib --keep 1").code == 0
+    assert steps_in(run.checkpoints) == [2]
+
+
+def test_a_start_that_slurm_refuses_keeps_nothing(shell: Shell, run: RunDirectory) -> None:
+    shell.slurm.refuse("sbatch: error: invalid account")
+    assert shell.types("evaluate gpt-stdlib@1 +cluster=1x8 parallel.dp_shard=8").code != 0
+    assert list_pins(run.checkpoints) == []
 
 
 @pytest.mark.parametrize(
