@@ -21,10 +21,10 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
 from slurm_train.launch.placement import visible_gpus
-from slurm_train.rundir.attempts import newest_round, was_saved
+from slurm_train.rundir.attempts import has_successor, newest_round, was_saved
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.train.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 
@@ -108,7 +108,7 @@ def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, paren
             # A file system that refuses now is asked again in a moment.
             with contextlib.suppress(OSError):
                 newest = newest_round(run, attempt)
-                if max(existing_attempts(run), default=newest) > newest:
+                if has_successor(run, newest):
                     _end_ranks(EXIT_FAILURE, f"attempt {newest} was overtaken by a newer one")
                 mark = first_mark(run, newest)
                 if mark is not None and mark.exit_code == EXIT_WRONG_USE:

@@ -39,7 +39,7 @@ from slurm_train.rundir.files import (
     rename,
     write_durable,
 )
-from slurm_train.rundir.paths import RunDirectory, epochs_of, existing_attempts
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account
 
 
@@ -190,21 +190,43 @@ def _discard_prepared_results(run: RunDirectory, *, below: int) -> None:
             path.unlink(missing_ok=True)
 
 
+def has_successor(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether a newer attempt was opened; costs the same however many there were.
+
+    Numbers are taken one after the other and no file of `epochs` is ever removed, so the next number tells.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    ask_server(run.epochs)
+    return _is_made(run.epochs / f"attempt_{attempt + 1}")
+
+
+def _is_made(path: Path) -> bool:
+    # Not Path.exists, which may take a stale handle for an absent file.
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def check_fence(run: RunDirectory, attempt: int) -> None:
     """Checks that `attempt` is the newest of the run, and that the run was not changed since.
+
+    It looks for two names and lists nothing: ranks ask each second or two, and a run may have had 10,000 attempts.
 
     Raises:
         RunError: this attempt must write nothing more.
     """
-    epochs = epochs_of(run)
-    if attempt <= max(epochs.get("closed", ()), default=-1):
+    if has_successor(run, attempt):
+        raise overtaken(run, attempt, existing_attempts(run)[-1])
+    # Whoever withdraws a result closes the newest attempt.
+    if _is_made(run.epochs / f"closed_{attempt}"):
         raise RunError(
             f"{run.path} was changed after attempt {attempt} began",
             hint="nothing to do: the next attempt carries on, this one ends without writing",
         )
-    newest = max(epochs.get("attempt", ()), default=attempt)
-    if newest > attempt:
-        raise overtaken(run, attempt, newest)
 
 
 def overtaken(run: RunDirectory, attempt: int, newest: int) -> RunError:
@@ -268,8 +290,12 @@ class Round:
 
 def newest_round(run: RunDirectory, first: int) -> int:
     """Returns the attempt that the ranks of a step are at now: the one it began with, or the newest that follows it."""
-    following = [attempt for attempt in existing_attempts(run) if attempt > first and _follows(run, attempt) == first]
-    return max(following, default=first)
+    newest, attempt = first, first
+    while has_successor(run, attempt):
+        attempt += 1
+        if _follows(run, attempt) == first:
+            newest = attempt
+    return newest
 
 
 def first_round(run: RunDirectory, attempt: int) -> int:

@@ -194,18 +194,13 @@ def require_room(run: RunDirectory) -> None:
 
 
 def existing_attempts(run: RunDirectory) -> list[int]:
-    """Returns the numbers of all attempts that were ever opened, ascending."""
-    return epochs_of(run).get("attempt", [])
-
-
-def epochs_of(run: RunDirectory) -> dict[str, list[int]]:
-    """Returns the numbers of all files in `epochs` by kind, ascending, by one listing."""
-    found: dict[str, list[int]] = {}
+    """Returns the numbers of all attempts that were ever opened, ascending; `has_successor` asks for less."""
+    numbers = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(run.epochs):  # noqa: PTH208  # names alone
-            if match := re.fullmatch(r"([a-z]+)_(\d+)", name):
-                found.setdefault(match[1], []).append(int(match[2]))
-    return {kind: sorted(numbers) for kind, numbers in found.items()}
+            if match := re.fullmatch(r"attempt_(\d+)", name):
+                numbers.append(int(match[1]))
+    return sorted(numbers)
 
 
 class CheckpointName(NamedTuple):
