@@ -65,6 +65,8 @@ class StreamSource:
         self.order = StreamOrder()
         self._stream, self._collate, self._seed = stream, collate or pad_or_stack, seed
         self._batch_size: int | None = getattr(stream, "batch_size", None)
+        self.num_short = 0
+        """Batches that had fewer samples than a micro-batch: the last ones of passes."""
         if getattr(stream, "worker_init_fn", 0) is None:
             stream.worker_init_fn = prepare_worker
         self._iterator: Iterator[Any] | None = None
@@ -140,12 +142,15 @@ class StreamSource:
             return as_batch(self._collate([self._next() for _ in range(count)]))
         batch = as_batch(self._next())
         found = len(next(iter(batch.values() if isinstance(batch, dict) else batch)))
-        if found != count:
+        # The last batch of a pass may be shorter: losses count by items.
+        is_last = self._batch_size == count and 0 < found < count
+        if found != count and not is_last:
             raise DataError(
                 f"the stream gave a batch of {found} samples, and a micro-batch is {count}",
-                hint=f"make the stream with batch_size={count} and drop_last=True, or with batch_size=None, which "
-                "leaves batching to the run; or set batch.local_size",
+                hint=f"make the stream with batch_size={count}, or with batch_size=None, which leaves batching to the "
+                "run; or set batch.local_size",
             )
+        self.num_short += is_last
         return batch
 
     def _next(self) -> Any:

@@ -71,6 +71,7 @@ class Objective(nn.Module):
         own = getattr(self.model, "training_loss", None)
         if own is not None:
             return self._sum_and_count(own(batch))
+        batch = self._within_context(batch)
         outputs = self._call(batch)
         mean = self._own_mean(outputs, batch)
         if mean is not None:
@@ -97,6 +98,7 @@ class Objective(nn.Module):
         if own_loss is not None:
             loss, count = self._sum_and_count(own_loss(batch))
             return {"loss": loss, "count": count}
+        batch = self._within_context(batch)
         outputs = self._call(batch)
         mean = self._own_mean(outputs, batch)
         if mean is None:
@@ -201,7 +203,7 @@ class Objective(nn.Module):
         self.eval()
         try:
             with torch.compiler.set_stance("force_eager"):
-                self._compare(batch, tolerance=_TOLERANCE if is_precise else _LOW_TOLERANCE)
+                self._compare(self._within_context(batch), tolerance=_TOLERANCE if is_precise else _LOW_TOLERANCE)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -281,6 +283,34 @@ class Objective(nn.Module):
         if self.takes_targets:
             return self.model(inputs, targets=targets)
         return self.model(inputs, **(self.own.words({LABELS: targets}) if self._gives_loss_of_tuples else {}))
+
+    def num_too_long(self, batch: Batch) -> int:
+        """Returns how many samples of a batch on the CPU have more tokens than the model has positions."""
+        tokens = self._tokens_in(batch)
+        context = self.own.context
+        if tokens is None or context is None or tokens.shape[1] <= context:
+            return 0
+        mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+        return len(tokens) if mask is None else int(mask[:, context:].any(dim=1).sum())
+
+    def _tokens_in(self, batch: Batch) -> Tensor | None:
+        tokens = batch.get("input_ids") if isinstance(batch, dict) else batch[0]
+        is_text = tokens is not None and tokens.dim() == 2 and not tokens.is_floating_point()
+        return tokens if is_text else None
+
+    def _within_context(self, batch: Batch) -> Batch:
+        """Returns a batch whose texts end where the model's table of positions does."""
+        tokens = self._tokens_in(batch) if self.own.context is not None else None
+        if tokens is None or self.own.context is None or tokens.shape[1] <= self.own.context:
+            return batch
+        length, context = tokens.shape[1], self.own.context
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[:, :context].contiguous() if tensor.dim() > 1 and tensor.shape[1] == length else tensor
+
+        if isinstance(batch, dict):
+            return {name: cut(tensor) for name, tensor in batch.items()}
+        return tuple(cut(tensor) for tensor in batch)
 
     @property
     def _gives_loss_of_tuples(self) -> bool:

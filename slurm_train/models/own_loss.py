@@ -43,6 +43,8 @@ class OwnLoss:
     """Labels are compared with the scores before them; None where nothing says so or otherwise."""
     router_scale: float
     """What the model multiplies `aux_loss` of its output by, 0 where it has none."""
+    context: int | None
+    """Positions that a table of the model has, None where it has no such table."""
     ignored_in_images: int
     """The label that does not count in labels of images."""
 
@@ -103,6 +105,7 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
         takes_count=accepts_count and takes_any if _COUNT not in words else library is None or accepts_count,
         shifts=_shifts(model, library),
         router_scale=_router_scale(asked, config),
+        context=None if library is None else _table_of_positions(library),
         ignored_in_images=ignored if isinstance(ignored, int) else IGNORED,
     )
 
@@ -162,6 +165,19 @@ def _accepts_count(library: nn.Module) -> bool:
         return bool(declared)
     words = inspect.signature(library.forward).parameters.values()
     return any(word.kind is inspect.Parameter.VAR_KEYWORD for word in words)
+
+
+def _table_of_positions(library: nn.Module) -> int | None:
+    """Returns the length of the embedding of positions that a text model of transformers has."""
+    context = getattr(getattr(library, "config", None), "max_position_embeddings", None)
+    tables = [
+        module
+        for name, module in library.named_modules()
+        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+    ]
+    # Some leave the first rows to padding.
+    fits = isinstance(context, int) and any(0 <= table.num_embeddings - context <= 2 for table in tables)
+    return context if fits else None
 
 
 def _router_scale(asked: nn.Module, config: Any) -> float:

@@ -657,6 +657,10 @@ def _end(trainer: Trainer, parts: Parts, display: Display | None, *, finished: b
     facts = {"step": position.step, "samples": position.samples, "loss": position.loss, **trainer.measures}
     early = {"ended_early": position.ended} if position.ended else {}
     write_result(rank, {**facts, "weights_digest": digest, **early})
+    if isinstance(parts.train_data, StreamSource) and parts.train_data.num_short:
+        display.say(f"{parts.train_data.num_short} micro-batches of rank 0 were shorter: the last ones of a pass")
+    if trainer.stepper.passes.num_cut:
+        display.say(f"{trainer.stepper.passes.num_cut} samples of rank 0 were cut to the model's positions")
     say_finished(display.say, trainer)
     say_text(
         display.say,

@@ -8,7 +8,7 @@ by the same values; so all ranks do the same without a further exchange.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,6 +28,9 @@ from slurm_train.train.saving import Checkpointer, Position
 from slurm_train.train.step import StepResult
 
 _MOST_IDS = 256
+# Steps without an item that counts end a run: so many one after the other (before any has counted and afterwards), or
+# more than half of the window.
+_EMPTY_AT_FIRST, _EMPTY_IN_A_ROW, _EMPTY_WINDOW = 3, 10, 100
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -56,6 +59,7 @@ class Health:
         """A step that the run has to be taken back behind, with `roll_back`."""
         self._rank, self._settings, self._batches = rank, rank.config.health, batches
         self._checkpointer, self._num_rollbacks, self._say = checkpointer, num_rollbacks, say
+        self._empty_steps: deque[bool] = deque(maxlen=_EMPTY_WINDOW)
 
     def loss_limit(self, position: Position) -> float:
         """Returns the loss above which the next step is a spike, infinity where nothing is."""
@@ -71,8 +75,8 @@ class Health:
         Raises:
             SlurmTrainError: the run has to stop because of it.
         """
-        if not result.num_items:
-            refuse(result)
+        if self._is_empty(result, position):
+            return
         if result.overflowed:
             self._say(
                 f"step {result.facts.step} is not applied: its float16 gradients overflow; the loss scale is halved"
@@ -90,6 +94,25 @@ class Health:
         if action == "log" and settings.spike_factor is not None:
             position.recent_losses.append(result.loss)
             del position.recent_losses[: -settings.spike_window]
+
+    def _is_empty(self, result: StepResult, position: Position) -> bool:
+        """Returns whether no item of a step counts, so that nothing is learned from it; writes it down.
+
+        Raises:
+            SlurmTrainError: too many of the last steps are so.
+        """
+        is_empty = not result.num_items
+        self._empty_steps.append(is_empty)
+        if not is_empty:
+            return False
+        position.empty_steps += 1
+        if self._rank.place.is_first:
+            self._write(result, "no_items", "skip")
+        in_a_row = list(self._empty_steps)[-(_EMPTY_IN_A_ROW if position.items else _EMPTY_AT_FIRST) :]
+        is_full = len(in_a_row) == (_EMPTY_IN_A_ROW if position.items else _EMPTY_AT_FIRST)
+        if (is_full and all(in_a_row)) or sum(self._empty_steps) > _EMPTY_WINDOW // 2:
+            refuse(result, num_empty=sum(self._empty_steps), of=len(self._empty_steps))
+        return True
 
     def roll_back(self, *, samples: int) -> Position:
         """Restores the newest verified checkpoint from before `bad_step`; the samples since are passed over.
@@ -151,6 +174,9 @@ class Health:
             limit=facts.loss_limit,
             lr=facts.lr,
         )
+        if kind == "no_items":
+            self._say(f"step {facts.step}: no item counts, so nothing is learned; samples {first} to {facts.samples}")
+            return
         self._say(
             f"step {facts.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g} "
             f"({kind.replace('_', '-')}); {action}; samples {first} to {facts.samples}"
@@ -183,8 +209,13 @@ def position_after_rollbacks(run: RunDirectory, position: Position, origin: Orig
     return on_rank_zero(dist.group.WORLD, read)
 
 
-def refuse(result: StepResult) -> None:
+def refuse(result: StepResult, *, num_empty: int = 1, of: int = 1) -> None:
     """Raises for a step that stops the run; the same on every rank, since it judges reduced values.
+
+    Args:
+        result: the step.
+        num_empty: steps without an item among the last ones.
+        of: how many those are.
 
     Raises:
         SlurmTrainError: the loss or the gradients are not finite, the loss is a spike, or no item counted.
@@ -192,8 +223,9 @@ def refuse(result: StepResult) -> None:
     step = result.facts.step
     if not result.num_items:
         raise SlurmTrainError(
-            f"no item of step {step} counts: every target is passed over",
-            hint="check the targets of the data set; -100 marks those that do not count",
+            f"no item of step {step} counts: every target is passed over, as in {num_empty} of the last {of} steps",
+            hint="check the targets of the data set; -100 marks those that do not count. Some such steps are gone on "
+            "from, this is too many; a larger batch.global_size makes them rare",
         )
     if result.is_finite:
         raise SlurmTrainError(

@@ -380,6 +380,8 @@ def say_finished(say: Callable[[str], None], trainer: Trainer) -> None:
     """Prints the held-out numbers, where everything is, and what to do next."""
     nothing = "nothing was evaluated, the data have no held-out samples (set data.heldout, or take a `split`)"
     say(f"finished step {trainer.position.step}: {format_measures(trainer.measures) or nothing}")
+    if trainer.position.empty_steps:
+        say(f"nothing was learned in {trainer.position.empty_steps} steps in which no item counted")
     if trainer.position.ended:
         say(f"ended early: {trainer.position.ended}")
     say(f"run directory: {trainer.rank.run.path}")

@@ -81,6 +81,8 @@ class Position:
     """Global samples that they consumed."""
     items: int = 0
     """Tokens (or samples) that their losses counted."""
+    empty_steps: int = 0
+    """Steps in which no item counted, so that nothing was learned."""
     loss: float | None = None
     """Loss of the newest step that was read."""
     evaluation_due: bool = False

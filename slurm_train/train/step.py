@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ from slurm_train.data.source import IGNORED, Batch, map_tensors
 from slurm_train.distributed.parallelize import own_positions
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ConfigError, DataError
 from slurm_train.models.head import group_named
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.loss_scale import LossScale
@@ -46,6 +48,8 @@ the sum of the squared gradients."""
 _EPSILON = 1e-6
 _NORM, _SKIPPED, _OVERFLOWED = 4, 5, 6
 _NUM_NAMED = 5
+# Of so many samples at least, more than this share may not be longer than the model's context.
+_ENOUGH_SEEN, _MOST_CUT = 100, 0.5
 _NUM_COMPARED = 2
 """Samples that a model's own loss is compared with before the first step."""
 _ORDER_COUNTS_ABOVE = 2
@@ -142,6 +146,10 @@ class Passes:
         self.num_averaged = num_averaged
         self.data_wait_s = 0.0
         """Seconds that steps have waited for data on this rank."""
+        self.num_cut = 0
+        """Samples of this rank that were longer than the model's table of positions."""
+        self._num_seen = 0
+        self._say: Callable[[str], None] = partial(print, file=sys.stderr) if rank.place.is_first else lambda _: None
         self._rank, self._part, self._device = rank, rank.sequence_part, rank.device
         self._objective: Any = objective
         self._mark, self._clock = rank.heartbeat.mark, rank.heartbeat.clock
@@ -190,9 +198,30 @@ class Passes:
         tensors: Any = next(batches).tensors
         self.data_wait_s += self._clock() - start
         self._mark("step")
+        if self._objective.own.context is not None:
+            self._count_long(tensors)
         if self._part is not None:
             tensors = self._part.cut(tensors)
         return to_device(tensors, self._device) if self._on_gpu else tensors
+
+    def _count_long(self, batch: Batch) -> None:
+        """Counts samples that the objective cuts, since the model has no position for their last tokens.
+
+        Raises:
+            DataError: it is most of them.
+        """
+        self._num_seen += len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+        num_long = self._objective.num_too_long(batch)
+        context = self._objective.own.context
+        if num_long and not self.num_cut:
+            self._say(f"samples have more than the {context} tokens that the model has positions for: they are cut")
+        self.num_cut += num_long
+        if self._num_seen >= _ENOUGH_SEEN and self.num_cut > _MOST_CUT * self._num_seen:
+            raise DataError(
+                f"{self.num_cut} of {self._num_seen} samples have more than the {context} tokens that the model has "
+                "positions for, and lose their ends",
+                hint="cut the samples into pieces of that length, or take a model with more positions",
+            )
 
 
 class ReplicaPasses(Passes):

@@ -27,7 +27,7 @@ from slurm_train.train.callbacks import Callback
 from slurm_train.train.compile_cache import CompileCache
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.evaluate import Evaluator
-from slurm_train.train.health import Health, check_replicas
+from slurm_train.train.health import Health, check_replicas, refuse
 from slurm_train.train.metrics import PaceProbe, Recorder, format_measures
 from slurm_train.train.optimizer import Schedule
 from slurm_train.train.saving import Checkpointer, Position, SavePace
@@ -120,6 +120,8 @@ class Trainer:
                 self.recorder.book(data_wait_s=self._waited())
             self.step_times.keep()
         finished = self._is_over and not self.position.evaluation_due
+        if finished and self.newest is not None and not self.position.items:
+            refuse(self.newest, num_empty=self.position.step, of=self.position.step)
         self._call("on_end" if finished else "on_stop")
         if finished or self._may_save():
             start = self._clock()

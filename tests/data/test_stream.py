@@ -175,5 +175,13 @@ def test_messages_of_streams_that_give_something_else() -> None:
         read(started(Once()), 1)
     with pytest.raises(DataError, match="the state of a InArrays cannot be in a checkpoint: Weights only load failed"):
         started(InArrays())
-    with pytest.raises(DataError, match=r"the stream gave a batch of 3 samples, and a micro-batch is 4\nhint: make th"):
-        read(started(from_torchdata(batch_size=4)), 3)
+    with pytest.raises(DataError, match=r"the stream gave a batch of 4 samples, and a micro-batch is 5\nhint: make th"):
+        read(started(from_torchdata(batch_size=4)), 3, local=5)
+
+
+def test_the_last_batch_of_a_pass_may_be_short_and_is_counted() -> None:
+    source = started(from_torchdata(batch_size=4))
+    batches = read(source, 6)
+    assert [len(batch["row"]) for batch in batches] == [4, 4, 3, 4, 4, 3]
+    assert [int(number) for batch in batches for number in batch["row"]] == [*range(11), *range(11)]
+    assert source.num_short == 2

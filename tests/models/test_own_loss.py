@@ -182,3 +182,21 @@ def test_a_scale_of_a_routers_loss_that_is_not_computed_is_refused(tmp_path: Pat
         return
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.01, which has no effect: output_router"):
         require_effect(config, path=path, cwd=tmp_path)
+
+
+@NEEDS_TRANSFORMERS
+@torch.no_grad()
+def test_texts_end_where_the_models_table_of_positions_does() -> None:
+    model = build(kind="masked").eval()
+    objective, context = Objective(model), model.config.max_position_embeddings
+    tokens = torch.randint(3, 30, (3, context + 4))
+    mask = torch.ones_like(tokens)
+    mask[0, context:] = 0
+    batch: Any = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
+    assert objective.num_too_long(batch) == 2
+    short: Any = {name: tensor[:, :context].contiguous() for name, tensor in batch.items()}
+    assert objective.num_too_long(short) == 0
+    assert mean_of(objective, [batch]) == pytest.approx(model(**short).loss.item(), rel=1e-6)
+    assert objective.evaluation_sums(batch)["count"] == 3 * context
+    # Rotary positions have no table.
+    assert Objective(build(kind="causal")).own.context is None

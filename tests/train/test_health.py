@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from slurm_train.data.order import SampleOrder, samples_digest
+from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.health import digest_of_parameters, find_divergent, position_after_rollbacks
+from slurm_train.train.health import Health, digest_of_parameters, find_divergent, position_after_rollbacks
 from slurm_train.train.saving import Position
+from slurm_train.train.step import StepFacts, StepResult
+from tests.support.ranks import make_rank
 from tests.train.small_runs import config_of, result_of, run_to_end, steps_of
 
 distributed = pytest.mark.distributed
@@ -212,3 +215,36 @@ def test_the_order_of_tensors_and_elements_counts() -> None:
 )
 def test_the_minority_is_named(digests: list[int], divergent: list[int]) -> None:
     assert find_divergent(digests) == divergent
+
+
+def empty_after(items: int, pattern: str) -> Position:
+    """Judges steps, "." with an item that counts and "x" without; returns the position after the last one."""
+    none: Any = None
+    health = Health(make_rank(rank=1, ranks=2), batches=none, checkpointer=none, num_rollbacks=0, say=print)
+    position = Position()
+    position.items = items
+    for step, kind in enumerate(pattern, start=1):
+        has_items = kind == "."
+        facts = StepFacts(step=step, samples=2 * step, lr=0.1, size=2)
+        loss = 1.0 if has_items else float("nan")
+        result = StepResult(facts, False, int(has_items), loss, 0, loss, applied=has_items)
+        health.take(result, position)
+    return position
+
+
+@pytest.mark.parametrize(("items", "pattern"), [(0, "xx." + "..x" * 20), (9, "x" * 9 + "." * 20), (9, ".x" * 60)])
+def test_steps_in_which_nothing_counts_are_passed_over_and_counted(items: int, pattern: str) -> None:
+    assert empty_after(items, pattern).empty_steps == pattern.count("x")
+
+
+@pytest.mark.parametrize(
+    ("items", "pattern", "said"),
+    [
+        (0, "xxx", "as in 3 of the last 3"),
+        (5, "x" * 10, "as in 10 of"),
+        (5, "xx." * 40, "as in 51 of"),
+    ],
+)
+def test_too_many_steps_in_which_nothing_counts_end_the_run(items: int, pattern: str, said: str) -> None:
+    with pytest.raises(SlurmTrainError, match=f"no item of step .* counts: every target is passed over, {said}"):
+        empty_after(items, pattern)
