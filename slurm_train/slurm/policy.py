@@ -19,8 +19,20 @@ SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%m|%t"
 ASSOCIATION_FORMAT = "DefaultAccount,Cluster,Account,Partition,QOS,DefaultQOS"
 QOS_FORMAT = "Name,Priority,GraceTime,Preempt,PreemptMode,MaxWall"
 
-_USABLE = frozenset({"idle", "mix", "alloc", "comp", "resv", "plnd"})
-_DURATION = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)(?: sec)?")
+# Of sinfo's short words for a node: it runs jobs, will again when a job or a boot has ended, or is woken by a job. The
+# words for power alone are those of nodes of a cloud.
+_USABLE = frozenset(
+    {
+        *("idle", "mix", "alloc", "comp", "resv", "plnd", "block", "npc", "boot", "cloud"),
+        *("pow_dn", "pow_up", "powering_up", "powered_dn", "powring_dn", "powrng_dn"),
+    }
+)
+# Behind the word: powered down (~), to be (!), going down (%) or up (#), a reboot that waits (@) or runs (^), planned
+# (-), another job ends (+). Those that do not answer (*) or are in maintenance ($) run nothing.
+_USABLE_FLAGS = "~!%#@^-+"
+_DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?")
+_DURATION = re.compile(r"(?:(?:(?P<hours>\d+):)?(?P<minutes>\d+):)?(?P<seconds>\d+)(?P<unit> sec| min)?")
+_COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGTP]?)\+?")
 
 
 @frozen
@@ -35,6 +47,13 @@ class NodeGroup:
     memory_per_node_mb: int
     state: str
     """Slurm's short word, e.g. "idle", "mix", "drain"; a trailing "*" means that the node does not answer."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether such nodes run jobs or could, also after a boot: neither down, silent, in maintenance nor drained."""
+        state = self.state.lower()
+        word = state[:-1] if state.endswith(tuple(_USABLE_FLAGS)) else state
+        return word in _USABLE
 
 
 @frozen
@@ -61,7 +80,7 @@ class Partition:
     @property
     def num_usable_nodes(self) -> int:
         """Nodes that run jobs or could: neither down nor being drained."""
-        return sum(group.num_nodes for group in self.groups if group.state.rstrip("-") in _USABLE)
+        return sum(group.num_nodes for group in self.groups if group.is_usable)
 
     @property
     def gpus_per_node(self) -> int:
@@ -97,12 +116,12 @@ def parse_sinfo(text: str) -> list[Partition]:
         for _, _, _, num_nodes, *_, gres, cpus, memory, node_state in lines:
             gpus_per_node, gpu_type = parse_gpus(gres)
             group = NodeGroup(
-                num_nodes=int(num_nodes),
+                num_nodes=_count(num_nodes) or 0,
                 gpus_per_node=gpus_per_node,
                 gpu_type=gpu_type,
                 # "64+" where nodes of one line differ: the smallest of them.
-                cpus_per_node=int(cpus.rstrip("+")),
-                memory_per_node_mb=int(memory.rstrip("+")),
+                cpus_per_node=_count(cpus) or 0,
+                memory_per_node_mb=_count(memory) or 0,
                 state=node_state,
             )
             groups += [group] if group.num_nodes else []
@@ -111,13 +130,21 @@ def parse_sinfo(text: str) -> list[Partition]:
                 name=name,
                 is_default=starred == f"{name}*",
                 state=state,
-                max_nodes=int(most) if most.isdigit() else None,
+                max_nodes=_count(most),
                 max_time_min=time_limit_min(max_time),
                 default_time_min=time_limit_min(default_time),
                 groups=tuple(groups),
             )
         )
     return found
+
+
+def _count(text: str) -> int | None:
+    """Returns a number as sinfo prints it: "64" -> 64, "64+" -> 64, "1K" -> 1024; None for "infinite" and "n/a"."""
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        return None
+    return int(float(match["number"]) * 1024 ** " KMGTP".index(match["unit"] or " "))
 
 
 def time_limit_min(text: str) -> int | None:
@@ -127,12 +154,17 @@ def time_limit_min(text: str) -> int | None:
 
 
 def duration_s(text: str) -> float | None:
-    """Returns seconds for what Slurm writes as "00:00:15", "1-02:00:00", "30 sec" or "15"; None for other words."""
-    match = _DURATION.fullmatch(text.strip())
+    """Returns seconds for what Slurm writes as "00:00:15", "1-02:00:00", "1-02", "30 sec", "5 min" or "15".
+
+    None for words: "UNLIMITED", "infinite", "n/a", "INVALID", "NOT_SET", "Partition_Limit".
+    """
+    match = _DAYS.fullmatch(text.strip()) or _DURATION.fullmatch(text.strip())
     if match is None:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
+    parts = match.groupdict()
+    factor = 60 if parts.get("unit") == " min" else 1
+    hours = 24 * int(parts.get("days") or 0) + int(parts["hours"] or 0)
+    return float(3600 * hours + 60 * int(parts["minutes"] or 0) + factor * int(parts["seconds"] or 0))
 
 
 def parse_gpus(gres: str) -> tuple[int, str]:

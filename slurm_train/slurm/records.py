@@ -59,7 +59,10 @@ class Phase(enum.Enum):
 
 
 _STATES = {
-    Phase.QUEUED: "CONFIGURING PENDING POWER_UP_NODE REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT",
+    Phase.QUEUED: (
+        "CONFIGURING EXPEDITING PENDING POWER_UP_NODE REQUEUED REQUEUED_CRON REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD "
+        "SPECIAL_EXIT"
+    ),
     Phase.RUNNING: "RESIZING RUNNING SIGNALING STOPPED SUSPENDED",
     Phase.FINISHING: "COMPLETING STAGE_OUT UPDATE_DB",
     Phase.COMPLETED: "COMPLETED",
@@ -73,10 +76,19 @@ _STATES = {
 _PHASES = {state: phase for phase, states in _STATES.items() for state in states.split()}
 
 
+# Where a state has flags ("RUNNING,COMPLETING"), squeue and sacct show the first of these instead of the state itself.
+_FLAGS_FIRST = (
+    *("COMPLETING", "STAGE_OUT", "CONFIGURING", "EXPEDITING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
+    *("SPECIAL_EXIT", "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING"),
+)
+
+
 def phase_of(state: str) -> Phase:
     """Returns the phase of a state as any Slurm command writes it, e.g. "CANCELLED by 1001" or "RUNNING+"."""
     first = state.split(maxsplit=1)[0] if state.strip() else ""
-    return _PHASES.get(first.rstrip("+").upper(), Phase.UNKNOWN)
+    words = first.rstrip("+").upper().split(",")
+    word = next((flag for flag in _FLAGS_FIRST if flag in words), words[0])
+    return _PHASES.get(word, Phase.UNKNOWN)
 
 
 @frozen
@@ -413,6 +425,16 @@ _PHRASES = {
     "Licenses": "waits for a license",
     "Reservation": "waits for its reservation",
     "ReservationDeleted": "its reservation is gone",
+    "ReservationInvalid": "there is no such reservation",
+    "SchedDefer": "the scheduler looks at it in its next round",
+    "Constraints": "waits for nodes that have what it asks for",
+    "MaxPoweredUpNodes": "as many nodes are powered up as the site allows",
+    "MpiPortsBusy": "waits for ports of MPI on its nodes",
+    "NvidiaImexChannels": "waits for a channel between its GPUs (IMEX)",
+    "PowerNotAvail": "there is not enough power for its nodes",
+    "PowerReserved": "the power for its nodes is reserved",
+    "BlockMaxError": "its block of nodes has failed too often",
+    "BlockFreeAction": "its block of nodes is being freed",
     "PartitionDown": "the partition is down",
     "PartitionInactive": "the partition starts no jobs now",
     "PartitionNodeLimit": "asks for more or fewer nodes than the partition allows",
@@ -439,6 +461,10 @@ _PHRASES = {
     "OutOfMemory": "ran out of memory",
     "JobLaunchFailure": "could not be started on its nodes",
     "SystemFailure": "Slurm or a node failed",
+    "job requeued in held state": "requeued and held; `scontrol release` lets it go",
+    "user env retrieval failed requeued held": (
+        "the environment of its user could not be read on its node, so it is held; `scontrol release` tries again"
+    ),
     "launch failed requeued held": "could not be started on its nodes, so it is held; `scontrol release` tries again",
 }
 _BEGINNINGS = {
@@ -453,7 +479,7 @@ _WAITS_FOR_NODES = ("", "None", "Priority", "Resources", "ReqNodeNotAvail", "Nod
 _LIMIT = re.compile(
     r"(?P<owner>Assoc|QOS|)(?P<kind>Grp|Max|Min)"
     r"(?P<what>CPU|Cpu|GRES|Node|Memory|Mem|Jobs?|SubmitJobs?|WallDuration|Wall|Billing|BB|Energy|Licenses?|License|Unknown)"
-    r"(?P<time>RunMinutes|Minutes|)(?P<scope>PerJob|PerNode|PerUser|PerAccount|)(?:Limit|NotSatisfied|)"
+    r"(?P<time>RunMinutes|RunMins|Minutes|)(?P<scope>PerJob|PerNode|PerUser|PerAccount|)(?:Limit|NotSatisfied|)"
 )
 _OWNERS = {"Assoc": "your account", "QOS": "the QOS", "": "the account"}
 _WHAT = {
