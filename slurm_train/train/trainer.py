@@ -35,6 +35,8 @@ from slurm_train.train.step import StepFacts, Stepper, StepResult
 from slurm_train.train.stopping import Stopping
 
 _COLLECT_EVERY_STEPS = 100
+# What has lived through a collection of the young is freed by a full one only.
+_COLLECT_ALL_EVERY_STEPS = 1000
 # Time to end in order, so that the supervisor can bring the job back.
 _END_S = 3.0
 
@@ -244,8 +246,8 @@ class Trainer:
             self._call("on_step_end")
         if not self._settled:
             self._settle()
-        elif step % _COLLECT_EVERY_STEPS == 0:
-            gc.collect(1)
+        else:
+            collect_garbage(step)
         evaluates = step == self.max_steps or bool(eval_every and step % eval_every == 0)
         saves = self.save_pace.is_due(step)
         # What is evaluated or saved has been read before, so nothing that went wrong gets into it.
@@ -370,6 +372,12 @@ class Trainer:
         for batch in batches:
             self._digest = (self._digest + samples_digest(batch.indices)) % DIGEST_MODULUS
             yield batch
+
+
+def collect_garbage(step: int) -> None:
+    """Collects what has become garbage, after some steps; the collector itself is off."""
+    if step % _COLLECT_EVERY_STEPS == 0:
+        gc.collect(2 if step % _COLLECT_ALL_EVERY_STEPS == 0 else 1)
 
 
 def _reseed(seed: int) -> None:

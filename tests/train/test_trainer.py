@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from slurm_train.config.schema import RunConfig, TrainSection
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import CheckpointName, RunDirectory, list_checkpoints
 from slurm_train.train.build import load_start_weights
+from slurm_train.train.trainer import collect_garbage
 from tests.train.small_runs import (
     PADDED,
     assert_same_steps,
@@ -189,6 +192,32 @@ def test_a_larger_global_batch_is_taken_over_with_the_learning_rate_of_its_rule(
     assert before[-1]["samples"] == before[-1]["step"] * 24 == after[0]["samples"] - 48
     manifests = [read_manifest(path) for path in reversed(list_checkpoints(run / "checkpoints"))]
     assert [manifest.extra["lr"]["peak"] for manifest in manifests] == [0.01, 0.02]
+
+
+class Cycle:
+    """Garbage that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_that_has_lived_through_a_collection_is_freed_within_a_thousand_steps() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        cycle: Cycle | None = Cycle()
+        is_alive = weakref.ref(cycle)
+        for step in range(1, 301):
+            collect_garbage(step)
+        cycle = None
+        for step in range(301, 1001):
+            assert is_alive() is not None
+            collect_garbage(step)
+        assert is_alive() is None
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def test_a_run_starts_from_weights_until_it_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
