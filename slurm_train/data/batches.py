@@ -51,6 +51,11 @@ class Split:
         """Micro-batches that a global batch is cut into over all ranks."""
         return self.ranks * self.accumulation
 
+    def share_of(self, samples: int) -> int:
+        """Returns how many samples of whole global batches are this rank's; not for batches by length."""
+        sizes = self.sizes or (1,) * self.ranks
+        return samples * sizes[self.rank] // sum(sizes)
+
 
 class GlobalBatches:
     """The global batches of a run, by position; these are of the same number of samples, in the run's order.

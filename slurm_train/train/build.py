@@ -375,9 +375,6 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     size = {"num_samples": len(parts.train_data), "global_size": rank.plan.global_size}
     parts.max_steps = total_steps(config, **size, since=position.batch_since)
     batches = build_global_batches(rank, parts.train_data, position)
-    if isinstance(parts.train_data, StreamSource):
-        num_skipped = (position.samples - saved_samples) // layout.data_parallel_size
-        parts.train_data.begin(samples=position.samples, state=checkpointer.stream_state, num_skipped=num_skipped)
     if position.step == 0:
         seed_everything(config.seed, data_parallel_rank=layout.data_parallel_index(rank.place.rank))
     recorder = None
@@ -400,6 +397,15 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         from slurm_train.train.shares import build_shares
 
         sizes = build_shares(parts, batches, objective=objective, position=position, display=display)
+    split = Split(
+        rank=layout.data_parallel_index(rank.place.rank),
+        ranks=layout.data_parallel_size,
+        accumulation=rank.plan.accumulation,
+        sizes=sizes,
+    )
+    if isinstance(parts.train_data, StreamSource):
+        num_skipped = split.share_of(position.samples - saved_samples)
+        parts.train_data.begin(samples=position.samples, state=checkpointer.stream_state, num_skipped=num_skipped)
     stepper = build_stepper(
         parts,
         objective,
@@ -423,7 +429,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         checkpointer=checkpointer,
         save_pace=build_save_pace(rank, start_step=position.step),
         global_batches=batches,
-        batches=build_stream(rank, parts.train_data, batches, start_samples=position.samples, sizes=sizes),
+        batches=build_stream(rank, parts.train_data, batches, split, start_samples=position.samples),
         health=Health(
             rank,
             batches=batches,
@@ -597,12 +603,7 @@ def build_global_batches(rank: Rank, source: SampleSource, position: Position) -
 
 
 def build_stream(
-    rank: Rank,
-    source: SampleSource,
-    batches: GlobalBatches,
-    *,
-    start_samples: int,
-    sizes: tuple[int, ...] | None = None,
+    rank: Rank, source: SampleSource, batches: GlobalBatches, split: Split, *, start_samples: int
 ) -> Iterator[MicroBatch]:
     """Returns this rank's micro-batches from a position on.
 
@@ -610,19 +611,12 @@ def build_stream(
         rank: this rank.
         source: the samples.
         batches: which of them every step takes.
+        split: which of those are this rank's.
         start_samples: the position.
-        sizes: samples of a micro-batch, rank by rank; None: equal numbers of them.
 
     Raises:
         ConfigError: they cannot be read ahead as asked.
     """
-    layout = rank.layout
-    split = Split(
-        rank=layout.data_parallel_index(rank.place.rank),
-        ranks=layout.data_parallel_size,
-        accumulation=rank.plan.accumulation,
-        sizes=sizes,
-    )
     stream = BatchStream(source, batches.draws(split, start_samples=start_samples))
     depth = prefetch_depth(rank.config.data or {}, source)
     return Prefetch(stream, depth=depth) if depth else stream

@@ -9,19 +9,40 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slurm_train.checkpoint.load import load_rank_state
+from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.models.objective import Objective
-from slurm_train.rundir.events import read_events
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.events import append_event, read_events
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.train.shares import time_passes
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import TrainingModule
-from tests.train.small_runs import PADDED, config_of, result_of, run_to_end, steps_of
+from tests.support.small_checkpoints import steps_in
+from tests.train.small_runs import PADDED, config_of, finish, result_of, run_to_end, start, steps_of
 
 
 def sequences(shares: Any = "even", **model: Any) -> dict[str, Any]:
     """Sequences of 1 to 39 tokens: ranks have unequal numbers of samples, and other numbers of tokens at every step."""
     batch = {"global_size": 36, "accumulation": 2, "shares": shares}
     return config_of(batch=batch, model=model, data=PADDED)
+
+
+@pytest.mark.distributed
+def test_streams_pass_over_unequal_shares_of_what_a_rollback_has_left_out(tmp_path: Path) -> None:
+    """Killed between a rollback over one step and the next checkpoint: of 12 samples 8 were rank 0's."""
+    run, shares = RunDirectory(tmp_path / "run"), {"global_size": 12, "shares": [2, 1]}
+    config = config_of(batch=shares, train={"max_steps": 3}, checkpoint={"every_steps": 2, "background": False})
+    config["model"] = {"_target_": "small_training.DoubleGPT"}
+    heldout = {"_target_": "small_training.Tokens", "split": "heldout"}
+    config["data"] = {"_target_": "small_training.TokenStream", "gives_all": True, "heldout": heldout}
+    codes, text = finish(start(run.path, config, fault={"kill_rank": 1, "kill_step": 3}))
+    assert codes[1] == -9 and steps_in(run.checkpoints) == [2], text
+    append_event(run, "rollback", attempt=0, step=3, to_step=2, checkpoint_samples=24, resume_samples=36)
+    assert "(step 2)" in run_to_end(run.path, config, attempt=1)
+    (newest, *_) = list_checkpoints(run.checkpoints)
+    states = [load_rank_state(newest, rank) for rank in range(2)]
+    assert read_manifest(newest).samples == 48
+    assert [state and state["data"]["place"] for state in states] == [4 * 8, 4 * 4]
 
 
 @pytest.mark.distributed
