@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Fence, Place, no_fence
-from slurm_train.checkpoint.manifest import COMPLETE_FILE, Manifest, check_hash
+from slurm_train.checkpoint.manifest import COMPLETE_FILE, MODEL, Manifest, check_hash
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.verify import (
@@ -44,7 +44,6 @@ from slurm_train.checkpoint.verify import (
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
 from slurm_train.rundir.files import ask_server, fsync_directory, fsync_file, rename
 
-MODEL = "model."
 _AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
 _NUM_NAMED = 5
 

@@ -27,13 +27,16 @@ from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import for_each, is_shared, open_file, write_all
 
 FORMAT_VERSION = 1
+MODEL = "model."
+"""Begin of the full names of the model's tensors in a training state."""
 # What to do about a checkpoint that is not as it was written; its loader and `verify` look for an older one themselves.
 DAMAGED_HINT = "`checkpoint verify RUN` shows which checkpoints are whole; take another one, or restore this one"
+_NUM_NAMED = 5
 _HEADER_HINT = "pass the facts of a checkpoint as CheckpointHeader describes them"
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 # Keys that came later, as manifests from before them are read.
-_LATER_KEYS: dict[str, Any] = {"parent": ""}
+_LATER_KEYS: dict[str, Any] = {"parent": "", "weights": {}}
 # Plain reads, not mmap: a page that cannot be read would end the process with SIGBUS instead of an error.
 _CHUNK_BYTES = 8 << 20
 
@@ -76,6 +79,8 @@ class CheckpointHeader:
         written_by: free text for people, for example "n01 pid 4711".
         parent: save id of the checkpoint that the training was loaded from; "" where it began anew, and in manifests
             from before this key.
+        weights: number type and shape of each parameter and buffer of the whole model, for example
+            {"head.weight": "float32[3,16]"}; empty where nobody has said, and in manifests from before this key.
         extra: further JSON values of the trainer, for example a learning-rate retune or a tracker's run id.
     """
 
@@ -92,7 +97,13 @@ class CheckpointHeader:
     job: str = "local"
     written_by: str = ""
     parent: str = ""
+    weights: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, str]:
+        """The `weights` by their full names, for example "model.head.weight"."""
+        return {MODEL + name: kind for name, kind in self.weights.items()}
 
     def __post_init__(self) -> None:
         """Refuses values of another type and negative counts."""
@@ -174,6 +185,36 @@ class Manifest(CheckpointHeader):
         except (AttributeError, TypeError) as err:
             raise CheckpointError(f"{MANIFEST_FILE} lacks sizes and hashes: {err}", hint=DAMAGED_HINT) from err
         return cls(**facts, files=files)
+
+
+def text_of_tensor(dtype: str, shape: Iterable[int]) -> str:
+    """Gives what `weights` say of a tensor.
+
+    Args:
+        dtype: its number type, with or without "torch.".
+        shape: of the whole tensor.
+    """
+    return f"{dtype.removeprefix('torch.')}[{','.join(map(str, shape))}]"
+
+
+def require_tensors(expected: Mapping[str, str], described: Mapping[str, str]) -> None:
+    """Checks that the files of a checkpoint hold every tensor that they should.
+
+    Args:
+        expected: number type and shape of each tensor, by full name, for example "model.head.weight".
+        described: the same of those that are in the files.
+
+    Raises:
+        CheckpointError: naming those that are missing or of another type or shape.
+    """
+    wrong = sorted(name for name, kind in expected.items() if described.get(name) != kind)
+    if wrong:
+        shown = ", ".join(f"{name} {expected[name]} (found: {described.get(name)})" for name in wrong[:_NUM_NAMED])
+        more = f", and {len(wrong) - _NUM_NAMED} more" if len(wrong) > _NUM_NAMED else ""
+        raise CheckpointError(
+            f"{len(wrong)} of {len(expected)} tensors are not in the files as they should be: {shown}{more}",
+            hint=DAMAGED_HINT,
+        )
 
 
 def digest_of(data: bytes) -> bytes:

@@ -12,13 +12,20 @@ verified whose description could not be loaded. The one enum in the list is pick
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_train.checkpoint.manifest import DAMAGED_HINT, FileRecord, check_file_name, open_plain
+from slurm_train.checkpoint.manifest import (
+    DAMAGED_HINT,
+    Manifest,
+    check_file_name,
+    open_plain,
+    require_tensors,
+    text_of_tensor,
+)
 from slurm_train.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -105,17 +112,21 @@ def read_metadata(path: Path) -> Any:
     return _read(path, _Reader)
 
 
-def check_metadata(path: Path, files: Mapping[str, FileRecord]) -> None:
-    """Checks without torch that `read_metadata` will read the file, and that it describes parts of these files.
+def check_metadata(path: Path, manifest: Manifest) -> None:
+    """Checks without torch that `read_metadata` will read the file, and that it describes what the manifest lists.
 
     Args:
         path: the checkpoint directory.
-        files: name -> size and hash of each file, from the manifest.
+        manifest: its files, and the parameters and buffers of its model.
 
     Raises:
-        CheckpointError: as `read_metadata`; or a part of a tensor lies in no file of the checkpoint, or beyond its end.
+        CheckpointError: as `read_metadata`; or a part of a tensor lies in no file of the checkpoint, or beyond its end;
+            or a parameter or a buffer of the model is missing, in whole or in part.
     """
-    for part in _read(path, _DryReader).storage_data.values():
+    metadata, files = _read(path, _DryReader), manifest.files
+    if manifest.weights:
+        require_tensors(manifest.tensors, _stored_tensors(metadata))
+    for part in metadata.storage_data.values():
         record, end = files.get(str(part.relative_path)), part.offset + part.length
         if record is None or not 0 <= part.offset <= end <= record.bytes:
             raise CheckpointError(
@@ -123,6 +134,32 @@ def check_metadata(path: Path, files: Mapping[str, FileRecord]) -> None:
                 "does not have",
                 hint=DAMAGED_HINT,
             )
+
+
+def _stored_tensors(metadata: Any) -> dict[str, str]:
+    """Returns number type and shape of each tensor whose parts are all in some file, read by `_DryReader`.
+
+    Raises:
+        CheckpointError: the description is not that of tensors.
+    """
+    try:
+        stored = {(index.fqn, _numbers(index.offset)) for index in metadata.storage_data if hasattr(index, "offset")}
+        found = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            chunks = getattr(entry, "chunks", ())
+            are_stored = all((name, _numbers(chunk.offsets)) in stored for chunk in chunks)
+            num_values = sum(math.prod(_numbers(chunk.sizes)) for chunk in chunks)
+            if chunks and are_stored and num_values == math.prod(_numbers(entry.size)):
+                found[name] = text_of_tensor(entry.properties.state[0].__name__, _numbers(entry.size))
+    except (AttributeError, IndexError, TypeError) as err:
+        raise CheckpointError(f"{METADATA_FILE} does not describe tensors: {err}", hint=DAMAGED_HINT) from err
+    return found
+
+
+def _numbers(size: Any) -> tuple[int, ...]:
+    """Returns the numbers of a torch.Size, read by `_DryReader`."""
+    numbers: tuple[int, ...] = tuple(size.arguments[0]) if size.arguments else ()
+    return numbers
 
 
 def _read(path: Path, reader: type[_Reader]) -> Any:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,15 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in
 from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard, no_fence
 from slurm_train.checkpoint.copies import exchange_files, keepers
-from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, Manifest, seal_file, write_file
+from slurm_train.checkpoint.division import weights_in
+from slurm_train.checkpoint.manifest import (
+    CheckpointHeader,
+    FileRecord,
+    Manifest,
+    require_tensors,
+    seal_file,
+    write_file,
+)
 from slurm_train.checkpoint.metadata import METADATA_FILE
 from slurm_train.checkpoint.state import require_loadable
 from slurm_train.errors import CheckpointError, SlurmTrainError
@@ -81,6 +90,9 @@ def save_checkpoint(
         SlurmTrainError: what the fence raised, on every rank.
     """
     place = Place(root=root, attempt=header.attempt, keep=keep, fence=fence, is_leader=rank_in(group) == 0)
+    if not header.weights:
+        # The model is equal on all ranks, or of DTensors, which know the whole.
+        header = replace(header, weights=weights_in(tensors))
     return save_to(place, tensors=tensors, rank_state=rank_state, header=header, group=group)
 
 
@@ -92,20 +104,28 @@ def save_to(
     header: CheckpointHeader,
     group: ProcessGroup | None,
     protect: Collection[str] = (),
+    expected: Mapping[str, str] | None = None,
 ) -> Saved:
-    """Saves one checkpoint at a place. Collective; arguments and errors as for `save_checkpoint` and `fill`."""
+    """Saves one checkpoint at a place. Collective; arguments and errors as for `save_checkpoint` and `fill`.
+
+    Args:
+        expected: number type and shape of each tensor that some rank holds, by full name; rank 0's counts. What was
+            planned and written must be the same. None: the `weights` of the header.
+    """
 
     def write(staging: Path) -> list[Records]:
         from slurm_train.checkpoint.tensors import write_tensors
 
         def write_own() -> Records:
             rank = rank_in(group)
+            if rank == 0:
+                require_tensors(header.tensors if expected is None else expected, described)
             own, of_tensors = rank_file(rank), sorted(staging.glob(f"__{rank}_*.distcp"))
             records = {own: write_file(staging / own, _to_bytes(rank_state))}
             of_tensors += [staging / METADATA_FILE] if rank == 0 else []
             return records | {path.name: seal_file(path) for path in of_tensors}
 
-        write_tensors(staging, tensors, group=group)
+        described = write_tensors(staging, tensors, group=group)
         return on_every_rank(group, write_own)
 
     return fill(place, header, write, group=group, protect=protect)
@@ -123,7 +143,8 @@ def fill(
 
     Args:
         place: where to; each node has one leader, and so has a directory that all ranks see.
-        header: the facts for the manifest; rank 0's count, the others' need not be equal to the letter.
+        header: the facts for the manifest; rank 0's count, the others' need not be equal to the letter, but for the
+            weights.
         write: collective; writes this rank's files into the directory, durable, and returns all ranks' records.
         group: a gloo group of all ranks; None for one process.
         protect: names of checkpoints that stay, whatever their age: they are being copied.
@@ -134,7 +155,8 @@ def fill(
 
     def begin() -> tuple[int | None, str, CheckpointHeader | None]:
         name = place.begin(header.step).name if place.is_leader else ""
-        return place.node, name, header if rank_in(group) == 0 else None
+        # What is gathered takes the room of the longest on each rank, times ranks; the weights are known everywhere.
+        return place.node, name, replace(header, weights={}) if rank_in(group) == 0 else None
 
     begun = on_every_rank(group, begin)
     staging = place.root / next(name for node, name, _ in begun if name and node == place.node)
@@ -142,7 +164,7 @@ def fill(
         return Saved(staging, manifest=None)
     try:
         records = write(staging)
-        facts = begun[0][2] or header
+        facts = replace(begun[0][2] or header, weights=header.weights)
         manifest = Manifest.of(facts, {name: record for of_rank in records for name, record in of_rank.items()})
         nodes = [node for node, *_ in begun]
         here = {name for node, of_rank in zip(nodes, records, strict=True) if node == place.node for name in of_rank}

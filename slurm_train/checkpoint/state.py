@@ -7,7 +7,6 @@ state can be loaded at another world size or mesh.
 from __future__ import annotations
 
 import copy
-import heapq
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurm_train.errors import CheckpointError
-
-_SMALL = 1024
-"""A replicated tensor of up to so many bytes is written by the first rank."""
 
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -60,48 +56,6 @@ def number_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> dict[
     return {number: {**group, "params": own} for number, own, group in numbered}
 
 
-def share_of(sizes: dict[str, int], *, rank: int, num_ranks: int) -> set[str]:
-    """Gives the names that one rank writes of what all ranks hold alike; the shares' bytes are about equal.
-
-    Args:
-        sizes: bytes by name, the same on all ranks.
-        rank: the rank whose share it is.
-        num_ranks: ranks that share the work.
-    """
-    loads = [(0, one) for one in range(num_ranks)]
-    own: set[str] = set()
-    for name, num_bytes in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        load, lightest = loads[0]
-        heapq.heapreplace(loads, (load + num_bytes, lightest))
-        if lightest == rank:
-            own.add(name)
-    return own
-
-
-def own_part(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Gives the part of a training state that this rank has to save, so that it copies no more than it writes.
-
-    Large replicated tensors are shared out, shards stay on every rank. Small tensors and other values are the first
-    rank's alone: who loads opens the file of each rank that has written something it needs, and everybody needs them,
-    e.g. the optimizer's count of steps for each parameter.
-    """
-    leaves = {name: value for name, value in _leaves(state) if not hasattr(value, "placements")}
-    tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
-    shared = {name: value.nbytes for name, value in tensors.items() if value.nbytes > _SMALL}
-    left_out = shared.keys() - share_of(shared, rank=rank, num_ranks=num_ranks)
-    if rank > 0:
-        left_out |= {name for name, value in leaves.items() if name not in shared and not _holds_shards(value)}
-    return _without(state, "", left_out)
-
-
-def own_tensors(model: nn.Module, optimizer: Optimizer, *, rank: int, num_ranks: int) -> list[Tensor]:
-    """Gives the tensors that `own_part` of the training state will hold, without importing torch's checkpoint room."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    state = {names.get(id(parameter), str(id(parameter))): entry for parameter, entry in optimizer.state.items()}
-    part = own_part({"model": model.state_dict(), "optimizer": {"state": state}}, rank=rank, num_ranks=num_ranks)
-    return [value for _, value in _leaves(part) if isinstance(value, Tensor)]
-
-
 def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gives the tensors of a nested dictionary, and a copy of everything else; `merge_state` puts them together."""
     tensors: dict[str, Any] = {}
@@ -119,32 +73,9 @@ def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def merge_state(values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     """Gives the nested dictionary that was split."""
-    inner = {key: merge_state(values[key], value) for key, value in tensors.items() if isinstance(value, dict)}
+    # Rank 0's values lack a dictionary that has tensors of another rank only.
+    inner = {key: merge_state(values.get(key, {}), value) for key, value in tensors.items() if isinstance(value, dict)}
     return {**values, **tensors, **inner}
-
-
-def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}/{key}")
-        else:
-            yield f"{prefix}/{key}", value
-
-
-def _holds_shards(value: Any) -> bool:
-    """Returns whether there is a shard in what is no dictionary."""
-    if isinstance(value, (list, tuple, dict)):
-        return any(_holds_shards(item) for item in (value.values() if isinstance(value, dict) else value))
-    return hasattr(value, "placements")
-
-
-def _without(state: dict[str, Any], prefix: str, left_out: set[str]) -> dict[str, Any]:
-    named = {key: (f"{prefix}/{key}", value) for key, value in state.items()}
-    return {
-        key: _without(value, name, left_out) if isinstance(value, dict) else value
-        for key, (name, value) in named.items()
-        if name not in left_out
-    }
 
 
 _Kind = tuple[torch.Size, torch.dtype, bool]

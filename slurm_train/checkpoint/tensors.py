@@ -6,13 +6,14 @@ Import it inside a function: it takes about 0.7 s on its own, 0.1 s once an opti
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
 import pickle
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, rank_in, size_of
-from slurm_train.checkpoint.manifest import check_hash
+from slurm_train.checkpoint.manifest import check_hash, text_of_tensor
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.state import require_loadable
 from slurm_train.checkpoint.verify import read_manifest, wait_until_visible
@@ -43,11 +44,14 @@ from slurm_train.errors import CheckpointError
 from slurm_train.rundir.files import rename
 
 
-def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> None:
+def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | None) -> Mapping[str, str]:
     """Writes a nested dictionary into a fresh directory; what is replicated is written once, shared out. Collective.
 
     Rank 0 plans in a time by the number of tensors times ranks, so a plan serves until a rank holds something else than
     at the save before: other names, shapes, number types or shards.
+
+    Returns:
+        On rank 0 number type and shape of each tensor that the ranks have written together, by full name.
 
     Raises:
         CheckpointError: on every rank, naming the ranks that failed and why.
@@ -68,7 +72,8 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     with _agreed_errors(f"cannot write {path}", is_alone=group is None):
         writer = _Writer(path, planner)
         save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    _kept = _Plan(planner.plan.planner_data, place, planner.own, planner.plan, planner.packed)
+    _kept = _Plan(planner.plan.planner_data, place, planner.own, planner.plan, planner.packed, planner.described)
+    return planner.described
 
 
 def read_tensors(
@@ -142,6 +147,8 @@ class _Plan(NamedTuple):
     packed: bytes
     """On rank 0: `.metadata` without the places in files. Pickled: a fraction of the memory, nothing for the collector
     of garbage."""
+    described: Mapping[str, str]
+    """On rank 0: number type and shape of each tensor in it, by full name."""
 
 
 _kept: _Plan | None = None
@@ -214,6 +221,7 @@ class _SavePlanner(DefaultSavePlanner):
         self.before: _Plan | None = None
         """The plan to use again: no rank holds anything else than then."""
         self.packed = b""
+        self.described: Mapping[str, str] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Does nothing: it has been done."""
@@ -223,10 +231,16 @@ class _SavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self.before is not None:
-            self.packed = self.before.packed
+            self.packed, self.described = self.before.packed, self.before.described
             return all_plans, Metadata({})
+        _require_one_kind(all_plans)
         plans, metadata = _plan_grids(all_plans) or super().create_global_plan(all_plans)
         self.packed, number = pickle.dumps(metadata), uuid.uuid4().hex
+        self.described = {
+            name: text_of_tensor(str(entry.properties.dtype), entry.size)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
         # Instead of names that are in the metadata.
         return [replace(plan, planner_data=number) for plan in plans], Metadata({})
 
@@ -239,6 +253,26 @@ class _SavePlanner(DefaultSavePlanner):
         if isinstance(data, io.BytesIO):
             require_loadable(data, write_item.index.fqn)
         return data
+
+
+def _require_one_kind(all_plans: list[SavePlan]) -> None:
+    """Checks that what ranks hold under one name is the same kind of thing: torch keeps the first rank's alone.
+
+    Raises:
+        CheckpointError: naming it, and two ranks.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    text_of = functools.lru_cache(text_of_tensor)  # a thousand ranks have the same few shapes
+    for rank, plan in enumerate(all_plans):
+        for item in plan.items:
+            data, name = item.tensor_data, item.index.fqn
+            kind = "a value" if data is None else text_of(str(data.properties.dtype), data.size)
+            where, expected = first.setdefault(name, (rank, kind))
+            if kind != expected:
+                raise CheckpointError(
+                    f"{name} is {expected} on rank {where} and {kind} on rank {rank}",
+                    hint="give what differs from rank to rank a name of its own on each",
+                )
 
 
 def _plan_grids(all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata] | None:

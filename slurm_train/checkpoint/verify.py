@@ -216,7 +216,7 @@ def verify_share(path: Path, manifest: Manifest, *, number: int = 0, of: int = 1
 
 def _check_description(path: Path, manifest: Manifest) -> None:
     if METADATA_FILE in manifest.files:
-        check_metadata(path, manifest.files)
+        check_metadata(path, manifest)
 
 
 def wait_until_visible(path: Path) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.division import Division
 from slurm_train.checkpoint.load import check_owners, load_tensors, require_fit, saved_weights, weights_digest
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import Manifest
@@ -466,6 +467,7 @@ def build_checkpointer(parts: Parts, *, peak_lr: float) -> Checkpointer:
         fence=partial(check_fence, run, rank.attempt),
         is_leader=rank.place.is_first,
     )
+    group = open_side_group(settings.save_timeout_s)
     return Checkpointer(
         parts=parts,
         continuity=build_continuity(
@@ -479,7 +481,8 @@ def build_checkpointer(parts: Parts, *, peak_lr: float) -> Checkpointer:
         lr={"peak": peak_lr, "retune": optim.lr_retune, "tuned_for_global_size": optim.lr_global_size},
         place=place,
         local=build_local_saves(rank, place),
-        group=open_side_group(settings.save_timeout_s),
+        group=group,
+        division=Division(group=group, stage=rank.layout.coordinates(rank.place.rank).pp),
         saver=BackgroundSaver(clock=rank.clock),
         buffers=StagingBuffers(rank.device),
         log=SaveLog(run, rank.attempt) if rank.place.is_first else None,

@@ -73,13 +73,17 @@ class Callback:
         """Returns what a checkpoint keeps.
 
         Tensors in it, also in nested dictionaries, are saved as those of the model are, shards included; they must be
-        there since `attach` and keep their names and shapes. Of everything else (numbers, texts, lists) rank 0's is
+        there since `attach` and keep their names and shapes. A rank may leave out tensors that it does not have; those
+        of one name are the same on all ranks that return it. Of everything else (numbers, texts, lists) rank 0's is
         saved, for all ranks.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave; its tensors are filled already."""
+        """Takes over what `state_dict` gave; its tensors are filled already.
+
+        Not called on a rank that returns {} where the state has tensors of other ranks.
+        """
 
 
 def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback]:

@@ -13,7 +13,7 @@ import copy
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.division import CALLBACKS, Agreement, Division, full_name, leaves_of, own_part, own_tensors
 from slurm_train.checkpoint.load import Choice, choose_checkpoint, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
@@ -31,8 +32,6 @@ from slurm_train.checkpoint.state import (
     StagingBuffers,
     merge_state,
     number_groups,
-    own_part,
-    own_tensors,
     restore_training_state,
     split_state,
     training_state,
@@ -63,7 +62,6 @@ from slurm_train.train.context import Parts, Rank
 from slurm_train.train.evaluate import broadcast_buffers
 from slurm_train.train.optimizer import settings_of_groups
 
-_CALLBACKS = "callbacks"
 _FIRST_AFTER_STEPS = 10
 # A measured cost of nothing would ask for a save at every step.
 _LEAST_COST_S = 0.01
@@ -234,6 +232,8 @@ class Checkpointer:
     """Where periodic checkpoints go to the nodes' own disks first."""
     group: dist.ProcessGroup
     """A gloo group of all ranks, used by saves alone."""
+    division: Division
+    """Which rank writes what."""
     saver: BackgroundSaver
     buffers: StagingBuffers
     """Where states are copied to, so that training can go on."""
@@ -342,15 +342,14 @@ class Checkpointer:
         """Saves once the save before it has ended; returns how, None if it goes on in the background."""
         start, in_background = self.parts.rank.clock(), self.parts.rank.config.checkpoint.background
         self.finish()
-        tensors, values = self._callbacks_state()
-        state = self._own_state(tensors)
+        state, values, agreed = self._own_state()
         # The thread cannot read tensors on a GPU, not even while training waits.
         if in_background and (not waits or self.buffers.is_remote):
             state = self.buffers.stage(state)
             # The next forward pass changes running statistics already; rotary tables are never saved nor changed.
             if any(name in state["model"] for name, _ in self.parts.model.named_buffers()):
                 self.buffers.hold_changes()
-        work, outcome = self._work(state, values, position, local=local), None
+        work, outcome = self._work(state, values, position, agreed=agreed, local=local), None
         if in_background:
             self.saver.start(work, step=position.step)
             outcome = self.saver.wait() if waits else None
@@ -437,16 +436,23 @@ class Checkpointer:
                 f"the checkpoint of step {outcome.step} failed, training goes on; the one before is untouched: {result}"
             )
 
-    def _own_state(self, callback_tensors: dict[str, Any]) -> dict[str, Any]:
-        broadcast_buffers(self.parts.model)
+    def _own_state(self) -> tuple[dict[str, Any], dict[str, Any], Agreement]:
+        """Returns what this rank writes, the callbacks' values, and what the ranks agreed on. Collective.
+
+        Raises:
+            RunError: on every rank: the ranks hold different things, and what cannot be saved is named.
+        """
+        callback_tensors, values = self._callbacks_state()
         state = training_state(self.parts.model, self.parts.optimizer)
         if self.parts.group_names is not None:
             groups = state["optimizer"]["param_groups"]
             state["optimizer"]["param_groups"] = number_groups(groups, self.parts.group_names)
         if callback_tensors:
-            state[_CALLBACKS] = callback_tensors
-        rank, num_ranks = self._share
-        return own_part(state, rank=rank, num_ranks=num_ranks)
+            state[CALLBACKS] = callback_tensors
+        agreed = self.division.agree(state, values=values)
+        # The state holds the live tensors; one that a rank lacks would mix up this exchange.
+        broadcast_buffers(self.parts.model)
+        return own_part(state, agreed), values, agreed
 
     def _callbacks_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the tensors of the callbacks, and a copy of their other values."""
@@ -459,15 +465,21 @@ class Checkpointer:
         return peers.index(self.parts.rank.place.rank), len(peers)
 
     def _work(
-        self, tensors: dict[str, Any], callback_values: dict[str, Any], position: Position, *, local: LocalSaves | None
+        self,
+        tensors: dict[str, Any],
+        callback_values: dict[str, Any],
+        position: Position,
+        *,
+        agreed: Agreement,
+        local: LocalSaves | None,
     ) -> Callable[[], Saved]:
         """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
-        header = self._header(position)
+        header = self._header(position, weights=agreed.weights)
         rank_state: dict[str, Any] = {"rng": rng_state()}
         if isinstance(source := self.parts.train_data, StreamSource):
             rank_state["data"] = source.state(position.samples)
         if self.parts.callbacks and self.parts.rank.place.is_first:
-            rank_state[_CALLBACKS] = callback_values
+            rank_state[CALLBACKS] = callback_values
 
         def work() -> Saved:
             if self.parts.rank.place.is_first:
@@ -477,7 +489,13 @@ class Checkpointer:
             self.buffers.wait_for_copy()
             place, protect = (self.place, ()) if local is None else (local.place, tuple(local.copying))
             saved = save_to(
-                place, tensors=tensors, rank_state=rank_state, header=header, group=self.group, protect=protect
+                place,
+                tensors=tensors,
+                rank_state=rank_state,
+                header=header,
+                group=self.group,
+                protect=protect,
+                expected=agreed.tensors,
             )
             if local is not None:
                 local.copy_if_due(saved, group=self.group)
@@ -514,20 +532,42 @@ class Checkpointer:
         if "rng" in rank_state:
             set_rng_state(rank_state["rng"])
         notes = self._restore_stream(choice.manifest, rank_state.get("data"))
-        notes += self._restore_callbacks(choice, load) if self.parts.callbacks else []
+        if self.parts.callbacks:
+            notes += self._restore_callbacks(choice, load, stored=described.planner_data or {})
         return notes
 
-    def _restore_callbacks(self, choice: Choice, load: Callable[[dict[str, Any]], None]) -> list[str]:
-        saved = (load_rank_state(choice.path, 0) or {}).get(_CALLBACKS, {})
-        own, tensors = self.parts.callbacks, self._callbacks_state()[0]
+    def _restore_callbacks(
+        self, choice: Choice, load: Callable[[dict[str, Any]], None], *, stored: Mapping[str, Sequence[Any]]
+    ) -> list[str]:
+        """Gives the callbacks their state back: values to all ranks, tensors to the ranks that have them.
+
+        Args:
+            choice: the checkpoint.
+            load: fills tensors.
+            stored: path of each saved tensor and value, by full name.
+        """
+        saved = (load_rank_state(choice.path, 0) or {}).get(CALLBACKS, {})
+        callbacks, step = self.parts.callbacks, choice.manifest.step
+        tensors, values = self._callbacks_state()
         tensors = {key: value for key, value in tensors.items() if key in saved}
         if saved:  # on all ranks, also on one whose stage has no tensor of theirs
-            load({_CALLBACKS: tensors} if tensors else {})
-        for key in own.keys() & saved.keys():
-            own[key].load_state_dict(merge_state(saved[key], tensors.get(key, {})))
-        step = choice.manifest.step
-        notes = [f"callback {key}: begins at step {step}, where it has no state" for key in own if key not in saved]
-        return notes + [f"callback {key}: left out from step {step} on" for key in saved if key not in own]
+            load({CALLBACKS: tensors} if tensors else {})
+        in_checkpoint = {name: path for name, path in stored.items() if path[0] == CALLBACKS}
+        with_tensors = {path[1] for path in in_checkpoint.values()}
+        for key in callbacks.keys() & saved.keys():
+            gives_nothing = key not in tensors and not values[key]
+            if key not in with_tensors or not gives_nothing:
+                callbacks[key].load_state_dict(merge_state(saved[key], tensors.get(key, {})))
+        new = [key for key in callbacks if key not in saved]
+        notes = [f"callback {key}: begins at step {step}, where it has no state" for key in new]
+        notes += [f"callback {key}: left out from step {step} on" for key in saved if key not in callbacks]
+        if in_checkpoint:
+            lacking = in_checkpoint.keys() - {full_name(path) for path, _ in leaves_of({CALLBACKS: tensors})}
+            for name in sorted(set[str].intersection(*on_every_rank(dist.group.WORLD, lambda: lacking))):
+                _, key, *path = in_checkpoint[name]
+                if key in callbacks:
+                    notes.append(f"callback {key}: no rank has its tensor {full_name(path)} of step {step} any more")
+        return notes
 
     def _restore_stream(self, manifest: Manifest, state: dict[str, Any] | None) -> list[str]:
         self.stream_state, notes = state, list[str]()
@@ -548,7 +588,7 @@ class Checkpointer:
         rank = self.parts.rank
         return {"global_size": rank.plan.global_size, "growth": rank.config.batch.growth}
 
-    def _header(self, position: Position) -> CheckpointHeader:
+    def _header(self, position: Position, *, weights: dict[str, str]) -> CheckpointHeader:
         rank, place = self.parts.rank, self.parts.rank.place
         kept = [rule for callback in self.parts.callbacks.values() if (rule := callback.kept_steps()) is not None]
         return CheckpointHeader(
@@ -566,6 +606,7 @@ class Checkpointer:
             job=rank.env.get("SLURM_JOB_ID", "local"),
             written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
             parent=self.origin.save_id,
+            weights=weights,
             extra={
                 **position.as_extra(),
                 "lr": self.lr,

@@ -717,13 +717,13 @@ def loading(size: int, folder: Path) -> Cost:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-    from slurm_train.checkpoint.state import own_part
+    from slurm_train.checkpoint.division import part_if_alike
 
     names = [f"layer.{number}" for number in range(1000)]
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": names}]
     steps = {name: {"step": torch.tensor(1.0)} for name in names}
     state = {"optimizer": {"state": steps, "param_groups": groups}}
-    parts = [own_part(state, rank=rank, num_ranks=size) for rank in range(size)]
+    parts = [part_if_alike(state, rank=rank, num_ranks=size) for rank in range(size)]
     plans = [create_default_local_save_plan(flatten_state_dict(part)[0], rank == 0) for rank, part in enumerate(parts)]
     return Cost(calls=sum(bool(plan.items) for plan in dedup_save_plans(plans)))
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slurm_train.checkpoint.division import own_tensors, part_if_alike
 from slurm_train.checkpoint.save import BackgroundSaver, Saved, save_checkpoint
-from slurm_train.checkpoint.state import StagingBuffers, can_pin, own_part, own_tensors, training_state
+from slurm_train.checkpoint.state import StagingBuffers, can_pin, training_state
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError
 from slurm_train.rundir.paths import list_checkpoints
@@ -119,7 +120,7 @@ def test_prepared_memory_is_what_the_first_copy_takes(buffers):
         buffers = StagingBuffers(torch.device("cpu"))
         buffers.prepare(own_tensors(model, optimizer, rank=rank, num_ranks=2))
         size = buffers.num_bytes
-        buffers.stage(own_part(training_state(model, optimizer), rank=rank, num_ranks=2))
+        buffers.stage(part_if_alike(training_state(model, optimizer), rank=rank, num_ranks=2))
         assert buffers.num_bytes == size > 0
 
 
@@ -127,10 +128,10 @@ def test_the_parts_of_the_ranks_make_the_whole_and_what_all_need_is_the_first_on
     """Who loads opens the file of each rank that has something it needs."""
     large = {name: torch.ones(size) for name, size in (("a", 900), ("b", 800), ("c", 700), ("d", 600))}
     state = {"model": {**large, "small": torch.ones(2)}, "optimizer": {"groups": [{"lr": 0.1}], "none": None}}
-    parts = [own_part(state, rank=rank, num_ranks=2) for rank in range(2)]
+    parts = [part_if_alike(state, rank=rank, num_ranks=2) for rank in range(2)]
     assert [set(part["model"]) for part in parts] == [{"a", "d", "small"}, {"b", "c"}]
     assert parts[0]["optimizer"] == state["optimizer"] and parts[1]["optimizer"] == {}
-    assert own_part(state, rank=0, num_ranks=1) == state
+    assert part_if_alike(state, rank=0, num_ranks=1) == state
 
 
 def test_large_buffers_pin_no_more_than_they_need(buffers, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
-from slurm_train.checkpoint.load import load_rank_state
+from slurm_train.checkpoint.load import load_rank_state, read_model
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, digest_of, read_record
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata, read_metadata
-from slurm_train.checkpoint.save import rank_file
+from slurm_train.checkpoint.save import rank_file, save_checkpoint
 from slurm_train.checkpoint.tensors import read_tensors, tensor_shapes, write_tensors
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError
@@ -35,12 +36,12 @@ class Trap:
         return Path.touch, (self.canary,)
 
 
-def forge(path: Path) -> None:
+def forge(path: Path, **facts: Any) -> None:
     """Writes manifest and marker that fit whatever lies in the directory."""
     files = {
         entry.name: read_record(entry) for entry in path.iterdir() if entry.name not in (MANIFEST_FILE, COMPLETE_FILE)
     }
-    text = Manifest.of(make_header(4), files).to_json().encode()
+    text = Manifest.of(make_header(4, **facts), files).to_json().encode()
     (path / MANIFEST_FILE).write_bytes(text)
     (path / COMPLETE_FILE).write_bytes(digest_of(text))
 
@@ -120,7 +121,7 @@ def test_metadata_that_leads_out_of_the_directory_is_refused(honest: Path, targe
     metadata = read_metadata(honest)
     metadata.storage_data[MetadataIndex("a")] = _StorageInfo(target, 0, 1)
     (honest / METADATA_FILE).write_bytes(pickle.dumps(metadata))
-    for read in (read_metadata, lambda path: check_metadata(path, {})):
+    for read in (read_metadata, lambda path: check_metadata(path, Manifest.of(make_header(4), {}))):
         with pytest.raises(CheckpointError, match="not a plain file name"):
             read(honest)
 
@@ -134,6 +135,47 @@ def test_verify_refuses_parts_that_the_files_do_not_have(honest: Path, offset: i
     forge(honest)
     with pytest.raises(CheckpointError, match="which the checkpoint does not have"):
         verify(honest)
+
+
+WEIGHTS = {"a": "float32[3,4]", "count": "int64[]"}
+
+
+def lose_name(metadata: Any) -> None:
+    del metadata.state_dict_metadata["model.a"]
+
+
+def lose_part(metadata: Any) -> None:
+    del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "model.count")]
+
+
+def lose_shape(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.a"].size = torch.Size([4, 3])
+
+
+def lose_type(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.count"].properties.dtype = torch.int32
+
+
+def lose_rows(metadata: Any) -> None:
+    chunk = metadata.state_dict_metadata["model.a"].chunks[0]
+    metadata.state_dict_metadata["model.a"].chunks[0] = replace(chunk, sizes=torch.Size([2, 4]))
+
+
+@pytest.mark.parametrize("lose", [lose_name, lose_part, lose_shape, lose_type, lose_rows])
+def test_a_checkpoint_without_a_weight_that_its_manifest_lists_is_not_trusted(root: Path, lose: Any) -> None:
+    model = {"a": torch.ones(3, 4), "count": torch.tensor(1)}
+    header = make_header(4)
+    path = save_checkpoint(root, tensors={"model": model}, rank_state={}, header=header, group=None, keep=1).path
+    assert verify(path).weights == WEIGHTS
+    metadata = read_metadata(path)
+    lose(metadata)
+    (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    forge(path, weights=WEIGHTS)
+    for read in (verify, read_model):
+        with pytest.raises(CheckpointError, match="1 of 2 tensors are not in the files as they should be: model"):
+            read(path)
+    forge(path)
+    assert verify(path).weights == {}, "an older one does not say what it should have"
 
 
 class ByName:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from slurm_train.checkpoint.tensors import _SavePlanner, is_grid
+from slurm_train.errors import CheckpointError
 
 SIZE = (4, 6)
 ROWS = [((row, 0), (1, 6)) for row in range(4)]
@@ -95,6 +96,24 @@ def test_plan_is_the_one_of_torch(parts):
 def test_parts_that_overlap_or_are_missing_are_refused(parts):
     with pytest.raises(ValueError, match="Failed to validate global plan"):
         plan(parts)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "said"),
+    [
+        ((5, 6), torch.float32, r"w is float32\[4,6\] on rank 0 and float32\[5,6\] on rank 1"),
+        (SIZE, torch.float64, r"w is float32\[4,6\] on rank 0 and float64\[4,6\] on rank 1"),
+        (None, None, r"w is float32\[4,6\] on rank 0 and a value on rank 1"),
+    ],
+)
+def test_one_name_for_different_things_is_refused(size, dtype, said):
+    """Of what is replicated torch takes the first rank's and drops the others'."""
+    (mine, other) = plans_of([((0, 0), SIZE)] * 2)
+    data = None if size is None else TensorWriteData(part((0, 0), size), TensorProperties(dtype), torch.Size(size))
+    kind = WriteItemType.BYTE_IO if data is None else WriteItemType.TENSOR
+    other = SavePlan([WriteItem(MetadataIndex("w"), kind, tensor_data=data)], planner_data=other.planner_data)
+    with pytest.raises(CheckpointError, match=said):
+        _SavePlanner({}, is_coordinator=True).create_global_plan([mine, other])
 
 
 def test_parts_of_a_grid_are_not_compared_with_each_other(monkeypatch):

@@ -31,12 +31,13 @@ from slurm_train.checkpoint import copies
 from slurm_train.checkpoint import tensors as tensors_module
 from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.division import part_if_alike
 from slurm_train.checkpoint.load import choose_checkpoint, load_tensors
 from slurm_train.checkpoint.local import LocalSaves, NodePlace, copy_to_run, newest_reachable
 from slurm_train.checkpoint.manifest import check_hash
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.save import save_checkpoint, save_to
-from slurm_train.checkpoint.state import StagingBuffers, own_part
+from slurm_train.checkpoint.state import StagingBuffers
 from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
@@ -178,7 +179,7 @@ def shard_scene(root: Path) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     state = {"model": {"sharded": sharded, "one": torch.ones(500), "two": torch.ones(700)}, "step": 5}
-    part = own_part(state, rank=distributed.get_rank(), num_ranks=2)
+    part = part_if_alike(state, rank=distributed.get_rank(), num_ranks=2)
     assert sorted(part["model"]) == [["sharded", "two"], ["one", "sharded"]][distributed.get_rank()]
     staged = StagingBuffers(torch.device("cpu")).stage(part)
     for tensor in (sharded.to_local(), state["model"]["one"], state["model"]["two"]):
@@ -248,7 +249,7 @@ def near_scene(root: Path) -> None:
     node = NodePlace(root=root / f"node{rank}", node=rank, attempt=1)
     run = RunDirectory(root / "run")
     target = Place(root=run.checkpoints, attempt=1, is_leader=rank == 0)
-    part = own_part(state, rank=rank, num_ranks=2)
+    part = part_if_alike(state, rank=rank, num_ranks=2)
     facts: dict[str, Any] = {"tensors": part, "rank_state": {}, "group": world}
     saved = save_to(node, header=make_header(3, world_size=2), **facts)
     if rank == 0:

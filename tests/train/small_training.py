@@ -308,6 +308,40 @@ class Teller(Callback):
         self.num_steps, self.num_asked = state["num_steps"], state["num_asked"]
 
 
+class Table(Callback):
+    """Counts the steps in a tensor, and in a value, on one rank alone.
+
+    Args:
+        rank: which.
+        has_value: whether the value is in its state.
+    """
+
+    def __init__(self, *, rank: int, has_value: bool = False) -> None:
+        self.rank, self.has_value, self.num_steps = rank, has_value, 0
+
+    def attach(self, parts: Any) -> None:
+        self.table = torch.zeros(5000) if parts.rank.place.rank == self.rank else None
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.num_steps += 1
+        if self.table is not None:
+            self.table += 1
+
+    def on_end(self, trainer: Any) -> None:
+        if self.table is not None:
+            assert self.table.eq(trainer.position.step).all(), self.table[0]
+            (trainer.rank.run.path / "table").write_text(f"{trainer.position.step} {self.num_steps}")
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.table is None:
+            return {}
+        return {"table": self.table} | ({"num_steps": self.num_steps} if self.has_value else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.table is not None and state["table"] is self.table
+        self.num_steps = state.get("num_steps", 0)
+
+
 class Ender(Callback):
     """Asks on one rank for the end of the run.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from slurm_train.checkpoint.load import load_rank_state, read_model
 from slurm_train.checkpoint.verify import find_kept, newest_verified
 from slurm_train.data.prepare import PrepareOptions, prepare
 from slurm_train.errors import ConfigError
+from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks
@@ -31,6 +33,7 @@ from tests.train.small_runs import (
     run_to_end,
     start,
 )
+from tests.train.small_training import TINY
 
 distributed = pytest.mark.distributed
 SHIPPED = "slurm_train.train.callbacks"
@@ -189,6 +192,44 @@ def test_another_list_is_refused_until_it_is_accepted_and_what_stays_goes_on(tmp
     record_change(RunDirectory(run), AcceptedChange(number=1, step=7, config={"callbacks": [first, then]}))
     run_to_end(run, config, ranks=1, attempt=2)
     assert state_of(run, f"0 {EMA['_target_']}")["num_updates"] == 20
+
+
+LARGE = {
+    # Weights of more than a kilobyte are shared out among the ranks.
+    "model": {"_target_": "small_training.DoubleGPT"},
+    "data": {"_target_": "small_training.Tokens"},
+    "train": {"max_steps": 9},
+    "checkpoint": {"every_steps": 2, "keep": 9},
+}
+
+
+@distributed
+@pytest.mark.parametrize(("rank", "has_value"), [(0, True), (1, False)])
+def test_state_of_one_rank_alone_is_saved_with_all_weights_and_given_back_there(
+    tmp_path: Path, rank: int, has_value: bool
+) -> None:
+    table = {"_target_": "small_training.Table", "rank": rank, "has_value": has_value}
+    run, config = tmp_path / "run", with_callbacks(table, **LARGE)
+    codes, text = finish(start(run, config, fault={"kill_rank": 1, "kill_step": 5}))
+    assert codes[1] == -9, text
+    text = run_to_end(run, config, attempt=1)
+    assert "resuming from checkpoint_000000" in text and "any more" not in text
+    assert (run / "table").read_text().split()[0] == "9"
+    assert (run / "table").read_text() == "9 9" or not has_value
+    expected = {name for name, _ in GPT(**TINY).state_dict().items()}
+    for path in list_checkpoints(run / "checkpoints"):
+        manifest, weights = read_model(path)
+        assert weights.keys() == manifest.weights.keys() == expected
+        assert all(kind.startswith("float64[") for kind in manifest.weights.values())
+
+
+@distributed
+def test_values_that_rank_0_does_not_have_end_the_run_at_its_first_save_by_name(tmp_path: Path) -> None:
+    table = {"_target_": "small_training.Table", "rank": 1, "has_value": True}
+    text = run_to_end(tmp_path / "run", with_callbacks(table, **LARGE), code=1)
+    name = r"callbacks.0 small_training.Table.num_steps \(a value\) is on rank 1 and not on rank 0"
+    assert len(re.findall(f"RunError: .*{name}", text)) == 2, text
+    assert not list_checkpoints(tmp_path / "run" / "checkpoints")
 
 
 def test_an_average_is_that_of_the_formula_under_both_names_of_a_weight() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from slurm_train.checkpoint.division import Division
 from slurm_train.checkpoint.save import BackgroundSaver, Saved
 from slurm_train.checkpoint.state import StagingBuffers
 from slurm_train.checkpoint.verify import verify
@@ -197,7 +198,10 @@ def test_only_statistics_that_are_saved_hold_up_the_next_pass(
     optimizer = build_optimizer(model, optim=OptimSection())
     parts: Any = SimpleNamespace(rank=make_rank(), model=model, optimizer=optimizer, group_names=None, callbacks={})
     buffers = StagingBuffers(torch.device("cpu"))
-    Checkpointer(parts=parts, saver=BackgroundSaver(), buffers=buffers, **others).save_soon(Position())
+    division = Division(group=None)
+    Checkpointer(parts=parts, division=division, saver=BackgroundSaver(), buffers=buffers, **others).save_soon(
+        Position()
+    )
     assert bool(held) == holds
 
 

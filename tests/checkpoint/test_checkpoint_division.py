@@ -1,0 +1,127 @@
+"""Which rank writes what: everything that ranks hold is written once, or the save is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slurm_train.checkpoint.division import (
+    Agreement,
+    Division,
+    Leaf,
+    Variant,
+    describe,
+    divide,
+    require_savable,
+    weights_in,
+)
+from slurm_train.checkpoint.state import merge_state
+from slurm_train.errors import RunError
+from tests.support.divided_states import examples, problems_of
+
+BIG, SMALL, VALUE = Leaf("float32[400]", 1600), Leaf("int64[]", 8), Leaf("a value")
+
+
+def parts_of(*of_ranks: dict[str, Leaf], part: str = "model") -> dict[str, list[Variant]]:
+    """Returns what ranks hold of a part, each something else."""
+    return {part: [Variant((rank,), leaves) for rank, leaves in enumerate(of_ranks)]}
+
+
+def written_by(variants: dict[str, list[Variant]], *, num_ranks: int) -> dict[str, list[int]]:
+    """Returns the ranks that write each name."""
+    names = {name for of_part in variants.values() for variant in of_part for name in variant.leaves}
+    left_out = [divide(variants, rank=rank).left_out for rank in range(num_ranks)]
+    holders = {
+        name: [r for of_part in variants.values() for v in of_part if name in v.leaves for r in v.ranks]
+        for name in names
+    }
+    return {name: [rank for rank in holders[name] if name not in left_out[rank]] for name in names}
+
+
+def test_what_one_rank_holds_alone_does_not_move_what_the_others_write() -> None:
+    """The sizes that rank 0 sees would give it another share: some weights would be written by nobody."""
+    weights = {f"model.{letter}": BIG for letter in "abcdefg"}
+    lone = {"callbacks.0 own.Mine.table": Leaf("float32[900]", 3600)}
+    variants = {"model": [Variant((0, 1), weights)], **parts_of(lone, {}, part="callbacks")}
+    require_savable(variants, stages=[0, 0])
+    found = written_by(variants, num_ranks=2)
+    assert found.keys() == weights.keys() | lone.keys() and all(len(ranks) == 1 for ranks in found.values())
+    assert found["callbacks.0 own.Mine.table"] == [0]
+    assert {ranks[0] for name, ranks in found.items() if name in weights} == {0, 1}
+
+
+@pytest.mark.parametrize("leaf", [BIG, SMALL])
+def test_what_the_last_rank_holds_alone_it_writes(leaf: Leaf) -> None:
+    variants = parts_of({}, {}, {"callbacks.0 own.Mine.x": leaf}, part="callbacks")
+    require_savable(variants, stages=[0, 0, 0])
+    assert written_by(variants, num_ranks=3) == {"callbacks.0 own.Mine.x": [2]}
+
+
+@pytest.mark.parametrize(
+    ("part", "of_ranks", "said"),
+    [
+        ("model", [{"x": SMALL}, {}], r"x \(int64\[\]\) is on rank 0 and not on rank 1"),
+        ("optimizer", [{}, {"x": BIG}, {"x": BIG}], r"x .* is on ranks 1-2 and not on rank 0"),
+        ("optimizer", [{"x": VALUE}, {}], r"x \(a value\) is on rank 0 and not on rank 1"),
+        ("callbacks", [{}, {"x": VALUE}], r"x \(a value\) is on rank 1 and not on rank 0"),
+        ("callbacks", [{"x": BIG}, {"x": SMALL}], r"x is float32\[400\] on rank 0 and int64\[\] on rank 1"),
+        ("callbacks", [{"x": BIG}, {"x": VALUE}], r"x is float32\[400\] on rank 0 and a value on rank 1"),
+        ("callbacks", [{"x": BIG}, {"x": Leaf(BIG.kind, shards="cut (Shard(dim=0),)")}], r"x is .* cut"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_name_with_the_ranks(part, of_ranks, said) -> None:
+    with pytest.raises(RunError, match=said) as caught:
+        require_savable(parts_of(*of_ranks, part=part), stages=[0] * len(of_ranks))
+    assert "docs/callbacks.md" in caught.value.hint
+
+
+def test_stages_hold_layers_of_their_own_and_share_the_writing_of_them() -> None:
+    first, second = {"model.a": BIG, "model.b": BIG}, {"model.c": BIG, "model.d": BIG}
+    variants = {"model": [Variant((0, 1), first), Variant((2, 3), second)]}
+    require_savable(variants, stages=[0, 0, 1, 1])
+    assert written_by(variants, num_ranks=4) == {"model.a": [0], "model.b": [1], "model.c": [2], "model.d": [3]}
+    assert divide(variants, rank=3).weights == dict.fromkeys("abcd", "float32[400]")
+
+
+def test_values_that_rank_0_lacks_make_room_for_another_ranks_tensors() -> None:
+    tensors = {"tables": {"x": torch.ones(2)}}
+    assert merge_state({}, tensors).keys() == {"tables"}
+
+
+def test_one_process_writes_everything_and_knows_its_weights() -> None:
+    state = {"model": {"head": torch.zeros(3, 2), "count": torch.tensor(1)}, "optimizer": {"rate": 0.1}}
+    agreed = Division(group=None).agree(state, values={"0 own.Mine": {"best": 1.0}})
+    assert agreed == Agreement(frozenset(), {"model.head": "float32[3,2]", "model.count": "int64[]"})
+    assert agreed.weights == weights_in(state) == {"head": "float32[3,2]", "count": "int64[]"}
+    assert describe(state)["optimizer"] == {"optimizer.rate": VALUE}
+
+
+_SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+
+
+@pytest.mark.distributed
+@settings(max_examples=4, **_SETTINGS)
+@given(st.lists(examples(), min_size=1, max_size=12))
+def test_what_is_saved_covers_what_the_ranks_hold_once_or_is_refused_by_name(tried) -> None:
+    for example, problems in zip(tried, problems_of(tried), strict=True):
+        assert problems == [], example
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@settings(max_examples=60, **_SETTINGS)
+@given(st.lists(examples(), min_size=10, max_size=40))
+def test_it_holds_in_many_examples(tried) -> None:
+    for example, problems in zip(tried, problems_of(tried), strict=True):
+        assert problems == [], example
+
+
+@pytest.mark.distributed
+def test_a_rank_that_divides_by_what_it_holds_itself_is_found() -> None:
+    weights = {f"model.w{number}": "float32 400" for number in range(5)}
+    held = [{**weights, "callbacks.0 own.Mine.x": "float32 401"}, weights]
+    save = {"held": held, "streams": [{}, {}], "wrong": []}
+    (problems,) = problems_of([{"stages": [0, 0], "saves": [save]}], is_careless=True)
+    assert problems and all("tensors are not in the files" in text for text in problems), problems
