@@ -79,6 +79,13 @@ CAMPAIGNS: dict[str, Campaign] = {
         1,
         LOCAL,
     ),
+    "unshared-state": Campaign(
+        "callback state, buffers, optimizer state and streams that some ranks hold and others do not, or otherwise: "
+        "each save has all of it once, or names what no checkpoint can keep",
+        "unshared:run",
+        1000,
+        LOCAL,
+    ),
     "nfs-kills": Campaign(
         "on NFS (a FUSE client) with lost replies and a server that is slow, away, and away for a minute: any rank "
         "killed at any moment, and no committed step is lost",

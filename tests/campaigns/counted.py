@@ -1,9 +1,10 @@
-"""A model with dropout, a data set with random augmentation, and a count of the samples that each step consumed.
+"""A model with dropout, a data set with random augmentation, a callback whose state the ranks do not share, and a count
+of the samples that each step consumed.
 
-A run names them by `_target_` (`counted.Net`, `counted.Samples`). Each sample carries its number as its first feature,
-and importing this module makes every optimizer step append the numbers that it was really given, as they come out of
-the batch's tensor, to `consumed/attempt_<k>_rank_<r>.jsonl` in the run directory: counted where the step has been
-taken, not where data is read ahead.
+A run names them by `_target_` (`counted.Net`, `counted.Samples`, `counted.Unshared`). Each sample carries its number as
+its first feature. Importing this module makes every optimizer step append the numbers that it was really given, as
+they come out of the batch's tensor, to `consumed/attempt_<k>_rank_<r>.jsonl` in the run directory: counted where the
+step has been taken, not where data is read ahead.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slurm_train.train.callbacks import Callback
 from slurm_train.train.step import StepFacts, Stepper
 
 FEATURES = 8
+# The first layer's weights are large enough to be shared out among the ranks that save them.
+HIDDEN = 64
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -55,12 +59,35 @@ class Net(nn.Module):
     def __init__(self, *, step_s: float = 0.0) -> None:
         super().__init__()
         self.step_s = step_s
-        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 3))
+        self.layers = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.GELU(), nn.Dropout(0.2), nn.Linear(HIDDEN, 3))
 
     def forward(self, inputs: Tensor) -> Tensor:
         time.sleep(self.step_s)
         scores: Tensor = self.layers(inputs[:, 1:])
         return scores
+
+
+class Unshared(Callback):
+    """Counts the steps in tensors that other ranks do not have: one of rank 0, and one of each rank."""
+
+    def attach(self, parts: Any) -> None:
+        self.rank = parts.rank.place.rank
+        names = ["first", f"of_rank_{self.rank}"] if self.rank == 0 else [f"of_rank_{self.rank}"]
+        self.counts = {name: torch.zeros(300 + self.rank) for name in names}
+
+    def on_start(self, trainer: Any) -> None:
+        for name, count in self.counts.items():
+            assert count.eq(trainer.position.step).all(), f"{name} is {count[0]} at step {trainer.position.step}"
+
+    def on_step_end(self, trainer: Any) -> None:
+        for count in self.counts.values():
+            count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts} | ({"steps": int(self.counts["first"][0])} if self.rank == 0 else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert all(count.eq(state["steps"]).all() for count in self.counts.values())
 
 
 def count_steps() -> None:

@@ -39,7 +39,7 @@ from slurm_train.supervise.supervisor import Supervisor
 from tests.campaigns.checker import History, Look, check, look, read_history
 from tests.campaigns.moments import AT_THE_END, NOTE, PHASES, Moment, Note, newest_complete
 from tests.campaigns.record import Tally
-from tests.campaigns.victims import COUNTED, COUNTED_MODULE, NUM_SAMPLES
+from tests.campaigns.victims import COUNTED, COUNTED_MODULE, NUM_SAMPLES, UNSHARED
 from tests.support.command_line import REPOSITORY, Person
 from tests.support.warm_ranks import WarmRank, start_rank
 
@@ -51,7 +51,7 @@ LONGEST_LIFE_S = 1.2
 PATIENCE_S = 2.0
 """How long a rank that has lost a peer may take to end by itself; one that waits in the rendezvous takes longer."""
 _NOTED = Path(__file__).with_name("moments.py")
-_WORDS = (*COUNTED, "train.start_timeout_s=20", "checkpoint.every_steps=2")
+_WORDS = (*COUNTED, UNSHARED, "train.start_timeout_s=20", "checkpoint.every_steps=2")
 _ON_THE_WAY = [name for name in PHASES if name not in AT_THE_END]
 
 

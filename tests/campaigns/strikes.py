@@ -21,6 +21,7 @@ from tests.campaigns.victims import (
     FAULTS,
     MOMENTS,
     PATIENCE_S,
+    UNSHARED,
     Fleet,
     Victim,
     figures_of,
@@ -45,6 +46,7 @@ from tests.support.waiting import wait_for
 
 _KILLS_STEPS, _KILLS_PER_RUN, _EXITS_PER_RUN = 80, 13, 2
 _KILLS = (
+    UNSHARED,
     f"train.max_steps={_KILLS_STEPS}",
     "checkpoint.every_steps=8",
     # Kills at the start end without a new step, as often in a row as the dice say; that budget is another campaign's.
@@ -107,7 +109,8 @@ def _wait_for_rank(victim: Victim, rank: int, attempt: int) -> int:
 def exactness(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Interrupts one run on 2 x 2 ranks so many times, in every way there is, between some steps."""
     dice, steps = random.Random(seed), 40 + 30 * trials
-    words = ("+cluster=2x2", f"train.max_steps={steps}", "checkpoint.every_steps=5", "train.eval_every_steps=50")
+    words = (UNSHARED, "+cluster=2x2", f"train.max_steps={steps}")
+    words += ("checkpoint.every_steps=5", "train.eval_every_steps=50")
     chosen: list[str] = []
     while len(chosen) < trials:
         # Each kind once before any comes again.

@@ -43,6 +43,8 @@ COUNTED = (
     "train.threads=1",
     "batch.global_size=8",
 )
+UNSHARED = "callbacks=[{_target_:counted.Unshared}]"
+"""Word for state that the ranks do not share."""
 
 
 @dataclass(slots=True, kw_only=True)
