@@ -217,6 +217,7 @@ class SlurmCommands:
         if whole:
             return records.parse_queue(self._run([*argv, "-a", "-o", records.QUEUE_FORMAT]), asked)
         text = self._run([*argv, "-r", "-o", records.SQUEUE_FORMAT, "-j", _by_array(asked)], gone_is_empty=True)
+        _require_readable("squeue", text, asked, num_fields=records.SQUEUE_FORMAT.count("|") + 1)
         return records.only_asked(asked, records.parse_squeue(text)), {}
 
     def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
@@ -225,6 +226,7 @@ class SlurmCommands:
         if not asked:
             return {}
         text = self._run(["sacct", "-n", "-P", "-X", "-o", records.SACCT_FORMAT, "-j", _by_array(asked)])
+        _require_readable("sacct", text, asked, num_fields=records.SACCT_FORMAT.count(",") + 1)
         return records.only_asked(asked, records.parse_sacct(text))
 
     def own_scripts(self) -> dict[str, str]:
@@ -426,6 +428,15 @@ def _checked_ids(job_ids: Iterable[str]) -> list[str]:
         if not is_job_id(job_id):
             raise ClusterError(f"{job_id!r} is not a job id", hint='write "123", or "123_4" for an array element')
     return checked
+
+
+def _require_readable(command: str, text: str, asked: Sequence[str], *, num_fields: int) -> None:
+    """Refuses an answer that names a job in columns of a site's own, which would make the job look gone."""
+    if line := records.unreadable_line(text, asked, num_fields=num_fields):
+        raise ClusterError(
+            f"{command} prints other columns than it was asked for: {line.strip()[:200]!r}",
+            hint=f"`which {command}` says whether it is a script of the site; put Slurm's own one first on the PATH",
+        )
 
 
 def _by_array(job_ids: Sequence[str]) -> str:

@@ -380,24 +380,34 @@ _PATTERNS = {
 }
 # What a site's own words are about, and the setting for it.
 _SUBJECTS = {
-    r"--account\b|\baccounts?\b|\ballocations?\b|\bprojects?\b": "the account (cluster.account)",
-    r"--partition\b|\bpartitions?\b|\bqueues?\b": "the partition (cluster.partition)",
-    r"--qos\b|\bqos\b|\bquality of service\b": "the QOS (cluster.qos)",
-    r"--time\b|\btime.?limits?\b|\bwall.?(?:clock|time)\b|\brun.?time\b": "the time limit (cluster.time_limit_min)",
-    r"--gres\b|--gpus\b|--gpus-per|\bgres\b|\bgeneric resources?\b|\bgpus?\b": (
+    r"\baccounts?\b|\ballocations?\b|\bprojects?\b": "the account (cluster.account)",
+    r"\bpartitions?\b|\bqueues?\b": "the partition (cluster.partition)",
+    r"\bqos\b|\bquality of service\b": "the QOS (cluster.qos)",
+    r"\btime.?limits?\b|\bwall.?(?:clock|time)\b|\brun.?time\b": "the time limit (cluster.time_limit_min)",
+    r"\bgres\b|\bgeneric resources?\b|\bgpus?\b": (
         "the GPUs (cluster.gpus_per_node, cluster.gpu_type, cluster.gpu_flag)"
     ),
-    r"--mem\b|--mem-per|\bmemory\b": "the memory (cluster.memory_gb_per_gpu)",
-    r"--cpus-per|--ntasks|\bcpus?\b|\bcores?\b": "the CPUs (cluster.cpus_per_gpu)",
-    r"--nodes\b|\b(?:number of|too many|too few|at least \d+|at most \d+|more than \d+) (?:\w+ )?nodes?\b": (
+    r"\bmemory\b": "the memory (cluster.memory_gb_per_gpu)",
+    r"\bcpus?\b|\bcores?\b": "the CPUs (cluster.cpus_per_gpu)",
+    r"\b(?:number of|too many|too few|at least \d+|at most \d+|more than \d+) (?:\w+ )?nodes?\b": (
         "the number of nodes (cluster.nodes)"
     ),
-    r"--constraint\b|\bconstraints?\b|\bfeatures?\b": "the constraint (cluster.constraint)",
-    r"--reservation\b|\breservations?\b": "the reservation (cluster.sbatch.reservation)",
-    r"--licenses\b|\blicen[sc]es?\b": "the licenses (cluster.sbatch.licenses)",
-    r"--comment\b|\bcomments?\b": "the comment (cluster.sbatch.comment)",
-    r"--job-name\b|\bjob.?names?\b": "the job's name (run.name)",
-    r"--requeue\b|\brequeue": "--requeue (requeue.enabled=false)",
+    r"\bconstraints?\b|\bfeatures?\b": "the constraint (cluster.constraint)",
+    r"\breservations?\b": "the reservation (cluster.sbatch.reservation)",
+    r"\blicen[sc]es?\b": "the licenses (cluster.sbatch.licenses)",
+    r"\bcomments?\b": "the comment (cluster.sbatch.comment)",
+    r"\bjob.?names?\b": "the job's name (run.name)",
+    r"\brequeue": "--requeue (requeue.enabled=false)",
+}
+# An option that the words name, as a word of the table above; any other is set as it is.
+_OF_FLAG = {
+    **{name: name for name in ("account", "partition", "qos", "constraint", "requeue", "gres")},
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), "gpus"),
+    "time": "time limit",
+    "mem": "memory",
+    "cpus-per-task": "cpus",
+    "nodes": "number of nodes",
+    "job-name": "job name",
 }
 _LONG_FLAG = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z0-9]+(?:-[a-z0-9]+)*)")
 _ESTIMATE = re.compile(
@@ -450,8 +460,8 @@ def read_verdict(return_code: int, stderr: str, stdout: str = "") -> TestVerdict
 def _subjects_of(lines: list[str]) -> list[str]:
     """Returns what the words of a site are about, each with its setting."""
     text = "\n".join(lines)
-    subjects = [subject for pattern, subject in _SUBJECTS.items() if re.search(pattern, text, re.IGNORECASE)]
-    for flag in _LONG_FLAG.finditer(text):
-        if not any(re.search(pattern, flag[0], re.IGNORECASE) for pattern in _SUBJECTS):
-            subjects.append(f"{flag[0]} (cluster.sbatch.{flag['name']})")
-    return list(dict.fromkeys(subjects))
+    flags = list(dict.fromkeys(match["name"] for match in _LONG_FLAG.finditer(text)))
+    known = [_OF_FLAG[flag] for flag in flags if flag in _OF_FLAG]
+    words = "\n".join([_LONG_FLAG.sub("", text), *known])
+    subjects = [subject for pattern, subject in _SUBJECTS.items() if re.search(pattern, words, re.IGNORECASE)]
+    return subjects + [f"--{flag} (cluster.sbatch.{flag})" for flag in flags if flag not in _OF_FLAG]

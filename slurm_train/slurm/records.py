@@ -168,6 +168,19 @@ def _parse_jobs(text: str, *, source: str, num_fields: int) -> dict[str, JobStat
     return found
 
 
+def unreadable_line(text: str, asked: Sequence[str], *, num_fields: int) -> str:
+    """Returns a line about one of these jobs that is not of the form that was asked for; "" where there is none.
+
+    A wrapper may print columns of its own. Such a job is not gone: nothing is known of it.
+    """
+    numbers = {_array_number(job_id) for job_id in asked}
+    for line in text.splitlines():
+        first = line.split(maxsplit=1)[0] if line.strip() else ""
+        if line.count("|") != num_fields - 1 and _array_number(first.partition("|")[0]) in numbers:
+            return line
+    return ""
+
+
 def parse_queue(text: str, asked: Sequence[str]) -> tuple[dict[str, JobState], dict[str, int]]:
     """Returns jobs, and of those that wait for nodes how many jobs of their partitions are in line before them.
 
@@ -370,6 +383,10 @@ _STEP_ERRORS = (
     r"(?m)^srun: error: (Node failure on \S+)",
     r"(?m)^srun: error: (srun itself was killed by signal \d+)$",
     r"(?m)\b(srun: fatal: [^;\n]+)",
+    # The step was made, and its tasks could not be started.
+    r"(?m)^srun: error: (Task launch for \S+ failed on node .+)$",
+    r"(?m)^srun: error: (Unable to satisfy cpu bind request.*)$",
+    r"(?m)^srun: error: (Application launch failed: .+)$",
     # Also in the supervisor's own line, where the nodes could not be asked.
     rf"(?m)\bsrun: error: ({NO_STEP} for job [^;\n]+)",
     # What the supervisor writes when a node did not answer whether it sees the run.

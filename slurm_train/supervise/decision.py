@@ -56,7 +56,7 @@ _BUDGETS = {
     "preempted": (30, "preemptions", "lower checkpoint.every_steps, or ask for another partition or QOS"),
 }
 """By kind: how many ends in a row use up one of `requeue.max_fruitless_returns`; their name; what to do."""
-_MEMORY = (
+_ADVICE = (
     (
         GPU_MEMORY,
         "out of GPU memory: lower batch.local_size (the global batch stays), or set "
@@ -66,6 +66,10 @@ _MEMORY = (
         re.compile(r"Out Of Memory|OUT_OF_MEMORY|oom-kill|MemoryError|can't allocate memory"),
         "out of the node's memory: raise cluster.memory_gb_per_node (0: all of it), or lower data.num_workers or "
         "batch.local_size",
+    ),
+    (
+        re.compile("cpu bind request"),
+        "the CPUs of the job are not those that srun would bind to: cluster.srun.cpu-bind=none",
     ),
 )
 _ON_NODE = re.compile(r"^(?:ranks? [\d,-]+ on|node failure on|no answer from) (?P<node>[^\s:,\[\]]+)(?::| within |$)")
@@ -281,7 +285,7 @@ def _spent(outcome: Outcome, reason: Reason) -> str:
 
 def _decide_failure(outcome: Outcome) -> Decision:
     what = outcome.cause or f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt"
-    what += memory_advice(what)
+    what += advice_on(what)
     # The same input fails the same way: wrong use is not tried again.
     if not outcome.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
         return Decision("failed", "stop", what)
@@ -302,13 +306,13 @@ def _decide_failure(outcome: Outcome) -> Decision:
     return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")
 
 
-def memory_advice(cause: str) -> str:
-    """Returns which memory an end was for want of, and what to change, e.g. "; out of GPU memory: ..."; "" for others.
+def advice_on(cause: str) -> str:
+    """Returns what to change after an end of a known kind, e.g. "; out of GPU memory: ..."; "" for others.
 
     Args:
         cause: what is known of the end: torch's message, srun's words, Slurm's state or the kernel's.
     """
-    for pattern, advice in _MEMORY:
+    for pattern, advice in _ADVICE:
         if pattern.search(cause):
             return f"; {advice}"
     return ""

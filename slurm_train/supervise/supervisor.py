@@ -54,12 +54,12 @@ from slurm_train.supervise.decision import (
     NODE_FAILURE,
     Decision,
     Outcome,
+    advice_on,
     course_of,
     decide,
     fruitless_ends,
     is_fruitful,
     last_bad_node,
-    memory_advice,
     node_of,
     slurm_reason,
     starts_in_vain,
@@ -450,7 +450,7 @@ def close_lost(
         # A supervisor that is alive closes its attempt whatever happens to the job: its node was lost.
         was_restarted = job_id is not None and job_id == now.job_id and now.restart_count > index
         reason = _LOST_REASONS.get(word, "node_failure" if was_restarted else "lost")
-        note = f"its supervisor was killed or lost{f'; Slurm calls it {word}' if word else ''}{memory_advice(word)}"
+        note = f"its supervisor was killed or lost{f'; Slurm calls it {word}' if word else ''}{advice_on(word)}"
         facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note}
         facts |= {"last_step": last_step, "last_committed": now.first_committed}
         start_unix_s = end_unix_s = float(entry.get("time_unix_s", 0.0))

@@ -95,3 +95,40 @@ def test_plan_and_submission_show_all_words_of_a_refusal(lines: list[str], strea
         assert line.strip() in shown and line.strip() in refused
     setting = "cluster.account" if stream == 2 else "cluster.partition"
     assert setting in shown and setting in refused
+
+
+STAMPEDE = """
+-----------------------------------------------------------------
+          Welcome to the Stampede3 Supercomputer
+-----------------------------------------------------------------
+
+--> Verifying valid submit host (login4)...OK
+--> Checking available allocation (TG-AST090040)...OK
+--> Verifying that quota for filesystem /work2/02661 is at  0.00% allocated...OK
+"""
+# What sites print on stdout or stderr beside the id, in public reports.
+BESIDE_THE_ID = {
+    "a banner with digits": (STAMPEDE, "", "Submitted batch job 4711"),
+    "a note of many words": ("sbatch: INFO: Note that 128 GB per node will require a node with more", "", "4711"),
+    "a budget": ("sbatch: This job will be charged to the account liu. Base Allocation:500,000.00 hours", "", "4711"),
+    "the partition": ("", "sbatch: no partition specified, using default partition m100_all_serial", "4711"),
+    "an ignored variable": ("", 'sbatch: error: "SBATCH_EXCLUSIVE=true" -- invalid value, ignoring...', "4711"),
+    "the cluster": ("", "", "4711;cluster"),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE_THE_ID)
+def test_what_sites_print_beside_the_id(case: str, shell: Shell) -> None:
+    stdout, stderr, answer = BESIDE_THE_ID[case]
+    (shell.slurm.folder / "stdout").write_text(f"{stdout}\n")
+    (shell.slurm.folder / "stderr").write_text(f"{stderr}\n")
+    said = f"cat {shell.slurm.folder}/stdout; cat {shell.slurm.folder}/stderr >&2"
+    shell.slurm.wrap("sbatch", f'{said}; {{real}} "$@" > /dev/null || exit; echo "{answer}"')
+    assert shell.types("+cluster=1x1").job_and_run[0] == "4711"
+
+
+def test_a_run_whose_job_a_wrapper_of_squeue_prints_otherwise_is_not_submitted_again(shell: Shell) -> None:
+    shell.submits("+cluster=1x1")
+    shell.slurm.wrap("squeue", "echo 'JOBID CLUSTER STATE'; echo '4711  c5  COMPLETININVALID  3  train'")
+    (shell.slurm.folder / "sacct_fails").touch()
+    shell.refuses("squeue prints other columns than it was asked for", "+cluster=1x1")

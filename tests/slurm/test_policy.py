@@ -277,6 +277,8 @@ def test_refusals_are_told_apart(text: str, refusal: Refusal, message: str) -> N
         ("Licenses are missing", "cluster.sbatch.licenses"),
         ("Jobs must name a --wckey=PROJECT", "cluster.sbatch.wckey"),
         ("too many nodes", "cluster.nodes"),
+        ("Use --nodes=1", "cluster.nodes"),
+        ("You must specify --mem-per-cpu, max 3968 MB", "cluster.sbatch.mem-per-cpu"),
         ("a comment is required", "cluster.sbatch.comment"),
     ],
 )

@@ -205,6 +205,17 @@ def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
             "Unable to create step for job 7: Memory required by task is not available",
         ),
         (
+            "srun: error: CPU binding outside of job step allocation, allocated CPUs are: 0x0F.\n"
+            "srun: error: Task launch for StepId=7.0 failed on node n1: Unable to satisfy cpu bind request\n"
+            "srun: error: Application launch failed: Unable to satisfy cpu bind request\n",
+            "Task launch for StepId=7.0 failed on node n1: Unable to satisfy cpu bind request",
+        ),
+        ("srun: error: Unable to satisfy cpu bind request\n", "Unable to satisfy cpu bind request"),
+        (
+            "srun: error: Application launch failed: Invalid node name specified\n",
+            "Application launch failed: Invalid node name specified",
+        ),
+        (
             "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu\n",
             "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu",
         ),

@@ -266,6 +266,14 @@ def test_lines_of_a_site_around_an_answer_do_not_hide_it(
     assert ask(slurm(Script(**{command: ok(f"{before}{text}{after}")}))) == answer
 
 
+@pytest.mark.parametrize("line", ["7   c5  batch  normal  ada  COMPLETININVALID  3  train", "  7|RUNNING"])
+def test_a_job_in_columns_of_a_sites_own_is_not_gone(line: str) -> None:
+    script = Script(squeue=ok(f"JOBID CLUSTER STATE\n{line}\n"), sacct=ok(f"{line}\n"))
+    for ask in (slurm(script).queue, slurm(script).accounted, slurm(script).job_states):
+        assert "prints other columns" in refusal(ClusterError, ask, ["7"]).message
+    assert slurm(Script(squeue=ok(f"80 jobs wait\n{RUNNING_7}"))).job_states(["7"], ended=False).keys() == {"7"}
+
+
 def test_a_refused_command_is_quoted_with_all_that_it_said() -> None:
     done = Finished(1, "Ask the help desk:\n  help@lab\n", "scontrol: error: no\n")
     error = refusal(ClusterError, slurm(Script(scontrol=done)).allow_requeue, "7")

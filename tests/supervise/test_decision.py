@@ -12,10 +12,10 @@ from slurm_train.supervise.decision import (
     Action,
     Outcome,
     Reason,
+    advice_on,
     decide,
     fruitless_ends,
     is_fruitful,
-    memory_advice,
     node_of,
 )
 
@@ -231,9 +231,10 @@ def test_the_node_of_a_cause(cause: str, node: str) -> None:
         ("rank 0 on a: RuntimeError: CUDA error: out of memory", "; out of GPU memory: lower batch.local_size"),
         ("rank 0 on a: Out Of Memory", "; out of the node's memory: raise cluster.memory_gb_per_node"),
         ("rank 0 on a: ValueError: memory", ""),
+        ("Unable to satisfy cpu bind request", "; the CPUs of the job are not those that srun would bind to"),
     ],
 )
-def test_memory_that_is_short_is_named_with_what_to_change(cause: str, advice: str) -> None:
-    found = memory_advice(cause)
+def test_what_is_known_to_help_against_an_end_is_said(cause: str, advice: str) -> None:
+    found = advice_on(cause)
     assert found.startswith(advice) and bool(found) == bool(advice)
     assert decide(replace(SAVED, exit_code=1, cause=cause)).note.startswith(cause + found)
