@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.cli.terminal import note
-from slurm_train.data.prepare import PrepareOptions, prepare
+from slurm_train.data.prepare import PrepareOptions, notes_of, prepare
 from slurm_train.errors import EXIT_DONE
 from slurm_train.verbs import parse
 
@@ -25,5 +25,7 @@ def main(words: Sequence[str]) -> int:
             f"  {name:8} {split.documents:>8} documents {split.bytes:>14,} bytes {split.targets:>14,} tokens "
             f"in {len(split.shards)} shards"
         )
+    for line in notes_of(index):
+        note(line)
     print(asked.out)
     return EXIT_DONE

@@ -1,33 +1,29 @@
-"""Where text comes from: files of text, and the rows of JSONL and Parquet files and of saved Hugging Face data sets.
+"""Where text comes from: files of text, and rows of JSON, CSV and Parquet files and of saved Hugging Face data sets.
 
 A text file is one document; in the other files each row is one, its text in a column that is named. What is held out
 depends on names and row numbers alone, not on the order of a listing, on the machine, or on which other files there
-are. pyarrow, which reads Parquet and Arrow, is imported where such a file is read. Torch-free.
+are. Torch-free.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from slurm_train.data.file_kind import FileKind, kind_of, num_rows, readable, rows_of, text_of
 from slurm_train.data.order import mix64
 from slurm_train.errors import DataError
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import read_json
 
-_JSONL, _PARQUET, _ARROW = (".jsonl", ".ndjson"), (".parquet",), (".arrow",)
 _SAVED_DATASET, _SAVED_DICT = "state.json", "dataset_dict.json"
-_ROWS_AT_ONCE = 1024
+_TEXT = FileKind(form="text", compression="", encoding="utf-8")
 _COLUMN_HINT = "name the column of the text: data.text_column=NAME, of `prepare` --text-column NAME"
 
 
@@ -41,6 +37,8 @@ class Document:
         start: first byte of the part.
         stop: byte after the last one.
         modified_ns: the file's modification time.
+        kind: what the file holds.
+        is_part: whether it is only a part of the text.
     """
 
     name: str
@@ -48,6 +46,8 @@ class Document:
     start: int
     stop: int
     modified_ns: int
+    kind: FileKind = _TEXT
+    is_part: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Document:
     @property
     def has_rows(self) -> bool:
         """Whether each row is a document of its own."""
-        return self.path.name.endswith(_JSONL + _PARQUET + _ARROW)
+        return self.kind.has_rows
 
     def count(self) -> int:
         """Returns the number of its documents: 1 for a text file, else its rows.
@@ -65,12 +65,17 @@ class Document:
         Raises:
             DataError: the file cannot be read.
         """
-        if not self.has_rows:
-            return 1
-        if self.path.name.endswith(_JSONL):
-            return sum(1 for _ in self._lines())
-        table = _open_table(self.path)
-        return int(table.metadata.num_rows) if self.path.name.endswith(_PARQUET) else sum(b.num_rows for b in table)
+        return num_rows(self.path, self.kind) if self.has_rows else 1
+
+    def split(self, held_out: float) -> tuple[Document, Document]:
+        """Returns the beginning of a text file, and its end that is held out.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        size = len(text_of(self.path, self.kind)) if self.kind.is_converted else self.num_bytes
+        border = max(1, round(size * (1 - held_out)))
+        return replace(self, stop=border, is_part=True), replace(self, start=border, stop=size, is_part=True)
 
     def texts(self, rows: NDArray[np.bool_], *, column: str) -> Iterator[bytes]:
         """Yields the text of those documents of it that are asked for, in order, as UTF-8 or as the file has it.
@@ -86,15 +91,15 @@ class Document:
             if rows[0]:
                 yield self._read()
             return
-        for number, (text, is_wanted) in enumerate(zip(self._rows(column), rows, strict=True)):
-            if not is_wanted or text is None:
+        for number, (text, is_wanted) in enumerate(zip(rows_of(self.path, self.kind, column), rows, strict=True)):
+            if not is_wanted:
                 continue
-            if not isinstance(text, str):
+            if text is not None and not isinstance(text, str):
                 raise DataError(
                     f"{self.path}, row {number}: column {column!r} holds {type(text).__name__}, not text",
                     hint=_COLUMN_HINT,
                 )
-            yield text.encode(errors="replace")
+            yield (text or "").encode(errors="replace")
 
     def require_column(self, column: str) -> None:
         """Looks at the first row alone.
@@ -103,46 +108,27 @@ class Document:
             DataError: the file cannot be read, or lacks the column.
         """
         if self.has_rows:
-            next(self._rows(column), None)
-
-    def _rows(self, column: str) -> Iterator[Any]:
-        return self._json_rows(column) if self.path.name.endswith(_JSONL) else self._arrow_rows(column)
+            next(rows_of(self.path, self.kind, column), None)
 
     def _read(self) -> bytes:
-        with _readable(self.path), self.path.open("rb") as file:
-            file.seek(self.start)
-            data = file.read(self.num_bytes)
-        if len(data) != self.num_bytes:
-            raise DataError(f"{self.path} became shorter while it was read", hint="prepare again when it is at rest")
+        if self.kind.is_converted:
+            data = text_of(self.path, self.kind)
+            data = data[self.start : self.stop] if self.is_part else data
+        else:
+            with readable(self.path), self.path.open("rb") as file:
+                file.seek(self.start)
+                data = file.read(self.num_bytes)
+            if len(data) != self.num_bytes:
+                raise DataError(
+                    f"{self.path} became shorter while it was read", hint="prepare again when it is at rest"
+                )
         if b"\0" in data:
             raise DataError(
                 f"{self.path} is not text: it holds zero bytes",
-                hint="of folders take text files only, e.g. --suffix .txt; JSONL and Parquet files are known by "
-                ".jsonl and .parquet; convert UTF-16 with iconv",
+                hint="of folders take text files only, e.g. --suffix .txt; files with rows are known by .jsonl, .json, "
+                ".csv, .tsv, .parquet and .arrow; convert UTF-16 without a mark at its beginning with iconv",
             )
         return data
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        with _readable(self.path), self.path.open("rb") as file:
-            yield from ((number, line) for number, line in enumerate(file, start=1) if not line.isspace())
-
-    def _json_rows(self, column: str) -> Iterator[Any]:
-        for number, line in self._lines():
-            try:
-                row = json.loads(line)
-            except ValueError as err:
-                raise DataError(f"{self.path}:{number} is not JSON: {err}", hint="each line is a JSON object") from err
-            if not isinstance(row, dict) or column not in row:
-                raise _no_column(f"{self.path}:{number}", column, row if isinstance(row, dict) else ())
-            yield row[column]
-
-    def _arrow_rows(self, column: str) -> Iterator[Any]:
-        table, is_parquet = _open_table(self.path), self.path.name.endswith(_PARQUET)
-        names = table.schema_arrow.names if is_parquet else table.schema.names
-        if column not in names:
-            raise _no_column(str(self.path), column, names)
-        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=[column]) if is_parquet else table:
-            yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
 
 
 def find_documents(
@@ -164,9 +150,10 @@ def find_documents(
         paths = _files_below(given, tuple(suffixes), skipped) if given.is_dir() else [given]
         for path in paths:
             name = given.name if path == given else path.relative_to(given).as_posix()
-            with _readable(path):
+            with readable(path):
                 state = path.stat()
-            documents.append(Document(name, path, 0, state.st_size, state.st_mtime_ns))
+            kind = kind_of(path) if state.st_size else _TEXT
+            documents.append(Document(name, path, 0, state.st_size, state.st_mtime_ns, kind))
     documents = sorted((found for found in documents if found.num_bytes), key=lambda found: (found.name, found.path))
     if not documents:
         filters = f" with the suffixes {', '.join(sorted(suffixes))}" if suffixes else ""
@@ -197,9 +184,8 @@ def split_documents(documents: Sequence[Document], *, held_out: float) -> tuple[
     counts = [document.count() for document in documents]
     if held_out and sum(counts) == 1 and not documents[0].has_rows:
         whole, row = documents[0], np.array([True])
-        border = max(1, round(whole.num_bytes * (1 - held_out)))
-        tail = replace(whole, start=border)
-        return [(replace(whole, stop=border), row)], [(tail, row)] if tail.num_bytes else []
+        beginning, tail = whole.split(held_out)
+        return [(beginning, row)], [(tail, row)] if tail.num_bytes else []
     hashes = [_row_hashes(document, count) for document, count in zip(documents, counts, strict=True)]
     held: list[NDArray[np.bool_]] = [of_rows < held_out for of_rows in hashes]
     if sum(counts) == 1:
@@ -248,32 +234,3 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: Collection[st
                 path = Path(parent, name)
                 if path.is_file():
                     yield path
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as err:
-        raise DataError(f"{path} cannot be read: {err.strerror}", hint="check the path and its permissions") from err
-
-
-def _open_table(path: Path) -> Any:
-    """Returns pyarrow's reader of a Parquet file, or of an Arrow stream as Hugging Face saves it."""
-    try:
-        arrow: Any = importlib.import_module("pyarrow")
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ImportError as err:
-        raise DataError(
-            f"{path} needs pyarrow, which is not installed", hint="pip install 'slurm-train[data]'"
-        ) from err
-    try:
-        if path.name.endswith(_PARQUET):
-            return parquet.ParquetFile(str(path))
-        return arrow.ipc.open_stream(arrow.memory_map(str(path)))
-    except (OSError, arrow.ArrowException) as err:
-        raise DataError(f"{path} cannot be read: {err}", hint="is it whole, and what its suffix says?") from err
-
-
-def _no_column(where: str, column: str, found: Iterable[str]) -> DataError:
-    return DataError(f"{where} has no column {column!r}, it has {', '.join(found) or 'none'}", hint=_COLUMN_HINT)

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import importlib
 import shutil
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ _NUM_BYTE_VALUES = 256
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Of GPT-2 and its kin, Llama 2 and T5, Gemma, Llama 3, BERT.
 _END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES_AT_ONCE = 4 * 2**20
 
 
@@ -91,8 +93,39 @@ def prepare(inputs: Sequence[Path], *, out: Path, options: PrepareOptions) -> Sh
         DataError: the input cannot be read or has no text, or `out` holds something else.
     """
     documents = find_documents(inputs, suffixes=options.suffixes)
+    require_columns(documents, options.text_column)
     source = ", ".join(str(given) for given in inputs)
     return prepare_documents(documents, out=out, options=options, source=source)
+
+
+def require_columns(documents: Sequence[Document], column: str) -> None:
+    """Looks at the first row of the first file of each kind.
+
+    Raises:
+        DataError: one lacks the column, or a column is named and no file has any.
+    """
+    first = {document.kind.form: document for document in reversed(documents) if document.has_rows}
+    for document in first.values():
+        document.require_column(column)
+    if not first and column != PrepareOptions().text_column:
+        raise DataError(
+            f"the column {column!r} was asked for, and {documents[0].path} is text without columns",
+            hint="leave it out; files with rows are known by .jsonl, .json, .csv, .tsv, .parquet and .arrow",
+        )
+
+
+def notes_of(index: ShardIndex) -> list[str]:
+    """Returns lines about text that is not as it should be."""
+    notes = []
+    for name, split in index.splits.items():
+        if split.empty:
+            notes.append(f"{name}: {split.empty} rows or files without text were passed over")
+        if split.replaced:
+            notes.append(
+                f"{name}: {split.replaced} places are no UTF-8 and became U+FFFD; convert such files, e.g. "
+                "iconv -f latin1 -t utf-8"
+            )
+    return notes
 
 
 def prepare_documents(documents: Sequence[Document], *, out: Path, options: PrepareOptions, source: str) -> ShardIndex:
@@ -157,7 +190,7 @@ class Packing:
         self._source = ", ".join(inputs)
         self._documents = find_documents([cwd / Path(name).expanduser() for name in inputs])
         # A column that is missing is seen before a job is submitted.
-        self._documents[0].require_column(text_column)
+        require_columns(self._documents, text_column)
         self._options = PrepareOptions(
             held_out=held_out,
             text_column=text_column,
@@ -178,7 +211,12 @@ class Packing:
                 # Saves work, and nothing depends on it: where locks do not work, several do the same.
                 with contextlib.suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                prepare_documents(self._documents, out=self.directory, options=self._options, source=self._source)
+                is_new = not _is_filled(self.directory)
+                index = prepare_documents(
+                    self._documents, out=self.directory, options=self._options, source=self._source
+                )
+            for line in notes_of(index) if is_new else ():
+                print(line, file=sys.stderr)
         except OSError as err:
             raise DataError(
                 f"{self.directory} cannot be made: {err.strerror}", hint="name another directory: data.cache=DIR"
@@ -210,6 +248,7 @@ def _write_shards(
     halves = split_documents(documents, held_out=options.held_out)
     for split, half in zip(("train", "heldout"), halves, strict=True):
         texts = _Counted(half, column=options.text_column)
+        replaced = encoding.num_replaced
         pieces = (piece for tokens in encoding.encode(texts) for piece in (tokens, end))
         shards = write_shards(
             directory, split, pieces, dtype=index.dtype, max_targets=options.max_targets, first=index.end_of_document
@@ -219,6 +258,13 @@ def _write_shards(
             bytes=texts.num_bytes,
             targets=sum(shard.tokens - 1 for shard in shards),
             shards=shards,
+            empty=texts.num_empty,
+            replaced=encoding.num_replaced - replaced,
+        )
+    if not index.splits["train"].documents:
+        raise DataError(
+            f"{source} has no text to train on: all of its {index.splits['train'].empty} rows and files are empty",
+            hint="name another column: data.text_column=NAME, of `prepare` --text-column NAME",
         )
     write_index(directory, index)
     return index
@@ -229,11 +275,14 @@ class _Counted:
 
     def __init__(self, half: Half, *, column: str) -> None:
         self._half, self._column = half, column
-        self.count = self.num_bytes = 0
+        self.count = self.num_bytes = self.num_empty = 0
 
     def __iter__(self) -> Iterator[bytes]:
         for document, rows in self._half:
             for text in document.texts(rows, column=self._column):
+                if not text:
+                    self.num_empty += 1
+                    continue
                 self.count += 1
                 self.num_bytes += len(text)
                 yield text
@@ -263,6 +312,8 @@ class ByteEncoding:
 
     vocab_size = _NUM_BYTE_VALUES + 1
     end_of_document = _NUM_BYTE_VALUES
+    num_replaced = 0
+    """Bytes are taken as they are."""
 
     def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
         """Yields the bytes of each text as uint16 (n,)."""
@@ -300,6 +351,8 @@ class FileEncoding:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as err:  # the library raises bare Exception for every kind of bad file
             raise DataError(f"{path} is not a tokenizer file: {err}", hint="give the library's tokenizer.json") from err
+        self.num_replaced = 0
+        """Places in what was encoded that are no UTF-8."""
         num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if end_of_document is None:
             own = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get("eos_token")
@@ -314,7 +367,9 @@ class FileEncoding:
         some: list[str] = []
         size = 0
         for text in texts:
-            some.append(text.decode(errors="replace"))
+            decoded = text.decode(errors="replace")
+            self.num_replaced += decoded.count(_REPLACEMENT) - text.count(_REPLACEMENT.encode())
+            some.append(decoded)
             size += len(text)
             if size >= _BYTES_AT_ONCE:
                 yield from self._encode_some(some)

@@ -65,12 +65,16 @@ class SplitIndex:
         bytes: their bytes before encoding.
         targets: tokens that a model predicts: all but one token of context per shard.
         shards: the files, in order.
+        empty: rows and files without text, which are passed over.
+        replaced: places that are no UTF-8, which a tokenizer gets as U+FFFD.
     """
 
     documents: int
     bytes: int
     targets: int
     shards: tuple[Shard, ...]
+    empty: int = 0
+    replaced: int = 0
 
 
 @frozen_positional

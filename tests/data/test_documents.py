@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
+import gzip
+import io
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +15,7 @@ import numpy as np
 import pytest
 
 from slurm_train.data.documents import find_documents, split_documents
-from slurm_train.data.prepare import PrepareOptions, prepare
+from slurm_train.data.prepare import PrepareOptions, notes_of, prepare
 from slurm_train.data.shards import map_tokens
 from slurm_train.errors import DataError
 
@@ -45,6 +50,105 @@ def write_saved(folder: Path) -> Path:
     (saved / "state.json").write_text(json.dumps({"_data_files": files}))
     (saved / "dataset_info.json").write_text("{}")
     return saved
+
+
+def as_array(_folder: Path) -> tuple[str, bytes]:
+    return "rows.json", json.dumps(ROWS, indent=1).encode()
+
+
+def as_lines(_folder: Path) -> tuple[str, bytes]:
+    return "rows.json", "\n".join(json.dumps(row) for row in ROWS).encode()
+
+
+def as_table(delimiter: str, name: str, encoding: str = "utf-8") -> Callable[[Path], tuple[str, bytes]]:
+    def make(_folder: Path) -> tuple[str, bytes]:
+        out = io.StringIO()
+        writer = csv.DictWriter(out, ["id", "text"], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(ROWS)
+        return name, out.getvalue().encode(encoding)
+
+    return make
+
+
+def as_arrow_file(folder: Path) -> tuple[str, bytes]:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_file(str(folder / "file"), table.schema) as out:
+        out.write_table(table)
+    data = (folder / "file").read_bytes()
+    (folder / "file").unlink()
+    return "rows.feather", data
+
+
+def compressed(
+    make: Callable[[Path], tuple[str, bytes]], ending: str, compress: Callable[[bytes], bytes]
+) -> Callable[[Path], tuple[str, bytes]]:
+    def packed(folder: Path) -> tuple[str, bytes]:
+        name, data = make(folder)
+        return name + ending, compress(data)
+
+    return packed
+
+
+def by_zstd(data: bytes) -> bytes:
+    return bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        as_array,
+        as_lines,
+        as_table(",", "rows.csv"),
+        as_table(";", "rows.csv"),
+        as_table("\t", "rows.tsv"),
+        as_table(",", "rows.csv", "utf-8-sig"),
+        as_table("\t", "rows.tsv", "utf-16"),
+        as_arrow_file,
+        compressed(as_lines, ".gz", gzip.compress),
+        compressed(as_table(",", "rows.csv"), ".bz2", bz2.compress),
+        compressed(as_array, ".xz", lzma.compress),
+        compressed(as_lines, ".zst", by_zstd),
+        compressed(as_array, "", gzip.compress),
+    ],
+)
+def test_rows_are_read_from_every_kind_of_file(make: Callable[[Path], tuple[str, bytes]], tmp_path: Path) -> None:
+    name, data = make(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    (train, held) = split_documents(find_documents([tmp_path]), held_out=0.3)
+    texts = [text.decode() for half in (train, held) for file, rows in half for text in file.texts(rows, column="text")]
+    assert sorted(texts) == sorted(row["text"] for row in ROWS)
+    with pytest.raises(DataError, match="has no column 'body', it has id, text"):
+        prepare([tmp_path / name], out=tmp_path / "out", options=PrepareOptions(text_column="body"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.txt.gz", gzip.compress("words \u00e4 ".encode() * 50)), ("a.txt", ("words \u00e4 " * 50).encode("utf-16"))],
+)
+def test_compressed_and_marked_text_is_text_and_its_end_is_held_out(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    halves = split_documents(find_documents([tmp_path / name]), held_out=0.1)
+    train, held = (b"".join(text for file, rows in half for text in file.texts(rows, column="text")) for half in halves)
+    assert (train + held).decode() == "words \u00e4 " * 50
+    assert 0 < len(held) < len(train)
+
+
+def test_rows_without_text_are_counted_and_nothing_else_is_an_error(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in ("one", None, "", "two", "three", None)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    index = prepare([tmp_path / "a.jsonl"], out=tmp_path / "out", options=PrepareOptions(held_out=0))
+    assert (index.splits["train"].documents, index.splits["train"].empty) == (3, 3)
+    assert notes_of(index) == ["train: 3 rows or files without text were passed over"]
+    (tmp_path / "b.jsonl").write_text('{"text": null}\n' * 4)
+    with pytest.raises(DataError, match="has no text to train on: all of its 4 rows and files are empty"):
+        prepare([tmp_path / "b.jsonl"], out=tmp_path / "other", options=PrepareOptions(held_out=0))
+
+
+def test_a_column_of_files_without_columns_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(DataError, match=r"the column 'body' was asked for, and .*a\.txt is text without columns"):
+        prepare([tmp_path / "a.txt"], out=tmp_path / "out", options=PrepareOptions(text_column="body"))
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_saved])
@@ -84,6 +188,12 @@ def test_rows_that_are_added_move_no_other_row(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl, row 0: column 'text' holds int"),
         ("a.jsonl", b"plain words\n", r"a\.jsonl:1 is not JSON"),
         ("a.parquet", b"PAR1 cut short", r"a\.parquet cannot be read"),
+        ("a.json", b'{"data": [\n {"text": "x"}]}', r"a\.json:1 is not JSON: .*\nhint: a \.json file has an array"),
+        ("a.csv", b'id,text\n1,"open', r"a\.csv is not a table of separated values"),
+        ("a.csv", "id,text\n1,\u00e4".encode("latin-1"), r"a\.csv is not utf-8: .*\nhint: convert it, e\.g\. iconv"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-20], r"a\.jsonl\.gz cannot be read: "),
+        ("a.docx", b"PK\x03\x04 and more", r"a\.docx is a zip archive"),
+        ("a.parquet.gz", gzip.compress(b"PAR1"), r"a\.parquet\.gz is a compressed file of the kind parquet"),
         ("a.bin", b"PAR1\0\0", r"a\.bin is not text: it holds zero bytes"),
     ],
 )
