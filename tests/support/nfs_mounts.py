@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.support.waiting import wait_for
 
 SOURCE = Path(__file__).with_name("nfs_client.c")
-_NEEDED = (("gcc", "gcc"), ("pkg-config", "pkg-config"), ("fusermount3", "fuse3"))
+NEEDED = (("gcc", "gcc"), ("pkg-config", "pkg-config"), ("fusermount3", "fuse3"))
 DEFAULTS = {"acregmin": 3.0, "acregmax": 60.0, "acdirmin": 30.0, "acdirmax": 60.0}
 """Linux's own defaults."""
 NOAC = {"acregmin": 0.0, "acregmax": 0.0, "acdirmin": 0.0, "acdirmax": 0.0, "sync": 1.0}
@@ -32,7 +32,7 @@ def missing() -> str:
         return "root"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "/dev/fuse"
-    if packages := [package for program, package in _NEEDED if shutil.which(program) is None]:
+    if packages := [package for program, package in NEEDED if shutil.which(program) is None]:
         return ", ".join(packages)
     found = subprocess.run(["pkg-config", "--atleast-version=3.12", "fuse3"], capture_output=True, check=False)
     return "" if found.returncode == 0 else "libfuse3-dev"
