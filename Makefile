@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-platform test-lowest test-newest test-returns test-faults setup setup-test system-packages lint docs bench campaign demo-preemption clean
+.PHONY: help train test test-platform test-lowest test-newest test-returns test-faults setup setup-test system-packages lint docs dist bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -53,7 +53,7 @@ test: setup-test system-packages lint  ## set up everything, Slurm and a browser
 	@$(MAKE) --no-print-directory test-platform
 
 test-platform: setup  ## checkpoints and the main path on other Pythons (PLATFORM_PYTHONS: /usr/bin/python3 python3.10 python3.13)
-	@sh .ci/test-platform.sh $(PLATFORM_PYTHONS)
+	@TEST_WORKERS=$(TEST_WORKERS) sh .ci/test-platform.sh $(PLATFORM_PYTHONS)
 
 test-lowest: setup  ## the same on Python 3.10 with the lowest version of each package that pyproject.toml allows
 	@PLATFORM_VERSIONS=lowest sh .ci/test-platform.sh python3.10
@@ -75,6 +75,10 @@ $(VENV)/.docs: $(VENV)/.train
 docs: $(VENV)/.docs  ## build the pages of docs/ as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
+
+dist: setup  ## build the wheel into dist/
+	$(PIP) wheel --no-deps --wheel-dir dist .
+	@echo "install it with: pip install $$(ls -t dist/*.whl | head -1)"
 
 bench: setup-test system-packages  ## print speed ratios, side by side in one run
 	$(BIN)/python -m tests.benchmarks

@@ -34,6 +34,9 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Returns a page with links that lead to pages of the site, or to nothing where there is no such page."""
+    if page.file.src_uri == "index.md":
+        # Its navigation would be one entry, and would take the room of the code blocks.
+        page.meta["hide"] = ["navigation"]
     folder = Path(ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
     return _LINK.sub(lambda match: _turned(match, folder), markdown)
 

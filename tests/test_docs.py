@@ -16,7 +16,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+import yaml
 
+from slurm_train import __version__
 from slurm_train.cli.scaling import read_series
 from slurm_train.config.compose import Point, compose, read_points
 from slurm_train.config.words import Words, read_words
@@ -32,7 +34,7 @@ from tests.support.waiting import wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted(
-    [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+    [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt")]
     + list((REPOSITORY / "docs").glob("*.md"))
     + list((REPOSITORY / "examples").glob("*.md"))
 )
@@ -256,10 +258,81 @@ def test_the_tables_of_what_a_gpu_could_reach_are_up_to_date() -> None:
     assert writer.PAGE.read_text(encoding="utf-8") == writer.render(), "run: python .ci/write_speed_page.py"
 
 
+def test_what_agents_read_is_up_to_date_and_names_every_page() -> None:
+    writer = load_module("write_agent_pages")
+    message = "run: python .ci/write_agent_pages.py"
+    assert writer.AGENTS.read_text(encoding="utf-8") == writer.render_agents(), message
+    assert writer.LLMS.read_text(encoding="utf-8") == writer.render_llms(), message
+    assert writer.ELSEWHERE == load_module("site_hooks").ELSEWHERE
+    listed = re.findall(r"^- \[.+?\]\((.+?)\)", writer.render_llms(), re.MULTILINE)
+    pages = {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")} - {"docs/index.md"}
+    assert sorted(listed) == sorted(pages | {*writer.ELSEWHERE.values()})
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("# A\n\nIt [does](x.md) a\nthing. And more.\n", "It does a thing."),
+        ("# A\n\nWritten by `x`.\n\nIt ends here:\n\n    code\n", "It ends here."),
+        ("# A\n\n    code\n\nIt does a thing.\n", ""),
+        ("# A\n\n## B\n\nIt does a thing.\n", ""),
+    ],
+)
+def test_a_page_is_described_by_its_first_sentence(text: str, summary: str) -> None:
+    assert load_module("write_agent_pages")._summary(text) == summary
+
+
+def test_links_of_what_agents_read_lead_from_the_top() -> None:
+    turned = load_module("write_agent_pages")._from_the_top(
+        "[a](slurm.md#x) [b](../LICENSE) [c](#y) [d](https://example.org)", page="agents.md"
+    )
+    assert turned == "[a](docs/slurm.md#x) [b](LICENSE) [c](docs/agents.md#y) [d](https://example.org)"
+
+
 def test_the_page_of_commands_lists_every_verb() -> None:
     text = (REPOSITORY / "docs" / "commands.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([a-z]+)\b[^|]*\|", text, re.MULTILINE)
     assert set(PUBLIC_VERBS) <= set(listed), set(PUBLIC_VERBS) - set(listed)
+
+
+def rows_of_table(text: str) -> dict[str, list[str]]:
+    """Returns the cells of each row of the tables of a page by their first cell."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_what_readme_says_of_other_tools_is_what_was_measured() -> None:
+    peers = rows_of_table((REPOSITORY / "docs" / "peers.md").read_text(encoding="utf-8"))
+    measured = dict(zip(peers[""], peers["preempted, 15 s grace"], strict=True))
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    said = rows_of_table(readme.partition("| | after the preemption |")[2].partition("\n\n")[0])
+    assert len(said) == 3
+    assert said == {tool: [measured[tool]] for tool in said}
+
+
+def test_the_badges_say_what_the_project_says() -> None:
+    writer = load_module("write_badges")
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for name, picture in writer.badges().items():
+        assert (writer.IMAGES / name).read_text(encoding="utf-8") == picture, "run: python .ci/write_badges.py"
+        title = re.search(r"<title>(.+)</title>", picture)
+        assert title is not None
+        assert f"![{title[1]}](docs/images/{name})" in readme
+
+
+def test_pictures_in_readme_are_there_and_none_is_fetched() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", readme)
+    assert len(pictures) == 6
+    assert [name for pair in pictures for name in pair if name and not (REPOSITORY / name).is_file()] == []
+
+
+def test_the_citation_names_this_version_and_licence() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert citation["license"] == load_module("write_badges").project_value("license")
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
 
 
 def rows_under(heading: str, page: str) -> list[tuple[str, str]]:

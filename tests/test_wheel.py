@@ -1,0 +1,80 @@
+"""The wheel that `make dist` builds is enough: installed in an empty environment it plans, trains and reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SETTINGS = ("run.processes=1", "train.max_steps=2", "train.compile=false", "model.width=16", "model.num_layers=1")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built by the command of the Makefile."""
+    folder = tmp_path_factory.mktemp("dist")
+    recipe = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert "$(PIP) wheel --no-deps --wheel-dir dist ." in recipe
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(REPOSITORY))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def _pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def empty_environment(folder: Path) -> Path:
+    """Returns the Python of a new virtual environment that has no packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    return folder / "bin" / "python"
+
+
+def lend_dependencies(python: Path) -> None:
+    """Lets an environment import what this one has installed; the checkout, which a .pth file brings, stays out."""
+    site_packages = next((python.parents[1] / "lib").glob("python*/site-packages"))
+    (site_packages / "lent.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+
+
+def use(python: Path, folder: Path) -> None:
+    """Plans, trains two steps and writes a report, in a folder without a checkout."""
+    environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    place = run("python", "-c", "import slurm_train; print(slurm_train.__file__)").stdout.strip()
+    assert Path(place).is_relative_to(python.parents[1])
+    plan = json.loads(run("slurm-train", "plan", "--json", "+cluster=2x4").stdout)
+    assert plan["world"]["size"] == 8
+    assert "#SBATCH --nodes=2" in plan["script"]
+    run("slurm-train", *SETTINGS)
+    (result,) = folder.glob("runs/*/*/result.json")
+    assert json.loads(result.read_text())["step"] == 2
+    run("slurm-train", "report")
+    assert (result.parent / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_wheel_works_where_only_its_dependencies_are_installed(wheel: Path, tmp_path: Path) -> None:
+    python = empty_environment(tmp_path / "environment")
+    lend_dependencies(python)
+    _pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
+    use(python, tmp_path)
+
+
+@pytest.mark.campaign
+def test_the_wheel_brings_its_dependencies(wheel: Path, tmp_path: Path) -> None:
+    python = empty_environment(tmp_path / "environment")
+    constraints = str(REPOSITORY / "constraints.txt")
+    _pip("--python", str(python), "install", "--constraint", constraints, str(wheel))
+    use(python, tmp_path)
