@@ -66,6 +66,17 @@ def test_a_plan_says_what_a_run_needs_costs_and_may_lose(shell: Shell) -> None:
     assert rows["rank-hours"].startswith("not known") and rows["comes back"].startswith("not by itself")
 
 
+def test_the_plan_in_readme_is_the_one_that_is_printed(shell: Shell) -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    command, *lines = readme.partition("    $ python -m slurm_train plan ")[2].partition("    $ ")[0].splitlines()
+    shell.slurm.be_site(RECORDED / "devcluster")
+    rows = rows_of(shell, command)
+    said = dict(line.strip().split("  ", 1) for line in lines)
+    assert said.pop("Slurm").strip().startswith("would take it; estimated start ")
+    assert len(said) == 5
+    assert {name: text.strip() for name, text in said.items()} == {name: rows[name] for name in said}
+
+
 def test_json_holds_all_of_it_and_nothing_else_is_printed(shell: Shell) -> None:
     shell.slurm.be_site(RECORDED / "devcluster")
     done = shell.types("plan --json +cluster=2x4")
@@ -96,8 +107,11 @@ def test_shares_growth_and_epochs_are_told(shell: Shell) -> None:
     assert measured["shares"] == "by speed, measured at each start; a rank has at most 8 samples of a micro-batch"
     assert weights["shares"] == "node 1: 5+5+5+5, node 2: 2+2 of the 24 samples of a micro-batch"
     assert measured["run"] == weights["run"], "the same run, however it is shared out"
-    rows = rows_of(shell, "+cluster=2x4 optim=sgd train.max_epochs=2.5 'batch.growth={60: 2}'")
-    assert rows["length"] == "2.5 epochs of 61,839 samples, 2446 steps"
+    (shell.folder / "book.txt").write_text("a line of a book\n" * 10_000)
+    assert shell.types("prepare book.txt --out book").code == 0
+    text = "data=text data.path=book data.context=16"
+    rows = rows_of(shell, f"+cluster=2x4 optim=sgd train.max_epochs=2.5 'batch.growth={{60: 2}}' {text}")
+    assert rows["length"] == "2.5 epochs of 9,562 samples, 404 steps"
     assert rows["global batch"].endswith(", x 2 after step 60") and "SGD 4.8 MiB" in rows["memory"]
     assert "Muon and AdamW 5.0 MiB" in rows_of(shell, "+cluster=2x4 optim=muon")["memory"]
 
