@@ -28,7 +28,7 @@ from slurm_train.status.run_status import never_began, newest_job_state, read_fi
 
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.3
-_LAST_WORDS_S = 2.0
+_LAST_WORDS_S = 1.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -102,9 +102,8 @@ def _failed_after(run: RunDirectory, attempt: int) -> bool:
     if record is None or "end_time_unix_s" not in entry or str(entry.get("job_id")) in ("None", record.job_id):
         return False
     log = run.logs / "batch.log"
-    # The supervisor of the attempt has a few last words.
-    since_unix_s = max(record.submit_time_unix_s, float(entry["end_time_unix_s"]) + _LAST_WORDS_S)
-    return change_times([log]).get(log, 0.0) > since_unix_s
+    # The supervisor of the attempt has a few last words. The newer job may have ended before its id was recorded.
+    return change_times([log]).get(log, 0.0) > float(entry["end_time_unix_s"]) + _LAST_WORDS_S
 
 
 def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:

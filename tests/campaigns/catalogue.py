@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.tools.devcluster.root import SUITES
-from tests.campaigns import sites
+from tests.campaigns import reports, sites
 from tests.campaigns.record import Tally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
@@ -272,6 +272,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         "sites:listen",
         len(sites.SITES),
         LOCAL,
+    ),
+    "reports": Campaign(
+        "what people have reported of other launchers on Slurm (wrappers, filters, lists, links, inherited options) is "
+        "typed here: it works, or what is said is true and names the setting",
+        "reports:run",
+        len(reports.SITUATIONS),
     ),
     "secrets": Campaign(
         "a canary in environment, words and configuration is nowhere in run directory, script, logs, manifests",

@@ -1,0 +1,386 @@
+"""What people have reported of other launchers on Slurm, typed on this one.
+
+Each situation is one trial on a real Slurm: the words that a person types, at a site with its own wrappers, filters,
+partitions and paths, and what must come of them. The sources are public threads and pages of sites.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from slurm_train.rundir.events import add_bad_nodes
+from slurm_train.rundir.paths import RunDirectory
+from tests.campaigns.record import Tally, only_true
+from tests.support.command_line import Done, Person
+from tests.support.slurm_runs import command, job_state, wait_for_state
+from tests.support.waiting import wait_for
+
+_SCRIPT = "import sys\nimport time\n\ntime.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 1)\n"
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+_PATIENCE_S = 120.0
+_NAMED = "Submitted batch job $id on cluster lab"
+
+Find = Callable[[Person], Iterator[str]]
+
+
+class Situation(NamedTuple):
+    """A report, and what was typed for it."""
+
+    what: str
+    find_problems: Find
+    """Types it, and yields what is not as it should be."""
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
+    """Types each situation, or the first so many of them, each in a folder of its own; the seed changes nothing."""
+
+    def find_problems(situation: Situation) -> list[str]:
+        person = Person(folder / f"{SITUATIONS.index(situation):02d}" / "project")
+        person.folder.mkdir(parents=True)
+        (person.folder / "train.py").write_text(_SCRIPT)
+        try:
+            return list(situation.find_problems(person))
+        finally:
+            _cancel_all(person)
+
+    tally.try_all(SITUATIONS[:trials], find_problems)
+    return {"situations": str(len(SITUATIONS[:trials]))}
+
+
+# --- typing ---
+
+
+def _types(person: Person, words: str, **env: str) -> Done:
+    return person.types(*shlex.split(words), env=env)
+
+
+def _submits(person: Person, words: str, **env: str) -> tuple[str, RunDirectory]:
+    return _types(person, f"script=[train.py,1] +cluster=1x1 {words}", **env).job_and_run
+
+
+def _put_before(person: Person, program: str, body: str) -> str:
+    """Puts a script of a site in front of a program of Slurm, which it knows as $real; returns the new PATH."""
+    folder = person.folder.parent / "site"
+    folder.mkdir(exist_ok=True)
+    path = person.environment()["PATH"]
+    (folder / program).write_text(f"#!/bin/bash\nreal='env PATH={path} {program}'\n{body}\n")
+    (folder / program).chmod(0o755)
+    return f"{folder}:{path}"
+
+
+def _ends(job: str) -> str:
+    wait_for(lambda: job_state(job) in _ENDED, within_s=_PATIENCE_S, what=f"the end of job {job}")
+    return job_state(job)
+
+
+def _status(person: Person, run: RunDirectory) -> dict[str, object]:
+    (status,) = json.loads(_types(person, f"status --json {run.path}").out)
+    return dict(status)
+
+
+def _cancel_all(person: Person) -> None:
+    """Cancels the jobs whose scripts lie in the folder of the trial."""
+    lines = command("squeue", "--noheader", "--format=%i %o").splitlines()
+    jobs = {line.split()[0].partition("_")[0] for line in lines if str(person.folder.parent) in line}
+    if jobs:
+        command("scancel", "--quiet", *jobs, must=False)
+
+
+# --- what files and the shell say ---
+
+
+def _yaml_values(person: Person) -> Iterator[str]:
+    folder = person.folder / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    values = "{begin: 16:00, comment: 0123, wckey: 12e3}"
+    text = f"cluster:\n  env: {{JOB_CODE: 0755, START: 1:30}}\n  sbatch: {values}\n"
+    (folder / "night.yaml").write_text(f"# @package _global_\n{text}")
+    done = _types(person, "plan --config-dir conf +cluster=1x1 +experiment=night site=none script=[train.py]")
+    if done.code:
+        if "quote" not in done.err:
+            yield f"refused without a word of quotes: {done.err[-200:]}"
+        return
+    script = done.out.replace("'", "")
+    wanted = ("--begin=16:00", "--comment=0123", "--wckey=12e3", "export JOB_CODE=0755", "export START=1:30")
+    yield from (f"{text} did not arrive as it is written" for text in wanted if text not in script)
+
+
+def _yaml_limit(person: Person) -> Iterator[str]:
+    for group, key, words in (("experiment", "time_limit_min", "+experiment=x site=none"), ("site", "time", "site=x")):
+        folder = person.folder / "conf" / group
+        folder.mkdir(parents=True)
+        head = "# @package _global_\n" if group == "experiment" else ""
+        (folder / "x.yaml").write_text(f"{head}cluster:\n  {key}: 12:00:00\n")
+        done = _types(person, f"plan --config-dir conf +cluster=1x1 {words} script=[train.py]")
+        if "43200" in done.out + done.err:
+            yield f"{key} of {group}: 12:00:00 became 43200"
+        if done.code == 0 and "--time=720" not in done.out:
+            yield f"{key} of {group}: 12:00:00 is no limit of 720 minutes"
+
+
+def _shell_choices(person: Person) -> Iterator[str]:
+    job, _ = _submits(person, "run.name=a cluster.sbatch.hold=true", SBATCH_QOS="urgent")
+    qos = command("squeue", "--noheader", f"--jobs={job}", "--format=%q")
+    said = _types(person, "plan script=[train.py] +cluster=1x1", SBATCH_QOS="urgent").err
+    if qos != "urgent" and "SBATCH_QOS" not in said:
+        yield f"SBATCH_QOS=urgent gave QOS {qos}, and the plan does not name it"
+
+
+# --- steps, and causes that are named ---
+
+
+def _total_gpus(person: Person) -> Iterator[str]:
+    words = "script=[train.py] +cluster=2x2 run.name=total cluster.gpu_flag=none cluster.sbatch.gpus=4"
+    job, run = _types(person, words).job_and_run
+    state = _ends(job)
+    if state != "COMPLETED":
+        yield f"the job is {state}: {_status(person, run)['note']}"
+
+
+def _total_gpus_in_salloc(person: Person) -> Iterator[str]:
+    salloc = ("salloc", "--quiet", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--gpus=8")
+    words = ("script=[train.py]", "+cluster=1x4", "run.name=part", "launch=interactive")
+    done = person.runs(*salloc, person.python, "-m", "slurm_train", *words, timeout_s=_PATIENCE_S)
+    if "the run is finished" not in done.err:
+        yield f"exit code {done.code}: {done.err[-300:]}"
+
+
+def _no_step(person: Person) -> Iterator[str]:
+    refused = "srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification"
+    path = _put_before(person, "srun", f"echo '{refused}' >&2; exit 1")
+    words = "script=[train.py] +cluster=2x1 run.name=refused requeue.enabled=false"
+    job, run = _types(person, words, PATH=path).job_and_run
+    _ends(job)
+    said = (run.logs / "batch.log").read_text()
+    yield from only_true(
+        {
+            "srun's own words are missing": "Invalid generic resource" not in said,
+            "there is no STEP_REFUSED": "STEP_REFUSED" not in said,
+            "a node is blamed": "NODE_MISSING" in said or "cluster.exclude" in said,
+        }
+    )
+
+
+def _failing_setup(line: str, words: str) -> Find:
+    def find_problems(person: Person) -> Iterator[str]:
+        job, run = _submits(person, f"run.name=a {shlex.quote(line)}")
+        _ends(job)
+        status = _status(person, run)
+        if status["state"] != "failed" or words not in str(status["note"]):
+            yield f"status says {status['state']}: {status['note']}"
+
+    return find_problems
+
+
+def _relative_setup(person: Person) -> Iterator[str]:
+    (person.folder / "env.sh").write_text("export ENVSH=yes\n")
+    setup = shlex.quote("cluster.setup=[source env.sh]")
+    done = _types(person, f"script=[train.py,60] +cluster=1x1 run.name=e {setup}")
+    if done.code:
+        if "relative" not in done.err:
+            yield f"refused without a word of relative paths: {done.err[-200:]}"
+        return
+    job, run = done.job_and_run
+    wait_for_state(job, "RUNNING", within_s=_PATIENCE_S)
+    _types(person, "cancel e")
+    _ends(job)
+    again = Person(person.folder.parent).types("resume", str(run.path))
+    second = again.job_and_run[0]
+    has_begun = run.logs / "attempt_1"
+    wait_for(lambda: has_begun.is_dir() or job_state(second) in _ENDED, within_s=_PATIENCE_S, what="a second attempt")
+    if not has_begun.is_dir():
+        yield f"resumed from another folder the job is {job_state(second)}: {_status(person, run)['note']}"
+
+
+def _failed_resume(person: Person) -> Iterator[str]:
+    (person.folder / "env.sh").write_text("export ENVSH=yes\n")
+    setup = shlex.quote(f"cluster.setup=[source {person.folder}/env.sh]")
+    job, run = _types(person, f"script=[train.py,60] +cluster=1x1 run.name=e {setup}").job_and_run
+    wait_for(lambda: (run.logs / "attempt_0").is_dir(), within_s=_PATIENCE_S, what="an attempt")
+    _types(person, "cancel e")
+    _ends(job)
+    (person.folder / "env.sh").unlink()
+    _ends(_types(person, f"resume {run.path}").job_and_run[0])
+    status = _status(person, run)
+    if status["state"] != "failed" or "env.sh: No such file" not in str(status["note"]):
+        yield f"status says {status['state']}: {status['note']}"
+    if "env.sh: No such file" not in _types(person, f"logs {run.path}").out:
+        yield "logs shows the attempt before"
+
+
+# --- what wrappers and filters print ---
+
+
+def _wrapped_run(answer: str) -> Find:
+    def find_problems(person: Person) -> Iterator[str]:
+        path = _wrapped(person, answer)
+        job, run = _submits(person, "run.name=h cluster.sbatch.hold=true", PATH=path)
+        if command("squeue", "--noheader", f"--jobs={job}", "--format=%o", must=False).find(str(run.path)) < 0:
+            yield f"job {job} is not the run's"
+
+    return find_problems
+
+
+def _wrapped_sweep(person: Person) -> Iterator[str]:
+    path = _wrapped(person, _NAMED)
+    done = _types(person, "-m script=[train.py] +cluster=1x1 run.name=s seed=1,2 cluster.sbatch.hold=true", PATH=path)
+    scripts = list((person.folder / "runs" / "sweeps").glob("*/arrays/000/runs.txt"))
+    if done.code or not scripts:
+        yield f"exit code {done.code}, {len(scripts)} arrays with their files: {done.err[-200:]}"
+
+
+def _wrapped(person: Person, answer: str) -> str:
+    is_test = 'case " $* " in *" --test-only "*) exec $real "$@";; esac'
+    return _put_before(person, "sbatch", f'{is_test}\nid=$($real "$@") || exit\necho "{answer}"')
+
+
+def _lines_of_sinfo(person: Person) -> Iterator[str]:
+    for program in ("sinfo", "squeue", "scontrol"):
+        path = _put_before(person, program, 'echo "Welcome to the lab, 3 messages"; exec $real "$@"')
+    done = _types(person, "script=[train.py] +cluster=1x1 cluster.time=5:00 cluster.sbatch.hold=true", PATH=path)
+    if done.code:
+        yield f"a run with a time limit is not submitted: {done.err[-200:]}"
+    said = _types(person, "doctor", PATH=path).out
+    if "CONTROLLER_AWAY" in said:
+        yield "doctor says CONTROLLER_AWAY"
+
+
+def _refused_with(lines: tuple[str, ...], stream: int, setting: str) -> Find:
+    def find_problems(person: Person) -> Iterator[str]:
+        body = "\n".join(f"echo {shlex.quote(line)} >&{stream}" for line in lines)
+        said = _types(
+            person, "plan script=[train.py] +cluster=1x1", PATH=_put_before(person, "sbatch", f"{body}\nexit 1")
+        )
+        yield from (f"{line!r} is missing" for line in lines if line.strip() not in said.err)
+        if setting not in said.err:
+            yield f"{setting} is not named"
+
+    return find_problems
+
+
+def _no_arrays(person: Person) -> Iterator[str]:
+    refuse = "grep -q '^#SBATCH --array' \"$script\" && { echo '  [*] Job arrays are not allowed.'; exit 1; }"
+    path = _put_before(person, "sbatch", f'for script; do :; done\n{refuse}\nexec $real "$@"')
+    done = _types(person, "-m script=[train.py] +cluster=1x1 run.name=n seed=1,2 cluster.sbatch.hold=true", PATH=path)
+    if done.code or len(done.out.splitlines()) != 2:
+        yield f"exit code {done.code}, {done.out!r}: {done.err[-200:]}"
+
+
+# --- partitions, paths, names ---
+
+
+@contextlib.contextmanager
+def _second_partition() -> Iterator[None]:
+    command("scontrol", "create", "PartitionName=low", "Nodes=node[3-4]", "MaxTime=30", "State=UP")
+    try:
+        yield
+    finally:
+        command("scontrol", "delete", "PartitionName=low")
+
+
+def _limits_of_partitions(person: Person) -> Iterator[str]:
+    words = "plan script=[train.py] +cluster=1x1 cluster.partition=low,main"
+    with _second_partition():
+        too_long = _types(person, f"{words} cluster.time=48:00:00").err
+        fits = _types(person, f"{words} cluster.time=2:00:00").err
+    if "would take it" in too_long:
+        yield "48 h in partitions of 30 min and a day: the plan says that Slurm would take it"
+    if "would take it" not in fits:
+        yield f"2 h in partitions of 30 min and a day: {fits[-200:]}"
+
+
+def _bad_node_of_partitions(person: Person) -> Iterator[str]:
+    with _second_partition():
+        _, first = _submits(person, "run.name=a cluster.sbatch.hold=true")
+        add_bad_nodes(first, {"node4": "GPU_BUSY: tried"}, hours=1.0, now_unix_s=time.time())
+        job, _ = _submits(person, "run.name=b cluster.sbatch.hold=true cluster.partition=main,low")
+        record = command("scontrol", "show", "job", job)
+        command("scancel", job)
+        wait_for_state(job, "CANCELLED")
+    left_out = re.search(r"ExcNodeList=(\S+)", record)
+    if left_out is None or left_out[1] != "node4":
+        yield f"the job leaves out {left_out and left_out[1]}"
+
+
+_LOGIN_NODE = """
+mount --bind "$1/site/home" "$1/auto/host7"
+mount -t tmpfs none "$1/site"
+ln -s "$1/auto/host7" "$1/site/home"
+cd "$1/site/home/project"
+shift
+exec "$@"
+"""
+
+
+def _linked_home(person: Person) -> Iterator[str]:
+    base = person.folder.parent / "links"
+    for name in ("site/home/project", "auto/host7"):
+        (base / name).mkdir(parents=True)
+    typed = base / "site/home/project"
+    (typed / "train.py").write_text(_SCRIPT)
+    words = ("script=[train.py,1]", "+cluster=1x1", "run.name=auto", f"run.root={typed}/runs")
+    login = ("unshare", "--mount", "--propagation", "private", "bash", "-c", _LOGIN_NODE, "login", str(base))
+    done = person.runs(*login, person.python, "-m", "slurm_train", *words)
+    job, run = done.job_and_run
+    if not run.path.is_relative_to(typed):
+        yield f"the typed path became {run.path}"
+    if (state := _ends(job)) != "COMPLETED":
+        yield f"the job is {state}"
+
+
+def _prescribed_name(person: Person) -> Iterator[str]:
+    tried = []
+    for words in ("cluster.job_name_prefix=proj-sub:", "cluster.sbatch.job-name=proj-sub:test1"):
+        done = _types(person, f"script=[train.py] +cluster=1x1 run.name=test1 cluster.sbatch.hold=true {words}")
+        tried.append(done.err.strip()[-120:])
+        if done.code == 0:
+            name = command("squeue", "--noheader", f"--jobs={done.job_and_run[0]}", "--format=%j")
+            if not name.startswith("proj-sub:"):
+                yield f"the job is called {name}"
+            return
+    yield f"no job can be called proj-sub:...: {tried}"
+
+
+_ACCOUNTS = ("You may use several accounts.", "Name one of these:", "  lab-one, lab-two", "Use --account=NAME.")
+_QUEUE = ("--> Verifying job request is within current queue limits...FAILED", "    [*] Too many jobs in queue.")
+_SETUP = {
+    "module": ("cluster.setup=[module load cuda/12.4]", "module: command not found"),
+    "conda": ("cluster.setup=[conda activate myenv]", "conda: command not found"),
+    "ulimit": ("cluster.setup=[ulimit -n 99999999]", "ulimit: open files: cannot modify limit"),
+    "python": ("cluster.python=/nonexistent/bin/python", "/nonexistent/bin/python: No such file"),
+}
+SITUATIONS: tuple[Situation, ...] = (
+    Situation("variables and flags in a file arrive as they are written", _yaml_values),
+    Situation("a time limit in a file is no number in base 60", _yaml_limit),
+    Situation("SBATCH_QOS of the shell is used, or named", _shell_choices),
+    Situation("a job that asks for its GPUs in total", _total_gpus),
+    Situation("a part of an allocation with GPUs in total", _total_gpus_in_salloc),
+    Situation("srun that creates no step blames no node", _no_step),
+    *(
+        Situation(f"a job that ends before it begins: {name}", _failing_setup(line, words))
+        for name, (line, words) in _SETUP.items()
+    ),
+    Situation("a relative path in cluster.setup, resumed from another folder", _relative_setup),
+    Situation("a resume that fails before it begins", _failed_resume),
+    Situation("a wrapper that prints sbatch's sentence", _wrapped_run(_NAMED)),
+    Situation("a wrapper that prints a sentence of its own", _wrapped_run("Your job no. $id is queued")),
+    Situation("a wrapper around the sbatch of a sweep", _wrapped_sweep),
+    Situation("lines of a site on stdout of sinfo, squeue and scontrol", _lines_of_sinfo),
+    Situation("a filter that explains itself on stdout", _refused_with(_QUEUE, 1, "cluster.partition")),
+    Situation("a filter that explains itself in several lines", _refused_with(_ACCOUNTS, 2, "cluster.account")),
+    Situation("a site that refuses job arrays", _no_arrays),
+    Situation("the time limit of a list of partitions", _limits_of_partitions),
+    Situation("bad nodes of a list of partitions", _bad_node_of_partitions),
+    Situation("a home that is a link on the login node alone", _linked_home),
+    Situation("a site that prescribes the names of jobs", _prescribed_name),
+)
