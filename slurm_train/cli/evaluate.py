@@ -211,12 +211,11 @@ def generate(words: Sequence[str]) -> int:
     import torch
 
     from slurm_train.checkpoint.load import read_model, require_fit
-    from slurm_train.models.first_weights import fill, first_values
-    from slurm_train.train.build import build_model
+    from slurm_train.train.build import build_filled_model, build_model
     from slurm_train.train.evaluate import continue_text, encoding_of, require_generates
 
     config = load_config(run.config)
-    model = build_model(config)
+    model = build_filled_model(config, device=torch.device("cpu")) if plan is None else build_model(config)
     require_generates(model)
     encoding = encoding_of(config, arguments.tokenizer)
     require_fit(checkpoint, model.state_dict())
@@ -226,7 +225,6 @@ def generate(words: Sequence[str]) -> int:
             answer(prompt + text)
         return code
     _, tensors = read_model(checkpoint)
-    fill([model], first_values(model), device=torch.device("cpu"))
     model.load_state_dict(tensors)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     for prompt in prompts:

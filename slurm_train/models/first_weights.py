@@ -149,6 +149,10 @@ def fill(
         device: this rank's.
         shards_device: where shards are kept, if elsewhere.
         progress: called after each parameter.
+
+    Raises:
+        NeedsMemoryError: what was recorded cannot be repeated, or memory cannot be given to the parameters as they are;
+            the model is left in the middle.
     """
     named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]
     names = {id(tensor): name for name, tensor in named}
@@ -170,6 +174,11 @@ def fill(
         progress()
         return filled  # type: ignore[no-any-return]
 
+    if not any(tensor.is_meta or hasattr(tensor, "placements") for _, tensor in named):
+        # Built in host memory. What other code holds on to (old weight_norm, a scripted module) can only be moved.
+        for root in roots:
+            root.to(device)
+        return
     attributes = [(tensor, {**vars(tensor)}) for _, tensor in named if tensor.is_meta]
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -178,6 +187,10 @@ def fill(
             for root in roots:
                 # FSDP takes note of its new shards here, which nothing public asks of it alone.
                 root._apply(give)  # type: ignore[no-untyped-call]  # torch has no types here
+    except ConfigError:
+        raise
+    except Exception as err:  # what is repeated may be any operation
+        raise NeedsMemoryError(f"{type(err).__name__}: {err}") from err
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
     for tensor, own in attributes:

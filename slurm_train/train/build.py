@@ -46,7 +46,13 @@ from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, ConfigError, DataError
 from slurm_train.metrics import Display, open_display
-from slurm_train.models.first_weights import build_without_memory, fill, first_values, lower_parameters
+from slurm_train.models.first_weights import (
+    NeedsMemoryError,
+    build_without_memory,
+    fill,
+    first_values,
+    lower_parameters,
+)
 from slurm_train.models.head import Head
 from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.attempts import check_fence
@@ -56,7 +62,7 @@ from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, 
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.callbacks import build_callbacks
 from slurm_train.train.compile_cache import CompileCache
-from slurm_train.train.context import Parts, Rank
+from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.evaluate import Evaluator, continue_texts
 from slurm_train.train.health import Health, position_after_rollbacks
 from slurm_train.train.loss_scale import LossScale
@@ -233,7 +239,9 @@ def _refuse_for_streams(config: RunConfig) -> None:
             )
 
 
-def build_model(config: RunConfig, *, note: Callable[[str], None] = lambda _text: None) -> nn.Module:
+def build_model(
+    config: RunConfig, *, note: Callable[[str], None] = lambda _text: None, why_in_memory: str = ""
+) -> nn.Module:
     """Returns the whole model, the same on every rank; its parameters have no memory until `fill` gives it to them.
 
     A model whose constructor cannot be recorded has all its weights in host memory at once.
@@ -241,6 +249,7 @@ def build_model(config: RunConfig, *, note: Callable[[str], None] = lambda _text
     Args:
         config: the run's.
         note: gets the reason in that case.
+        why_in_memory: why it is built so from the start; "" where it is not.
 
     Raises:
         ConfigError: no model is configured, or its target does not give an nn.Module.
@@ -259,6 +268,9 @@ def build_model(config: RunConfig, *, note: Callable[[str], None] = lambda _text
             )
         return model
 
+    if why_in_memory:
+        note(f"each rank builds all of {settings[TARGET]} in host memory: {why_in_memory}")
+        return _lowered(build(), config)
     try:
         model = build_without_memory(build, seed=config.seed)
     except ConfigError:
@@ -266,8 +278,26 @@ def build_model(config: RunConfig, *, note: Callable[[str], None] = lambda _text
     except Exception as err:  # a constructor that looks at values fails in many ways
         note(f"each rank builds all of {settings[TARGET]} in host memory: {type(err).__name__}: {err}")
         model = build()
+    return _lowered(model, config)
+
+
+def _lowered(model: nn.Module, config: RunConfig) -> nn.Module:
     if config.train.param_dtype == "bfloat16":
         lower_parameters(model)
+    return model
+
+
+def build_filled_model(config: RunConfig, *, device: torch.device) -> nn.Module:
+    """Returns the whole model with its first weights on a device.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    model = build_model(config)
+    try:
+        fill([model], first_values(model), device=device)
+    except NeedsMemoryError as err:
+        model = build_model(config, why_in_memory=str(err)).to(device)
     return model
 
 
@@ -285,6 +315,31 @@ def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory
 
 
 def apply_parallelism(parts: Parts) -> None:
+    """Leaves this rank's part of the model with its first weights, and an optimizer of it. Collective over all ranks.
+
+    A model whose weights cannot be filled in after it was cut is built in host memory, and cut once more.
+
+    Raises:
+        ConfigError: the model does not say how it can be cut.
+    """
+    rank, problem = parts.rank, ""
+    try:
+        _cut_and_fill(parts)
+    except NeedsMemoryError as err:
+        problem = str(err)
+    problem = next(filter(None, gather(problem)), "")
+    if not problem:
+        return
+    says = rank.place.is_first and not rank.layout.is_replicated
+    parts.model = build_model(
+        rank.config, note=partial(print, file=sys.stderr) if says else lambda _text: None, why_in_memory=problem
+    )
+    load_start_weights(parts.model, rank.config, run=rank.run)
+    parts.optimizer, parts.pipeline = build_optimizer(parts.model, optim=rank.config.optim), None
+    _cut_and_fill(parts)
+
+
+def _cut_and_fill(parts: Parts) -> None:
     """Leaves this rank's part of the model with its first weights, and an optimizer of it. Collective over all ranks.
 
     Whole replicas get their weights, and their blocks change where activation checkpointing is asked for.

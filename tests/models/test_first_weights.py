@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.models.first_weights import (
+    NeedsMemoryError,
     begin_with,
     build_without_memory,
     fill,
     first_values,
 )
-from slurm_train.train.build import build_model
+from slurm_train.train.build import build_filled_model, build_model
 
 CPU = torch.device("cpu")
 
@@ -159,3 +161,47 @@ def test_a_parameter_without_values_is_refused_unless_it_gets_others() -> None:
 def test_a_model_that_is_on_the_meta_device_by_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="weight is on the meta device, and nothing is known of its values"):
         first_values(nn.Linear(2, 2, device="meta"))
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(1, 2, 3)
+        self.to(memory_format=torch.channels_last)
+
+
+class OldWeightNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.layer = nn.utils.weight_norm(nn.Linear(4, 4))
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.layer = torch.jit.script(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("kind", [ChannelsLast, OldWeightNorm, Scripted])
+def test_what_cannot_be_filled_in_is_built_in_memory(kind: type[nn.Module]) -> None:
+    config = RunConfig(model={"_target_": f"{__name__}.{kind.__name__}"}, seed=3)
+    model = build_filled_model(config, device=CPU)
+    torch.manual_seed(3)
+    expected = kind()
+    for name, tensor in expected.state_dict().items():
+        assert model.state_dict()[name].equal(tensor)
+        assert model.state_dict()[name].stride() == tensor.stride()
+
+
+def test_what_was_recorded_and_cannot_be_repeated_asks_for_memory() -> None:
+    model = build_without_memory(lambda: nn.Linear(2, 2), seed=5)
+
+    def fail(_: object) -> Tensor:
+        raise RuntimeError("not here")
+
+    with pytest.raises(NeedsMemoryError, match="RuntimeError: not here"):
+        fill([model], dict.fromkeys(("weight", "bias"), fail), device=CPU)
