@@ -68,6 +68,8 @@ COMMAND_WORDS = {
     "supervise.ranks": {"srun"},
     # A value of cluster.launcher.
     "config.schema": {"srun"},
+    # Names of sections: cluster.sbatch and cluster.srun.
+    "config.yaml_files": {"sbatch", "srun"},
 }
 # The one-machine cluster starts, configures and asks its own daemons.
 OWN_CLUSTER = "tools.devcluster."
