@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,17 +93,24 @@ class Division:
         self._held: Holdings = {}
         self._agreed: Agreement | None = None
 
-    def agree(self, state: Mapping[str, Any], *, values: Mapping[str, Any]) -> Agreement:
+    def agree(
+        self, state: Mapping[str, Any], *, values: Mapping[str, Any], of_first_rank: Iterable[str] = ()
+    ) -> Agreement:
         """Returns what this rank writes of a training state. Collective.
 
         Args:
             state: tensors and values, nested; its first keys are the parts.
             values: of the callbacks: rank 0 writes all of them.
+            of_first_rank: tensors of the model, by their names in it, that the first rank that holds them writes.
 
         Raises:
             RunError: on every rank: the ranks hold different things, and what cannot be saved is named.
         """
         held = describe(state, values=values)
+        model = held.get("model", {})
+        for name in of_first_rank:
+            if MODEL + name in model:  # as small ones are
+                model[MODEL + name] = model[MODEL + name]._replace(num_bytes=0)
         if not self._is_same_everywhere(held):
             self._agreed = None
             self._agreed = self._compare(held)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurm_train.errors import CheckpointError
+
+_EXTRA_STATE = "_extra_state"
 
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -36,6 +38,53 @@ def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[s
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def module_states(model: nn.Module) -> dict[str, Any]:
+    """Returns what modules keep besides parameters and buffers, as copies in host memory.
+
+    "extra" is what `get_extra_state` gives, by its name in the model's state; any structure, other ones at each save.
+    "in_evaluation" has the names of the modules that are in evaluation mode.
+    """
+    modules = dict(model.named_modules())
+    has_extra = any(type(module).get_extra_state is not nn.Module.get_extra_state for module in modules.values())
+    return {
+        "extra": _on_host(take_extra_states(model.state_dict(keep_vars=True))) if has_extra else {},
+        "in_evaluation": [name for name, module in modules.items() if not module.training],
+    }
+
+
+def require_loadable_states(model: nn.Module) -> None:
+    """Checks that a checkpoint can hold the extra states of a model.
+
+    Raises:
+        CheckpointError: one of them has values that `torch.load(weights_only=True)` does not read.
+    """
+    for name, value in module_states(model)["extra"].items():
+        data = io.BytesIO()
+        torch.save(value, data)
+        require_loadable(data, f"the {name} of {type(model).__name__}")
+
+
+def take_extra_states(state: dict[str, Any]) -> dict[str, Any]:
+    """Removes the extra states from a model's state, and returns them."""
+    return {name: state.pop(name) for name in list(state) if name.rpartition(".")[2] == _EXTRA_STATE}
+
+
+def set_modes(model: nn.Module, in_evaluation: Collection[str]) -> None:
+    """Puts these modules into evaluation mode, and all others into training mode."""
+    for name, module in model.named_modules():
+        module.training = name not in in_evaluation
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_host(item) for item in value)
+    return copy.deepcopy(value)
 
 
 def names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

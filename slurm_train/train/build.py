@@ -25,11 +25,18 @@ from torch import nn
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.division import Division
-from slurm_train.checkpoint.load import check_owners, load_tensors, require_fit, saved_weights, weights_digest
+from slurm_train.checkpoint.load import (
+    check_owners,
+    load_rank_state,
+    load_tensors,
+    require_fit,
+    saved_weights,
+    weights_digest,
+)
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.save import BackgroundSaver
-from slurm_train.checkpoint.state import StagingBuffers, names_of_groups
+from slurm_train.checkpoint.state import StagingBuffers, names_of_groups, take_extra_states
 from slurm_train.checkpoint.verify import share_of, verify
 from slurm_train.config.batch import planned_lr, total_steps
 from slurm_train.config.frozen import config_hash
@@ -148,7 +155,7 @@ def evaluate_checkpoint(parts: Parts, save: Path) -> int:
         CheckpointError: the checkpoint does not verify, or belongs to another user.
         RunError: its weights do not fit the model.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     rank, group = parts.rank, dist.group.WORLD
     asked = rank.config.train.generate
@@ -166,8 +173,14 @@ def evaluate_checkpoint(parts: Parts, save: Path) -> int:
     def load(path: Path) -> Manifest:
         manifest = on_rank_zero(group, lambda: verify(path))
         on_every_rank(group, lambda: check_owners(path, share_of(manifest, rank_in(group), size_of(group))))
+        modules = (load_rank_state(path, 0) or {}).get("modules")
+        # Older checkpoints have extra states among the tensors.
+        extra = {} if modules is None else take_extra_states(state)
         described = require_fit(path, state, is_stage=parts.pipeline is not None)
         load_tensors(path, {"model": state}, group=group, described=described)
+        if modules is not None and extra:
+            saved = {name: modules["extra"].get(name, value) for name, value in extra.items()}
+            set_model_state_dict(parts.model, state | saved)
         return manifest
 
     while True:

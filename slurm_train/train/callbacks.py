@@ -394,9 +394,12 @@ class TextSamples(Callback):
         if step % self.every_steps or not self.is_possible or not takes_part:
             return
         from slurm_train.train.metrics import sample_text
+        from slurm_train.train.preserve import preserved
 
-        start, encoding = rank.clock(), self.parts.train_data.encoding()  # type: ignore[attr-defined]  # it is possible
-        found = [sample_text(self.parts.model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]
+        start, model = rank.clock(), self.parts.model
+        encoding = self.parts.train_data.encoding()  # type: ignore[attr-defined]  # it is possible
+        with preserved(model):
+            found = [sample_text(model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]
         if rank.place.is_first:
             with rank.run.samples.open("a", encoding="utf-8") as file:
                 for prompt, text in zip(self.prompts, found, strict=True):

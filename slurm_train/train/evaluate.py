@@ -9,7 +9,8 @@ equally many, the last ones with a batch that does not count, and a stop is agre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,10 @@ from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
 from slurm_train.models.objective import Objective
+from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.metrics import sample_text
+from slurm_train.train.preserve import modes_kept, preserved
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import in_precision, to_device
 
@@ -45,17 +48,25 @@ class Evaluator:
     pipeline: Pipeline | None = None
     """This rank's stages; None where every rank computes all layers."""
 
-    def evaluate(self) -> dict[str, float] | None:
+    def evaluate(self, *, within: Iterable[AbstractContextManager[Any]] = ()) -> dict[str, float] | None:
         """Returns "eval_loss" and what else the objective counts, the same on every rank. Collective.
 
-        None if some rank was asked to stop meanwhile.
+        The model and the random generators of this process are left as they were, bit for bit.
+
+        Args:
+            within: what the model is changed by meanwhile; entered in this order.
+
+        Returns:
+            None if some rank was asked to stop meanwhile.
         """
-        broadcast_buffers(self.objective)
-        self.objective.eval()
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(preserved(self.objective.model))
+            stack.enter_context(modes_kept(self.objective))
+            for context in within:
+                stack.enter_context(context)
+            SharedBuffers(self.objective.model).take_first_ranks()
+            self.objective.eval()
             sums = self._sums()
-        finally:
-            self.objective.train()
         self.rank.heartbeat.mark("gather")
         counts = sums is None or self.rank.layout.owns_items(self.rank.place.rank)
         of_ranks = gather(sums if counts else {})
@@ -131,14 +142,6 @@ def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) 
     if bytes_per_item is not None:
         found["eval_bits_per_byte"] = found["eval_loss"] / math.log(2) / bytes_per_item
     return found | {f"eval_{name}": value / count for name, value in total.items() if name != "correct"}
-
-
-def broadcast_buffers(module: nn.Module) -> None:
-    """Gives every rank rank 0's buffers (running statistics), as they are evaluated and saved. Collective."""
-    saved = set(module.state_dict(keep_vars=True))
-    for name, buffer in module.named_buffers():
-        if name in saved:
-            dist.broadcast(buffer, src=0)
 
 
 def _any_asks(stop: StopFlag) -> bool:

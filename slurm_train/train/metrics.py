@@ -21,6 +21,7 @@ from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.sweep import sweep_of
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Rank
+from slurm_train.train.preserve import modes_kept
 from slurm_train.train.step import StepResult
 
 if TYPE_CHECKING:
@@ -262,8 +263,9 @@ def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, flo
         model: all of it.
         positions: of a sequence; 0: not known.
     """
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    # `module.weight` of a parametrized layer would compute it, and a spectral norm counts that as a pass.
+    looked_up = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)}
+    multiplied = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
     weights = [p for p in model.parameters() if p.dim() >= 2 and (id(p) not in looked_up or id(p) in multiplied)]
     attention: int = positions * getattr(model, "attention_width", int)()
     papers = 6.0 * sum(weight.numel() for weight in model.parameters()) + 12.0 * attention if attention else 0.0
@@ -446,13 +448,10 @@ def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int =
         start += next(iter(encoding.encode([prompt.encode()]))).tolist()
     tokens = torch.tensor([start], dtype=torch.int64, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    model.eval()
-    try:
-        # A compiled model would be compiled again for the lengths that a text has as it grows.
-        with torch.compiler.set_stance("force_eager"):
-            found = model.generate(tokens, generator=generator, **how)[0, len(start) :].tolist()
-    finally:
-        model.train()
+    # A compiled model would be compiled again for the lengths that a text has as it grows.
+    with modes_kept(model), torch.compiler.set_stance("force_eager"):
+        model.eval()
+        found = model.generate(tokens, generator=generator, **how)[0, len(start) :].tolist()
     return printable(encoding.decode(found))
 
 

@@ -31,9 +31,13 @@ from slurm_train.checkpoint.save import BackgroundSaver, Outcome, Saved, save_to
 from slurm_train.checkpoint.state import (
     StagingBuffers,
     merge_state,
+    module_states,
     number_groups,
+    require_loadable_states,
     restore_training_state,
+    set_modes,
     split_state,
+    take_extra_states,
     training_state,
 )
 from slurm_train.config.batch import num_batches
@@ -59,7 +63,6 @@ from slurm_train.rundir.files import fsync_file, read_json
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory, name_of
 from slurm_train.train.context import Parts, Rank
-from slurm_train.train.evaluate import broadcast_buffers
 from slurm_train.train.optimizer import settings_of_groups
 
 _FIRST_AFTER_STEPS = 10
@@ -93,6 +96,8 @@ class Position:
     """State of the loss scale; None without float16."""
     batch_since: list[int] = field(default_factory=lambda: [0, 0])
     """Steps and samples done when the global batch got its present size."""
+    bucket_order: list[int] = field(default_factory=list)
+    """Order in which gradients became ready in the run's first step; empty without DDP."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Position:
@@ -261,10 +266,12 @@ class Checkpointer:
 
         Raises:
             CheckpointError: checkpoints exist, but none can be loaded.
+            CheckpointError: what the model gives as extra state cannot be saved.
             RunError: settings or code are not those that the checkpoint was trained with.
             DataError: the data set is not the one that the checkpoint was trained on.
         """
         self.finish()
+        require_loadable_states(self.parts.model)
         place = self.place
         choose = partial(
             choose_checkpoint, place.root, group=dist.group.WORLD, attempt=place.attempt, fence=place.fence
@@ -342,6 +349,7 @@ class Checkpointer:
         """Saves once the save before it has ended; returns how, None if it goes on in the background."""
         start, in_background = self.parts.rank.clock(), self.parts.rank.config.checkpoint.background
         self.finish()
+        modules = module_states(self.parts.model)
         state, values, agreed = self._own_state()
         # The thread cannot read tensors on a GPU, not even while training waits.
         if in_background and (not waits or self.buffers.is_remote):
@@ -349,7 +357,7 @@ class Checkpointer:
             # The next forward pass changes running statistics already; rotary tables are never saved nor changed.
             if any(name in state["model"] for name, _ in self.parts.model.named_buffers()):
                 self.buffers.hold_changes()
-        work, outcome = self._work(state, values, position, agreed=agreed, local=local), None
+        work, outcome = self._work(state, values, modules, position, agreed=agreed, local=local), None
         if in_background:
             self.saver.start(work, step=position.step)
             outcome = self.saver.wait() if waits else None
@@ -444,14 +452,15 @@ class Checkpointer:
         """
         callback_tensors, values = self._callbacks_state()
         state = training_state(self.parts.model, self.parts.optimizer)
+        take_extra_states(state["model"])
         if self.parts.group_names is not None:
             groups = state["optimizer"]["param_groups"]
             state["optimizer"]["param_groups"] = number_groups(groups, self.parts.group_names)
         if callback_tensors:
             state[CALLBACKS] = callback_tensors
-        agreed = self.division.agree(state, values=values)
-        # The state holds the live tensors; one that a rank lacks would mix up this exchange.
-        broadcast_buffers(self.parts.model)
+        # A model changes them on each rank by itself.
+        buffers = [name for name, _ in self.parts.model.named_buffers()]
+        agreed = self.division.agree(state, values=values, of_first_rank=buffers)
         return own_part(state, agreed), values, agreed
 
     def _callbacks_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -468,6 +477,7 @@ class Checkpointer:
         self,
         tensors: dict[str, Any],
         callback_values: dict[str, Any],
+        modules: dict[str, Any],
         position: Position,
         *,
         agreed: Agreement,
@@ -475,7 +485,7 @@ class Checkpointer:
     ) -> Callable[[], Saved]:
         """Returns the save of these tensors with everything else as it is now, into the run directory or a node's."""
         header = self._header(position, weights=agreed.weights)
-        rank_state: dict[str, Any] = {"rng": rng_state()}
+        rank_state: dict[str, Any] = {"rng": rng_state(), "modules": modules}
         if isinstance(source := self.parts.train_data, StreamSource):
             rank_state["data"] = source.state(position.samples)
         if self.parts.callbacks and self.parts.rank.place.is_first:
@@ -518,23 +528,37 @@ class Checkpointer:
         }
         if kept:
             state["optimizer"]["param_groups"] = kept
+        # Random streams belong to samples, not to ranks.
+        index = layout.data_parallel_index(self.parts.rank.place.rank)
+        reader = ParallelLayout(**choice.manifest.mesh).first_reader(index)
+        rank_state = (None if reader is None else load_rank_state(choice.path, reader)) or {}
         is_stage = self.parts.group_names is not None
+        modules = self._saved_modules(choice)
+        # Older checkpoints have extra states among the tensors.
+        extra = {} if modules is None else take_extra_states(state["model"])
         described = require_fit(choice.path, state["model"], kept=state["optimizer"]["state"], is_stage=is_stage)
         load = partial(load_tensors, choice.path, group=dist.group.WORLD, near=choice.near, described=described)
         load(state)
         pairs = zip(groups, numbered, strict=True)
         state["optimizer"]["param_groups"] = [group | kept.get(number, {}) for group, number in pairs]
+        if modules is not None:
+            state["model"] |= {name: modules["extra"].get(name, value) for name, value in extra.items()}
         restore_training_state(self.parts.model, self.parts.optimizer, state)
-        # Random streams belong to samples, not to ranks.
-        index = layout.data_parallel_index(self.parts.rank.place.rank)
-        reader = ParallelLayout(**choice.manifest.mesh).first_reader(index)
-        rank_state = (None if reader is None else load_rank_state(choice.path, reader)) or {}
+        if modules is not None:
+            set_modes(self.parts.model, modules["in_evaluation"])
         if "rng" in rank_state:
             set_rng_state(rank_state["rng"])
         notes = self._restore_stream(choice.manifest, rank_state.get("data"))
         if self.parts.callbacks:
             notes += self._restore_callbacks(choice, load, stored=described.planner_data or {})
         return notes
+
+    def _saved_modules(self, choice: Choice) -> dict[str, Any] | None:
+        """Returns the `module_states` of this rank, in another layout of rank 0; None in an older checkpoint."""
+        is_same = choice.manifest.mesh == self.parts.rank.layout.as_mapping
+        states = load_rank_state(choice.path, self.parts.rank.place.rank if is_same else 0) or {}
+        modules: dict[str, Any] | None = states.get("modules")
+        return modules
 
     def _restore_callbacks(
         self, choice: Choice, load: Callable[[dict[str, Any]], None], *, stored: Mapping[str, Sequence[Any]]

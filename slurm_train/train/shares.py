@@ -25,8 +25,9 @@ from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.events import append_event
 from slurm_train.train.context import Parts, gather
+from slurm_train.train.preserve import preserved
 from slurm_train.train.saving import Position
-from slurm_train.train.step import TrainingModule, to_device, without_traces
+from slurm_train.train.step import TrainingModule, to_device
 
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 3, 30, 0.5
 
@@ -98,7 +99,7 @@ def time_passes(
     """
     device = module.stats_param.device
     found: list[list[float]] = [[] for _ in samples]
-    with without_traces(module):
+    with preserved(module):
         passes = [partial(_pass_s, module, to_device(tensors, device), clock=clock) for tensors in samples]
         has_room = [one() < math.inf for one in passes]
         meet()

@@ -34,12 +34,14 @@ from slurm_train.data.batches import MicroBatch
 from slurm_train.data.source import IGNORED, Batch, map_tensors
 from slurm_train.distributed.parallelize import own_positions
 from slurm_train.distributed.pipeline import Pipeline
-from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.models.head import group_named
+from slurm_train.train.buckets import BucketOrder
+from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import LR_SCALE, Update
+from slurm_train.train.preserve import preserved
 from slurm_train.train.signals import StopFlag
 
 STOP, COUNT, LOSS, NON_FINITE, SQUARES = range(5)
@@ -52,8 +54,6 @@ _NUM_NAMED = 5
 _ENOUGH_SEEN, _MOST_CUT = 100, 0.5
 _NUM_COMPARED = 2
 """Samples that a model's own loss is compared with before the first step."""
-_ORDER_COUNTS_ABOVE = 2
-"""Above this many ranks the order of additions changes the rounding."""
 
 
 class TrainingModule(nn.Module):
@@ -152,16 +152,28 @@ class Passes:
         self._say: Callable[[str], None] = partial(print, file=sys.stderr) if rank.place.is_first else lambda _: None
         self._rank, self._part, self._device = rank, rank.sequence_part, rank.device
         self._objective: Any = objective
+        self.buffers = SharedBuffers(objective)
+        """Those that all ranks have alike when a step begins."""
         self._mark, self._clock = rank.heartbeat.mark, rank.heartbeat.clock
         self._accumulation, self._on_gpu = rank.plan.accumulation, rank.device.type != "cpu"
 
-    def arrange(self, batch: Batch) -> str | None:
-        """Gets ready before the first step, given a micro-batch on the CPU; returns a line to say. Collective.
+    @property
+    def bucket_order(self) -> list[int]:
+        """The order of DDP's buckets, for checkpoints; empty where there is none."""
+        return []
+
+    def arrange(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
+        """Gets ready before the first step; returns a line to say. Collective.
+
+        Args:
+            batch: a micro-batch on the CPU.
+            bucket_order: what a checkpoint has kept; empty at the beginning of a run.
 
         Raises:
             ConfigError: the model cannot be trained with it, its layout cannot cut it, or the model computes another
                 loss of it.
         """
+        del bucket_order
         layout = self._rank.layout
         if isinstance(batch, dict) and layout.pp * layout.cp > 1:
             raise ConfigError(
@@ -172,7 +184,7 @@ class Passes:
         objective.look_at(batch)
         if layout.pp * layout.cp == 1:
             some = to_device(map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch), self._device)
-            with without_traces(objective), in_precision(self._device, self._rank.forward_autocast):
+            with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):
                 objective.compare(some, is_precise=self._rank.autocast is None)
         note: str | None = objective.agree(gather(objective.repeats)) if isinstance(batch, dict) else None
         return note
@@ -187,6 +199,15 @@ class Passes:
         Collective.
         """
         raise NotImplementedError
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns all parameters of this rank's part of the model."""
+        named: list[tuple[str, nn.Parameter]] = list(self._objective.named_parameters())
+        return named
+
+    def frozen_parameters(self) -> list[nn.Parameter]:
+        """Returns those that are not trained."""
+        return [parameter for _, parameter in self.named_parameters() if not parameter.requires_grad]
 
     def forget(self) -> None:
         """Drops what the step left apart from the gradients of the model."""
@@ -239,36 +260,33 @@ class ReplicaPasses(Passes):
         self._compute: nn.Module = ddp or module
         # Looked up once: a module's attributes cost half a microsecond each time.
         self._module, self._stats_param = module, module.stats_param
+        self._order = None if ddp is None else BucketOrder(ddp)
         # A static graph is learnt in the first backward pass, and torch asserts that it is a synchronised one (2.13).
         # Reducing after every micro-batch gives the same gradient, so the first step does that with a static graph.
         self._may_accumulate = ddp is None or not ddp.static_graph
         settings = rank.config.ddp
         self._may_lack = settings.find_unused_parameters or settings.static_graph
 
-    def arrange(self, batch: Batch) -> str | None:
-        """Lets DDP see one backward pass, whose gradients are dropped, before the first step. Collective.
+    @property
+    def bucket_order(self) -> list[int]:
+        """The order of DDP's buckets, for checkpoints; empty where there is none."""
+        return [] if self._order is None else self._order.numbers
 
-        DDP orders its buckets anew after its first pass, and the order in which three or more ranks add depends on
-        where in a bucket a value lies. Without this the first step after a start would round unlike the same step of
-        a run that was not interrupted. Random streams and buffers are as before afterwards. One or two ranks are
-        spared the pass, unless they accumulate over a static graph, whose first step sends what later ones add up.
-        """
-        note = super().arrange(batch)
-        adds_up = self._accumulation > 1 or self._rank.config.batch.growth
-        is_spared = self.num_averaged <= _ORDER_COUNTS_ABOVE and (self._may_accumulate or not adds_up)
-        if is_spared:
-            return note
-        with without_traces(self._module):
-            self._module.backward(self._compute(to_device(batch, self._device)))
-        self._may_accumulate = True
+    def arrange(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
+        """Checks the model with a micro-batch, and orders DDP's buckets as before an interruption. Collective."""
+        note = super().arrange(batch, bucket_order=bucket_order)
+        if self._order is not None and self._order.repeat(bucket_order):
+            self._may_accumulate = True
         return note
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients; those of all micro-batches are sent with the last one."""
+        self.buffers.take_first_ranks()
         for _ in range(self._accumulation * num_batches - 1):
             with self.ddp.no_sync() if self.ddp and self._may_accumulate else contextlib.nullcontext():
                 self._module.backward(self._compute(self.take(batches)))
-        self._module.backward(self._compute(self.take(batches)))
+        with self._order.recorded() if self._order and self._order.is_missing else contextlib.nullcontext():
+            self._module.backward(self._compute(self.take(batches)))
         self._may_accumulate = True
 
     def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -280,8 +298,11 @@ class ReplicaPasses(Passes):
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
         if len(gradients) < len(parameters) and not self._may_lack:
             # DDP has not exchanged the buckets that they are in; by itself it raises in the next step.
-            named = self._module.named_parameters()
-            names = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+            named = [(name, parameter) for name, parameter in self._module.named_parameters() if parameter.grad is None]
+            names = [name for name, parameter in named if parameter.requires_grad]
+            if not names:
+                chosen = {id(parameter) for parameter in parameters}
+                raise _changed_error([name for name, parameter in named if id(parameter) in chosen], "is frozen")
             raise ConfigError(
                 f"the loss does not depend on {len(names)} parameters of the model, among them "
                 + ", ".join(name.removeprefix("objective.model.") for name in names[:_NUM_NAMED]),
@@ -335,6 +356,7 @@ class ShardPasses(Passes):
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients, one micro-batch after the other."""
+        self.buffers.take_first_ranks()
         values = self._no_values()
         for number in range(self._accumulation * num_batches, 0, -1):
             tensors = self.take(batches)
@@ -435,7 +457,7 @@ class PipelinePasses(ShardPasses):
 def build_ddp(module: TrainingModule, *, ddp: DdpSection, device: torch.device) -> DistributedDataParallel:
     """Returns the module wrapped for data parallelism. Collective over all ranks.
 
-    Buffers are not broadcast before each forward pass: rank 0's are taken where they matter, at evaluation and save.
+    It does not broadcast buffers: `SharedBuffers` does, in all layouts, and leaves out what is not saved.
     """
     module.is_searched = ddp.find_unused_parameters
     # torch 2.13 renamed the option, and the old name warns.
@@ -518,24 +540,15 @@ def in_precision(device: torch.device, autocast: torch.dtype | None) -> contextl
     return torch.autocast(device.type, dtype=autocast, enabled=autocast is not None)
 
 
-@contextlib.contextmanager
-def without_traces(module: nn.Module) -> Iterator[None]:
-    """Puts random streams and buffers back bit for bit, and drops gradients, after passes of a module.
-
-    Args:
-        module: has no gradients before.
-    """
-    streams = rng_state()
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for parameter in module.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        set_rng_state(streams)
+def _changed_error(names: Sequence[str], change: str) -> ConfigError:
+    """Returns the error for parameters that are to be trained, or not, since a later moment than the start."""
+    shown = [name.removeprefix("objective.").removeprefix("model.") for name in names[:_NUM_NAMED]]
+    return ConfigError(
+        f"{', '.join(shown)} {change} since the training began: {len(names)} parameters, and the optimizer and the "
+        "exchange between ranks have those that required a gradient at the start",
+        hint="choose the trained parameters in the constructor of the model; for another choice later start a second "
+        "run with train.init_from",
+    )
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
@@ -635,6 +648,9 @@ class Stepper:
     ) -> None:
         self.passes, self.scale = passes, scale
         self._optimizer, self._update = optimizer, Update(optimizer)
+        self._frozen = passes.frozen_parameters()
+        # The learning rates that were set at the step before, by group.
+        self._lrs: list[float] = []
         self._before_update, self._device = before_update, rank.device
         # Offloaded parameters are updated by the host, which has to wait for their gradients in any case.
         self._is_masked = local_part(self._update.parameters[0]).device.type != "cpu"
@@ -653,8 +669,10 @@ class Stepper:
             batches: this rank's micro-batches; those of one accumulation are taken.
         """
         self.passes.run(batches, num_batches=facts.num_batches)
-        for group in self._optimizer.param_groups:
-            group["lr"] = facts.lr * group.get(LR_SCALE, 1.0)
+        self._require_unchanged()
+        self._lrs = [facts.lr * group.get(LR_SCALE, 1.0) for group in self._optimizer.param_groups]
+        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
+            group["lr"] = lr
         gradients, numbers, norm = self.passes.reduce(self._update.parameters)
         result = (self._apply_masked if self._is_masked else self._apply)(facts, gradients, numbers, norm)
         for parameter in self._update.parameters:
@@ -672,8 +690,33 @@ class Stepper:
         return self._read(facts, host.tolist())
 
     def forget(self) -> None:
-        """Drops the result that is still on its way: the run goes back to before it."""
+        """Drops the result that is still on its way: the run goes back to before it, with other learning rates."""
         self._pending = None
+        self._lrs = []
+
+    def _require_unchanged(self) -> None:
+        """Checks what a callback or the model could have changed since the last step, and would have no effect.
+
+        Raises:
+            ConfigError: parameters are trained that were frozen, or the optimizer has other groups or learning rates.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            names = {id(parameter): name for name, parameter in self.passes.named_parameters()}
+            raise _changed_error([names[id(one)] for one in self._frozen if one.requires_grad], "requires a gradient")
+        groups = self._optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) != len(self._update.parameters):
+            raise ConfigError(
+                f"the optimizer has {sum(len(group['params']) for group in groups)} parameters, and "
+                f"{len(self._update.parameters)} when the training began",
+                hint="give all parameters to the optimizer from the start; `optim.groups` gives some another rate",
+            )
+        for number, (group, lr) in enumerate(zip(groups, self._lrs, strict=False)):
+            if group["lr"] != lr:
+                raise ConfigError(
+                    f"the learning rate of group {number} was set to {group['lr']} between two steps; the schedule had "
+                    f"set {lr}, and sets it at each step",
+                    hint="give the rate as optim.schedule (also a function of your own), or lr_scale in optim.groups",
+                )
 
     def _apply(self, facts: StepFacts, gradients: list[Tensor], numbers: Tensor, norm: Tensor) -> StepResult:
         values = numbers.tolist()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -23,6 +22,7 @@ from slurm_train.distributed.group import use_timeout
 from slurm_train.distributed.seeds import mix
 from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import StepTimes
+from slurm_train.train.buffers import UnsavedState
 from slurm_train.train.callbacks import Callback
 from slurm_train.train.compile_cache import CompileCache
 from slurm_train.train.context import Rank, gather
@@ -37,6 +37,7 @@ from slurm_train.train.stopping import Stopping
 _COLLECT_EVERY_STEPS = 100
 # What has lived through a collection of the young is freed by a full one only.
 _COLLECT_ALL_EVERY_STEPS = 1000
+_NUM_NAMED = 5
 # Time to end in order, so that the supervisor can bring the job back.
 _END_S = 3.0
 
@@ -88,6 +89,8 @@ class Trainer:
     _settled: bool = False
     _waited_s: float = 0.0
     _checked_step: int = 0
+    _unsaved: UnsavedState | None = None
+    """Until the first step is done."""
 
     def __post_init__(self) -> None:
         """Looks up what every step needs."""
@@ -190,7 +193,8 @@ class Trainer:
         # The first micro-batch is looked at, not consumed: it is the first step's as well.
         start = self._clock()
         first = next(self.batches)
-        self.say(self.stepper.passes.arrange(first.tensors))
+        self._unsaved = UnsavedState(self.model)
+        self.say(self.stepper.passes.arrange(first.tensors, bucket_order=self.position.bucket_order))
         self.charge(start, "compile_s")
         batches = chain((first,), self.batches)
         self.batches = self._add_digests(batches) if self.rank.config.train.samples_digest else batches
@@ -297,6 +301,8 @@ class Trainer:
         From now on garbage is collected at the same step on all ranks; one rank's pause would be everyone's.
         """
         config = self.rank.config
+        self.position.bucket_order = self.stepper.passes.bucket_order or self.position.bucket_order
+        self._share_unsaved_state()
         self.compile_cache.keep()
         self._settled = self.rank.heartbeat.settled = True
         use_timeout(self.rank.collective_timeout_s(config.train.steady_timeout_s))
@@ -306,15 +312,26 @@ class Trainer:
         gc.freeze()
         gc.disable()
 
+    def _share_unsaved_state(self) -> None:
+        """Finds what the first step has changed and no checkpoint has, and says so. Collective."""
+        assert self._unsaved is not None
+        changed = {name for names in gather(self._unsaved.changed_buffers()) for name in names}
+        self.stepper.passes.buffers.add(changed)
+        names = [*sorted(changed), *self._unsaved.changed_numbers()]
+        self._unsaved = None
+        if names:
+            text = ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+            self.say(
+                f"training changes {text} of the model, which no checkpoint has: a resume begins with the first value; "
+                "register_buffer (persistent) or get_extra_state saves it"
+            )
+
     def _evaluate(self) -> None:
         evaluator, recorder = self.evaluator, self.recorder
         if evaluator is None:
             return
         start = self._clock()
-        with ExitStack() as stack:
-            for callback in self.callbacks.values():
-                stack.enter_context(callback.evaluating())
-            measures = evaluator.evaluate()
+        measures = evaluator.evaluate(within=[callback.evaluating() for callback in self.callbacks.values()])
         self.charge(start, "evaluate_s")
         if measures is None:
             self._stops = self.position.evaluation_due = True

@@ -56,8 +56,7 @@ class Net(nn.Module):
         self.flip_at = flip_at
         world = int(os.environ.get("WORLD_SIZE", "1"))
         self.sample_s = sample_s * (slowness if 0 < int(os.environ.get("RANK", "0")) == world - 1 else 1)
-        # Three ranks and more take a pass before the first step, which arranges DDP's buckets.
-        self.passes = -1 if world > 2 else 0
+        self.passes = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:

@@ -191,30 +191,73 @@ def test_unused_parameters_are_refused_by_name_unless_they_are_looked_for() -> N
         torch.testing.assert_close(mine, other)
 
 
-def test_the_pass_before_the_first_step_leaves_nothing_behind() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+def ready_order(stepper: Stepper) -> list[int]:
+    step_of(stepper, make_batch())
+    return stepper.passes.bucket_order
+
+
+def test_a_resumed_run_has_the_buckets_of_the_first_step_without_a_pass_of_the_model() -> None:
+    model, seen = make_model(), []
+    order = ready_order(make_stepper(make_model(), world_size=3))
+    assert sorted(order) == [0, 1, 2, 3, 4]  # two layers, and the agreed numbers
+    model.register_forward_hook(lambda *_: seen.append(1))
     stepper = make_stepper(model, world_size=3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stream = torch.get_rng_state()
-    stepper.passes.arrange(make_batch().tensors)
+    # Another order than a backward pass gives, to see that it is what DDP takes.
+    stepper.passes.arrange(make_batch().tensors, bucket_order=order[::-1])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(parameter.grad is None for parameter in stepper.passes.ddp.parameters())
+    assert torch.equal(torch.get_rng_state(), stream) and not seen
+    parameters = list(stepper.passes.ddp.module.parameters())
+    stepper.passes.run(iter([make_batch()]))
+    # All are in one bucket, whose views the gradients are.
+    assert sorted(range(5), key=lambda number: parameters[number].grad.data_ptr()) == order[::-1]
+    assert stepper.passes.bucket_order == order[::-1] and len(seen) == 1
 
 
+@pytest.mark.parametrize("numbers", [[], [0, 1, 2], [0, 1, 2, 3, 3], [0, 1, 2, 3, 9]])
+def test_an_order_of_other_parameters_is_not_repeated(numbers: list[int]) -> None:
+    stepper = make_stepper(make_model(), world_size=3)
+    stepper.passes.arrange(make_batch().tensors, bucket_order=numbers)
+    assert stepper.passes.bucket_order == [] and len(ready_order(stepper)) == 5
+
+
+def unfreeze(stepper: Stepper, model: nn.Module) -> None:
+    model[0].requires_grad_(True)
+
+
+def freeze(stepper: Stepper, model: nn.Module) -> None:
+    model[2].requires_grad_(False)
+
+
+def set_rate(stepper: Stepper, model: nn.Module) -> None:
+    stepper._optimizer.param_groups[0]["lr"] = 0.5
+
+
+def add_group(stepper: Stepper, model: nn.Module) -> None:
+    stepper._optimizer.add_param_group({"params": list(model[0].parameters())})
+
+
+@pytest.mark.parametrize("wraps", [True, False])
 @pytest.mark.parametrize(
-    ("world_size", "accumulation", "static_graph", "passes"),
-    [(1, 1, False, 0), (2, 4, False, 0), (3, 1, False, 1), (2, 1, True, 0), (2, 2, True, 1)],
+    ("change", "message"),
+    [
+        (unfreeze, r"0\.weight, 0\.bias requires a gradient since the training began: 2 parameters"),
+        (freeze, r"2\.weight, 2\.bias is frozen since the training began: 2 parameters"),
+        (set_rate, r"the learning rate of group 0 was set to 0\.5 between two steps; the schedule had set 0\.01"),
+        (add_group, r"the optimizer has 6 parameters, and 4 when the training began"),
+    ],
 )
-def test_only_ranks_whose_sums_depend_on_it_take_a_pass_before_the_first_step(
-    world_size: int, accumulation: int, static_graph: bool, passes: int
-) -> None:
-    model, seen = make_model(), []
-    model.register_forward_hook(lambda *_: seen.append(1))
-    stepper = make_stepper(model, world_size=world_size, accumulation=accumulation, static_graph=static_graph)
-    stepper.passes.arrange(make_batch().tensors)
-    assert len(seen) == passes
+def test_what_is_changed_between_steps_without_an_effect_is_refused(change: Any, message: str, wraps: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    model[3].requires_grad_(change is not add_group)
+    stepper = make_stepper(model, wraps=wraps)
+    step_of(stepper, make_batch())
+    change(stepper, model)
+    with pytest.raises((ConfigError, RuntimeError), match=message):
+        step_of(stepper, make_batch())
 
 
 class NoWaiting(TorchDispatchMode):

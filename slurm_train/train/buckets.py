@@ -1,0 +1,109 @@
+"""The buckets of DDP in a resumed run: those of the run that was interrupted, from the first step on.
+
+After its first backward pass DDP orders its buckets anew, by the order in which gradients became ready. Where three or
+more ranks add, the rounding depends on the place of a value in its bucket. So a run records the order in its first
+step and keeps it in its checkpoints; a resumed run repeats it before its first step, with gradients of zero. The model
+is not called for that, so it cannot change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class BucketOrder:
+    """The order in which the gradients of a wrapped module become ready.
+
+    Args:
+        ddp: around the module.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.numbers: list[int] = []
+        """Places of parameters among those that require a gradient; empty while it is not known."""
+        self._ddp = ddp
+        self._parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        # Only these settings make DDP order its buckets anew.
+        self._is_used = ddp.static_graph or not ddp.find_unused_parameters
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the next backward pass is to be recorded."""
+        return self._is_used and not self.numbers
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Records the order of a backward pass in this context."""
+        ready: list[int] = []
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_note, ready, number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self._fits(ready):
+            self.numbers = ready
+
+    def repeat(self, numbers: Sequence[int]) -> bool:
+        """Lets DDP see gradients of zero in a recorded order, before its first backward pass. Collective.
+
+        Returns:
+            Whether the order is that of this module's parameters; where it is not, nothing is done.
+        """
+        if not self._is_used or not self._fits(numbers):
+            return False
+        module: Any = self._ddp.module
+        chosen = [self._parameters[number] for number in numbers]
+        # What was computed last is differentiated first.
+        module.forward = lambda _: _touch_all(chosen[::-1])
+        try:
+            self._ddp(None).backward()
+        finally:
+            del module.forward
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.numbers = list(numbers)
+        return True
+
+    def _fits(self, numbers: Sequence[int]) -> bool:
+        count = len(self._parameters)
+        is_whole = len(numbers) == count or self._ddp.static_graph
+        # A block that is computed again in the backward pass may give a gradient in several parts.
+        return bool(numbers) and is_whole and len(set(numbers)) == len(numbers) and max(numbers) < count
+
+
+def _note(ready: list[int], number: int, _parameter: Tensor) -> None:
+    ready.append(number)
+
+
+class _Touch(torch.autograd.Function):
+    """Passes a number on; its backward pass gives the parameter a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, carried: Tensor, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return carried.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (parameter,) = ctx.saved_tensors
+        return gradients[0], torch.zeros_like(parameter)
+
+
+def _touch_all(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Returns a number that depends on all parameters; the last one gets its gradient first."""
+    touch: Any = _Touch.apply
+    carried = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        carried = touch(carried, parameter)
+    return carried
