@@ -109,7 +109,7 @@ def with_site(cluster: Mapping[str, Any], site: SiteFile, *, open_keys: Collecti
         return is_memory_open if key in _MEMORY else key in open_keys
 
     chosen = site.cluster.get("partition") if is_open("partition") else cluster.get("partition")
-    partition = site.partitions.get(str(chosen), SitePartition()).cluster
+    partition = _of_partitions(site, str(chosen))
     general = site.cluster
     if not partition.keys().isdisjoint(_MEMORY):
         general = {key: value for key, value in general.items() if key not in _MEMORY}
@@ -122,6 +122,23 @@ def with_site(cluster: Mapping[str, Any], site: SiteFile, *, open_keys: Collecti
     if chosen is not None:
         result["partition"] = chosen
     return result
+
+
+def _of_partitions(site: SiteFile, asked: str) -> dict[str, Any]:
+    """Returns the values of a partition; of several, "gpu,long", in one of which a job will start, what suits all.
+
+    That is a value that all of them have, and of different numbers the smallest.
+    """
+    names = [name.strip() for name in asked.split(",")]
+    sections = [site.partitions.get(name, SitePartition()).cluster for name in names]
+    suited: dict[str, Any] = {}
+    for key, value in sections[0].items():
+        values = [section.get(key) for section in sections]
+        if all(one == value for one in values):
+            suited[key] = value
+        elif all(isinstance(one, int) for one in values):
+            suited[key] = min(one for one in values if isinstance(one, int))
+    return suited
 
 
 def settle_site(

@@ -326,10 +326,13 @@ def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None
     if cluster is None or facts is None:
         return None if cluster is None else cluster.time_limit_min, None
     name = cluster.partition or next((one.name for one in facts.partitions if one.is_default), "")
-    partition = next((one for one in facts.partitions if one.name == name), None)
+    # Of several partitions the job starts in any; the first says what preempts it, the longest limit what it may cost.
+    names = [one.strip() for one in name.split(",")]
+    name = names[0]
     limit_min = cluster.time_limit_min
-    if limit_min is None and partition is not None:
-        limit_min = partition.default_time_min or partition.max_time_min
+    if limit_min is None:
+        limits = [one.default_time_min or one.max_time_min for one in facts.partitions if one.name in names]
+        limit_min = None if None in limits else max((limit for limit in limits if limit is not None), default=None)
     if not facts.settings:
         return limit_min, None
     qos = cluster.qos or default_qos(facts, name, account=cluster.account)

@@ -24,7 +24,7 @@ from slurm_train.slurm.flags import check_flag_name
 from slurm_train.slurm.policy import Partition, Refusal, TestVerdict, tres_gpus
 
 # Of a batch script alone; salloc does not know them, and an allocation is not run again.
-_OF_BATCH = frozenset({"output", "error", "open-mode", "requeue", "no-requeue", "export"})
+_OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
 _ABOUT_GPUS = re.compile("gpu|gres|generic resource", re.IGNORECASE)
 _CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SALLOC_CLUSTERS", "SLURM_CLUSTERS")
 _DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.MULTILINE)
@@ -98,7 +98,9 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
     if plan is None or verdict.refusal not in (Refusal.RESOURCES, Refusal.PARTITION, Refusal.OTHER):
         return general
     partitions = commands.partitions()
-    cluster, part = plan.config.cluster, _partition_of(plan, partitions)
+    cluster, chosen = plan.config.cluster, _partitions_of(plan, partitions)
+    # Of several the job would run in one, so the largest says what is possible.
+    part = max(chosen, key=lambda one: (one.gpus_per_node, one.num_nodes), default=None)
     if part is None:
         return f"partitions here: {', '.join(one.name for one in partitions)}; set cluster.partition"
     # Of a range of nodes the fewest are enough.
@@ -131,12 +133,15 @@ def too_long(plan: RunPlan, commands: SlurmCommands) -> ClusterError | None:
     limit_min = None if plan.config.cluster is None else plan.config.cluster.time_limit_min
     if limit_min is None:
         return None
-    part = _partition_of(plan, commands.partitions())
-    if part is None or part.max_time_min is None or limit_min <= part.max_time_min:
+    # Slurm starts a job in whichever of its partitions has room and allows it, so the largest limit counts.
+    limits = {part.name: part.max_time_min for part in _partitions_of(plan, commands.partitions())}
+    finite = {name: limit for name, limit in limits.items() if limit is not None}
+    if not finite or len(finite) < len(limits) or limit_min <= max(finite.values()):
         return None
+    where = "partition" if len(finite) == 1 else "any of the partitions"
     return ClusterError(
-        f"cluster.time_limit_min={limit_min} is more than partition {part.name} allows ({part.max_time_min})",
-        hint=f"set cluster.time_limit_min={part.max_time_min} or less: the run is requeued and continues",
+        f"cluster.time_limit_min={limit_min} is more than {where} {', '.join(finite)} allows ({max(finite.values())})",
+        hint=f"set cluster.time_limit_min={max(finite.values())} or less: the run is requeued and continues",
     )
 
 
@@ -161,9 +166,21 @@ def unchecked(plan: RunPlan, commands: SlurmCommands) -> str:
     return f"{' and '.join(passed)} not checked: AccountingStorageEnforce={setting or 'none'} here" if passed else ""
 
 
-def _partition_of(plan: RunPlan, partitions: Sequence[Partition]) -> Partition | None:
-    name = plan.config.cluster and plan.config.cluster.partition
-    return next((part for part in partitions if (part.name == name if name else part.is_default)), None)
+def _partitions_of(plan: RunPlan, partitions: Sequence[Partition]) -> list[Partition]:
+    cluster = plan.config.cluster
+    asked = "" if cluster is None else cluster.partition or str(cluster.sbatch.get("partition", ""))
+    return chosen_partitions(asked, partitions)
+
+
+def chosen_partitions(asked: str, partitions: Sequence[Partition]) -> list[Partition]:
+    """Returns the partitions that a job may start in.
+
+    Args:
+        asked: what it asks for, as Slurm takes it: "gpu", "gpu,long"; "" for the default.
+        partitions: those of the cluster.
+    """
+    names = {name.strip() for name in asked.split(",")} - {""}
+    return [part for part in partitions if (part.name in names if names else part.is_default)]
 
 
 # --- nodes that were found bad lately ---
@@ -198,19 +215,21 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tup
 def has_enough_without(
     nodes: Sequence[str], excluded: str, partition: str, commands: SlurmCommands, *, num_nodes: int
 ) -> bool:
-    """Returns whether a partition has enough nodes that work without some; False where Slurm does not answer.
+    """Returns whether a job's partitions have enough nodes that work without some; False where Slurm does not answer.
+
+    A job runs in one of its partitions, so one of them must have enough.
 
     Args:
         nodes: those that are to be left out.
         excluded: the list of those that the job leaves out anyway.
-        partition: its name, "" for the default.
+        partition: its name, or several, "gpu,long"; "" for the default.
         commands: Slurm.
         num_nodes: how many nodes the job needs.
     """
     try:
         left_out = {*nodes, *parse_nodelist(excluded)}
-        chosen = [one for one in commands.partitions() if (one.name == partition if partition else one.is_default)]
-        return sum(part.num_usable_nodes for part in chosen) - len(left_out) >= num_nodes
+        chosen = chosen_partitions(partition, commands.partitions())
+        return max((part.num_usable_nodes for part in chosen), default=0) - len(left_out) >= num_nodes
     except ClusterError:
         return False
 

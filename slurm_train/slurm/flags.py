@@ -2,7 +2,8 @@
 
 Two readers parse a script: sbatch its `#SBATCH` lines, bash the rest. A value is either refused or reaches its reader
 byte for byte. What was learned from sbatch 22.05: blanks end a value, "#" starts a comment, both kinds of quotes group
-as in a shell, nothing is expanded, a backslash vanishes even inside single quotes, and 1024 bytes are the limit.
+as in a shell, nothing is expanded, and a backslash vanishes even inside single quotes. A directive may be of any length
+(60,000 bytes were tried); what is limited is what slurmctld keeps, and not lists of nodes and dependencies.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from slurm_train.slurm.job_variables import is_job_variable
 
 Flags = dict[str, str | bool]
 
-# Slurm's MAXIMUM for names, paths and comments of a job.
+# slurmctld answers "Pathname of a file, directory or other parameter too long" for more of each of these (tried on
+# 22.05: 1,100 bytes are refused). It takes 60,000 bytes of --nodelist and --exclude.
 _MAX_FLAG_BYTES = 1024
+_LIMITED = frozenset(
+    {
+        *("account", "comment", "constraint", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"),
+        *("job-name", "licenses", "mail-user", "mcs-label", "network", "partition", "prefer", "qos", "reservation"),
+        "wckey",
+    }
+)
 _FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # bash refuses to assign these; under `set -e` the job would end before its first line of work.
@@ -77,19 +86,16 @@ def check_flag_value(value: str) -> str:
 
     Pass the value itself, not this text, to a program that quotes by shlex on its own.
 
+    Limits are sbatch's own: a directive is one line, and a backslash in it is dropped.
+
     Raises:
-        ConfigError: a line break, a control or invisible character, a backslash, or more than 1024 bytes.
+        ConfigError: a line break, a control or invisible character, or a backslash.
     """
     _check_printable(value, "a Slurm option")
     if "\\" in value:
         raise ConfigError(
             f"the backslash in {value!r} cannot be a Slurm option's value",
             hint="leave it out: sbatch drops backslashes even between quotes",
-        )
-    if len(value.encode()) > _MAX_FLAG_BYTES:
-        raise ConfigError(
-            f"a Slurm option's value of {len(value.encode())} bytes is too long: {value[:40]!r}...",
-            hint=f"Slurm takes at most {_MAX_FLAG_BYTES} bytes",
         )
     return shlex.quote(value)
 
@@ -98,10 +104,18 @@ def flag_word(name: str, value: str | bool) -> str:
     """Returns a flag as it stands in a directive or a command: `--name=value`, or `--name` for True.
 
     Raises:
-        ConfigError: as `check_flag_name` and `check_flag_value`.
+        ConfigError: as `check_flag_name` and `check_flag_value`; more than slurmctld takes for this flag.
     """
     flag = f"--{check_flag_name(name)}"
-    return flag if value is True else f"{flag}={check_flag_value(str(value))}"
+    if value is True:
+        return flag
+    text = str(value)
+    if name in _LIMITED and len(text.encode()) > _MAX_FLAG_BYTES:
+        raise ConfigError(
+            f"the value of {len(text.encode())} bytes is too long: {text[:40]!r}...",
+            hint=f"Slurm takes at most {_MAX_FLAG_BYTES} bytes of --{name}",
+        )
+    return f"{flag}={check_flag_value(text)}"
 
 
 def check_env_name(name: str) -> str:

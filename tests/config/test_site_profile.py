@@ -76,6 +76,13 @@ def test_a_typed_partition_brings_its_own_values() -> None:
     assert cluster_of("site=big", "cluster.partition=other").time_limit_min is None
 
 
+def test_several_partitions_bring_what_suits_all_of_them() -> None:
+    cluster = cluster_of("site=big", "cluster.partition=a100,debug")
+    assert (cluster.partition, cluster.time_limit_min, cluster.cpus_per_gpu) == ("a100,debug", 30, None)
+    # The site's own, since the two differ in it.
+    assert cluster.gpu_flag == "gres"
+
+
 def test_a_site_that_refuses_requeue_has_runs_that_wait_for_resume(home: Path) -> None:
     (home / ".config/slurm_train/site/strict.yaml").write_text("refuses_requeue: true\n")
     words = ("+cluster=1x8", "site=strict")

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, salloc_words
+from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, salloc_words, too_long
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.policy import Refusal, TestVerdict
@@ -55,6 +56,40 @@ def test_a_limit_that_slurm_would_take_and_never_start_is_refused() -> None:
         require_acceptable(SCRIPT, commands, make_plan(cluster={"time_limit_min": 1441}))
 
 
+# Limits of two partitions in minutes, what was asked, and the limit that is named.
+LISTS = [
+    ({"low": 30, "main": 1440}, "low,main", 1440, None),
+    ({"low": 30, "main": 1440}, "low, main", 1441, 1440),
+    ({"low": 30, "main": 1440}, "low", 31, 30),
+    ({"low": 30, "main": None}, "low,main", 10**6, None),
+    ({"low": 30, "main": 1440}, "low,gone", 31, 30),
+]
+
+
+@pytest.mark.parametrize(("limits", "partition", "asked", "named"), LISTS)
+def test_of_several_partitions_the_largest_limit_counts(
+    limits: dict[str, int | None], partition: str, asked: int, named: int | None
+) -> None:
+    commands: Any = FakeSlurmCommands()
+    (main,) = commands.partitions()
+    every = [replace(main, name=name, max_time_min=limit) for name, limit in limits.items()]
+    commands.partitions = lambda: every
+    for cluster in ({"partition": partition}, {"sbatch": {"partition": partition}}):
+        error = too_long(make_plan(cluster={**cluster, "time_limit_min": asked}), commands)
+        assert (error is None) == (named is None)
+        assert error is None or f"set cluster.time_limit_min={named} or less" in error.hint
+
+
+def test_a_refusal_of_several_partitions_is_explained_by_the_largest() -> None:
+    commands: Any = FakeSlurmCommands()
+    (main,) = commands.partitions()
+    small = replace(main, name="low", groups=())
+    commands.partitions = lambda: [small, replace(main, is_default=False)]
+    commands.verdict = refused(Refusal.RESOURCES)
+    plan = make_plan(cluster={"partition": "low,main", "gpus_per_node": 16}, batch={})
+    assert "partition main has 4 nodes" in refusal(ClusterError, require_acceptable, SCRIPT, commands, plan).hint
+
+
 # --- nodes that were found bad ---
 
 
@@ -90,6 +125,8 @@ def test_without_a_list_slurm_is_not_even_asked(run: RunDirectory) -> None:
         ((), ("node3",), "--exclude=node3"),
         (('exclude="node[1]"',), ("node3",), "--exclude=node[1],node3"),
         (("nodes=4",), ("node3",), ""),
+        (("partition=main,other",), ("node3",), "--exclude=node3"),
+        (("partition=other",), ("node3",), ""),
         (("exclude=node1",), ("node2", "node3"), ""),
         (("nodelist=node[3-4]",), ("node3",), ""),
         (("mem=0\n#SBATCH hetjob", "nodes=1"), ("node3",), ""),
