@@ -6,9 +6,11 @@ are looked up here and nowhere else.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent
+# Links stay: the nodes may see the same path by another way.
+_PACKAGE = Path(os.path.abspath(__file__)).parent  # noqa: PTH100  # Path.resolve follows links
 
 
 def asset_dir(name: str) -> Path:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_train.cli.terminal import note
+from slurm_train.cli.terminal import note, working_folder
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
@@ -113,7 +113,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     from slurm_train.launch.plan import plan_run
     from slurm_train.launch.snapshot import read_source
 
-    cwd = Path.cwd()
+    cwd = working_folder(env)
     plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
     run, cluster = plan.run, plan.config.cluster
     if cluster is None:

@@ -34,7 +34,7 @@ from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.launch.write import require_writable
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.paths import RunDirectory, find_save, parse_name, require_private, save_path
+from slurm_train.rundir.paths import RunDirectory, find_save, parse_name, require_private, save_path, typed_root
 from slurm_train.rundir.pins import pin_save, release_pins
 from slurm_train.status.activity import clear_dead_pins
 
@@ -101,8 +101,11 @@ def find_saved(word: str, *, root: Path) -> tuple[Path, RunDirectory]:
     Raises:
         CheckpointError, RunError: there is none, or others may have written it.
     """
-    checkpoint = find_checkpoint(word, root=root).resolve()
-    run = RunDirectory(checkpoint.parent.parent)
+    # As the run is spelled: a link may lead elsewhere on the nodes.
+    real = find_checkpoint(word, root=root).resolve()
+    folder = real.parent.parent
+    run = RunDirectory(typed_root(folder.parent.parent) / folder.parent.name / folder.name)
+    checkpoint = run.path / real.relative_to(folder)
     # Its code runs in the name of whoever types.
     require_private(run)
     directory = (read_json(run.plan) or {}).get("directory")

@@ -18,7 +18,7 @@ from slurm_train.cli.preview import (
     refuse_missing_inputs,
     say_outputs,
 )
-from slurm_train.cli.terminal import note
+from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import byte_size, share, shorten, table
@@ -60,7 +60,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     if flags.only_prints:
         raise ConfigError("`plan` prints a plan, --cfg and --info print a configuration", hint="drop `plan`")
-    env, cwd = dict(os.environ), Path.cwd()
+    env = dict(os.environ)
+    cwd = working_folder(env)
     settings = read_settings_of(flags)
     flags = settings.words
     if flags.multirun:

@@ -18,6 +18,7 @@ from slurm_train.cli.drift import check_drift, check_names, tell_of_other_code
 from slurm_train.cli.preview import plan_rows, print_rows, say_source
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import Start
+from slurm_train.cli.terminal import working_folder
 from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_names
 from slurm_train.errors import RunError
@@ -79,7 +80,7 @@ def main(words: Sequence[str]) -> int:
     typed = [word.lstrip("+~").partition("=")[0] for word in settings]
     plan, source = replan_run(config, _read_plan(run), run=run, typed=typed, env=env), None
     if "code" in accept:
-        here = Path.cwd()
+        here = working_folder(env)
         plan = replace(plan, directory=str(here))
         source = read_source(run, config, here, env=env)
         say_source(source)

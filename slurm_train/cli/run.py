@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.terminal import answer, note
+from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError, require_all
 from slurm_train.launch.snapshot import ask_git
@@ -39,7 +39,8 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
         only_submits: refuse words that would print a configuration or train here, so that it returns soon.
     """
     flags = read_words(words)
-    env, cwd = dict(os.environ), Path.cwd()
+    env = dict(os.environ)
+    cwd = working_folder(env)
     if flag := next((f"--{name}" for name in ("json", "measure", "suggest") if getattr(flags, name)), ""):
         raise ConfigError(f"{flag} goes with `plan`", hint=f"write `plan {flag} ...` to look at the run first")
     if flags.only_prints:
@@ -139,7 +140,8 @@ def write(words: Sequence[str]) -> int:
         return EXIT_DONE
     if flags.multirun:
         raise ConfigError("`write` is for one run", hint="drop -m and give each key one value")
-    env, cwd = dict(os.environ), Path.cwd()
+    env = dict(os.environ)
+    cwd = working_folder(env)
     git = ask_git(cwd, env)
     from slurm_train.cli.preview import look_at, read_settings_of
     from slurm_train.cli.start import Start

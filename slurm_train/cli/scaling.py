@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_train.cli.terminal import note
+from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import Words, read_words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, require_all
 from slurm_train.frozen_class import frozen
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def main(words: Sequence[str]) -> int:
     """Makes the runs that are missing, waits for them, prints the report and returns 0."""
     arguments = parse("scaling", words)
-    env, cwd = dict(os.environ), Path.cwd()
+    env = dict(os.environ)
+    cwd = working_folder(env)
     series = read_series(read_words(arguments.settings), steps=arguments.steps, env=env, cwd=cwd)
     plans = {point: plan_of(series.words(point), env=env, cwd=cwd) for point in series.points}
     note(f"{len(plans)} runs of {series.steps} steps, one after the other:")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from slurm_train.cli.drift import check_drift
 from slurm_train.cli.preview import RunOutput, make_outputs, say_source, warn_unexported_keys
-from slurm_train.cli.terminal import answer, note
+from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
@@ -348,7 +348,7 @@ class Start:
                 )
             config, source = load_config(todo[0].run.config), None
             if "code" in self.accept:
-                cwd = Path.cwd()
+                cwd = working_folder(self.env)
                 source = read_source(todo[0].run, config, cwd, env=self.env)
                 say_source(source)
             scripts = []

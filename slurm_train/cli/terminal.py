@@ -32,6 +32,18 @@ _HARMLESS = re.compile(r"(\x1b\[[0-9;:]*m|\r)|([^\x1b\r]+|\x1b)")
 _ERRORS = (b"error: ", b"srun: error: ", b"slurmstepd: error: ")
 
 
+def working_folder(env: Mapping[str, str]) -> Path:
+    """Returns the current folder as the shell spells it: entered through a link, it has the link in its path.
+
+    The kernel knows the folder without links, which may lead elsewhere on the nodes (automounted homes).
+    """
+    here, spelled = Path.cwd(), env.get("PWD", "")
+    with contextlib.suppress(OSError):
+        if os.path.isabs(spelled) and os.path.normpath(spelled) == spelled and here.samefile(spelled):  # noqa: PTH117
+            return Path(spelled)
+    return here
+
+
 _is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 

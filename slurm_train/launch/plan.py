@@ -32,6 +32,7 @@ from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
 from slurm_train.launch.shell_choices import take_shell_choices
+from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
 from slurm_train.rundir.paths import RunDirectory, require_room
 from slurm_train.rundir.sweep import Element, SweepDirectory
@@ -82,6 +83,7 @@ class RunPlan:
         return {
             "config_hash": self.config_hash,
             "directory": self.directory,
+            "path": str(self.run.path),
             "world": {
                 "size": self.world.size,
                 "ranks_per_node": list(self.world.ranks_per_node),
@@ -135,7 +137,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     name = default_name(composed) if config.run.name is None else config.run.name
     check_path_part("run.name", name)
     check_path("run.root", config.run.root)
-    root = (cwd / Path(config.run.root).expanduser()).resolve()
+    root = plain_path(cwd, config.run.root)
     check_path("run.root", str(root))
     if config.preflight.only:
         # It trains nothing, and the same words are to check again: a folder of its own, where no verb lists runs.
@@ -374,10 +376,10 @@ def check_path_part(key: str, value: str) -> None:
     """
     plain = value.replace("-", "").replace("_", "").replace(".", "")
     if not plain.isalnum() or not value.isascii() or value.startswith((".", "-")):
-        raise ConfigError(
-            f"{key}={value!r} cannot be the name of a folder and of a job",
-            hint="use ASCII letters, digits, '.', '_' and '-', not starting with '.' or '-'",
-        )
+        hint = "use ASCII letters, digits, '.', '_' and '-', not starting with '.' or '-'"
+        if key == "run.name":
+            hint += "; what a site prescribes of a job's name goes in front of it: cluster.job_name_prefix=project:"
+        raise ConfigError(f"{key}={value!r} cannot be the name of a folder and of a job", hint=hint)
 
 
 def check_path(key: str, value: str) -> None:

@@ -30,7 +30,7 @@ from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths
-from slurm_train.rundir.files import is_shared, read_json, rename, share_folder, write_atomic
+from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 
 # --- what git knows about a folder ---
@@ -241,7 +241,7 @@ def read_source(
     if state.files is None and not uses_own and not config.run.snapshot_folders:
         return Source({"": directory}, states={"": state})
     # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
-    runs = run.path.parent if directory.resolve().is_relative_to(root) else root
+    runs = (run.path.parent if directory.resolve().is_relative_to(root.resolve()) else root).resolve()
     folders = {"": directory, **_further_folders(config.run.snapshot_folders, directory)}
     states = {place: read_git(folder, env) if place else state for place, folder in folders.items()}
     paths, finders = own_paths(), sys.meta_path
@@ -260,10 +260,10 @@ def read_source(
 def _further_folders(texts: Sequence[str], directory: Path) -> dict[str, Path]:
     found = dict[str, Path]()
     for text in texts:
-        folder = (directory / Path(text).expanduser()).resolve()
+        folder = plain_path(directory, text)
         if not folder.is_dir():
             raise ConfigError(f"run.snapshot_folders: {text} is not a folder", hint="name a folder with your code")
-        if folder.is_relative_to(directory.resolve()):
+        if folder.resolve().is_relative_to(directory.resolve()):
             raise ConfigError(
                 f"run.snapshot_folders: {text} lies in {directory}, which is copied anyway",
                 hint="name folders outside of it; files in it that git ignores are not code",
@@ -283,7 +283,7 @@ def plan_files(folder: Path, state: SourceState, *, limit_mb: int, exclude: Path
         folder: a folder with code.
         state: what git says about it.
         limit_mb: largest total size in MiB.
-        exclude: the root of the runs.
+        exclude: the root of the runs, without links.
 
     Raises:
         ConfigError: the files are more than the limit.
@@ -341,7 +341,7 @@ def _walk(folder: Path, exclude: Path) -> list[str]:
             name
             for name in subfolders
             if not name.startswith((".", "__"))
-            and place / name != exclude
+            and os.path.realpath(place / name) != str(exclude)
             and not (place / name / "pyvenv.cfg").exists()
         )
         num_entries += len(files) + len(subfolders)

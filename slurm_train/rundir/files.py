@@ -169,6 +169,21 @@ def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> 
         os.close(descriptor)
 
 
+def plain_path(folder: Path, text: str) -> Path:
+    """Returns an absolute path as it was typed: links stay, since they may lead elsewhere on another machine.
+
+    Only where leaving out a ".." would lead to another place, links are followed.
+
+    Args:
+        folder: absolute; where a relative path starts.
+        text: a path, e.g. "runs", "~/runs" or "/shared/runs".
+    """
+    joined = folder / Path(text).expanduser()
+    plain = os.path.normpath(joined)
+    real = os.path.realpath(joined)
+    return Path(plain if os.path.realpath(plain) == real else real)
+
+
 def listed(folder: Path) -> list[Path]:
     """Returns what lies in a folder, in no order; nothing where it is no folder, is gone or may not be read."""
     try:

@@ -27,7 +27,7 @@ from slurm_train.rundir.files import (
     write_atomic,
 )
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, typed_root
 from slurm_train.rundir.sweep import find_sweep
 
 _ASK_OWNER = "ask the owner to open it (run.share=group, or chmod -R g+rX), or name another root with --root"
@@ -60,7 +60,7 @@ def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
 
 def list_runs(root: Path) -> list[RunDirectory]:
     """Returns all runs below a root, newest first; hidden folders (`doctor` has one) hold none."""
-    runs = [run for name in listed(root.resolve()) if not name.name.startswith(".") for run in listed(name)]
+    runs = [run for name in listed(typed_root(root)) if not name.name.startswith(".") for run in listed(name)]
     existing = [config.parent for config in change_times(run / "config.yaml" for run in runs)]
     times = change_times(existing)
     return [RunDirectory(path) for path in sorted(times, key=lambda path: times[path], reverse=True)]
@@ -204,7 +204,8 @@ def _matches(run: RunDirectory, word: str) -> bool:
 
 
 def _by_path(word: str) -> list[RunDirectory]:
-    path = Path(word).resolve()
+    real = Path(word).resolve()
+    path = typed_root(real.parent.parent) / real.parent.name / real.name
     return [RunDirectory(path)] if (path / "config.yaml").is_file() else []
 
 
@@ -219,12 +220,12 @@ def require_free(alias: Path, run: RunDirectory) -> None:
         RunError: something else lies there, or it would lie among the runs.
     """
     root = run.path.parent.parent
-    if alias.parent.resolve().is_relative_to(root):
+    if alias.parent.resolve().is_relative_to(root.resolve()):
         raise RunError(
             f"{alias} lies among the runs, in {root}, whose folders are looked through for runs",
             hint="name a path outside of it, or put all runs elsewhere with run.root=DIR",
         )
-    if alias.is_symlink() and alias.resolve() == run.path:
+    if alias.is_symlink() and alias.resolve() == run.path.resolve():
         return
     if os.path.lexists(alias):
         hint = "name a path where nothing is, or move away what is there"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import grp
+import itertools
+import json
 import os
 import pwd
 import re
@@ -26,6 +28,25 @@ _CHECKPOINT = re.compile(r"checkpoint_(\d{7,})_attempt_(\d{4,})_([0-9a-f]{8})")
 _SAVE = re.compile(r"checkpoint_(\d{7,})_([0-9a-f]{8})")
 PASSED_OVER_PREFIX = "passed_over_"
 """Of the name of a checkpoint that a run has passed over, which no reader trusts."""
+
+
+_MOST_PROBED = 20
+
+
+def typed_root(root: Path) -> Path:
+    """Returns a root of runs as it was spelled where they were started, else without links.
+
+    A link may lead to another place on the nodes, so a run goes on under the path that it was started with, from
+    whichever folder and by whichever link somebody looks at it. Runs keep their path in `plan.json`.
+    """
+    real = root.resolve()
+    plans = itertools.islice(real.glob("[!.]*/*/plan.json"), _MOST_PROBED)
+    for plan in plans:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            spelled = Path(json.loads(plan.read_text(encoding="utf-8"))["path"]).parent.parent
+            if spelled != real and spelled.is_absolute() and spelled.samefile(real):
+                return spelled
+    return real
 
 
 class Below:

@@ -22,7 +22,7 @@ from pathlib import Path
 from slurm_train.errors import RunError
 from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
-from slurm_train.rundir.paths import Below, RunDirectory
+from slurm_train.rundir.paths import Below, RunDirectory, typed_root
 
 
 @frozen
@@ -107,7 +107,9 @@ def array_job_id(array: ArrayDirectory) -> str | None:
 
 def read_runs(array: ArrayDirectory) -> list[RunDirectory]:
     """Returns the runs of an array in the order of its elements."""
-    return [RunDirectory(Path(line)) for line in array.runs.read_text(encoding="utf-8").splitlines()]
+    # The root may be spelled in another way here than where the array was submitted, or have been moved.
+    root, paths = array.path.parents[3], map(Path, array.runs.read_text(encoding="utf-8").splitlines())
+    return [RunDirectory(root / path.parent.name / path.name) for path in paths]
 
 
 def write_table(sweep: SweepDirectory, elements: Iterable[Element]) -> None:
@@ -170,7 +172,7 @@ def submitting(sweep: SweepDirectory) -> Iterator[None]:
 
 def list_sweeps(root: Path) -> list[SweepDirectory]:
     """Returns all sweeps below a root that this user may read, newest first."""
-    tables = (sweep / "sweep.jsonl" for sweep in listed(root.resolve() / "sweeps"))
+    tables = (sweep / "sweep.jsonl" for sweep in listed(typed_root(root) / "sweeps"))
     times = change_times(table for table in tables if os.access(table, os.R_OK))
     return [SweepDirectory(path.parent) for path in sorted(times, key=lambda path: times[path], reverse=True)]
 
@@ -189,7 +191,8 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
         RunError: the word is the beginning of several ids, or of one of a sweep that this user may not read.
     """
     if (Path(word) / "sweep.jsonl").is_file():
-        return SweepDirectory(Path(word).resolve())
+        real = Path(word).resolve()
+        return SweepDirectory(typed_root(real.parent.parent) / real.parent.name / real.name)
     sweeps = list_sweeps(root)
     short = word.removeprefix("sweeps/")
     found = [sweep for sweep in sweeps if len(short) >= 4 and sweep.sweep_id.startswith(short)]
@@ -198,12 +201,12 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
         raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
     if not found and word.isdigit():
         found = [sweep for sweep in sweeps if any(array_job_id(one) == word for one in existing_arrays(sweep))]
-    for path in listed(root.resolve() / "sweeps") if not found and len(short) >= 4 else ():
+    for path in listed(typed_root(root) / "sweeps") if not found and len(short) >= 4 else ():
         is_closed = not os.access(path, os.X_OK) or (path / "sweep.jsonl").exists()
         if path.name.startswith(short) and is_closed:
             hint = "ask its owner: run.share=group shares new sweeps, chmod -R g+rX an old one"
             raise RunError(f"sweep {path} is not yours, and you may not read it", hint=hint)
-    return found[0] if found else _sweep_with_name(root.resolve() / word, sweeps)
+    return found[0] if found else _sweep_with_name(typed_root(root) / word, sweeps)
 
 
 def sweeps_named(root: Path, name: str) -> list[SweepDirectory]:

@@ -9,6 +9,7 @@ are, squeue is called twice.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -74,11 +75,13 @@ def _job_ids(run: RunDirectory, holder: Holder | None, found: Sequence[str]) -> 
 
 def _jobs_by_script(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[Path, list[str]]:
     """Returns this user's jobs whose script lies in one of the run directories, by that directory."""
-    folders = {run.path for run in runs if run.submit_script.exists()}
+    # A job may have been submitted by another spelling of the path, through a link.
+    folders = {os.path.realpath(run.path): run.path for run in runs if run.submit_script.exists()}
     found: dict[Path, list[str]] = {}
     for job_id, script in commands.own_scripts().items() if folders else ():
-        for folder in folders.intersection(Path(script).parents) if is_job_id(job_id) else ():
-            found.setdefault(folder, []).append(job_id)
+        above = map(str, Path(os.path.realpath(script)).parents)
+        for folder in folders.keys() & set(above) if is_job_id(job_id) else ():
+            found.setdefault(folders[folder], []).append(job_id)
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.cli.terminal import BOLD_RED, RED, Painter, painted, takes_escapes
+from slurm_train.cli.terminal import BOLD_RED, RED, Painter, painted, takes_escapes, working_folder
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from tests.support.command_line import TINY, Person, new_project
@@ -76,3 +76,21 @@ def test_a_run_whose_terminal_is_closed_saves_before_it_ends(tmp_path: Path) -> 
     assert os.waitstatus_to_exitcode(status) == 75
     assert read_ledger(run)[-1]["reason"] == "stopped"
     assert [name_of(path).step for path in list_checkpoints(run.checkpoints)] == [max(losses(run))]
+
+
+def test_the_folder_is_spelled_as_the_shell_spells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "link")
+    real, link = str(tmp_path / "real"), str(tmp_path / "link")
+    for spelled, folder in (
+        (link, link),
+        (real, real),
+        (f"{link}/../link", real),
+        ("link", real),
+        (str(tmp_path), real),
+        ("/nonexistent", real),
+        ("", real),
+    ):
+        assert str(working_folder({"PWD": spelled})) == folder, spelled
+    assert str(working_folder({})) == real

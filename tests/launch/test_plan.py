@@ -28,6 +28,7 @@ def test_a_plan_holds_everything_that_is_decided(tmp_path: Path) -> None:
     assert plan.as_json() == {
         "config_hash": plan.config_hash,
         "directory": str(tmp_path),
+        "path": str(plan.run.path),
         "world": {"size": 32, "ranks_per_node": [8, 8, 8, 8]},
         "layout": {"dp_replicate": 32},
         "batch": {"ranks": 32, "global_size": 64, "local_size": 2, "accumulation": 1},
@@ -51,6 +52,25 @@ PLACES = [
     ({"root": "../all", "name": "mine"}, "/home/user/all/mine"),
     ({"root": "~/runs"}, f"{Path.home()}/runs/gpt-stdlib"),
 ]
+
+
+def test_a_path_through_a_link_stays_as_it_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "auto" / "proj").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "home").symlink_to("auto")
+    (tmp_path / "auto" / "proj" / "out").symlink_to(tmp_path / "elsewhere")
+    cwd = tmp_path / "home" / "proj"
+    for root, folder in (
+        (f"{cwd}/runs", f"{cwd}/runs"),
+        ("runs", f"{cwd}/runs"),
+        ("./a/../runs", f"{cwd}/runs"),
+        ("out", f"{cwd}/out"),
+        # Without the link this would be another place.
+        ("out/../runs", f"{tmp_path}/runs"),
+    ):
+        plan = make_plan(cwd, run={"root": root, "name": "n"})
+        assert str(plan.run.path.parent.parent) == folder, root
+        assert plan.directory == str(cwd) and plan.as_json()["path"] == str(plan.run.path)
 
 
 @pytest.mark.parametrize(("section", "folder"), PLACES)

@@ -69,6 +69,22 @@ def test_one_run_is_the_newest_of_what_matches(root: Path, monkeypatch: pytest.M
     assert find_run(Path("elsewhere"), "3f9abbbb").run_id == "3f9abbbb"
 
 
+def test_a_run_is_found_under_the_path_that_it_was_started_with(tmp_path: Path) -> None:
+    real, link = tmp_path / "auto" / "runs", tmp_path / "home"
+    real.mkdir(parents=True)
+    link.symlink_to("auto")
+    spelled = link / "runs" / "name" / "0123456789ab"
+    spelled.mkdir(parents=True)
+    (spelled / "config.yaml").write_text("{}\n")
+    (spelled / "plan.json").write_text(json.dumps({"path": str(spelled)}))
+    for root in (real, link / "runs"):
+        for words in ([], ["name"], ["0123456789ab"], [f"{real}/name/0123456789ab"]):
+            assert find_runs(root, words) == [RunDirectory(spelled)]
+    # The folder was moved: what is recorded is another place.
+    (spelled / "plan.json").write_text(json.dumps({"path": str(tmp_path / "gone" / "name" / "0123456789ab")}))
+    assert find_runs(link / "runs", []) == [RunDirectory(real / "name" / "0123456789ab")]
+
+
 def test_a_run_that_is_removed_while_they_are_listed_is_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = lookup.change_times
 
