@@ -489,6 +489,8 @@ class ClusterSection:
     stage_python: str | None = None
     """Folder on each node's own disk, e.g. "/tmp": Python's packages are copied there once per node, and the ranks
     import them from there; default: from where they are installed."""
+    job_name_prefix: str | None = None
+    """Text in front of the job's name, where a site prescribes one, e.g. "project-sub:"."""
     sbatch: dict[str, Any] = field(default_factory=dict)
     """Further sbatch flags by their long names, e.g. {reservation: maint}; true: a flag without a value."""
     srun: dict[str, Any] = field(default_factory=dict)

@@ -12,12 +12,14 @@ leaves enough to find the array again, by the path of its script.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from slurm_train.assets import read_template
 from slurm_train.errors import ClusterError
@@ -42,6 +44,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.flags import flag_word
 
 _DEFAULT_MAX_ARRAY_SIZE = 1001
+_DEPENDENCY = re.compile("#SBATCH --dependency=(.*)")
 # An array has a name and a log of its own.
 _OWN_FLAGS = ("#SBATCH --job-name=", "#SBATCH --output=", "#SBATCH --array=")
 
@@ -58,6 +61,8 @@ class ArrayPlan:
     """Elements that may run at once; None: as many as there is room for."""
     after: int | None = None
     """Position of the array whose end it waits for."""
+    name_prefix: str = ""
+    """What the site prescribes of its name."""
     is_alone: bool = False
     """Whether it is a plain job for its one run, for a site that takes no arrays."""
 
@@ -87,14 +92,14 @@ def cut_arrays(
         max_parallel: runs of the whole sweep that may run at once; None: no limit.
     """
     step = max(1, max_size)
-    by_shape: dict[tuple[str, ...], list[RunDirectory]] = {}
+    by_shape: dict[tuple[str, tuple[str, ...]], list[RunDirectory]] = {}
     for run, script in scripts:
         lines = (line for line in script.splitlines() if line.startswith("#SBATCH "))
         shape = tuple(line for line in lines if not line.startswith(_OWN_FLAGS))
-        by_shape.setdefault(shape, []).append(run)
+        by_shape.setdefault((_name_prefix(script, run), shape), []).append(run)
     arrays = [
-        ArrayPlan(runs=tuple(runs[start : start + step]), directives=shape, is_alone=max_size == 0)
-        for shape, runs in by_shape.items()
+        ArrayPlan(runs=tuple(runs[start : start + step]), directives=shape, name_prefix=prefix, is_alone=max_size == 0)
+        for (prefix, shape), runs in by_shape.items()
         for start in range(0, len(runs), step)
     ]
     if max_parallel is None:
@@ -111,6 +116,14 @@ def cut_arrays(
     ]
 
 
+def _name_prefix(script: str, run: RunDirectory) -> str:
+    """Returns what stands in front of a run's own name in the name of its job."""
+    named = re.search(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)
+    words = shlex.split(named[1]) if named else []
+    own = f"{run.name}-{run.run_id}"
+    return words[0].removesuffix(own) if words and words[0].endswith(own) else ""
+
+
 def _split(total: int, weights: Sequence[int]) -> list[int]:
     """Returns whole numbers of at least 1 that add up to `total`, as near to the weights as can be."""
     shares = [1] * len(weights)
@@ -122,7 +135,7 @@ def _split(total: int, weights: Sequence[int]) -> list[int]:
 
 def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     """Returns the text of the script of a sweep's array of this number."""
-    array, name = sweep.array(number), f"sweep-{sweep.sweep_id}-{number}"
+    array, name = sweep.array(number), f"{plan.name_prefix}sweep-{sweep.sweep_id}-{number}"
     spec = f"0-{len(plan.runs) - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
     own = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
     if plan.is_alone:
@@ -227,6 +240,9 @@ def submit_arrays(
         write_atomic(array.runs, "".join(f"{run.path}\n" for run in plan.runs))
         write_atomic(array.script, script, mode=0o700)
         waits = [depends, "" if plan.after is None else f"afterany:{ids[plan.after]}"]
+        if any(waits):
+            # Words for sbatch win over what the runs' own cluster.sbatch.dependency has put into the script.
+            waits += [" ".join(shlex.split(one[1])) for one in map(_DEPENDENCY.fullmatch, plan.directives) if one]
         flags = [f"--dependency={','.join(filter(None, waits))}"] if any(waits) else []
         flags += exclude_flags(script, plan.runs[0], env)[0]
         try:
@@ -256,6 +272,11 @@ def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str) -> None:
     for_each(lambda pair: record_job(pair[0], pair[1], durable=False), jobs.items())
 
 
+def _lies_in(script: str, folder: Path) -> bool:
+    # The folder may have been spelled in another way, through a link, when the script was submitted.
+    return os.path.realpath(script).startswith(f"{os.path.realpath(folder)}/")
+
+
 def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str]:
     """Looks in Slurm for arrays whose ids were never written down, writes them down and returns them.
 
@@ -270,7 +291,7 @@ def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str
     found = []
     for array in lost:
         # Its script lies in its folder, where no other user's script is.
-        ids = {number_of(job_id) for job_id, script in scripts.items() if script.startswith(f"{array.path}/")}
+        ids = {number_of(job_id) for job_id, script in scripts.items() if _lies_in(script, array.path)}
         if ids:
             _record(sweep, array, str(max(ids)))
             found.append(str(max(ids)))

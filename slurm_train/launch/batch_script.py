@@ -25,7 +25,7 @@ from slurm_train.launch.placement import NodeGroup, World
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import warning_lead_s
-from slurm_train.slurm.allocation import parse_nodelist
+from slurm_train.slurm.allocation import compact_nodelist, parse_nodelist
 from slurm_train.slurm.flags import (
     Flags,
     check_env_name,
@@ -53,7 +53,7 @@ _PROTECTED = {
         "requeue": "requeue.enabled",
         "no-requeue": "requeue.enabled",
         "signal": "requeue.warn_before_limit_s",
-        "job-name": "run.name",
+        "job-name": "run.name, and cluster.job_name_prefix for what a site prescribes,",
         "output": "run.root",
         "error": "run.root",
         "open-mode": "",
@@ -128,12 +128,27 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
         title=f"{plan.run.name}/{plan.run.run_id}: {' '.join(what.split())}",
         sbatch="\n#SBATCH hetjob\n".join(components),
         exports="\n".join(_guarded(f"export {name}", _export, name, value) for name, value in exports.items()),
-        setup="\n".join(cluster.setup),
+        setup="\n".join(_setup_lines(plan)),
         python=shlex.quote(python),
         run=shlex.quote(str(plan.run.path)),
         srun=" ".join(["srun", *srun, *_container_words(ranks.step_flags(exports), cluster.srun)]),
         worker=" ".join(map(_quoted, ranks.words(python=python))),
     )
+
+
+def _setup_lines(plan: RunPlan) -> list[str]:
+    """Returns the lines of `cluster.setup`, which run in the folder that the run was first typed in.
+
+    A job starts in the folder of whoever submits it: another one after `resume` from elsewhere, and "/" where the
+    supervisor submits the job that continues a run.
+    """
+    cluster = _cluster(plan.config)
+    if not cluster.setup:
+        return []
+    asked = next((value for name, value in cluster.sbatch.items() if name in ("chdir", "workdir")), None)
+    folder = Path(plan.directory, str(asked or ""))
+    warning = f"warning: {folder} is not on this node: relative paths in cluster.setup lead elsewhere"
+    return [f"cd {_quoted(str(folder))} || echo {_quoted(warning)} >&2", *cluster.setup]
 
 
 def _check_stage(folder: str, config: RunConfig) -> None:
@@ -207,7 +222,7 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
     components = []
     for index, group in enumerate(groups):
         sized = replace(cluster, cpus_per_gpu=_cpus_per_task(cluster, group))
-        flags: Flags = {} if index else {"job-name": f"{plan.run.name}-{plan.run.run_id}"}
+        flags: Flags = {} if index else {"job-name": job_name(plan)}
         spares = cluster.spare_nodes
         flags |= _size_flags(plan, replace(group, num_nodes=group.num_nodes + spares))
         flags |= resource_flags(sized, per_node=group.ranks_per_node)
@@ -215,10 +230,13 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
             # Without it Slurm ends the whole job with the first node that is lost.
             flags["no-kill"] = True
         if hosts is not None:
-            flags["nodelist"] = ",".join(itertools.islice(rest, group.num_nodes))
+            flags["nodelist"] = compact_nodelist(list(itertools.islice(rest, group.num_nodes)))
         if index == 0:
             # Without "append" a requeue truncates the log of the attempts before.
             flags |= {"output": str(plan.run.logs / "batch.log"), "open-mode": "append"}
+            if "\\" not in plan.directory and plan.directory.isprintable():
+                # Else whoever submits it decides, by a path without links, which nodes may not have.
+                flags["chdir"] = plan.directory
         # A site's JobRequeue may be either; say it always.
         flags["requeue" if plan.config.requeue.enabled else "no-requeue"] = True
         _refuse_two_values(flags, own)
@@ -226,6 +244,11 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
         flags["signal"] = warning_signal(plan.config, plan.run)
         components.append(flags | own)
     return components
+
+
+def job_name(plan: RunPlan) -> str:
+    """Returns the name of a run's job, e.g. "gpt-stdlib-3f9a1c07a2b4", with what the site prescribes in front."""
+    return f"{_cluster(plan.config).job_name_prefix or ''}{plan.run.name}-{plan.run.run_id}"
 
 
 def _refuse_two_values(flags: Flags, own: Flags) -> None:

@@ -35,6 +35,12 @@ def test_the_script_of_an_array_is_the_golden_file() -> None:
     assert render(plan) == GOLDEN.read_text(encoding="utf-8")
 
 
+def test_an_array_has_the_prefix_of_its_runs_names() -> None:
+    plans = cut_arrays(scripts(2, job_name_prefix="proj-sub:") + scripts(1), max_size=9, max_parallel=None)
+    names = [line for plan in plans for line in render(plan).splitlines() if "--job-name" in line]
+    assert names == ["#SBATCH --job-name=proj-sub:sweep-9b1c44e0-0", "#SBATCH --job-name=sweep-9b1c44e0-0"]
+
+
 def element(
     folder: Path, *runs: RunDirectory, task: str | None = "0", is_alone: bool = False
 ) -> subprocess.CompletedProcess[str]:

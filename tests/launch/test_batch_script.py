@@ -147,6 +147,38 @@ def test_text_that_a_shell_would_run_stays_text(text: str) -> None:
     assert done.stdout == text
 
 
+def test_setup_lines_start_in_the_folder_that_the_run_was_first_typed_in(tmp_path: Path) -> None:
+    typed, other = tmp_path / "it's mine", tmp_path / "other"
+    for folder in (typed, other):
+        folder.mkdir()
+    (typed / "env.sh").write_text("HERE=$PWD\n")
+    for launcher in ("srun", "torchrun"):
+        cluster = {"setup": ["source env.sh", 'echo "$HERE"'], "launcher": launcher}
+        head = render_script(make_plan(typed, cluster=cluster)).partition("\ncd /\n")[0]
+        for folder in (typed, other, Path("/")):
+            done = subprocess.run(["bash"], input=head, cwd=folder, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stdout, done.stderr) == (0, f"{typed}\n", "")
+    asked = make_plan(tmp_path, cluster={"setup": ["pwd"], "sbatch": {"chdir": "other"}})
+    head = render_script(asked).partition("\ncd /\n")[0]
+    assert subprocess.run(["bash"], input=head, capture_output=True, text=True, check=True).stdout == f"{other}\n"
+
+
+def test_a_folder_that_a_node_does_not_have_is_said_and_absolute_setup_lines_run(tmp_path: Path) -> None:
+    head = render_script(make_plan(tmp_path / "gone", cluster={"setup": ["echo ready"]})).partition("\ncd /\n")[0]
+    done = subprocess.run(["bash"], input=head, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "ready\n" and f"warning: {tmp_path}/gone is not on this node" in done.stderr
+
+
+def test_a_site_may_prescribe_how_the_names_of_jobs_begin() -> None:
+    flags, _ = flags_of(job_name_prefix="proj-sub:")
+    assert str(flags["job-name"]).startswith("proj-sub:gpt-stdlib-")
+    with pytest.raises(ConfigError, match="would break the launch") as caught:
+        flags_of(sbatch={"job-name": "proj-sub:test1"})
+    assert "cluster.job_name_prefix" in caught.value.hint
+    error = refusal(ConfigError, make_plan, run={"name": "proj-sub:test1"})
+    assert "cluster.job_name_prefix" in error.hint
+
+
 # --- flags and variables ---
 
 

@@ -17,6 +17,7 @@
 #SBATCH --constraint='h100&ib'
 #SBATCH --output='/scratch/it'"'"'s mine/runs/my-run_1.0/3cdb22f4d308/logs/batch.log'
 #SBATCH --open-mode=append
+#SBATCH --chdir=/home/user/project
 #SBATCH --no-requeue
 #SBATCH --signal=USR2@300
 #SBATCH --reservation='maint window'
@@ -30,6 +31,7 @@ export GLOO_SOCKET_IFNAME=ib0
 export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s $HOME & more'
 export EMPTY=''
+cd /home/user/project || echo 'warning: /home/user/project is not on this node: relative paths in cluster.setup lead elsewhere' >&2
 module load cuda/12.4
 source /opt/venv/bin/activate
 export EXTRA="$HOME/x y"

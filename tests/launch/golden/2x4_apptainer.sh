@@ -8,6 +8,7 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --output=/scratch/me/runs/gpt-stdlib/ed9b3c8f8242/logs/batch.log
 #SBATCH --open-mode=append
+#SBATCH --chdir=/home/me/project
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
 

@@ -8,6 +8,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --output=/home/user/project/runs/gpt-stdlib/3cdb22f4d308/logs/batch.log
 #SBATCH --open-mode=append
+#SBATCH --chdir=/home/user/project
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
 

@@ -11,6 +11,7 @@
 #SBATCH --partition=gpu
 #SBATCH --time=90
 #SBATCH --open-mode=append
+#SBATCH --chdir=/home/user/project
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
 

@@ -8,6 +8,7 @@
 #SBATCH --cpus-per-task=2
 #SBATCH --output=/home/user/project/runs/gpt-stdlib/c62a1f226dab/logs/batch.log
 #SBATCH --open-mode=append
+#SBATCH --chdir=/home/user/project
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
 

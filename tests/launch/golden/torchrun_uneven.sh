@@ -9,6 +9,7 @@
 #SBATCH --cpus-per-task=12
 #SBATCH --output=/home/user/project/runs/gpt-stdlib/4f7cd9cd41c6/logs/batch.log
 #SBATCH --open-mode=append
+#SBATCH --chdir=/home/user/project
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
 #SBATCH hetjob

@@ -17,6 +17,7 @@
 #SBATCH --constraint='h100&ib'
 #SBATCH --output=/home/user/project/runs/gpt-stdlib/d01a2cab638c/logs/batch.log
 #SBATCH --open-mode=append
+#SBATCH --chdir=/home/user/project
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
 #SBATCH --reservation='maint window'
@@ -33,7 +34,7 @@
 #SBATCH --account=lab-7
 #SBATCH --qos=high
 #SBATCH --time=90
-#SBATCH --nodelist=node1,node2
+#SBATCH --nodelist='node[1-2]'
 #SBATCH --exclude='node[7-8]'
 #SBATCH --constraint='h100&ib'
 #SBATCH --requeue
@@ -49,6 +50,7 @@ export GLOO_SOCKET_IFNAME=ib0
 export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s $HOME & more'
 export EMPTY=''
+cd /home/user/project || echo 'warning: /home/user/project is not on this node: relative paths in cluster.setup lead elsewhere' >&2
 module load cuda/12.4
 source /opt/venv/bin/activate
 export EXTRA="$HOME/x y"
