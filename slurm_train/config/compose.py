@@ -491,6 +491,9 @@ def _explain(err: Exception, *, known: DictConfig, words: Sequence[str]) -> Conf
         words: as typed.
     """
     text = str(err)
+    if isinstance(err, yaml.YAMLError):
+        hint = "put a text with brackets, braces, commas, # or a colon and a blank in quotes"
+        return ConfigError(" ".join(text.split()), hint=hint)
     if isinstance(err, OverrideParseException):
         reason = re.sub(r"Error parsing override '.*?'\n|\nSee https.*", "", text, flags=re.DOTALL)
         hint = (

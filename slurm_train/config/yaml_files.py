@@ -50,6 +50,10 @@ _HELD: Mapping[tuple[type, str], Any] = {
 _DEFAULTS = to_mapping(ClusterSection())
 
 
+# Texts of `cluster` that Slurm takes several of, with commas; its flags are others.
+_LISTS = ("partition", "nodelist", "exclude")
+
+
 class FaithfulLoader(_Base):  # type: ignore[misc]  # PyYAML's C loader, where libyaml is
     """PyYAML's safe loader, which keeps the spelling of texts; takes the place of `yaml.SafeLoader`."""
 
@@ -128,6 +132,8 @@ class _Rewriter:
                 raise ConfigError(message, hint="drop one of the two")
             pairs = [pair for key, value in node.value for pair in self._pair(key, value, hint, path)]
             return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+        if _Flag in _options(hint):
+            return self._joined(node)
         items = [self.rewritten(item, _item(hint), (*path, str(at))) for at, item in enumerate(node.value)]
         return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark)
 
@@ -143,7 +149,10 @@ class _Rewriter:
         name = str(key.value)
         if isinstance(key, yaml.ScalarNode) and _child(hint, name) is not None:
             key = _as_text(key)
-        if ClusterSection in _options(hint) and isinstance(value, yaml.ScalarNode):
+        is_cluster = ClusterSection in _options(hint)
+        if is_cluster and name in _LISTS and isinstance(value, yaml.SequenceNode):
+            value = self._joined(value)
+        if is_cluster and isinstance(value, yaml.ScalarNode):
             if name == "time":
                 key = yaml.ScalarNode(_STR, "time_limit_min", key.start_mark, key.end_mark)
                 value = self._minutes(value)
@@ -167,6 +176,13 @@ class _Rewriter:
             return _as_text(node)
         is_misread = node.tag in _NUMBERS and _BASE_60_OR_8.fullmatch(node.value) is not None
         return _as_text(node) if is_misread else node
+
+    def _joined(self, node: yaml.SequenceNode) -> yaml.Node:
+        """Returns a list as the one text that Slurm takes for it: ["gpu", "long"] as "gpu,long"."""
+        if not node.value or not all(isinstance(item, yaml.ScalarNode) for item in node.value):
+            return node
+        text = ",".join(item.value for item in node.value)
+        return yaml.ScalarNode(_STR, text, node.start_mark, node.end_mark, '"')
 
     def _minutes(self, node: yaml.ScalarNode) -> yaml.ScalarNode:
         if node.tag == _NULL:

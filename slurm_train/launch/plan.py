@@ -137,6 +137,12 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     name = default_name(composed) if config.run.name is None else config.run.name
     check_path_part("run.name", name)
     check_path("run.root", config.run.root)
+    if (variable := re.match(r"\$\{?(\w+)", config.run.root)) is not None:
+        raise ConfigError(
+            f"run.root={config.run.root} begins with a variable, which nobody has filled in",
+            hint=f'let the shell do it ("run.root=${variable[1]}/..." in double quotes); in a file: '
+            f"${{oc.env:{variable[1]}}}/...",
+        )
     root = plain_path(cwd, config.run.root)
     check_path("run.root", str(root))
     if config.preflight.only:

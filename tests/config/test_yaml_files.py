@@ -171,6 +171,34 @@ def test_a_word_that_could_mean_two_things_is_refused(tmp_path: Path, text: str,
     assert "720" not in str(error) and "43200" not in str(error)
 
 
+LISTS_OF_SLURM = [
+    ("partition: [main, 3090]", "cluster.partition", "main,3090"),
+    ("partition: 3090", "cluster.partition", "3090"),
+    ("nodelist: [node1, 'node[3-4]']", "cluster.nodelist", "node1,node[3-4]"),
+    ("exclude: [node1]", "cluster.exclude", "node1"),
+    ("sbatch: {licenses: [matlab:1, ansys:2], mail-type: [END, FAIL]}", "cluster.sbatch.licenses", "matlab:1,ansys:2"),
+    ("srun: {mpi: [a, 1e3]}", "cluster.srun.mpi", "a,1e3"),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "value"), LISTS_OF_SLURM)
+def test_a_list_is_given_to_slurm_as_it_writes_lists(tmp_path: Path, text: str, key: str, value: str) -> None:
+    for name, lines in (
+        ("experiment/a.yaml", f"# @package _global_\ncluster: {{{text}}}\n"),
+        ("site/a.yaml", f"cluster: {{{text}}}\n"),
+        ("cluster/a.yaml", f"{text}\n"),
+    ):
+        values = flat(read(tmp_path, name, lines))
+        assert values[key if name[:7] != "cluster" else key.removeprefix("cluster.")] == value, name
+
+
+def test_text_that_is_no_yaml_is_to_be_put_in_quotes(tmp_path: Path) -> None:
+    text = "# @package _global_\ncluster: {exclude: node[1,3-4]}\n"
+    folder = write(tmp_path / "conf", {"experiment/odd.yaml": text})
+    error = refusal(ConfigError, composed, "--config-dir", folder, "+cluster=1x1", "+experiment=odd")
+    assert "odd.yaml" in error.message and "in quotes" in error.hint
+
+
 def test_two_time_limits_in_one_section_are_refused(tmp_path: Path) -> None:
     text = "# @package _global_\ncluster: {time: 1:00:00, time_limit_min: 30}\n"
     folder = write(tmp_path / "conf", {"experiment/odd.yaml": text})
@@ -187,7 +215,7 @@ cluster:
   sbatch: {exclusive: true, oversubscribe: FALSE, gres-flags: null}
 optim: {lr: 1e-3}
 train: {max_steps: 0x10}
-model: {_target_: my.Net, ratio: 1e3, wide: on, start: 1:30, mode: 0644}
+model: {_target_: my.Net, ratio: 1e3, wide: on, start: 1:30, mode: 0644, exclude: [a, b]}
 """
     text = text.replace("defaults_of_env: &env", "task:\n  env: &env")
     folder = write(tmp_path / "conf", {"experiment/odd.yaml": text})
@@ -205,4 +233,5 @@ model: {_target_: my.Net, ratio: 1e3, wide: on, start: 1:30, mode: 0644}
     assert cluster.sbatch == {"exclusive": True, "oversubscribe": False, "gres-flags": None}
     assert (config.seed, config.optim.lr, config.train.max_steps) == (1000, 1e-3, 16)
     model: Any = config.model
+    assert model["exclude"] == ["a", "b"]
     assert (model["ratio"], model["wide"], model["start"], model["mode"]) == (1000.0, True, "1:30", "0644")

@@ -79,6 +79,7 @@ def test_where_a_run_lies(section: dict[str, str], folder: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"run": {"root": "$SCRATCH/runs"}}, "run.root=$SCRATCH/runs begins with a variable"),
     ({"batch": {"global_size": 65}, "cluster": CLUSTER}, "batch.global_size=65 cannot be split over 32 ranks"),
     ({"script": ["a.sh"], "task": {"_target_": "m.f"}}, "script and task are both set"),
     ({"script": []}, "script=[] names no file"),
