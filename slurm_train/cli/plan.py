@@ -22,7 +22,7 @@ from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import byte_size, share, shorten, table
-from slurm_train.launch.placement import TABLE_HEADER, table_rows
+from slurm_train.launch.placement import TABLE_HEADER, table_rows, topology_text
 from slurm_train.launch.plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ def main(words: Sequence[str]) -> int:
 
         script = render_script(plan)
         slurm = _ask_slurm(script, env, plan)
+        slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), env)
         rows = [("environment", _environment(plan.config.cluster.export, env)), ("Slurm", slurm["says"])]
+        if slurm["topology"]:
+            rows.append(("topology", slurm["topology"]))
     if flags.json:
         facts = {"run": str(plan.run.path), **plan.as_json(), **estimate.as_json(), "slurm": slurm, "script": script}
         print(json.dumps(facts, indent=2))
@@ -260,6 +263,24 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
         return {"says": f"does not answer, so the script is not checked: {err.message}"}
     names = ("is_accepted", "start", "nodelist", "partition", "message")
     return {"says": says, **{name: getattr(verdict, name) for name in names}}
+
+
+def _topology(plan: RunPlan, nodelist: str, env: Mapping[str, str]) -> str:
+    """Returns on which switches or blocks the nodes that Slurm would give are; "" where it is not known."""
+    from slurm_train.slurm.allocation import parse_nodelist
+    from slurm_train.slurm.commands import SlurmCommands
+
+    cluster = plan.config.cluster
+    assert cluster is not None
+    if not nodelist:
+        return ""
+    return topology_text(
+        plan.layout,
+        plan.world,
+        nodes=parse_nodelist(nodelist),
+        leaf_of=SlurmCommands(env).topology(),
+        may_ask="switches" not in cluster.sbatch and not cluster.nodelist,
+    )
 
 
 def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:

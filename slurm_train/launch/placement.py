@@ -10,13 +10,15 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import AXES, ParallelLayout, solve_layout
 from slurm_train.config.schema import GPT_TARGET, RunConfig
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
+from slurm_train.formatting import shorten
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.commands import run_program
 
@@ -388,6 +390,42 @@ def spans_nodes(layout: ParallelLayout, world: World, axis: str) -> bool:
         return getattr(layout, axis) > 1 and world.ranks_per_node[0] % members != 0
     nodes = [node for node, count in enumerate(world.ranks_per_node) for _ in range(count)]
     return any(len({nodes[rank] for rank in group}) > 1 for group in layout.groups((axis,)))
+
+
+def topology_text(
+    layout: ParallelLayout, world: World, *, nodes: Sequence[str], leaf_of: Mapping[str, str], may_ask: bool
+) -> str:
+    """Returns what the nodes of a run hang on and how many groups of ranks reach over more than one of these.
+
+    Args:
+        layout: the degrees of each axis.
+        world: the ranks on each node.
+        nodes: the nodes in rank order, e.g. ("node1", "node2").
+        leaf_of: what each node hangs on, e.g. {"node1": "switch leaf1"}.
+        may_ask: whether to name the setting that asks for one switch.
+
+    Returns:
+        E.g. "nodes on switch a: 1, switch b: 1; groups of ranks on several: tp 0 of 2, dp_shard 2 of 2"; "" where
+        it is not known what some node hangs on.
+    """
+    if len(nodes) != world.num_nodes or any(node not in leaf_of for node in nodes):
+        return ""
+    leaves = [leaf_of[node] for node in nodes]
+    num_nodes = Counter(leaves)
+    text = shorten((f"{leaf}: {count}" for leaf, count in num_nodes.items()), 6)
+    if len(num_nodes) == 1:
+        return f"all nodes on {leaves[0]}"
+    leaf_of_rank = [leaf for leaf, count in zip(leaves, world.ranks_per_node, strict=True) for _ in range(count)]
+    crossings = []
+    for axis in (axis for axis in reversed(AXES) if getattr(layout, axis) > 1):
+        groups = list(layout.groups((axis,)))
+        num_crossing = sum(len({leaf_of_rank[rank] for rank in group}) > 1 for group in groups)
+        crossings.append(f"{axis} {num_crossing} of {len(groups)}")
+    text = f"nodes on {text}; groups of ranks on several: {', '.join(crossings)}"
+    largest = max(Counter(leaf_of.values()).values())
+    if may_ask and leaves[0].startswith("switch ") and len(nodes) <= largest:
+        text += "; cluster.sbatch.switches=1 asks for nodes on one switch"
+    return text
 
 
 TABLE_HEADER = ("rank", "node", "local", *AXES)

@@ -284,6 +284,12 @@ class SlurmCommands:
             return "" if match is None else match[1]
         return ""
 
+    def topology(self) -> dict[str, str]:
+        """Returns what each node hangs on, e.g. {"node1": "switch leaf1"}; empty where Slurm knows no topology."""
+        with contextlib.suppress(ClusterError):
+            return records.parse_topology(self._run(["scontrol", "show", "topology"]))
+        return {}
+
     def node_address(self, name: str) -> str:
         """Returns how Slurm reaches a node, its NodeAddr: a name or an address; "" where it does not know the node."""
         rows = records.split_rows(self._run(["sinfo", "-h", "-N", "-n", name, "-o", "%N|%o"]), 2)

@@ -29,6 +29,9 @@ _INDEX_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+)(?::([1-9][0-9]*))?)?")
 # MaxArraySize cannot be set higher (slurm.conf).
 _MAX_INDEX = 4000001
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=")
+# "SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=node[1-2]" or "BlockName=b0 BlockIndex=0 Nodes=node[1-2] BlockSize=2"; a
+# switch without nodes has "Nodes=(null)".
+_LEAF = re.compile(r"^(?:SwitchName=(\S+) Level=0|BlockName=(\S+)) .*?\bNodes=([^\s(]+)", re.MULTILINE)
 _RECORD_START = re.compile(r"[A-Z][A-Za-z]+=")
 # The rest of the line is the value, whatever it holds.
 _FREE_TEXT = frozenset(
@@ -313,6 +316,20 @@ def parse_config(text: str) -> dict[str, str]:
     """Returns the settings in the output of `scontrol show config`, e.g. {"MaxArraySize": "1001", ...}."""
     pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, value in pairs}
+
+
+def parse_topology(text: str) -> dict[str, str]:
+    """Returns what each node hangs on, from the output of `scontrol show topology`: "switch leaf1" or "block b0".
+
+    Of topology/tree the switches of level 0 count, of topology/block (24.05) the blocks that are not aggregated. A node
+    below two switches counts as a node of the first.
+    """
+    leaves: dict[str, str] = {}
+    for switch, block, nodes in _LEAF.findall(text):
+        leaf = f"switch {switch}" if switch else f"block {block}"
+        for node in parse_nodelist(nodes):
+            leaves.setdefault(node, leaf)
+    return leaves
 
 
 def restarts_of(job: Mapping[str, str]) -> int:

@@ -43,6 +43,24 @@ def test_slurms_verdict_is_told(shell: Shell) -> None:
     assert shell.types("plan +cluster=4x8").out.startswith("#!/bin/bash\n")
 
 
+def test_a_plan_says_which_switches_the_nodes_are_on(shell: Shell) -> None:
+    start = "sbatch: Job 5 to start at 2026-01-31T09:41:24 using 4 processors on nodes node[2-3] in partition main"
+    (shell.slurm.folder / "verdict").write_text(f"{start}\n")
+    assert "topology" not in rows_of(shell, "+cluster=2x2")
+    (shell.slurm.folder / "topology.out").write_text(
+        "SwitchName=a Level=0 LinkSpeed=1 Nodes=node[1-2]\nSwitchName=b Level=0 LinkSpeed=1 Nodes=node[3-4]\n"
+        "SwitchName=root Level=1 LinkSpeed=1 Nodes=node[1-4] Switches=a,b\n"
+    )
+    crossing = "nodes on switch a: 1, switch b: 1; groups of ranks on several: dp_replicate 1 of 1"
+    advice = "; cluster.sbatch.switches=1 asks for nodes on one switch"
+    assert rows_of(shell, "+cluster=2x2")["topology"] == crossing + advice
+    for words in ("cluster.sbatch.switches=1", "cluster.nodelist=node[2-3]"):
+        assert rows_of(shell, f"+cluster=2x2 {words}")["topology"] == crossing
+    facts = json.loads(shell.types("plan --json +cluster=2x2").out)
+    assert facts["slurm"]["topology"] == crossing + advice
+    assert "#SBATCH --switches=1\n" in shell.types("plan +cluster=2x2 cluster.sbatch.switches=1").out
+
+
 def test_a_layout_has_memory_traffic_and_a_table_of_ranks(shell: Shell) -> None:
     words = "+cluster=16x4 parallel={dp_shard:8,tp:4,pp:2} model.tied=false"
     rows = rows_of(shell, words)

@@ -23,6 +23,7 @@ from slurm_train.launch.placement import (
     plan_layout,
     plan_world,
     table_rows,
+    topology_text,
 )
 from tests.support.refusals import refusal
 from tests.support.waiting import wait_for
@@ -247,3 +248,46 @@ def test_a_listing_that_hangs_is_ended_with_all_that_it_has_started(
     assert time.monotonic() - began_s < 10 and "CUDA_VISIBLE_DEVICES" in caught.value.hint
     helper = Path("/proc", (tmp_path / "helper").read_text().strip(), "cmdline")
     wait_for(lambda: not helper.exists() or not helper.read_bytes(), within_s=5, what="the end of the helper")
+
+
+LEAVES = {"node1": "switch a", "node2": "switch a", "node3": "switch b", "node4": "switch b"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "leaf_of", "text"),
+    [
+        (("node1", "node2"), LEAVES, "all nodes on switch a"),
+        (
+            ("node2", "node3"),
+            LEAVES,
+            "nodes on switch a: 1, switch b: 1; groups of ranks on several: tp 0 of 4, dp_shard 2 of 2; "
+            "cluster.sbatch.switches=1 asks for nodes on one switch",
+        ),
+        # No switch has two nodes.
+        (
+            ("node1", "node2"),
+            {"node1": "switch a", "node2": "switch b"},
+            "nodes on switch a: 1, switch b: 1; groups of ranks on several: tp 0 of 4, dp_shard 2 of 2",
+        ),
+        (
+            ("node1", "node2"),
+            {"node1": "block a", "node2": "block b", "node3": "block b"},
+            "nodes on block a: 1, block b: 1; groups of ranks on several: tp 0 of 4, dp_shard 2 of 2",
+        ),
+        (("node1", "node9"), LEAVES, ""),
+        (("node1",), LEAVES, ""),
+        (("node1", "node2"), {}, ""),
+    ],
+)
+def test_groups_that_reach_over_switches_or_blocks_are_counted(
+    nodes: tuple[str, ...], leaf_of: dict[str, str], text: str
+) -> None:
+    layout = ParallelLayout(dp_shard=4, tp=2)
+    assert topology_text(layout, World((4, 4)), nodes=nodes, leaf_of=leaf_of, may_ask=True) == text
+
+
+def test_a_setting_that_was_made_is_not_advised() -> None:
+    text = topology_text(
+        ParallelLayout(dp_replicate=4), World((2, 2)), nodes=("node2", "node3"), leaf_of=LEAVES, may_ask=False
+    )
+    assert text == "nodes on switch a: 1, switch b: 1; groups of ranks on several: dp_replicate 1 of 1"

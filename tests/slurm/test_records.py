@@ -22,6 +22,7 @@ from slurm_train.slurm.records import (
     parse_record,
     parse_sacct,
     parse_squeue,
+    parse_topology,
     phase_of,
     violent_end,
 )
@@ -250,3 +251,31 @@ def test_the_end_of_a_job_in_the_hour_that_is_repeated(tmp_path: Path, monkeypat
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+TREE = """SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=node[1-2]
+SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=node3
+SwitchName=empty Level=0 LinkSpeed=1 Nodes=(null)
+SwitchName=root Level=1 LinkSpeed=1 Nodes=node[1-3] Switches=leaf[1-2]
+"""
+BLOCKS = """BlockName=b0 BlockIndex=0 Nodes=node[1-2] BlockSize=2
+BlockName=b1 BlockIndex=1 Nodes=node3 BlockSize=2
+AggregatedBlock=b[0-1] BlockIndex=2 Nodes=node[1-3] BlockSize=4
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "leaves"),
+    [
+        (TREE, ["switch leaf1", "switch leaf1", "switch leaf2"]),
+        (BLOCKS, ["block b0", "block b0", "block b1"]),
+        ("SwitchName=a Level=0 LinkSpeed=1 Nodes=node1\n" + TREE, ["switch a", "switch leaf1", "switch leaf2"]),
+    ],
+)
+def test_a_node_hangs_on_its_lowest_switch_or_block(text: str, leaves: list[str]) -> None:
+    nodes = ("node1", "node2", "node3")
+    assert parse_topology(text) == dict(zip(nodes, leaves, strict=True))
+
+
+def test_no_topology_has_no_leaves() -> None:
+    assert parse_topology("") == {}
