@@ -85,7 +85,8 @@ def _filtered(facts: SiteFacts, commands: SlurmCommands) -> str:
     if facts.settings.get("JobSubmitPlugins", "(null)") == "(null)":
         return ""
     verdict = slurm_verdict("#!/bin/sh\n#SBATCH --requeue\ntrue\n", commands)
-    return "" if verdict.is_accepted else verdict.message
+    lines = (line.strip() for line in verdict.message.splitlines())
+    return "" if verdict.is_accepted else "; ".join(filter(None, lines))
 
 
 def _mount_here() -> Mount | None:

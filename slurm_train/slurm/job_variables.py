@@ -93,7 +93,7 @@ def job_environment(env: Mapping[str, str]) -> dict[str, str]:
     if not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(slurm):
         kept = {name: value for name, value in slurm.items() if not name.startswith("SLURM_STEP_")}
         return scrubbed(env) | kept
-    kept = {name: value for name, value in slurm.items() if _is_of_whole_job(name)}
+    kept = {name: value for name, value in slurm.items() if _is_of_whole_job(name) or "_HET_GROUP_" in name}
     if "SLURM_HET_SIZE" not in env and (nodes := env.get("SLURM_JOB_NODELIST")):
         # SLURM_TASKS_PER_NODE is the shell's. The number of tasks of a run is in its plan.
         kept["SLURM_TASKS_PER_NODE"] = f"1(x{len(parse_nodelist(nodes))})"
@@ -111,6 +111,7 @@ def helper_environment(env: Mapping[str, str], *, num_nodes: int) -> dict[str, s
         env: of the job.
         num_nodes: of the job; its tasks per node are the ranks'.
     """
+    # SLURM_GPUS_PER_NODE_HET_GROUP_0 and its like are requests as well.
     kept = {name: value for name, value in env.items() if _is_of_whole_job(name)}
     if "SLURM_HET_SIZE" not in env:
         kept["SLURM_TASKS_PER_NODE"] = f"1(x{num_nodes})"
@@ -118,7 +119,7 @@ def helper_environment(env: Mapping[str, str], *, num_nodes: int) -> dict[str, s
 
 
 def _is_of_whole_job(name: str) -> bool:
-    return name in _WHOLE_JOB_NAMES or name.startswith(_WHOLE_JOB_PREFIXES) or "_HET_GROUP_" in name
+    return name in _WHOLE_JOB_NAMES or name.startswith(_WHOLE_JOB_PREFIXES)
 
 
 def with_gpus_for(env: Mapping[str, str], num_ranks: int) -> dict[str, str]:

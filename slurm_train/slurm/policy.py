@@ -415,6 +415,8 @@ _ESTIMATE = re.compile(
     r"to start at (?P<start>\S+) using .* on (?:nodes )?(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
 )
 
+_REFUSED = re.compile(r"(?m)^(?:sbatch: error: )?(?:allocation failure: |Batch job submission failed: )")
+
 
 @frozen
 class TestVerdict:
@@ -438,15 +440,17 @@ class TestVerdict:
 
 def read_verdict(return_code: int, stderr: str, stdout: str = "") -> TestVerdict:
     """Returns what exit code and output of `sbatch --test-only` mean, or those of an sbatch that was refused."""
-    if return_code == 0:
-        match = _ESTIMATE.search(plain(stderr))
+    # A wrapper may put both streams into one, and may lose the exit code.
+    text = plain(f"{stderr}\n{stdout}")
+    if return_code == 0 and _REFUSED.search(text) is None:
+        match = _ESTIMATE.search(text)
         if match is None:
             return TestVerdict(is_accepted=True)
         partition = match["partition"] or ""
         return TestVerdict(is_accepted=True, start=match["start"], nodelist=match["nodes"], partition=partition)
     lines = said(stdout, stderr)
     # Slurm's own words come last on stderr; those of the site before them are about anything.
-    own_words = "; ".join(said("", stderr)[-2:])
+    own_words = "; ".join((said("", stderr) or lines)[-2:])
     matching = (refusal for refusal, pattern in _PATTERNS.items() if re.search(pattern, own_words, re.IGNORECASE))
     refusal = next(matching, Refusal.OTHER)
     advice = refusal.value

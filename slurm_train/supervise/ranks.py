@@ -176,7 +176,7 @@ def _ask(
 
 def _complaint(errors: str) -> str:
     """Returns what srun has said, for the end of a message: why it made no step, else its last line."""
-    lines = plain(errors).strip().splitlines()
+    lines = plain(_without_noise(errors)).strip().splitlines()
     reasons = [line for line in lines if _NOT_CREATED.search(line)]
     return f"; it said: {(reasons or lines)[-1].strip()}" if lines else ""
 
@@ -193,7 +193,14 @@ def run_on_each_node(
         subprocess.TimeoutExpired: it did not end in time.
     """
     command, env = _helper_step(words, nodes, env)
-    return run_program(command, env=env, timeout_s=timeout_s, cwd="/")
+    done = run_program(command, env=env, timeout_s=timeout_s, cwd="/")
+    return Finished(done.return_code, done.stdout, _without_noise(done.stderr))
+
+
+def _without_noise(errors: str) -> str:
+    """Returns srun's stderr without what it says of --cpu-bind=none where nothing is bound anyway."""
+    lines = errors.splitlines(keepends=True)
+    return "".join(line for line in lines if "lacks support for cpu binding" not in line)
 
 
 # A helper takes nothing from the ranks: no GPUs, no memory that is theirs (0: what the job has), no CPUs of its own. A

@@ -205,6 +205,13 @@ def test_an_accepted_script_has_an_estimated_start() -> None:
     heterogeneous = f"sbatch: Job 34 to start at {start} using 6 processors on node2\n"
     assert read_verdict(0, heterogeneous) == TestVerdict(is_accepted=True, start=start, nodelist="node2")
     assert read_verdict(0, "") == TestVerdict(is_accepted=True)
+    wrapped = read_verdict(0, "", f"Welcome to the lab\n{text}")
+    assert wrapped == read_verdict(0, text), "a wrapper has put both streams into one"
+
+
+def test_a_wrapper_that_loses_the_exit_code_makes_no_yes_of_a_no() -> None:
+    verdict = read_verdict(0, "", "allocation failure: Invalid qos specification\n")
+    assert (verdict.is_accepted, verdict.refusal) == (False, Refusal.QOS)
 
 
 @pytest.mark.parametrize(

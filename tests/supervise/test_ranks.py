@@ -101,6 +101,24 @@ def test_a_question_to_the_nodes_takes_over_no_request_of_the_job(run: RunDirect
     assert seen == {**kept, "SLURM_TASKS_PER_NODE": "1(x4)"}
 
 
+def test_a_question_to_uneven_nodes_takes_over_no_request_of_a_component(run: RunDirectory, tmp_path: Path) -> None:
+    """With them srun of 22.05 made no step: "Invalid Trackable RESource (TRES) specification"."""
+    ids = {"SLURM_JOB_ID_HET_GROUP_0": "41", "SLURM_JOB_ID_HET_GROUP_1": "42"}
+    kept = {"SLURM_HET_SIZE": "2", **ids, "SLURM_JOB_NODELIST_HET_GROUP_0": "node1"}
+    asked = dict.fromkeys(("GPUS_PER_NODE", "NTASKS", "NTASKS_PER_NODE", "NPROCS", "TASKS_PER_NODE"), "2")
+    of_parts = {f"SLURM_{name}_{kind}_GROUP_0": value for name, value in asked.items() for kind in ("HET", "PACK")}
+    env = fake_srun(tmp_path, f"env > {tmp_path}/env; for n in node1 node2 node3; do echo fine $n; done")
+    require_seen_by_all(run, NODES, {**env, **of_parts, **kept})
+    lines = (tmp_path / "env").read_text().splitlines()
+    assert dict(line.split("=", 1) for line in lines if line.startswith("SLURM")) == kept
+
+
+def test_what_srun_says_of_a_binding_that_is_not_there_is_no_complaint(run: RunDirectory, tmp_path: Path) -> None:
+    noise = "srun: cluster configuration lacks support for cpu binding"
+    error = refusal(run, fake_srun(tmp_path, f"echo fine node1; echo fine node3; echo '{noise}' >&2"))
+    assert (error.code, error.nodes) == ("NODE_MISSING", ("node2",)) and "binding" not in error.message
+
+
 REFUSED = [
     ("srun: error: Unable to create step for job 110: Insufficient GRES available in allocation", SilentNodesError),
     ("srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification", SilentNodesError),
