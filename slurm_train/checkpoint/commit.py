@@ -104,7 +104,8 @@ class Place:
     keeps_copies: bool = False
     """A node's place: it has copies of the files of the node before it as well."""
     passed_over: list[Path] = field(default_factory=list)
-    """What `claim` has passed over and `move_aside` has not moved yet."""
+    """What this attempt has passed over and `move_aside` has not moved yet; whoever chooses for it sets it, as `claim`
+    does."""
 
     def __post_init__(self) -> None:
         """Refuses a number that would remove the newest checkpoint."""

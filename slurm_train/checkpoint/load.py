@@ -43,6 +43,8 @@ from slurm_train.checkpoint.verify import (
 )
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
 from slurm_train.rundir.files import ask_server, fsync_directory, fsync_file, rename
+from slurm_train.rundir.lineage import Origin
+from slurm_train.rundir.paths import name_of
 
 _AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
 _NUM_NAMED = 5
@@ -62,6 +64,13 @@ class Choice(NamedTuple):
     manifest: Manifest
     passed_over: tuple[PassedOver, ...]
     near: Path | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """What training goes on from when this is loaded."""
+        manifest = self.manifest
+        save_id = name_of(self.path).save_id
+        return Origin(step=manifest.step, save_id=save_id, saved_in=manifest.attempt, parent=manifest.parent)
 
 
 def choose_checkpoint(

@@ -38,7 +38,8 @@ from slurm_train.checkpoint.save import Records, Saved, fill
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.errors import CheckpointError
 from slurm_train.frozen_class import frozen
-from slurm_train.rundir.lineage import Stretch, is_on_line, read_line
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.lineage import Stretch, is_on_line, read_line, read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 
 _LOST_HINT = "the newest checkpoint in the run directory counts; checkpoint.local_keep keeps more on the nodes"
@@ -259,8 +260,13 @@ class LocalSaves:
         on_every_rank(group, self.place.claim_all)
         # Read before anything is claimed: what owns the newest checkpoint now is what the run went on from.
         line = on_rank_zero(group, lambda: read_line(self.run) or _line_without_record(self.target.root))
+        removed = on_rank_zero(group, lambda: removed_step(self.run, self.place.attempt))
+        if removed is not None:
+            line = []
         bring_in = partial(self.bring_in, line=line, reason_against=reason_against)
         copied, notes = bring_in(above=on_rank_zero(group, lambda: newest_committed_step(self.target.root)))
+        if removed is not None:
+            notes.append(f"step {removed} was taken out of the run directory, so nothing is taken from the nodes")
         above = None
         try:
             choice = choose_in_run(copied)
@@ -330,6 +336,27 @@ class LocalSaves:
             self.news.append(f"{text}; it stays on the nodes, and the next one is tried")
         finally:
             self.copying.remove(name)
+
+
+def removed_step(run: RunDirectory, attempt: int) -> int | None:
+    """Returns the step of a checkpoint that somebody took out of the run directory between two attempts, else None.
+
+    Whoever does that wants to go on from an older one, so the nodes' disks must not bring the newer steps back. A
+    checkpoint that is damaged is still there.
+
+    Args:
+        run: the run.
+        attempt: the attempt that begins; a rollback of its own is none of a person's.
+    """
+    entries = {int(entry["attempt"]): entry for entry in read_ledger(run)}
+    previous = entries.get(attempt - 1, {})
+    # Of an attempt whose end nobody saw only its start is known.
+    last = previous.get("first_committed" if previous.get("action") == "lost" else "last_committed")
+    first = entries.get(attempt, {}).get("first_committed")
+    if last is None or first is None or first >= last or any(number == attempt for number, _ in read_origins(run)):
+        return None
+    is_left = any(name_of(path).step == last for path in list_checkpoints(run.checkpoints))
+    return None if is_left else int(last)
 
 
 def _line_without_record(root: Path) -> list[Stretch]:

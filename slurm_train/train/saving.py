@@ -61,7 +61,7 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.files import fsync_file, read_json
 from slurm_train.rundir.lineage import Origin, record_origin
-from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory, name_of
+from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.optimizer import settings_of_groups
 
@@ -283,16 +283,12 @@ class Checkpointer:
             reason_against = self.continuity.reason_against
             choice, notes = self.local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
         self._has_moved_on = False
+        place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
         if choice is None:
             self.origin = Origin()
             return Position(), notes
         manifest = choice.manifest
-        self.origin = Origin(
-            step=manifest.step,
-            save_id=name_of(choice.path).save_id,
-            saved_in=manifest.attempt,
-            parent=manifest.parent,
-        )
+        self.origin = choice.origin
         position, accepted = Position.of(manifest), self.continuity.check(manifest)
         if accepted:  # who changes a run that a callback has ended wants it to go on
             position.ended = ""

@@ -74,7 +74,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     "crash-points": Campaign(
         "killed, full, failing or powered off before and after every file-system call of save, commit and "
-        "prune: some verified checkpoint resumes",
+        "prune, also where a damaged checkpoint was passed over and its step is reached again: some verified "
+        "checkpoint resumes",
         "checkpoint_faults:crash_points",
         1,
         LOCAL,
@@ -100,11 +101,20 @@ CAMPAIGNS: dict[str, Campaign] = {
         24,
     ),
     "thawed-writer": Campaign(
-        "a writer stopped at every file-system call of a commit, prune, rollback, claim, local save or result, "
+        "a writer stopped at every file-system call of a commit, prune, rollback, claim, passing over, local save or "
+        "result, "
         "and released when its successor has begun, claimed or committed the same step: no verified checkpoint and no "
         "result of the successor is lost",
         "checkpoint_faults:thawed_writer",
         1,
+        LOCAL,
+    ),
+    "abandoned-past": Campaign(
+        "a run with `checkpoint.local_dir` goes back, because its newest checkpoint is damaged, unreadable or taken "
+        "away, a node is not there, a step went wrong or a change was accepted: it goes on from the newest step that "
+        "it came from, and never from what it has left behind",
+        "abandoned_past:run",
+        300,
         LOCAL,
     ),
     "two-users": Campaign(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns import kills_local
+from slurm_train.checkpoint import local
+from slurm_train.checkpoint.commit import Place
+from tests.campaigns import abandoned_past, kills_local
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
 
@@ -18,6 +20,28 @@ def test_ranks_killed_at_random_moments_cost_no_committed_step(tmp_path: Path) -
     kills_local.run(tally, seed=11, trials=5, folder=tmp_path, steps=40)
     assert tally.problems == []
     assert tally.trials == tally.held == 5
+
+
+def test_a_past_that_was_left_does_not_come_back(tmp_path: Path) -> None:
+    tally = Tally()
+    abandoned_past.run(tally, seed=11, trials=5, folder=tmp_path)
+    assert tally.problems == [] and tally.trials == 5
+
+
+@pytest.mark.parametrize(
+    ("planted", "text"),
+    [("any local checkpoint", "of a past that the run has left"), ("none is moved aside", "of a past")],
+)
+def test_a_past_that_comes_back_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str, text: str
+) -> None:
+    if planted == "any local checkpoint":
+        monkeypatch.setattr(local, "is_on_line", lambda _line, **_: True)
+    else:
+        monkeypatch.setattr(Place, "move_aside", lambda _: [])
+    tally = Tally()
+    abandoned_past.run(tally, seed=11, trials=25, folder=tmp_path)
+    assert any(text in problem for problem in tally.problems)
 
 
 def test_a_resume_that_forgets_a_batch_is_found(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.commit import Place, list_passed_over
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.paths import list_checkpoints
+from slurm_train.rundir.paths import list_checkpoints, parse_name
 from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage
 
@@ -89,6 +89,22 @@ def prune_all(root: Path) -> Any:
     return Place(root=root, attempt=1).prune(list_checkpoints(root)[0])
 
 
+def prepare_passed_over(root: Path) -> None:
+    """A checkpoint of the attempt's own has damaged bytes, with sizes that hold."""
+    prepare_first(root)
+    (make_checkpoint(root, NEW) / "__1_0.distcp").write_bytes(b"x" * 24)
+
+
+def save_over_passed_over(root: Path) -> Any:
+    """Goes back behind the damaged checkpoint, and reaches its step again."""
+    place = Place(root=root, attempt=1)
+    place.claim()
+    staging = place.begin(NEW)
+    if parse_name(staging.name) is not None:
+        return None
+    return place.prune(place.commit(*stage(root, make_header(NEW), staging=staging)))
+
+
 def claim_all(root: Path) -> Any:
     """The next attempt makes what it goes on from its own."""
     return Place(root=root, attempt=2).claim()
@@ -116,7 +132,8 @@ def save_next(root: Path) -> str:
     place.claim()
     saved = place.commit(*stage(root, make_header(NEXT, attempt=2)))
     pruned = place.prune(saved)
-    left = {path.name for path in root.iterdir()} - {path.name for path in pruned.untrusted}
+    for_a_person = [*pruned.untrusted, *list_passed_over(root)]
+    left = {path.name for path in root.iterdir()} - {path.name for path in for_a_person}
     if pruned.problems or left != {saved.name}:
         return f"the next attempt left {sorted(left)}: {pruned.problems}"
     return ""
@@ -125,6 +142,7 @@ def save_next(root: Path) -> str:
 SCENES = (
     Scene(name="commit", prepare=prepare_first, work=save_new),
     Scene(name="commit-over-damaged", prepare=prepare_damaged, work=save_new),
+    Scene(name="commit-over-passed-over", prepare=prepare_passed_over, work=save_over_passed_over),
     Scene(name="commit-of-saved", prepare=prepare_saved, work=save_new, may_find=frozenset({NEW})),
     Scene(
         name="prune",

@@ -28,9 +28,15 @@ def make_header(step: int, **changes: Any) -> CheckpointHeader:
     return CheckpointHeader(**(facts | changes))
 
 
-def stage(root: Path, header: CheckpointHeader, *, size: int = 24) -> tuple[Path, Manifest]:
-    """Writes the files of a checkpoint and returns the staging directory and the manifest."""
-    staging = Place(root=root, attempt=header.attempt).open_staging(header.step)
+def stage(
+    root: Path, header: CheckpointHeader, *, size: int = 24, staging: Path | None = None
+) -> tuple[Path, Manifest]:
+    """Writes the files of a checkpoint, into a staging directory that is there already where one is given.
+
+    Returns:
+        The staging directory and the manifest.
+    """
+    staging = staging or Place(root=root, attempt=header.attempt).open_staging(header.step)
     names = ("rank_00000.pt", "__0_0.distcp", "__1_0.distcp")
     files = {name: write_file(staging / name, os.urandom(size)) for name in names}
     return staging, Manifest.of(header, files)

@@ -108,6 +108,20 @@ def claim_and_save(stage_of_run: Stage) -> None:
     save(stage_of_run, 1)
 
 
+def pass_over_and_save(stage_of_run: Stage) -> None:
+    """Begins as an attempt does whose newest checkpoint is damaged, and saves its step again."""
+    place = stage_of_run.place(1)
+    place.claim()
+    place.move_aside()
+    save(stage_of_run, 1)
+
+
+def has_damaged(stage_of_run: Stage) -> None:
+    """The newest checkpoint is of an earlier attempt and damaged, with sizes that hold."""
+    has((OLD, 0), (NEW, 0))(stage_of_run)
+    (list_checkpoints(stage_of_run.root)[0] / "__1_0.distcp").write_bytes(b"x" * 24)
+
+
 def has(*checkpoints: tuple[int, int], on_node: bool = False) -> Callable[[Stage], None]:
     """Returns a preparation that makes checkpoints, given as (step, attempt)."""
 
@@ -131,6 +145,7 @@ SCENES = (
     Scene("prune", has((0, 1), (OLD, 1), (NEW, 1)), prune_all),
     Scene("rollback", has((OLD, 1), (NEW, 1), (3, 0)), roll_back_and_save),
     Scene("claim", has((OLD, 0), (NEW, 0)), claim_and_save),
+    Scene("passed-over", has_damaged, pass_over_and_save),
     Scene("local-save", has((OLD, 1), on_node=True), lambda one: save_local(one, 1), is_local=True),
     Scene("local-claim", has((OLD, 0), (NEW, 0), on_node=True), lambda one: one.node(1).claim_all(), is_local=True),
     Scene("local-close", has((OLD, 1), (NEW, 1), on_node=True), lambda one: one.node(1).discard_from(0), is_local=True),

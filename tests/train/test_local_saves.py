@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -134,8 +135,8 @@ class Past:
     def base_id(self) -> str:
         return name_of(self.base).save_id
 
-    def begin(self) -> int:
-        return open_attempt(self.run, START)
+    def begin(self, *, first_committed: int | None = None) -> int:
+        return open_attempt(self.run, replace(START, first_committed=first_committed))
 
     def step_from(self, origin: Origin, *, attempt: int = 0) -> None:
         if not self.is_older:
@@ -154,9 +155,11 @@ class Past:
         self.end(first=6)
         return attempt
 
-    def choice(self, *, reason_against: Any = lambda _: "") -> tuple[int, list[str]]:
+    def choice(
+        self, *, reason_against: Any = lambda _: "", first_committed: int | None = None
+    ) -> tuple[int, list[str]]:
         """Returns the step that the next attempt goes on from, and its notes for the user."""
-        attempt = self.begin()
+        attempt = self.begin(first_committed=first_committed)
         place = NodePlace(root=self.disk, node=0, attempt=attempt, keep=2)
         target = Place(root=self.run.checkpoints, attempt=attempt, keep=2)
         local = LocalSaves(
@@ -207,6 +210,23 @@ def test_what_the_run_went_on_from_is_still_found_where_its_copy_is_damaged(tmp_
     (checkpoint_of(past.disk, 6) / "COMPLETE").unlink()
     (checkpoint_of(past.run.checkpoints, 6) / "COMPLETE").unlink()
     assert past.choice()[0] == 4, "what it came from before that"
+
+
+def test_a_person_who_takes_the_newest_out_goes_back_on_the_nodes_too(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path)
+    close_attempt(past.run, 0, {"last_committed": 2})
+    shutil.move(past.base, tmp_path)
+    make_checkpoint(past.run.checkpoints, 1, attempt=0)
+    step, notes = past.choice(first_committed=1)
+    assert step == 1 and notes == ["step 2 was taken out of the run directory, so nothing is taken from the nodes"]
+
+
+def test_a_damaged_newest_is_not_taken_for_one_that_was_taken_out(tmp_path: Path, group_of_one: None) -> None:
+    past = Past(tmp_path)
+    close_attempt(past.run, 0, {"last_committed": 2})
+    make_checkpoint(past.run.checkpoints, 1, attempt=0)
+    (past.base / "COMPLETE").unlink()
+    assert past.choice(first_committed=1)[0] == 6
 
 
 def test_steps_from_before_an_accepted_change_are_left(tmp_path: Path, group_of_one: None) -> None:

@@ -16,19 +16,20 @@ from torch import nn
 from slurm_train.checkpoint.division import Division
 from slurm_train.checkpoint.save import BackgroundSaver, Saved
 from slurm_train.checkpoint.state import StagingBuffers
-from slurm_train.checkpoint.verify import verify
+from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.config.schema import OptimSection
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.files import write_record
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.rundir.lineage import read_origins
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.saving import Checkpointer, Position, SavePace, failure_every_s, interval_steps
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.stopping import Stopping
 from tests.support.ranks import make_rank
-from tests.support.small_checkpoints import steps_in
+from tests.support.small_checkpoints import checkpoint_of, steps_in
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
 
 distributed = pytest.mark.distributed
@@ -291,3 +292,21 @@ def test_a_warning_that_is_followed_by_term_counts_from_the_term() -> None:
     assert flag.ask()[0] == "USR2" and flag.ask()[1] >= 50
     flag.signal_number, flag.signal_at = signal.SIGTERM, time.monotonic() - 1
     assert flag.ask()[0] == "TERM" and 1 <= flag.ask()[1] < 10
+
+
+@distributed
+def test_a_damaged_checkpoint_that_was_passed_over_is_saved_again(tmp_path: Path) -> None:
+    """Also in the attempt that has saved it, as after a rollback: its name and sizes would say that it is there."""
+    run = RunDirectory(tmp_path / "run")
+    config = config_of(train={"max_steps": 8}, checkpoint={"every_steps": 4, "keep": 2})
+    run_to_end(run.path, config)
+    older, damaged = (checkpoint_of(run.checkpoints, step) for step in (4, 8))
+    data = damaged / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    text = run_to_end(run.path, config)
+    assert f"passed over {damaged.name}" in text and f"resuming from {older.name}" in text
+    found = newest_verified(run.checkpoints).found
+    assert found is not None and found[1].step == 8
+    assert found[1].parent == name_of(older).save_id, "it says what it was trained from"
+    assert (run.checkpoints / f"passed_over_{damaged.name}").is_dir(), "a person can still look at it"
+    assert [origin.step for _, origin in read_origins(run)] == [0, 4]
