@@ -27,6 +27,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigErro
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, require_slurm, salloc_words
 from slurm_train.launch.batch_script import RankCommand, render_script, renewed_warning
 from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
+from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
 from slurm_train.rundir.files import for_each, read_json
@@ -193,6 +194,8 @@ class Start:
                 raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
             script, config = run.submit_script.read_text(encoding="utf-8"), load_config(run.config)
             require_acceptable(script, self.commands)
+            for remark in take_shell_choices(config, None, self.env)[1]:
+                note(f"  {remark}")
             run.stop_file.unlink(missing_ok=True)
             job_id = self.submit(run, config, script, flags=renewed_warning(config, run))
         note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")

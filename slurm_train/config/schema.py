@@ -764,6 +764,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return str(value)
     asked, example = _describe(hint)
     typed = f"{path}={example}"
+    if asked.startswith("a text") and isinstance(value, (list, tuple)) and value:
+        typed = f"{path}={','.join(map(str, value))}"
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
         # A text that only lacks what makes it a list or a target, or is another spelling of a choice.
         if asked.startswith("a list"):

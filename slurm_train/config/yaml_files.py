@@ -51,6 +51,7 @@ _DEFAULTS = to_mapping(ClusterSection())
 
 
 # Texts of `cluster` that Slurm takes several of, with commas; its flags are others.
+_TEXTS = ("_target_", "path", "tokenizer")
 _LISTS = ("partition", "nodelist", "exclude")
 
 
@@ -230,7 +231,8 @@ def _child(hint: Any, name: str) -> Any:
         if is_dataclass(option) and isinstance(option, type):
             return _HELD.get((option, name), get_type_hints(option, include_extras=True).get(name))
         if get_origin(option) is dict:
-            return get_args(option)[1]
+            # What a user's own target takes is not known, but these are texts everywhere.
+            return str if name in _TEXTS else get_args(option)[1]
     return None
 
 

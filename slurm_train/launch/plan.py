@@ -203,7 +203,8 @@ def replan_run(
         if follows and batch.global_size != old["global_size"]:
             tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", old["global_size"]))
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
-    return _assemble(config, world, layout, batch, run=run, directory=str(before.get("directory", "")))
+    plan = _assemble(config, world, layout, batch, run=run, directory=str(before.get("directory", "")))
+    return replace(plan, from_shell=take_shell_choices(config, None, env)[1])
 
 
 def _assemble(

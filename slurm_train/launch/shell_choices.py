@@ -44,13 +44,14 @@ _OF_SRUN = (*_KEYS, "RESERVATION", "WCKEY", "HINT")
 
 
 def take_shell_choices(
-    config: RunConfig, open_keys: Collection[str], env: Mapping[str, str]
+    config: RunConfig, open_keys: Collection[str] | None, env: Mapping[str, str]
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Returns a configuration with the shell's choices where nothing else decides, and what was taken and dropped.
 
     Args:
         config: as composed.
-        open_keys: the keys of `cluster` that neither words nor files set.
+        open_keys: the keys of `cluster` that neither words nor files set; None: of a run that exists, which keeps what
+            it has, so that nothing is taken.
         env: the environment of the submitting shell.
     """
     cluster = config.cluster
@@ -70,7 +71,7 @@ def take_shell_choices(
                 continue
             if wanted is None:
                 remarks.append(f"{name}={value} is not used: it is no time limit")
-            elif key in open_keys and key not in given:
+            elif open_keys is not None and key in open_keys and key not in given:
                 taken[key] = wanted
                 remarks.append(f"{name}={value} is taken as cluster.{key}")
             else:
@@ -78,11 +79,11 @@ def take_shell_choices(
                     f"sbatch.{key}={cluster.sbatch[key]}" if key in cluster.sbatch else f"{key}={_set_to(cluster, key)}"
                 )
                 remarks.append(f"{name}={value} is not used: cluster.{decides} is set")
-        elif flag is not None and flag not in given:
+        elif flag is not None and flag not in given and open_keys is not None:
             flags[flag] = value or True
             remarks.append(f"{name}={value} is taken as cluster.sbatch.{flag}")
         elif flag is None or str(cluster.sbatch.get(flag, cluster.sbatch.get(flag.replace("-", "_")))) != value:
-            remarks.append(f"{name}={value} is not used" + ("" if flag is None else f": cluster.sbatch.{flag} is set"))
+            remarks.append(f"{name}={value} is not used" + (f": cluster.sbatch.{flag} is set" if flag in given else ""))
     remarks += _of_srun(env, prefix)
     if taken or flags:
         config = replace(config, cluster=replace(cluster, **taken, sbatch={**cluster.sbatch, **flags}))

@@ -150,6 +150,7 @@ def test_a_typed_time_wins_over_that_of_a_file(tmp_path: Path) -> None:
 
 
 REFUSED = [
+    ("cluster: {constraint: [a100, ib]}", "cluster.constraint must be a text", "cluster.constraint=a100,ib"),
     ("cluster: {time_limit_min: 12:00:00}", "cluster.time_limit_min=12:00:00", "time: 12:00:00"),
     ("cluster: {time_limit_min: 0100}", "cluster.time_limit_min=0100", "time: 0100"),
     ("cluster: {time: soon}", "cluster.time=soon", "HH:MM:SS"),
@@ -215,7 +216,7 @@ cluster:
   sbatch: {exclusive: true, oversubscribe: FALSE, gres-flags: null}
 optim: {lr: 1e-3}
 train: {max_steps: 0x10}
-model: {_target_: my.Net, ratio: 1e3, wide: on, start: 1:30, mode: 0644, exclude: [a, b]}
+model: {_target_: my.Net, ratio: 1e3, wide: on, start: 1:30, mode: 0644, exclude: [a, b], path: 1e3}
 """
     text = text.replace("defaults_of_env: &env", "task:\n  env: &env")
     folder = write(tmp_path / "conf", {"experiment/odd.yaml": text})
@@ -233,5 +234,6 @@ model: {_target_: my.Net, ratio: 1e3, wide: on, start: 1:30, mode: 0644, exclude
     assert cluster.sbatch == {"exclusive": True, "oversubscribe": False, "gres-flags": None}
     assert (config.seed, config.optim.lr, config.train.max_steps) == (1000, 1e-3, 16)
     model: Any = config.model
+    assert model["path"] == "1e3"
     assert model["exclude"] == ["a", "b"]
     assert (model["ratio"], model["wide"], model["start"], model["mode"]) == (1000.0, True, "1:30", "0644")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.launch.arrays import ArrayPlan, cut_arrays, max_array_size, render_array
+from slurm_train.launch.arrays import ArrayPlan, cut_arrays, max_array_size, render_array, submit_arrays
 from slurm_train.launch.batch_script import render_script
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
+from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "array_16.sh"
@@ -39,6 +40,19 @@ def test_an_array_has_the_prefix_of_its_runs_names() -> None:
     plans = cut_arrays(scripts(2, job_name_prefix="proj-sub:") + scripts(1), max_size=9, max_parallel=None)
     names = [line for plan in plans for line in render(plan).splitlines() if "--job-name" in line]
     assert names == ["#SBATCH --job-name=proj-sub:sweep-9b1c44e0-0", "#SBATCH --job-name=sweep-9b1c44e0-0"]
+
+
+def test_an_array_that_waits_keeps_the_dependency_of_its_runs(tmp_path: Path) -> None:
+    programs = SlurmPrograms(tmp_path / "bin")
+    runs = scripts(2, sbatch={"dependency": "afterok:7"})
+    plans = cut_arrays(runs, max_size=1, max_parallel=1)
+    sweep = SweepDirectory(tmp_path / "runs" / "sweeps" / "9b1c44e0")
+    env = {"PATH": programs.path, "HOME": str(tmp_path)}
+    assert len(list(submit_arrays(sweep, plans, env=env, depends="afterok:5"))) == 2
+    words = [line.split() for line in (tmp_path / "bin" / "sbatch_words").read_text().splitlines()]
+    waits = [word for line in words for word in line if word.startswith("--dependency=")]
+    assert waits[0] == "--dependency=afterok:5,afterok:7"
+    assert waits[1].startswith("--dependency=afterok:5,afterany:") and waits[1].endswith(",afterok:7")
 
 
 def element(

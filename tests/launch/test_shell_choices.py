@@ -87,6 +87,18 @@ def test_every_other_choice_is_named_as_dropped(env: dict[str, str]) -> None:
     assert text == script({})[0] and f"{name}={value} is not used" in " ".join(remarks)
 
 
+def test_a_run_that_exists_keeps_what_it_has_and_names_what_it_drops() -> None:
+    config = build_config(RunConfig, {"cluster": {"nodes": 1, "gpus_per_node": 1, "qos": "low"}})
+    env = {"SBATCH_ACCOUNT": "grant2", "SBATCH_RESERVATION": "course", "SBATCH_QOS": "low", "SBATCH_GPUS": "4"}
+    kept, remarks = take_shell_choices(config, None, env)
+    assert kept == config
+    assert [remark.partition(" is not used")[0] for remark in remarks] == [
+        "SBATCH_ACCOUNT=grant2",
+        "SBATCH_GPUS=4",
+        "SBATCH_RESERVATION=course",
+    ]
+
+
 def test_a_choice_that_is_what_the_run_has_is_not_worth_a_word() -> None:
     env = {"SBATCH_ACCOUNT": "a", "SLURM_ACCOUNT": "a", "SBATCH_TIMELIMIT": "1:00:00", "SBATCH_WCKEY": "w"}
     given: dict[str, Any] = {"account": "a", "time_limit_min": 60, "sbatch": {"wckey": "w"}}
