@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +142,33 @@ def test_changed_code_is_shown_by_file_and_taken_when_accepted(shell: Shell, run
     (change,) = read_changes(run)
     assert change.names == ["code"] and change.code is not None
     assert change.code["files"] == ["mine.py: +2 -1", "new.py: new, +1 -0"]
+
+
+def commit_all(folder: Path) -> None:
+    name = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
+    for words in (["init", "-q"], ["add", "--all"], [*name, "commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [(f" {OWN}", "your files have changed since this run copied them: mine.py: +2 -1\n"), ("", "")],
+    ids=["own", "shipped"],
+)
+def test_only_changes_that_a_run_could_notice_are_told(shell: Shell, settings: str, told: str) -> None:
+    """In a repository all files are copied: documents, and code that a shipped model does not import."""
+    (shell.folder / "mine.py").write_text(CODE)
+    (shell.folder / "notes.md").write_text("notes")
+    commit_all(shell.folder)
+    run = submitted(shell, f"+cluster=4x8{settings}")
+    assert (run.code / "notes.md").exists() and (run.code / "mine.py").exists()
+    (shell.folder / "mine.py").write_text("class Model: ...\nclass Data:\n    size = 1\n")
+    (shell.folder / "notes.md").write_text("other notes")
+    said = shell.types("resume", run.run_id).err
+    assert "".join(line for line in said.splitlines(keepends=True) if "your files" in line) == told
+    run.result.write_text("{}")
+    again = shell.types(f"+cluster=4x8{settings}").err
+    assert ("your files have changed since: mine.py: +2 -1;" in again) is bool(told) and "notes.md" not in again
 
 
 def test_files_of_the_run_that_were_touched_are_refused(shell: Shell, run: RunDirectory) -> None:

@@ -117,6 +117,20 @@ def test_a_job_that_takes_over_from_a_cancelled_one_does_not_begin(batch: Batch)
     assert done.code == 1 and read_ledger(batch.run) == [] and batch.run.stop_file.exists(), done.err
 
 
+@pytest.mark.parametrize(("state", "begins"), [("CANCELLED by 0", False), ("FAILED", True), (None, True)])
+def test_a_job_asks_slurm_whether_the_one_before_was_cancelled(
+    batch: Batch, shell: Shell, state: str | None, begins: bool
+) -> None:
+    """By `scancel` alone: no file of the run says so."""
+    (batch.run.path / "result.new").write_text("{}")
+    if state is not None:
+        shell.slurm.account("76", state)
+    done = batch.supervises(TRAIN_CONTINUES_JOB="76")
+    assert (done.code == 0, bool(read_ledger(batch.run))) == (begins, begins), done.err
+    assert ("job 76, which this one was to continue, was cancelled" in done.err) is not begins
+    assert (batch.here / "words").exists() is begins, "whether ranks were started"
+
+
 def test_nodes_that_do_not_see_the_run_end_the_job_at_once_by_name(batch: Batch) -> None:
     batch.says(sees="blind")
     done = batch.supervises()

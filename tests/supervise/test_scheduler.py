@@ -11,8 +11,9 @@ from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
+from slurm_train.supervise import scheduler
 from slurm_train.supervise.scheduler import SlurmJob, ask_with_retries, bring_back, wait_for_the_end
-from tests.fakes.slurm_commands import FakeSlurmCommands
+from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 
 RUNNING = {"JobState": "RUNNING", "Restarts": "0"}
 
@@ -104,6 +105,28 @@ def test_a_requeue_that_a_killed_slurmctld_has_forgotten_is_asked_for_again() ->
 
     wait_for_the_end(comes_back, written_after_s=0.03, pause_s=0.01)
     assert len(asked) >= 5 and asked[-1] - asked[2] >= 0.03
+
+
+@pytest.mark.parametrize(("state", "cancelled"), [("CANCELLED", True), ("TIMEOUT", False), ("RUNNING", False)])
+def test_a_job_knows_whether_the_one_that_it_continues_was_cancelled(
+    tmp_path: Path, state: str, cancelled: bool
+) -> None:
+    allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1",), tasks_per_node=(1,))
+    for continues, expected in (("6", cancelled), ("5", False), (None, False)):
+        job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=1, retry_s=0.0, continues=continues)
+        job.commands = FakeSlurmCommands([job_state("6", state)])  # type: ignore[assignment]
+        assert job.is_predecessor_cancelled() is expected
+
+
+def test_a_controller_that_does_not_answer_says_nothing_of_the_job_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1",), tasks_per_node=(1,))
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=1, retry_s=0.0, continues="6")
+    job.commands = FakeSlurmCommands([job_state("6", "CANCELLED")])  # type: ignore[assignment]
+    job.commands.error = ControllerAway("away")  # type: ignore[attr-defined]
+    monkeypatch.setattr(scheduler, "ask_with_retries", lambda ask: ask())
+    assert not job.is_predecessor_cancelled()
 
 
 # --- nodes to spare ---
