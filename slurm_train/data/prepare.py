@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import os
 import shutil
+import stat
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +40,7 @@ from slurm_train.data.shards import (
 from slurm_train.errors import DataError
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import fsync_directory, read_json
+from slurm_train.rundir.paths import trusted_owners
 
 TOKENIZER = "tokenizer.json"
 BYTES = "bytes"
@@ -197,7 +200,7 @@ class Packing:
             tokenizer=None if tokenizer is None else cwd / Path(tokenizer).expanduser(),
         )
         root = cwd / Path(cache or "~/.cache/slurm_train/packed").expanduser()
-        self.directory = root / _input_digest(self._documents, self._options)
+        self.directory = _place_of_own(root / _input_digest(self._documents, self._options))
 
     def make(self) -> Path:
         """Returns the directory of the shards; one process makes them, others wait for it.
@@ -207,7 +210,9 @@ class Packing:
         """
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
-            with self.directory.with_suffix(".lock").open("w") as lock:
+            # Others may write to the folder of a group: no link of theirs is followed.
+            lock = os.open(self.directory.with_suffix(".lock"), os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
                 # Saves work, and nothing depends on it: where locks do not work, several do the same.
                 with contextlib.suppress(OSError):
                     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -215,6 +220,8 @@ class Packing:
                 index = prepare_documents(
                     self._documents, out=self.directory, options=self._options, source=self._source
                 )
+            finally:
+                os.close(lock)
             for line in notes_of(index) if is_new else ():
                 print(line, file=sys.stderr)
         except OSError as err:
@@ -222,6 +229,20 @@ class Packing:
                 f"{self.directory} cannot be made: {err.strerror}", hint="name another directory: data.cache=DIR"
             ) from err
         return self.directory
+
+
+def _place_of_own(directory: Path) -> Path:
+    """Returns where the shards of an input lie: under another name where a stranger has taken this one.
+
+    Who may write to the cache of a group is trusted by whoever names it. A folder that everybody may write to is not
+    such a cache: what another user has made there is left alone.
+    """
+    try:
+        is_for_all = bool(directory.parent.stat().st_mode & stat.S_IWOTH)
+        is_foreign = directory.lstat().st_uid not in trusted_owners()
+    except FileNotFoundError:
+        return directory
+    return directory.with_name(f"{directory.name}-{os.geteuid()}") if is_for_all and is_foreign else directory
 
 
 def _is_filled(out: Path) -> bool:

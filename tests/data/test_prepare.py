@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -178,6 +179,31 @@ def test_text_is_packed_once_and_again_when_it_or_the_way_changes(corpus: Path, 
     (text / "7.txt").write_text("other\n")
     assert Packing(str(text), cache=cache).make() != first
     assert read_index(first) == index
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+@pytest.mark.parametrize(("mode", "is_used"), [(0o1777, False), (0o2770, True)])
+def test_shards_that_a_stranger_has_put_into_a_folder_for_all_are_not_used(
+    corpus: Path, tmp_path: Path, mode: int, is_used: bool
+) -> None:
+    """In the folder of a group, whom everybody trusts who names it, they are what the folder is for."""
+    cache = tmp_path / "cache"
+    first = Packing(str(corpus / "deep"), cache=str(cache)).make()
+    cache.chmod(mode)
+    os.chown(first, 65534, 65534)
+    again = Packing(str(corpus / "deep"), cache=str(cache)).make()
+    assert (again == first) is is_used and Packing(str(corpus / "deep"), cache=str(cache)).make() == again
+    assert read_index(again) == read_index(first)
+
+
+def test_a_lock_that_a_stranger_has_made_a_link_is_not_written_to(corpus: Path, tmp_path: Path) -> None:
+    packing = Packing(str(corpus / "deep"), cache=str(tmp_path / "cache"))
+    packing.directory.parent.mkdir()
+    (tmp_path / "thesis").write_text("years of work")
+    packing.directory.with_suffix(".lock").symlink_to(tmp_path / "thesis")
+    with pytest.raises(DataError, match="cannot be made"):
+        packing.make()
+    assert (tmp_path / "thesis").read_text() == "years of work"
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "index"])
