@@ -17,7 +17,7 @@ from pathlib import Path
 from slurm_train.errors import RunError
 
 _NUM_NAMES = 10
-_KERNELS = "kernels"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_private(base: Path, *parts: str, key: str) -> Path:
@@ -135,13 +135,25 @@ def kernel_variables(env: Mapping[str, str], *, instead: Path) -> dict[str, str]
     variables: dict[str, str] = {}
     if unset := [name for name in _FOLDERS if name not in env]:
         try:
-            folder = open_private(temporary, _KERNELS, key="TMPDIR")
+            folder = open_private(temporary, f"kernels-{_boot_id()}", key="TMPDIR")
         except (RunError, OSError):
             folder = instead
         variables = {name: str(folder / _FOLDERS[name]) for name in unset}
     if _HEADERS not in env and not _is_claimed(temporary / f"torchinductor_{_user_name()}"):
         variables[_HEADERS] = "0"
     return variables
+
+
+def _boot_id() -> str:
+    """Returns what tells this boot of the machine from others.
+
+    torch does not sync what the compiler writes: a power cut leaves libraries that are empty, and each rank that finds
+    one ends (torch 2.13).
+    """
+    try:
+        return _BOOT_ID.read_text(encoding="ascii")[:8]
+    except OSError:
+        return "unknown"
 
 
 def _is_claimed(folder: Path) -> bool:

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
+from slurm_train.rundir import node_disk
 from slurm_train.rundir.node_disk import kernel_variables, open_private
 from tests.support.command_line import REPOSITORY
 
+KERNELS = f"kernels-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
 PRINT_CACHES = """
 import torch
 from torch._inductor.codecache import _HEADER_DIR
@@ -103,7 +105,7 @@ def test_kernels_are_loaded_from_no_folder_that_somebody_else_has_made(
     obstruct(temporary / name)
     variables = kernel_variables({}, instead=tmp_path / "instead")
     caches = [Path(variables[key]).parent for key in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "QUACK_CACHE_DIR")]
-    assert len(set(caches)) == 1 and caches[0] == open_private(temporary, "kernels", key="TMPDIR")
+    assert len(set(caches)) == 1 and caches[0] == open_private(temporary, KERNELS, key="TMPDIR")
     is_torchs = name.startswith("torchinductor")
     assert variables.get("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS") == ("0" if is_torchs else None)
 
@@ -111,6 +113,18 @@ def test_kernels_are_loaded_from_no_folder_that_somebody_else_has_made(
 def test_torchs_own_folder_is_made_before_anybody_else_makes_it(tmp_path: Path, temporary: Path) -> None:
     assert "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS" not in kernel_variables({}, instead=tmp_path)
     assert (temporary / f"torchinductor_{getpass.getuser()}").stat().st_mode & 0o777 == 0o700
+
+
+def test_kernels_are_compiled_anew_after_a_power_cut(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It empties what was not synced."""
+    folders = []
+    for boot in ("1c0ffee0-77", "2c0ffee0-77", "1c0ffee0-77"):
+        (tmp_path / "boot_id").write_text(f"{boot}\n")
+        monkeypatch.setattr(node_disk, "_BOOT_ID", tmp_path / "boot_id")
+        folders.append(kernel_variables({}, instead=tmp_path)["TORCHINDUCTOR_CACHE_DIR"])
+    assert folders[0] == folders[2] != folders[1]
 
 
 def test_what_a_person_has_set_stays(tmp_path: Path, temporary: Path) -> None:
@@ -135,5 +149,5 @@ def test_ranks_and_scripts_do_not_load_kernels_from_a_strangers_folder(tmp_path:
     env = {**unset, "TMPDIR": str(temporary), "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(typed, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
     (line,) = [line.split() for line in done.stdout.splitlines() if line.startswith("caches ")]
-    folder = temporary / f"slurm_train-{os.geteuid()}" / "kernels"
+    folder = temporary / f"slurm_train-{os.geteuid()}" / KERNELS
     assert line == ["caches", str(folder / "inductor"), str(folder / "triton"), "none"], done.stderr
