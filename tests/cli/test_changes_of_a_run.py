@@ -164,8 +164,17 @@ def test_only_changes_that_a_run_could_notice_are_told(shell: Shell, settings: s
     assert (run.code / "notes.md").exists() and (run.code / "mine.py").exists()
     (shell.folder / "mine.py").write_text("class Model: ...\nclass Data:\n    size = 1\n")
     (shell.folder / "notes.md").write_text("other notes")
+    typed = shell.types(f"+cluster=4x8{settings}")
+    assert (typed.code == 2) is bool(told), "refused, or submitted"
+    assert ("code  mine.py: +2 -1" in typed.err) is bool(told) and "notes.md" not in typed.err
+    shell.slurm.account("4711", "CANCELLED by 0")
     said = shell.types("resume", run.run_id).err
     assert "".join(line for line in said.splitlines(keepends=True) if "your files" in line) == told
+    shell.slurm.account("4711", "CANCELLED by 0")
+    (shell.folder / "elsewhere").mkdir()
+    shell.patch.chdir(shell.folder / "elsewhere")
+    assert "your files" not in shell.types("resume", str(run.path)).err, "these are not its files"
+    shell.patch.chdir(shell.folder)
     run.result.write_text("{}")
     again = shell.types(f"+cluster=4x8{settings}").err
     assert ("your files have changed since: mine.py: +2 -1;" in again) is bool(told) and "notes.md" not in again

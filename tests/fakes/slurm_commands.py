@@ -54,6 +54,7 @@ class FakeSlurmCommands:
         self.error: ClusterError | None = None
         self.cancelled: list[str] = []
         self.requeued: list[str] = []
+        self.delays_s: dict[str, int] = {}
         self.tested: list[Path] = []
         self.running_steps: dict[str, str] = {}
         self.stuck_steps: set[str] = set()
@@ -156,6 +157,7 @@ class FakeSlurmCommands:
 
     def put_off(self, job_id: str, seconds: int) -> None:
         self._fail_if_told()
+        self.delays_s[job_id] = seconds
 
     def steps(self, job_id: str) -> dict[str, str]:
         self._fail_if_told()

@@ -12,6 +12,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
 from slurm_train.supervise import scheduler
+from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import SlurmJob, ask_with_retries, bring_back, wait_for_the_end
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 
@@ -127,6 +128,18 @@ def test_a_controller_that_does_not_answer_says_nothing_of_the_job_before(
     job.commands.error = ControllerAway("away")  # type: ignore[attr-defined]
     monkeypatch.setattr(scheduler, "ask_with_retries", lambda ask: ask())
     assert not job.is_predecessor_cancelled()
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_a_job_is_put_off_and_kept_off_nodes_where_it_was_requeued(tmp_path: Path, state: str) -> None:
+    allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1",), tasks_per_node=(1,))
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=1, retry_s=0.0)
+    job.commands = commands = fake(JobState=state)  # type: ignore[assignment]
+    decision = Decision("node_failure", "requeue", "", exclude="node1", delay_s=60)
+    is_requeued = job.requeue(decision)
+    assert is_requeued is (state == "RUNNING"), "a cancelled job completes"
+    found = (commands.fields["7"].get("ExcNodeList"), commands.delays_s)
+    assert found == (("node1", {"7": 60}) if is_requeued else (None, {}))
 
 
 # --- nodes to spare ---
