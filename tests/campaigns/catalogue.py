@@ -124,6 +124,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         70,
         LOCAL,
     ),
+    "shared-caches": Campaign(
+        "what lies where others reach it (packages and their archive, checkpoints and tokens, the copy of the code, "
+        "kernels) is a stranger's, a link to a stranger's, thinned, emptied or cleared: its use gives what it gave "
+        "before or is refused by name, and nothing of a stranger's is used; kernels are tried with strangers alone",
+        "shared_caches:run",
+        62,
+        LOCAL,
+    ),
     "corruption": Campaign(
         "every truncation, every flipped bit, every 512-byte hole of a small checkpoint is detected",
         "checkpoint_faults:corruption",
