@@ -27,7 +27,7 @@ from slurm_train.rundir.files import (
     write_atomic,
 )
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.paths import RunDirectory, typed_root
+from slurm_train.rundir.paths import RunDirectory, trusted_owners, typed_root
 from slurm_train.rundir.sweep import find_sweep
 
 _ASK_OWNER = "ask the owner to open it (run.share=group, or chmod -R g+rX), or name another root with --root"
@@ -118,6 +118,9 @@ def known_roots(env: Mapping[str, str]) -> list[Path]:
     """Returns the roots that are known and exist, newest last; forgets those that are gone."""
     file = _roots_file(env)
     try:
+        # XDG_STATE_HOME may lie where others make files as well.
+        if file.lstat().st_uid not in trusted_owners():
+            return []
         known = list(dict.fromkeys(str(line.get("root")) for line in read_lines(file)))
     except OSError:
         return []

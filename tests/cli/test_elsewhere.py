@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_the_list_of_places_is_short_forgets_what_is_gone_and_may_be_lost(tmp_pa
     assert sorted(known_roots(env)) == [roots[0], roots[2]]
     assert len(file.read_text().splitlines()) == 2
     file.unlink()
+    assert known_roots(env) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+def test_a_list_of_places_that_a_stranger_has_written_is_not_read(tmp_path: Path) -> None:
+    env, file = {"XDG_STATE_HOME": str(tmp_path)}, tmp_path / "slurm-train" / "roots.jsonl"
+    remember_root(tmp_path, env)
+    assert known_roots(env) == [tmp_path]
+    os.chown(file, 65534, 65534)
     assert known_roots(env) == []
 
 
