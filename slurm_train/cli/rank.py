@@ -45,8 +45,9 @@ from slurm_train.rundir.attempts import (
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import is_there, open_file, read_json
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
+from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, require_private
-from slurm_train.rundir.timing import last_step
+from slurm_train.rundir.timing import step_of_attempt
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.activity import live_holder
@@ -417,13 +418,15 @@ def _leave_restart(run: RunDirectory, attempt: int, code: int, *, closes: bool) 
     """
     if closes and code in (EXIT_DONE, EXIT_REQUEUE):
         begun, is_done = read_round(run, attempt), code == EXIT_DONE
+        step_before = 0 if begun is None else begun.first_step
         facts = {
             "exit_code": code,
             "reason": "done" if is_done else "stopped",
             "action": "finish" if is_done else "stop",
             "note": "the run is finished" if is_done else "saved and stopped; the same command continues the run",
-            "first_step": 0 if begun is None else begun.first_step,
-            "last_step": last_step(run),
+            "first_step": first_step_of(run, attempt, default=step_before),
+            "last_step": step_of_attempt(run, attempt, default=step_before),
+            "step_before": step_before,
         }
         close_attempt(run, attempt, facts)
     if code == EXIT_REQUEUE:

@@ -39,8 +39,9 @@ from slurm_train.rundir.files import (
     rename,
     write_durable,
 )
+from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
-from slurm_train.rundir.timing import last_step, read_account
+from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 
 
 @frozen
@@ -284,7 +285,7 @@ class Round:
 
     world_size: int
     first_step: int
-    """Newest step on record before it."""
+    """Furthest step on record before it."""
     start_unix_s: float
 
 
@@ -345,7 +346,8 @@ def _close_round(run: RunDirectory, attempt: int, committed_step: int | None) ->
     if entry is None or "end_time_unix_s" in entry:
         return
     mark, begun = first_mark(run, attempt), read_round(run, attempt)
-    first_step = 0 if begun is None else begun.first_step
+    step_before = 0 if begun is None else begun.first_step
+    first_step = first_step_of(run, attempt, default=step_before)
     wall = {"start_unix_s": float(entry["time_unix_s"]), "end_unix_s": time.time()}
     facts: dict[str, Any] = {
         "exit_code": EXIT_FAILURE if mark is None else mark.exit_code,
@@ -353,10 +355,11 @@ def _close_round(run: RunDirectory, attempt: int, committed_step: int | None) ->
         "action": "relaunch",
         "note": f"{mark or 'a rank was killed'}; torchrun starts the ranks again",
         "first_step": first_step,
-        "last_step": last_step(run),
+        "last_step": step_of_attempt(run, attempt, default=first_step),
+        "step_before": step_before,
         "last_committed": committed_step,
         **({} if mark is None else {"failed_on": mark.host}),
-        **read_account(run, attempt, **wall, step_before=first_step),
+        **read_account(run, attempt, **wall, step_before=step_before),
     }
     close_attempt(run, attempt, facts)
 

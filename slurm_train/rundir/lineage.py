@@ -76,6 +76,11 @@ def read_origins(run: RunDirectory) -> list[tuple[int, Origin]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
+def first_step_of(run: RunDirectory, attempt: int, *, default: int) -> int:
+    """Returns the step that an attempt resumed from; `default` where it has taken none, or has left no record."""
+    return next((origin.step for number, origin in read_origins(run) if number == attempt), default)
+
+
 def read_line(run: RunDirectory) -> list[Stretch]:
     """Returns the stretches that the run has come from, newest first; [] where no attempt has recorded a step."""
     origins = read_origins(run)

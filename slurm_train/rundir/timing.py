@@ -40,8 +40,17 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 
 def last_step(run: RunDirectory) -> int:
-    """Returns the newest optimizer step on record in metrics.jsonl, 0 before the first."""
+    """Returns the furthest optimizer step on record in metrics.jsonl, 0 before the first.
+
+    An attempt that went back and has not come as far since does not change it, see `step_of_attempt`.
+    """
     return max((int(line.get("step", 0)) for line in last_lines(run.metrics)), default=0)
+
+
+def step_of_attempt(run: RunDirectory, attempt: int, *, default: int) -> int:
+    """Returns the step of an attempt's newest line in metrics.jsonl, `default` where it has none."""
+    lines = [line for line in last_lines(run.metrics) if line.get("attempt", attempt) == attempt]
+    return int(lines[-1].get("step", default)) if lines else default
 
 
 CAUSES = (

@@ -324,7 +324,9 @@ def is_fruitful(entry: Mapping[str, Any]) -> bool:
     if first is not None and last is not None:
         # Fewer after a rollback, which has a limit of its own.
         return bool(first != last)
-    return int(entry.get("last_step") or 0) > int(entry.get("first_step") or 0)
+    # Steps that were done before are no progress: a run that fails at one step would be started again for ever.
+    before = entry.get("step_before", entry.get("first_step"))
+    return int(entry.get("last_step") or 0) > int(before or 0)
 
 
 def fruitless_ends(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:

@@ -45,8 +45,9 @@ from slurm_train.rundir.events import (
 )
 from slurm_train.rundir.files import change_times, is_there, listed
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
+from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
-from slurm_train.rundir.timing import last_step, read_account
+from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.slurm.records import end_and_limit
 from slurm_train.supervise.decision import (
@@ -273,10 +274,12 @@ class Supervisor:
 
         # How far it came, and where the time went.
         start_unix_s, end_unix_s, step_before = begun.start_unix_s, time.time(), begun.first_step
+        first_step = known("the events", lambda: first_step_of(run, attempt, default=step_before), step_before)
         facts: dict[str, Any] = {
             "exit_code": exit_code,
-            "first_step": step_before,
-            "last_step": known("the metrics", lambda: last_step(run), step_before),
+            "first_step": first_step,
+            "last_step": known("the metrics", lambda: step_of_attempt(run, attempt, default=first_step), first_step),
+            "step_before": step_before,
             "last_committed": self._committed(),
         }
         wall = {"start_unix_s": start_unix_s, "end_unix_s": end_unix_s}
@@ -440,7 +443,7 @@ def close_lost(
         run: the run; its lock is held, so no attempt of it is under way.
         now: the attempt that is about to begin; what is committed now was committed in an earlier one.
         past_ends: how the earlier starts of a job ended in Slurm's words, oldest first; empty if unknown.
-        last_step: the newest step on record.
+        last_step: the furthest step on record, for an attempt that has no line there.
     """
     for entry in read_ledger(run):
         if "end_time_unix_s" in entry:
@@ -452,7 +455,8 @@ def close_lost(
         reason = _LOST_REASONS.get(word, "node_failure" if was_restarted else "lost")
         note = f"its supervisor was killed or lost{f'; Slurm calls it {word}' if word else ''}{advice_on(word)}"
         facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note}
-        facts |= {"last_step": last_step, "last_committed": now.first_committed}
+        own_step = step_of_attempt(run, attempt, default=last_step)
+        facts |= {"last_step": own_step, "last_committed": now.first_committed}
         start_unix_s = end_unix_s = float(entry.get("time_unix_s", 0.0))
         # When a file was last touched is not worth a run.
         with contextlib.suppress(OSError):

@@ -29,6 +29,7 @@ from slurm_train.rundir.attempts import (
 )
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.files import append_line, read_json
+from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
 START = AttemptStart(job_id="12_3", restart_count=1, nodes=("n1", "n2"), world_size=16)
@@ -197,6 +198,19 @@ def test_ranks_that_are_started_again_are_another_attempt_of_the_same_job(run: R
     check_fence(run, 2)
     with pytest.raises(RunError, match=r"attempt 1 .* was overtaken by attempt 2"):
         check_fence(run, 1)
+
+
+def test_an_attempt_that_went_back_is_booked_with_its_own_steps(run: RunDirectory) -> None:
+    """Not with the largest in metrics.jsonl, which are of the past that it has left."""
+    begin_round(run, RANKS, first=open_attempt(run, SUPERVISOR))
+    append_line(run.metrics, {"step": 38, "attempt": 0, "loss": 1.0})
+    begin_round(run, RANKS, first=0)
+    record_origin(run, 1, Origin(step=20, save_id="c0ffee00"))
+    append_line(run.metrics, {"step": 25, "attempt": 1, "loss": 1.0})
+    begin_round(run, RANKS, first=0)
+    begin_round(run, RANKS, first=0)
+    facts = [tuple(entry[key] for key in ("first_step", "last_step", "step_before")) for entry in read_ledger(run)[:3]]
+    assert facts == [(0, 38, 0), (20, 25, 38), (38, 38, 38)], "the third has taken no step"
 
 
 def test_ranks_of_a_step_that_was_overtaken_begin_nothing(run: RunDirectory) -> None:

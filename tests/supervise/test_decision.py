@@ -196,6 +196,8 @@ def end(reason: str, **facts: Any) -> dict[str, Any]:
         ({"first_committed": 5, "last_committed": 3}, True),
         ({"first_step": 1, "last_step": 9}, True),
         ({"first_committed": 5, "first_step": 1, "last_step": 1}, False),
+        ({"first_step": 1, "last_step": 9, "step_before": 9}, False),
+        ({"first_step": 1, "last_step": 10, "step_before": 9}, True),
         ({}, False),
     ],
 )
