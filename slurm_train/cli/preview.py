@@ -122,14 +122,20 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     # Where ranks have a Python of their own, torch may be in that one alone.
     if config.trains and importlib.util.find_spec("torch") is not None:
         own |= _calls_of(config.optim)
+    collate = (config.data or {}).get("collate")
+    if isinstance(collate, str):
+        own["data.collate"] = {"_target_": collate, "_args_": [None]}
+    elif isinstance(collate, Mapping):
+        own["data.collate"] = dict(collate)
     for key, mapping in own.items() if config.script is None else ():
         require_target(key, mapping, search=search)
     if config.callbacks:
-        _check_callbacks(config)
+        _check_callbacks(config, search=search)
 
 
-def _check_callbacks(config: RunConfig) -> None:
+def _check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
     """Makes the callbacks that come with this package, which finds wrong values of theirs."""
+    from slurm_train.config.target import keywords_in_source
     from slurm_train.train.callbacks import Monitor, build_callbacks
 
     if not config.trains:
@@ -143,6 +149,15 @@ def _check_callbacks(config: RunConfig) -> None:
             "a callback compares evaluations, and the run makes none on its way",
             hint="set train.eval_every_steps=100, and leave train.evaluate at true",
         )
+    data = config.data or {}
+    if compares and data.get("_target_") and not data.get("heldout"):
+        taken = keywords_in_source(str(data["_target_"]), search=search)
+        if taken is not None and "split" not in taken:
+            raise ConfigError(
+                f"a callback compares evaluations, and data._target_={data['_target_']} has no held-out samples: it "
+                "takes no `split`, and data.heldout is not set",
+                hint="set data.heldout to the arguments that differ for them, or leave the callback out",
+            )
 
 
 def _calls_of(optim: OptimSection) -> dict[str, dict[str, Any] | None]:

@@ -253,6 +253,19 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
         _check_call(f"{key}.{TARGET}={target}", signature, positional, given, is_partial=is_partial)
 
 
+def keywords_in_source(target: str, *, search: Sequence[str]) -> set[str] | None:
+    """Returns the parameters of a class or a function as its source says them; None where it does not say all of them.
+
+    Imports nothing.
+    """
+    spec, rest = _find_longest(_split_path(target), search)
+    tree = None if spec is None else _source_of(spec)
+    signature = None if tree is None or len(rest) != 1 else _read_signature(tree, rest[0])
+    if signature is None or any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        return None
+    return set(signature.parameters)
+
+
 def targets_in(value: Any) -> Iterator[str]:
     """Yields every `_target_` that is set in a mapping, also inside lists and other mappings."""
     if isinstance(value, Mapping):

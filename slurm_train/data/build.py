@@ -5,7 +5,7 @@ arguments a user's data set may have
 
 - `heldout`: what differs for the held-out samples, e.g. `{train: false}`; with a `_target_` it is used alone;
 - `num_workers`: processes that read ahead (0);
-- `collate`: dotted path of a function that makes a batch of a list of items;
+- `collate`: what makes a batch of a list of items: dotted path of a function, or a mapping with `_target_`;
 - `keyed_randomness`: seed the random generators before each sample (true); false is faster where nothing is random.
 
 Instead of a map-style data set it may be a stream with a state (`data.stream`). A callable that takes `rank` and
@@ -14,13 +14,14 @@ Instead of a map-style data set it may be a stream with a state (`data.stream`).
 
 Any source may have `prefetch`: micro-batches that a thread of the training process reads ahead (0).
 
-A callable that takes `split` gets "train" or "heldout", unless the configuration sets `split` itself. One that does
-not, and has no `heldout`, has no held-out samples, and evaluation is left out.
+A callable that takes `split` gets "train" or "heldout", unless the configuration sets `split` itself; if it refuses
+"heldout", the first of "val", "valid", "validation" and "test" that it takes. One that does not take it, and has no
+`heldout`, has no held-out samples, and evaluation is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate, resolve_target
@@ -31,13 +32,20 @@ from slurm_train.data.stream import StreamSource, is_stream
 from slurm_train.errors import ConfigError, DataError
 
 _HELDOUT = "heldout"
+_NAMES_OF_HELDOUT = (_HELDOUT, "val", "valid", "validation", "test")
+"""What a data set with a `split` may call its held-out samples; the first that it takes is used."""
 _READING = ("num_workers", "collate", "keyed_randomness")
 _PREFETCH = "prefetch"
 ALLOW_WORLD_CHANGE = "allow_world_change"
 
 
 def build_source(
-    config: Mapping[str, Any], *, split: Split, seed: int, part: tuple[int, int] | None = None
+    config: Mapping[str, Any],
+    *,
+    split: Split,
+    seed: int,
+    part: tuple[int, int] | None = None,
+    note: Callable[[str], None] = lambda _text: None,
 ) -> SampleSource | None:
     """Returns the samples of a split, None where a configuration has no held-out ones.
 
@@ -46,6 +54,7 @@ def build_source(
         split: "train" or "heldout".
         seed: the run's seed; keys the randomness of a user's data set.
         part: the data-parallel rank and how many they are; None where a stream cannot be used.
+        note: gets a line where held-out samples have another name.
 
     Raises:
         ConfigError: the target cannot be found, or takes other keywords.
@@ -60,11 +69,18 @@ def build_source(
     takes_part = accepts_keyword(target, "rank") and accepts_keyword(target, "num_ranks")
     if part is not None and takes_part:
         given |= {"rank": part[0], "num_ranks": part[1]}
-    made = instantiate(words, **given)
+    made = _made(words, given, note=note)
     if made is None and split == "heldout":
         return None
     collate = reading.get("collate")
+    if isinstance(collate, Mapping):
+        collate = instantiate(collate)
     collate = resolve_target(collate) if isinstance(collate, str) else collate
+    if collate is not None and not callable(collate):
+        raise ConfigError(
+            f"data.collate={reading['collate']} gave a {type(collate).__name__}, which cannot be called",
+            hint="name a function of a list of items, or {_target_: a class with __call__, its arguments}",
+        )
     keyed = seed if reading.get("keyed_randomness", True) else None
     if is_stream(made):
         _check_stream(made, reading, part=part, takes_part=takes_part)
@@ -77,6 +93,33 @@ def build_source(
             )
         return made
     return MapStyleSource(made, collate=collate, num_workers=int(reading.get("num_workers", 0)), seed=keyed)
+
+
+def _made(words: Mapping[str, Any], given: dict[str, Any], *, note: Callable[[str], None]) -> Any:
+    """Returns what the target gives; of those that do not know "heldout" the split that they call so.
+
+    torchvision's data sets refuse other names than their own.
+
+    Raises:
+        ConfigError: the target has no held-out samples by any name that is known here.
+    """
+    names = _NAMES_OF_HELDOUT if given.get("split") == _HELDOUT else (given.get("split"),)
+    refusals: list[str] = []
+    for name in names:
+        try:
+            made = instantiate(words, **(given if name is None else {**given, "split": name}))
+        except (ValueError, KeyError) as err:
+            if name is None or given.get("split") != _HELDOUT or str(name) not in str(err):
+                raise
+            refusals.append(str(err))
+            continue
+        if refusals:
+            note(f"held-out samples: split={name} of {words[TARGET]}, which has none called {_HELDOUT}")
+        return made
+    raise ConfigError(
+        f"data.{TARGET}={words[TARGET]} takes none of split={', '.join(map(str, names))}: {refusals[0]}",
+        hint="name its held-out part: data.heldout={split: NAME}, and set data.split to that of the training",
+    )
 
 
 def _check_stream(made: Any, reading: Mapping[str, Any], *, part: tuple[int, int] | None, takes_part: bool) -> None:

@@ -217,14 +217,33 @@ def as_batch(batch: Any) -> Batch:
         DataError: it is something else.
     """
     parts = (batch,) if isinstance(batch, Tensor) else batch
-    if isinstance(parts, Mapping) and all(isinstance(part, Tensor) for part in parts.values()):
+    if isinstance(parts, Mapping) and parts and all(map(_holds_tensors, parts.values())):
         return {str(name): part for name, part in parts.items()}
-    if isinstance(parts, Sequence) and all(isinstance(part, Tensor) for part in parts):
+    if isinstance(parts, Sequence) and not isinstance(parts, str) and parts and all(map(_holds_tensors, parts)):
         return tuple(parts)
     raise DataError(
-        f"a collated batch must be a tensor, a tuple or a dict of tensors, this one is a {type(batch).__qualname__}",
+        "a collated batch must be a tensor, or a tuple or a dict of tensors or of lists of them, this one is "
+        f"{_kind(batch)}",
         hint="return (inputs, targets) or a dict of tensors from __getitem__, or name a function in data.collate",
     )
+
+
+def _holds_tensors(part: Any) -> bool:
+    """Returns whether something is a tensor or has some in lists and dicts; names and numbers may be beside them."""
+    if isinstance(part, Mapping):
+        return any(map(_holds_tensors, part.values()))
+    if isinstance(part, (list, tuple)):
+        return any(map(_holds_tensors, part))
+    return isinstance(part, Tensor)
+
+
+def _kind(value: Any) -> str:
+    """Returns what a value is, e.g. "a tuple of (Tensor, str)"."""
+    if isinstance(value, Mapping):
+        return f"a dict of ({', '.join(f'{name}: {type(part).__name__}' for name, part in value.items())})"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of ({', '.join(type(part).__name__ for part in value[:5])})"
+    return f"a {type(value).__qualname__}"
 
 
 def seed_generators(key: int | None) -> None:

@@ -47,8 +47,26 @@ def map_tensors(function: Callable[..., Tensor], *batches: Batch) -> Batch:
         if any(set(batch) != set(first) for batch in batches):
             raise KeyError(", ".join(sorted(first)))
         named: tuple[Any, ...] = batches
-        return {name: function(*(batch[name] for batch in named)) for name in first}
-    return tuple(function(*parts) for parts in zip(*batches, strict=True))
+        return {name: _mapped(function, *(batch[name] for batch in named)) for name in first}
+    return tuple(_mapped(function, *parts) for parts in zip(*batches, strict=True))
+
+
+def _mapped(function: Callable[..., Tensor], *parts: Any) -> Any:
+    """Returns what a function makes of tensors, also of those in lists and dicts, as targets of a detector are."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return function(*parts)
+    if len(parts) > 1:
+        raise KeyError(f"a {type(first).__name__} of tensors, of which several cannot become one")
+    if isinstance(first, dict):
+        return {name: _mapped(function, part) for name, part in first.items()}
+    return [_mapped(function, part) for part in first] if isinstance(first, (list, tuple)) else first
+
+
+def is_nested(batch: Batch) -> bool:
+    """Returns whether parts of a batch are lists or dicts of tensors, which only a model's own loss can take."""
+    parts: Any = batch.values() if isinstance(batch, dict) else batch
+    return not all(isinstance(part, Tensor) for part in parts)
 
 
 @runtime_checkable

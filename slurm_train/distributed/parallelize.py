@@ -86,6 +86,7 @@ def parallelize(
     """
     # Gathering what is cut and sharded takes two exchanges; torch advises against it in every log, to no use here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    require_dimensions(model)
     if layout.tp > 1:
         require_equal_parts(model, tp=layout.tp)
         cut_matrices(model, mesh=mesh, layout=layout, roots=roots, splits_positions=settings.sequence_parallel)
@@ -415,12 +416,36 @@ def gathers_in_bfloat16(
     return settings.gather_dtype == "bfloat16" or (settings.gather_dtype == "auto" and suits)
 
 
+def require_dimensions(model: nn.Module) -> None:
+    """Checks that every parameter can be cut.
+
+    Raises:
+        ConfigError: one is a scalar, or gets sparse gradients.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise ConfigError(
+                f"{name} of {type(model).__name__} is a scalar parameter, which cannot be spread over ranks",
+                hint="make it a vector of one number, nn.Parameter(torch.tensor([1.0])), or leave `parallel` out",
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ConfigError(
+                f"{name} of {type(model).__name__} gives sparse gradients, which cannot be spread over ranks",
+                hint="leave its sparse=True out, or leave `parallel` out",
+            )
+
+
 def units(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the blocks of a model: what its `sharding_plan` names, else the members of its lists of modules."""
+    """Yields the blocks of a model: what its `sharding_plan` names, else the members of its lists of modules.
+
+    A block that stands in several places, as ALBERT's do, comes once.
+    """
     own = getattr(model, "sharding_plan", None)
     if own is None:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        yield from (block for members in lists for block in members if any(True for _ in block.parameters()))
+        blocks = {id(block): block for members in lists for block in members}
+        yield from (block for block in blocks.values() if any(True for _ in block.parameters()))
         return
     patterns = own()
     for name, module in model.named_modules():

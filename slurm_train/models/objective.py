@@ -37,6 +37,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 _ALPHA = 0.1
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 3e-2
 """Relative differences of a loss that are rounding, in float32 and in types of 16 bits."""
+_NUM_SHOWN = 3
 # Pairs of tokens counted at once; a block of int64 codes is 8 MB.
 _BLOCK = 2**20
 
@@ -136,7 +137,10 @@ class Objective(nn.Module):
             self._check_names(batch)
         else:
             inputs, targets = batch if len(batch) == 2 else (None, None)
-        if inputs is None or targets is None or inputs.shape != targets.shape or targets.dim() < 2:
+        if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
+            self._repeats = False
+            return
+        if inputs.shape != targets.shape or targets.dim() < 2:
             self._repeats = False
             return
         counted = targets != IGNORED
@@ -269,6 +273,12 @@ class Objective(nn.Module):
 
     def _call(self, batch: Batch) -> Any:
         """Returns what the model gives for a batch; it gets the targets where it computes the loss from them."""
+        parts: Any = batch.values() if isinstance(batch, dict) else batch
+        if not all(isinstance(part, Tensor) for part in parts):
+            raise ConfigError(
+                f"a batch is {_kind(batch)}, with which {type(self.model).__name__} cannot be scored",
+                hint="define training_loss(batch) and evaluation_sums(batch) on the model: they get it as it is",
+            )
         if isinstance(batch, dict):
             if not self.takes_targets or LABELS not in batch:
                 return self.model(**self.own.words(batch))
@@ -295,7 +305,7 @@ class Objective(nn.Module):
 
     def _tokens_in(self, batch: Batch) -> Tensor | None:
         tokens = batch.get("input_ids") if isinstance(batch, dict) else batch[0]
-        is_text = tokens is not None and tokens.dim() == 2 and not tokens.is_floating_point()
+        is_text = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
         return tokens if is_text else None
 
     def _within_context(self, batch: Batch) -> Batch:
@@ -448,7 +458,8 @@ def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         return f"tensor of {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_kind, value))})"
+        more = ", ..." if len(value) > _NUM_SHOWN else ""
+        return f"({', '.join(map(_kind, value[:_NUM_SHOWN]))}{more})"
     return f"dict with {', '.join(map(str, value))}" if isinstance(value, dict) else type(value).__name__
 
 

@@ -67,7 +67,7 @@ from slurm_train.rundir.events import SaveLog, append_event
 from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
 from slurm_train.rundir.timing import Spent, StepTimes
-from slurm_train.train.callbacks import build_callbacks
+from slurm_train.train.callbacks import Monitor, build_callbacks
 from slurm_train.train.compile_cache import CompileCache
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.evaluate import Evaluator, continue_texts
@@ -89,6 +89,7 @@ from slurm_train.train.optimizer import (
     build_schedule,
     can_call_kernel,
     require_rules_fit,
+    to_training,
 )
 from slurm_train.train.saving import Checkpointer, Position, build_continuity, build_save_pace
 from slurm_train.train.step import (
@@ -232,7 +233,12 @@ def build_parts(rank: Rank) -> Parts:
         model=model,
         optimizer=build_optimizer(model, optim=config.optim),
         train_data=train_data,
-        heldout=build_source(config.data, split="heldout", seed=config.seed),
+        heldout=build_source(
+            config.data,
+            split="heldout",
+            seed=config.seed,
+            note=partial(print, file=sys.stderr) if rank.place.is_first else lambda _text: None,
+        ),
         flops_per_token=flops_per_token(model, positions=getattr(train_data, "context", 0)),
         callbacks=build_callbacks(config.callbacks),
     )
@@ -485,11 +491,13 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     evaluator = None
     if parts.heldout is not None and config.train.evaluate:
         evaluator = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
+    _check_measures(parts, evaluator)
     global_size, growth = rank.plan.global_size, config.batch.growth
     total_samples = position.samples_at(parts.max_steps, global_size=global_size, growth=growth)
     step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
     # The heartbeat writes them down now and then.
     rank.heartbeat.also = step_times.keep_when_due
+    to_training(parts.optimizer)
     return Trainer(
         rank=rank,
         position=position,
@@ -522,6 +530,29 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         callbacks=parts.callbacks,
         compile_cache=compile_cache,
     )
+
+
+def _check_measures(parts: Parts, evaluator: Evaluator | None) -> None:
+    """Checks, before the first step, that evaluations give what callbacks look at. Collective.
+
+    Two samples are evaluated for it where a callback or a model's own evaluation_sums could be at odds.
+
+    Raises:
+        ConfigError: there are no held-out samples, or no measure of the name, or sums that are none.
+    """
+    monitors = [callback for callback in parts.callbacks.values() if isinstance(callback, Monitor)]
+    if evaluator is None:
+        if monitors:
+            raise ConfigError(
+                "a callback compares evaluations, and the data have no held-out samples",
+                hint="set data.heldout, or let the data set take a `split`; or leave the callback out",
+            )
+        return
+    if not monitors and not hasattr(parts.model, "evaluation_sums"):
+        return
+    names = evaluator.try_out()
+    for monitor in monitors:
+        monitor.read(dict.fromkeys(names, 0.0))
 
 
 def build_checkpointer(parts: Parts, *, peak_lr: float) -> Checkpointer:

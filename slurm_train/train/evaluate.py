@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from slurm_train.data.prepare import Encoding
 
 
+_MOST_NUMBERS = 1024
+
+
 @frozen
 class Evaluator:
     """Measures a model on the held-out samples."""
@@ -90,7 +93,22 @@ class Evaluator:
             for name, value in sums.items() if counts else ():
                 # float64 on the device: exact for counts, and nothing waits for the host.
                 totals[name] = totals[name] + value.double() if name in totals else value.double()
-        return {name: value.item() for name, value in totals.items()}
+        return _as_numbers(totals)
+
+    def try_out(self) -> list[str]:
+        """Returns the names of the measures, from two samples: what is wrong is seen before training. Collective.
+
+        The model is left as it was.
+        """
+        sample: Any = self.source.batch(np.arange(min(2, len(self.source)), dtype=np.int64))
+        part, device = self.rank.sequence_part, self.rank.device
+        batch = to_device(sample if part is None else part.cut(sample), device)
+        with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
+            self.objective.eval()
+            with in_precision(device, self.rank.forward_autocast):
+                sums = _as_numbers(self._sums_of(batch))
+        counted = [{**found, **({"count": 1.0} if found else {})} for found in gather(sums)]
+        return sorted(measures(counted, bytes_per_item=getattr(self.source, "bytes_per_target", None)))
 
     def _sums_of(self, batch: Any) -> dict[str, Tensor]:
         """Returns the sums of one batch, {} on all stages but the last."""
@@ -142,6 +160,23 @@ def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) 
     if bytes_per_item is not None:
         found["eval_bits_per_byte"] = found["eval_loss"] / math.log(2) / bytes_per_item
     return found | {f"eval_{name}": value / count for name, value in total.items() if name != "correct"}
+
+
+def _as_numbers(totals: dict[str, Tensor]) -> dict[str, float]:
+    """Returns sums as numbers; each of a vector gets the name and its place, e.g. "per_class_0"."""
+    found: dict[str, float] = {}
+    for name, value in totals.items():
+        if value.dim() and (name in ("loss", "count", "correct") or value.numel() > _MOST_NUMBERS):
+            raise ConfigError(
+                f"evaluation_sums gave {name} as a tensor of {tuple(value.shape)}",
+                hint=f"loss, count and correct are scalars, other sums have at most {_MOST_NUMBERS} numbers",
+            )
+        places = np.ndindex(*value.shape) if value.dim() else [()]
+        found |= {
+            "_".join((name, *map(str, place))): number
+            for place, number in zip(places, value.flatten().tolist(), strict=True)
+        }
+    return found
 
 
 def _any_asks(stop: StopFlag) -> bool:

@@ -13,7 +13,8 @@ import inspect
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -171,6 +172,44 @@ class CombinedOptimizer(Optimizer):
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
+
+
+def to_training(optimizer: Optimizer) -> None:
+    """Lets an optimizer that averages (schedule-free) have the weights that are trained in the model."""
+    for part in _averaging(optimizer):
+        part.train()
+
+
+def to_average(optimizer: Optimizer) -> None:
+    """Lets an optimizer that averages have the averaged weights in the model, as at the end of a run."""
+    for part in _averaging(optimizer):
+        part.eval()
+
+
+@contextmanager
+def averaged(optimizer: Optimizer) -> Iterator[None]:
+    """Has the averaged weights in the model meanwhile; those that are trained come back bit for bit."""
+    parts = _averaging(optimizer)
+    if not parts:
+        yield
+        return
+    parameters = [
+        local_part(param.detach()) for part in parts for group in part.param_groups for param in group["params"]
+    ]
+    trained = [parameter.clone() for parameter in parameters]
+    to_average(optimizer)
+    try:
+        yield
+    finally:
+        to_training(optimizer)
+        for parameter, before in zip(parameters, trained, strict=True):
+            parameter.copy_(before)
+
+
+def _averaging(optimizer: Optimizer) -> list[Any]:
+    """Returns those optimizers that have `train()` and `eval()`."""
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    return [part for part in parts if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))]
 
 
 @frozen

@@ -31,7 +31,7 @@ from slurm_train.checkpoint.state import local_part
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import DdpSection
 from slurm_train.data.batches import MicroBatch
-from slurm_train.data.source import IGNORED, Batch, map_tensors
+from slurm_train.data.source import IGNORED, Batch, is_nested, map_tensors
 from slurm_train.distributed.parallelize import own_positions
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
@@ -182,7 +182,7 @@ class Passes:
             )
         objective = self._objective
         objective.look_at(batch)
-        if layout.pp * layout.cp == 1:
+        if layout.pp * layout.cp == 1 and not is_nested(batch):
             some = to_device(map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch), self._device)
             with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):
                 objective.compare(some, is_precise=self._rank.autocast is None)
@@ -264,6 +264,7 @@ class ReplicaPasses(Passes):
         # A static graph is learnt in the first backward pass, and torch asserts that it is a synchronised one (2.13).
         # Reducing after every micro-batch gives the same gradient, so the first step does that with a static graph.
         self._may_accumulate = ddp is None or not ddp.static_graph
+        self._has_sparse = any(getattr(part, "sparse", False) is True for part in module.modules())
         settings = rank.config.ddp
         self._may_lack = settings.find_unused_parameters or settings.static_graph
 
@@ -295,6 +296,11 @@ class ReplicaPasses(Passes):
         Raises:
             ConfigError: parameters are unused, and `ddp.find_unused_parameters` is not set.
         """
+        if self._has_sparse:
+            # Norm, clipping and division are over all numbers of a gradient.
+            for parameter in parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
         if len(gradients) < len(parameters) and not self._may_lack:
             # DDP has not exchanged the buckets that they are in; by itself it raises in the next step.
@@ -647,7 +653,7 @@ class Stepper:
         scale: LossScale | None = None,
     ) -> None:
         self.passes, self.scale = passes, scale
-        self._optimizer, self._update = optimizer, Update(optimizer)
+        self.optimizer, self._update = optimizer, Update(optimizer)
         self._frozen = passes.frozen_parameters()
         # The learning rates that were set at the step before, by group.
         self._lrs: list[float] = []
@@ -670,8 +676,8 @@ class Stepper:
         """
         self.passes.run(batches, num_batches=facts.num_batches)
         self._require_unchanged()
-        self._lrs = [facts.lr * group.get(LR_SCALE, 1.0) for group in self._optimizer.param_groups]
-        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
+        self._lrs = [facts.lr * group.get(LR_SCALE, 1.0) for group in self.optimizer.param_groups]
+        for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=True):
             group["lr"] = lr
         gradients, numbers, norm = self.passes.reduce(self._update.parameters)
         result = (self._apply_masked if self._is_masked else self._apply)(facts, gradients, numbers, norm)
@@ -703,7 +709,7 @@ class Stepper:
         if any(parameter.requires_grad for parameter in self._frozen):
             names = {id(parameter): name for name, parameter in self.passes.named_parameters()}
             raise _changed_error([names[id(one)] for one in self._frozen if one.requires_grad], "requires a gradient")
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         if sum(len(group["params"]) for group in groups) != len(self._update.parameters):
             raise ConfigError(
                 f"the optimizer has {sum(len(group['params']) for group in groups)} parameters, and "

@@ -29,7 +29,7 @@ from slurm_train.train.context import Rank, gather
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, check_replicas, refuse
 from slurm_train.train.metrics import PaceProbe, Recorder, format_measures
-from slurm_train.train.optimizer import Schedule
+from slurm_train.train.optimizer import Schedule, averaged, to_average
 from slurm_train.train.saving import Checkpointer, Position, SavePace
 from slurm_train.train.step import StepFacts, Stepper, StepResult
 from slurm_train.train.stopping import Stopping
@@ -128,6 +128,8 @@ class Trainer:
         if finished and self.newest is not None and not self.position.items:
             refuse(self.newest, num_empty=self.position.step, of=self.position.step)
         self._call("on_end" if finished else "on_stop")
+        if finished:
+            to_average(self.stepper.optimizer)
         if finished or self._may_save():
             start = self._clock()
             self._before_save()
@@ -331,7 +333,8 @@ class Trainer:
         if evaluator is None:
             return
         start = self._clock()
-        measures = evaluator.evaluate(within=[callback.evaluating() for callback in self.callbacks.values()])
+        contexts = [averaged(self.stepper.optimizer), *(callback.evaluating() for callback in self.callbacks.values())]
+        measures = evaluator.evaluate(within=contexts)
         self.charge(start, "evaluate_s")
         if measures is None:
             self._stops = self.position.evaluation_due = True

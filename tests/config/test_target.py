@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.config.target import instantiate, require_target, resolve_target
+from slurm_train.config.target import instantiate, keywords_in_source, require_target, resolve_target
 from slurm_train.errors import ConfigError
 from tests.support.refusals import refusal
 
@@ -200,3 +200,13 @@ def test_keywords_are_checked_against_the_source(
         return
     error = refusal(ConfigError, require_target, key, mapping, search=search)
     assert text in error.message and hint in error.hint
+
+
+def test_what_a_data_set_takes_is_read_in_its_source(tmp_path: Path) -> None:
+    (tmp_path / "some_data.py").write_text(
+        "class Whole:\n    def __init__(self, size, *, split='train'): pass\n"
+        "class Any:\n    def __init__(self, **words): pass\nclass Bare: pass\n"
+    )
+    taken = {name: keywords_in_source(f"some_data.{name}", search=[str(tmp_path)]) for name in ("Whole", "Any", "Bare")}
+    assert taken == {"Whole": {"size", "split"}, "Any": None, "Bare": None}
+    assert keywords_in_source("no_such_module_here.X", search=[str(tmp_path)]) is None

@@ -102,3 +102,44 @@ def test_reading_ahead_in_a_thread_is_refused_where_it_would_disturb(words: dict
     source = source_of("Plain", **words)
     with pytest.raises(ConfigError, match=message):
         prefetch_depth({"_target_": "my_data.Plain", **words}, source)
+
+
+class Scaled:
+    """A collate function with an argument."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, items: list[torch.Tensor]) -> torch.Tensor:
+        return self.factor * torch.stack(items)
+
+
+def test_collate_may_be_an_object_with_arguments() -> None:
+    config: dict[str, Any] = {"_target_": "my_data.Plain", "collate": {"_target_": "my_data.Scaled", "factor": 3}}
+    source = build_source(config, split="train", seed=0)
+    assert source is not None
+    (batch,) = source.batch(np.array([1, 4]))
+    assert batch.tolist() == [3, 12]
+    with pytest.raises(ConfigError, match="gave a Plain, which cannot be called"):
+        build_source({**config, "collate": {"_target_": "my_data.Plain"}}, split="train", seed=0)
+
+
+class Strict(Plain):
+    """Knows its own splits only, in the words of torchvision."""
+
+    def __init__(self, split: str, names: tuple[str, ...] = ("train", "val", "test")) -> None:
+        if split not in names:
+            raise ValueError(f"Unknown value '{split}' for argument split. Valid values are {names}.")
+        super().__init__({"train": 6, "val": 3, "test": 2}[split])
+
+
+@pytest.mark.parametrize(("names", "length"), [(["train", "val", "test"], 3), (["train", "test"], 2)])
+def test_a_data_set_that_knows_no_heldout_is_asked_for_what_it_calls_so(names: list[str], length: int) -> None:
+    notes: list[str] = []
+    config: dict[str, Any] = {"_target_": "my_data.Strict", "names": names}
+    source = build_source(config, split="heldout", seed=0, note=notes.append)
+    assert source is not None
+    assert len(source) == length
+    assert notes == [f"held-out samples: split={names[1]} of my_data.Strict, which has none called heldout"]
+    with pytest.raises(ConfigError, match="takes none of split=heldout, val, valid, validation, test: Unknown value"):
+        build_source({**config, "names": ["train"]}, split="heldout", seed=0)

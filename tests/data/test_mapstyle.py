@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from slurm_train.data.batches import BatchStream, GlobalBatches, Split
 from slurm_train.data.mapstyle import MapStyleSource, pad
 from slurm_train.data.order import SampleOrder
-from slurm_train.data.source import IGNORED
+from slurm_train.data.source import IGNORED, is_nested, map_tensors
 from slurm_train.errors import DataError
 
 
@@ -102,7 +102,7 @@ sys.exit(3)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MapStyleSource(Noisy(), collate=dict), "a tuple or a dict of tensors, this one is a dict"),
+        (lambda: MapStyleSource(Noisy(), collate=dict), "or of lists of them, this one is a dict of"),
         (lambda: MapStyleSource(Named(text="hello")), "'text' of a sample cannot become a tensor: it is a str"),
         (lambda: MapStyleSource(iter([])), "list_iterator is not a map-style data set"),
     ],
@@ -148,3 +148,26 @@ def test_mappings_become_padded_tensors_by_name(num_workers: int) -> None:
         "labels": [[1, -100, -100, -100], [1, 2, -100, -100], [1, 2, 3, -100], [1, 2, 3, 4]],
         "row": [0, 1, 2, 3],
     }
+
+
+class Boxes(Dataset[Any]):
+    """Images of unequal sizes with any number of boxes, as detectors take them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(3, 4 + index, 4), {"boxes": torch.zeros(index, 4), "image_id": index}
+
+
+def columns(items: list[Any]) -> Any:
+    return tuple(zip(*items, strict=True))
+
+
+def test_lists_of_tensors_and_of_dicts_are_a_batch_that_goes_to_a_device_as_it_is() -> None:
+    batch: Any = MapStyleSource(Boxes(), collate=columns).batch(np.array([0, 3]))
+    assert [tuple(image.shape) for image in batch[0]] == [(3, 4, 4), (3, 7, 4)]
+    assert [tuple(target["boxes"].shape) for target in batch[1]] == [(0, 4), (3, 4)]
+    doubled: Any = map_tensors(lambda tensor: tensor + 2, batch)
+    assert doubled[0][1].eq(2).all() and doubled[1][1]["boxes"].eq(2).all() and doubled[1][1]["image_id"] == 3
+    assert is_nested(batch) and not is_nested((torch.zeros(1),))

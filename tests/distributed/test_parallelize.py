@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
-from slurm_train.distributed.parallelize import gathers_in_bfloat16, overlap_exchanges, prepare_blocks, to_float8
+from slurm_train.distributed.parallelize import (
+    gathers_in_bfloat16,
+    overlap_exchanges,
+    prepare_blocks,
+    require_dimensions,
+    to_float8,
+    units,
+)
 from slurm_train.errors import ConfigError
 from slurm_train.models.cnn import CNN
 from slurm_train.models.gpt import GPT
@@ -334,3 +342,21 @@ def test_cards_that_cannot_multiply_in_float8_are_refused(monkeypatch: pytest.Mo
     for kind, found in (("cpu", "a CPU"), ("cuda", r"NVIDIA A100 of compute capability 8\.0")):
         with pytest.raises(ConfigError, match=f"precision=fp8 was asked, and this rank has {found}"):
             require_float8(torch.device(kind))
+
+
+def test_a_block_that_stands_in_several_places_is_one_unit() -> None:
+    block = nn.Linear(2, 2)
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block, nn.Linear(2, 2), block]), "again": nn.ModuleList([block])})
+    assert [id(unit) for unit in units(model)] == [id(model["blocks"][0]), id(model["blocks"][1])]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0))}), "scale of ParameterDict is a scalar parameter"),
+        (nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 of Sequential gives sparse gradients"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_by_name(model: nn.Module, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{said}, which cannot be spread over ranks"):
+        require_dimensions(model)

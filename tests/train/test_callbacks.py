@@ -21,6 +21,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.train.build import _check_measures
 from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks
 from tests.support.ranks import make_rank
 from tests.train.small_runs import (
@@ -358,3 +359,17 @@ def test_what_is_no_callback_or_has_wrong_values_is_refused(callback: dict[str, 
 def test_a_measure_that_evaluations_do_not_give_is_named() -> None:
     with pytest.raises(ConfigError, match=r"(?s)accuracy.*eval_accuracy, eval_loss"):
         EarlyStopping(monitor="accuracy").read({"eval_loss": 1.0, "eval_accuracy": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("monitor", "names", "said"),
+    [("eval_loss", None, "the data have no held-out samples"), ("val_loss", ["eval_loss"], "looks at val_loss, which")],
+)
+def test_what_evaluations_do_not_give_is_seen_before_the_first_step(monitor: str, names: Any, said: str) -> None:
+    callbacks: Any = {"0": EarlyStopping(monitor=monitor)}
+    evaluator: Any = None if names is None else SimpleNamespace(try_out=lambda: names)
+    parts: Any = SimpleNamespace(callbacks=callbacks, model=nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=said):
+        _check_measures(parts, evaluator)
+    parts.callbacks = {}
+    _check_measures(parts, evaluator)

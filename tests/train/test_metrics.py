@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from slurm_train.assets import read_asset
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.target import instantiate
-from slurm_train.errors import RunError
+from slurm_train.errors import ConfigError, RunError
 from slurm_train.metrics import Display
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
@@ -30,7 +30,7 @@ from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Rank
-from slurm_train.train.evaluate import measures
+from slurm_train.train.evaluate import _as_numbers, measures
 from slurm_train.train.metrics import (
     GpuReader,
     PaceProbe,
@@ -270,3 +270,11 @@ def test_a_gpu_is_read_as_far_as_it_answers_and_not_too_often(
 def test_without_nvml_the_memory_that_torch_counts_is_left(monkeypatch: pytest.MonkeyPatch, gpu: torch.device) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert GpuReader(gpu, clock=lambda: 10.0).read() == {"gpu_memory_gb": 3.0}
+
+
+def test_sums_that_are_vectors_become_measures_with_their_places() -> None:
+    sums = _as_numbers({"loss": torch.tensor(3.0), "hits": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
+    assert sums == {"loss": 3.0, "hits_0_0": 1.0, "hits_0_1": 2.0, "hits_1_0": 3.0, "hits_1_1": 4.0}
+    for wrong in ({"loss": torch.ones(2)}, {"many": torch.ones(2000)}):
+        with pytest.raises(ConfigError, match=r"evaluation_sums gave \w+ as a tensor of \("):
+            _as_numbers(wrong)

@@ -15,9 +15,12 @@ from slurm_train.config.schema import OptimSection, build_config
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.train.optimizer import (
     CombinedOptimizer,
+    averaged,
     build_optimizer,
     build_schedule,
     require_rules_fit,
+    to_average,
+    to_training,
 )
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start, weights_of
 
@@ -216,3 +219,44 @@ def test_a_checkpoint_without_what_an_optimizer_keeps_now_is_refused(tmp_path: P
     require_fit(found[0], weights, kept={name: {} for name in weights})
     with pytest.raises(RunError, match=r"the optimizer keeps momentum_buffer of .* now, which checkpoint_0000020"):
         require_fit(found[0], weights, kept={name: {"momentum_buffer": weight} for name, weight in weights.items()})
+
+
+class Averaging(torch.optim.SGD):
+    """Has other weights in the model while it is evaluated, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        self._scale(2.0, is_training=True)
+
+    def eval(self) -> None:
+        self._scale(0.5, is_training=False)
+
+    def _scale(self, factor: float, *, is_training: bool) -> None:
+        for group in self.param_groups:
+            if group.get("train_mode", False) != is_training:
+                group["train_mode"] = is_training
+                for parameter in group["params"]:
+                    parameter.data.mul_(factor).add_(1e-7)
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(group["train_mode"] for group in self.param_groups)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_averages_is_evaluated_so_and_goes_on_with_the_same_bits() -> None:
+    layer = nn.Linear(3, 2)
+    for optimizer in (
+        Averaging(layer.parameters(), lr=0.1),
+        CombinedOptimizer([Averaging(layer.parameters(), lr=0.1)]),
+    ):
+        to_training(optimizer)
+        before = layer.weight.detach().clone()
+        with averaged(optimizer):
+            assert not layer.weight.equal(before)
+        assert layer.weight.equal(before)
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        to_average(optimizer)
+        assert not optimizer.param_groups[0]["train_mode"]
+    plain = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with averaged(plain):
+        to_training(plain)

@@ -370,7 +370,7 @@ def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pyte
             parameter.grad = torch.ones_like(parameter)
         gradients, numbers, norm = passes.reduce(parameters)
         assert (len(gradients), numbers.device.type, norm.device.type) == (len(having), "meta", "meta")
-        stepper._optimizer.zero_grad()
+        stepper.optimizer.zero_grad()
     before = parameters[0].clone()
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -535,3 +535,14 @@ def test_what_is_not_plain_fused_adamw_goes_torchs_way() -> None:
     damped = build_config(OptimSection, {**SGD.keywords, "_target_": SGD._target_, "dampening": 0.1}, path="optim.")
     others = [hooked, make_optimizer(optim=damped), torch.optim.AdamW(parameters, fused=False)]
     assert not any(can_call_kernel(optimizer) for optimizer in others)
+
+
+def test_sparse_gradients_train_as_dense_ones_do() -> None:
+    weights = []
+    for is_sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 2, sparse=is_sparse), nn.Flatten(), nn.Linear(6, 3))
+        batch = Batch((torch.tensor([[1, 2, 1], [4, 0, 8]]), torch.tensor([0, 2])))
+        assert step_of(make_stepper(model, clip_norm=0.01), batch).applied
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))
