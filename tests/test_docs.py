@@ -398,7 +398,7 @@ def test_a_code_without_a_section_is_found() -> None:
 def test_codes_that_other_rooms_write_are_in_the_registry() -> None:
     # The core cannot import a tool.
     said = {*message_templates()}
-    assert {"FS_MISSING", "FS_READONLY", "FS_STALE", "NODE_MISSING"} <= {*CODES} & said
+    assert {"FS_MISSING", "FS_READONLY", "FS_STALE", "NODE_MISSING", "STEP_REFUSED"} <= {*CODES} & said
     assert any(text.startswith("COLLECTIVE \0: ") for text in said) and "COLLECTIVE" in CODES
 
 

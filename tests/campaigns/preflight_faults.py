@@ -124,6 +124,15 @@ def _other_clock(scratch: Path) -> tuple[str, ...]:
     return (broken.task_prolog(scratch, "node2", *exports, _at_start(scratch / "clock", text)),)
 
 
+def _refusing_srun(scratch: Path) -> tuple[str, ...]:
+    """A wrapper of a site that takes no step at all."""
+    (scratch / "bin").mkdir()
+    refuse = "echo 'srun: fatal: steps are started by mpirun here' >&2; exit 1"
+    (scratch / "bin" / "srun").write_text(f"#!/bin/sh\n{refuse}\n")
+    (scratch / "bin" / "srun").chmod(0o755)
+    return (f'cluster.setup=["export PATH={scratch}/bin:$PATH"]',)
+
+
 def _stopped_ranks(scratch: Path) -> tuple[str, ...]:
     """A task that is stopped before it becomes the rank could not be killed, and Slurm would drain the node."""
     text = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -342,6 +351,12 @@ FAULTS: tuple[Fault, ...] = (
         "node2 does not have the run directory mounted",
         "node2: node node2 does not see the run directory",
         cause=lambda scene: broken.mounted_over("node2", scene.run.path.parent, "-t", "tmpfs", "none"),
+    ),
+    Fault(
+        "STEP_REFUSED",
+        "srun creates no step",
+        "srun: fatal: steps are started by mpirun here",
+        prepared=_refusing_srun,
     ),
     Fault(
         "FS_STALE",

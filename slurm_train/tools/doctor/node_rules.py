@@ -51,7 +51,7 @@ HINTS = {
     "SLOW_LINK": "look at the cable, the switch port and the speed that was agreed on (`ethtool`)",
 }
 """Each code, and what to do about it unless a finding says something else."""
-OTHER_CODES = ("FS_MISSING", "COLLECTIVE")
+OTHER_CODES = ("FS_MISSING", "STEP_REFUSED", "COLLECTIVE")
 """Codes that are found outside of these rules: before there are ranks, and when the process group is open."""
 
 _FEW_FILES = 1024
