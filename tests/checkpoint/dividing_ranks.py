@@ -85,15 +85,15 @@ def problems_on_disk(path: Path, of_ranks: list[dict[str, str]], streams: list[A
     manifest, described = verify(path), read_metadata(path)
     whole = {name: kind for held in of_ranks for name, kind in held.items()}
     tensors = {name: kind.removeprefix("shard ") for name, kind in whole.items() if kind != VALUE}
-    found = tensor_shapes(path, described=described)
-    problems = [f"{name} is missing" for name in sorted(tensors.keys() - found.keys())]
-    problems += [f"{name} is held by nobody" for name in sorted(found.keys() - tensors.keys())]
+    stored = tensor_shapes(path, described=described)
+    problems = [f"{name} is missing" for name in sorted(tensors.keys() - stored.keys())]
+    problems += [f"{name} is held by nobody" for name in sorted(stored.keys() - tensors.keys())]
     parts = Counter((index.fqn, index.offset) for index in described.storage_data)
     problems += [f"{name} is there {count} times" for name, count in parts.items() if count != 1]
-    load_tensors(path, found, described=described)
-    for name in tensors.keys() & found.keys():
+    load_tensors(path, stored, described=described)
+    for name in tensors.keys() & stored.keys():
         expected = tensor_of(name, tensors[name])
-        if found[name].dtype != expected.dtype or not found[name].equal(expected):
+        if stored[name].dtype != expected.dtype or not stored[name].equal(expected):
             problems.append(f"{name} has other values")
     weights = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
     if manifest.weights.keys() != weights:
@@ -160,17 +160,17 @@ def main() -> None:
     )
     groups = [distributed.new_group(range(size), backend="gloo") for size in range(1, world_size + 1)]
     meshes = [DeviceMesh("cpu", list(range(size))) for size in range(1, world_size + 1)]
-    found = []
+    problems = []
     for number, example in enumerate(json.loads((folder / "examples.json").read_text())):
         try:
-            found.append(run_example(example, folder / f"example_{number}", groups, meshes))
+            problems.append(run_example(example, folder / f"example_{number}", groups, meshes))
         except Exception:
-            found.append([traceback.format_exc()])
+            problems.append([traceback.format_exc()])
             break  # the other ranks may wait in an exchange
         distributed.barrier()
         if rank == 0:
             shutil.rmtree(folder / f"example_{number}", ignore_errors=True)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(problems))
     sys.stdout.flush()
     distributed.barrier()
     distributed.destroy_process_group()

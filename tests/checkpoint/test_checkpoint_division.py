@@ -46,10 +46,10 @@ def test_what_one_rank_holds_alone_does_not_move_what_the_others_write() -> None
     lone = {"callbacks.0 own.Mine.table": Leaf("float32[900]", 3600)}
     variants = {"model": [Variant((0, 1), weights)], **parts_of(lone, {}, part="callbacks")}
     require_savable(variants, stages=[0, 0])
-    found = written_by(variants, num_ranks=2)
-    assert found.keys() == weights.keys() | lone.keys() and all(len(ranks) == 1 for ranks in found.values())
-    assert found["callbacks.0 own.Mine.table"] == [0]
-    assert {ranks[0] for name, ranks in found.items() if name in weights} == {0, 1}
+    writers = written_by(variants, num_ranks=2)
+    assert writers.keys() == weights.keys() | lone.keys() and all(len(ranks) == 1 for ranks in writers.values())
+    assert writers["callbacks.0 own.Mine.table"] == [0]
+    assert {ranks[0] for name, ranks in writers.items() if name in weights} == {0, 1}
 
 
 @pytest.mark.parametrize("leaf", [BIG, SMALL])

@@ -70,8 +70,8 @@ def _add(held: Held, name: str, kind: str, state: str, draw: Any) -> None:
     ranks = {"none": set(), "first": {0}, "last": {num_ranks - 1}, "some": some}.get(state, set(range(num_ranks)))
     others = {"other sizes": "float32 7", "other types": "float16 400", "value or tensor": VALUE}
     for rank in ranks:
-        own_name = f"{name}{rank}" if state == "own names" else name
-        held[rank][own_name] = others.get(state, kind) if rank in some else kind
+        name_here = f"{name}{rank}" if state == "own names" else name
+        held[rank][name_here] = others.get(state, kind) if rank in some else kind
 
 
 def wrong_names(held: Held, stages: Sequence[int]) -> list[str]:
@@ -103,7 +103,7 @@ def problems_of(tried: Sequence[dict[str, Any]], *, is_careless: bool = False) -
         (folder / "examples.json").write_text(json.dumps(tried))
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
         words = [(str(rank), str(MOST_RANKS), name, str(int(is_careless))) for rank in range(MOST_RANKS)]
-        ranks = [start_rank(RANK_PROGRAM, *own, env=env) for own in words]
+        ranks = [start_rank(RANK_PROGRAM, *of_rank, env=env) for of_rank in words]
         try:
             texts = [rank.communicate(timeout=300)[1] for rank in ranks]
         finally:
@@ -112,9 +112,9 @@ def problems_of(tried: Sequence[dict[str, Any]], *, is_careless: bool = False) -
         problems: list[list[str]] = [[] for _ in tried]
         for rank in range(MOST_RANKS):
             path = folder / f"{rank}.json"
-            found = json.loads(path.read_text()) if path.exists() else []
-            for of_example, own in zip(problems, found, strict=False):
-                of_example += [f"rank {rank}: {text}" for text in own]
-            for of_example in problems[len(found) :]:
+            told = json.loads(path.read_text()) if path.exists() else []
+            for of_example, texts_of_rank in zip(problems, told, strict=False):
+                of_example += [f"rank {rank}: {text}" for text in texts_of_rank]
+            for of_example in problems[len(told) :]:
                 of_example.append(f"rank {rank} has ended before: {texts[rank][-2000:]}")
         return problems
