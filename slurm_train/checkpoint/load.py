@@ -46,6 +46,7 @@ from slurm_train.rundir.files import ask_server, fsync_directory, fsync_file, re
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import name_of
 
+_STATE = "optimizer.state."
 _AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
 _NUM_NAMED = 5
 
@@ -303,10 +304,33 @@ def read_model(path: Path, *, averaged: bool = False) -> tuple[Manifest, dict[st
     tensors = _model_shapes(path, described)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensor of a model", hint="it was not written by the built-in trainer")
+    if not manifest.weights:
+        _require_trained(path, tensors, described)
     if averaged:
         return manifest, _with_averages(path, tensors, described)
     load_tensors(path, tensors, described=described)
     return manifest, {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+
+
+def _require_trained(path: Path, tensors: Mapping[str, Tensor], described: Any) -> None:
+    """Checks a checkpoint whose manifest lists no weights: what the optimizer trained must be there.
+
+    Before the ranks compared what they hold, callbacks with tensors on some ranks only could leave parameters out.
+
+    Raises:
+        CheckpointError: naming parameters that the optimizer has a state of, and that are not there.
+    """
+    states = (name.removeprefix(_STATE) for name in described.state_dict_metadata if name.startswith(_STATE))
+    trained = {MODEL + name.rpartition(".")[0] for name in states}
+    missing = sorted(name.removeprefix(MODEL) for name in trained - tensors.keys())
+    # Another trainer may number its parameters instead of naming them.
+    if missing and trained & tensors.keys():
+        more = f", and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
+        raise CheckpointError(
+            f"{path} lacks parameters that were trained: {', '.join(missing[:_NUM_NAMED])}{more}",
+            hint="an earlier version left them out beside a callback whose tensors only some ranks had; every "
+            "checkpoint of that run may lack some: train it again",
+        )
 
 
 def _with_averages(path: Path, tensors: Mapping[str, Tensor], described: Any) -> dict[str, Tensor]:

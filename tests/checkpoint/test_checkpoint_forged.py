@@ -178,6 +178,22 @@ def test_a_checkpoint_without_a_weight_that_its_manifest_lists_is_not_trusted(ro
     assert verify(path).weights == {}, "an older one does not say what it should have"
 
 
+@pytest.mark.parametrize(
+    ("names", "is_whole"), [(("a", "b.c"), False), (("a",), True), (("0", "1"), True)], ids=["lost", "whole", "numbers"]
+)
+def test_an_older_checkpoint_is_not_exported_without_parameters_that_were_trained(
+    root: Path, names: tuple[str, ...], is_whole: bool
+) -> None:
+    state = {"model": {"a": torch.ones(3)}, "optimizer": {"state": {name: {"step": torch.ones(())} for name in names}}}
+    path = save_checkpoint(root, tensors=state, rank_state={}, header=make_header(4), group=None, keep=1).path
+    forge(path)
+    if is_whole:
+        assert read_model(path)[1].keys() == {"a"}
+        return
+    with pytest.raises(CheckpointError, match=r"lacks parameters that were trained: b\.c"):
+        read_model(path)
+
+
 class ByName:
     """Pickles as a call of getattr: how Python 3.11.0 to 3.11.3 pickle the members of an enum."""
 
