@@ -10,12 +10,13 @@ import os
 import signal
 import socket
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from slurm_train.cli.selection import filter_where, parse_runs, summary
 from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
-from slurm_train.rundir.jobs import ask_to_stop
-from slurm_train.rundir.lookup import find_runs
+from slurm_train.rundir.jobs import Holder, ask_to_stop
+from slurm_train.rundir.lookup import find_runs, is_own, owner_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.pins import release_pins
 from slurm_train.rundir.sweep import SweepDirectory, array_job_id, existing_arrays, find_sweep, read_table
@@ -50,10 +51,13 @@ def cancel(run: RunDirectory, commands: SlurmCommands) -> None:
         if active is None:
             raise RunError(f"{run.name}/{run.run_id} is neither queued nor running", hint="`status` shows what is")
         if active.process is not None:
+            _require_owners_process(run, active.process)
             _stop_here(run, active.process.host, active.process.pid)
         jobs, cancelled = active.jobs, list[str]()
         # A job that ends may be submitting the one that takes over; that one submits none.
         while new := [job_id for job_id in jobs if job_id not in cancelled]:
+            for job_id in new:
+                _require_owners_job(run, job_id, commands)
             cancelled += new
             # What is on its way by now finds the file and does not begin.
             with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
@@ -66,6 +70,33 @@ def cancel(run: RunDirectory, commands: SlurmCommands) -> None:
         # A job that never began cannot do it.
         with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
             release_pins(run)
+
+
+# Whoever owns a run may write any number into its files. An administrator who cancels it, or somebody who takes it for
+# a run of their own, ends nothing by it but what is that owner's.
+
+
+def _require_owners_job(run: RunDirectory, job_id: str, commands: SlurmCommands) -> None:
+    if is_own(run):
+        return
+    # E.g. "ada(1000)"; squeue, where a node has no scontrol, does not say.
+    user = commands.show_job(job_id).get("UserId", "")
+    if user and not user.endswith(f"({run.path.stat().st_uid})"):
+        raise RunError(
+            f"{run.path} belongs to {owner_of(run.path)} and names job {job_id}, which is of {user}",
+            hint=f"`scancel {job_id}` ends that job, if it is the one that you mean",
+        )
+
+
+def _require_owners_process(run: RunDirectory, process: Holder) -> None:
+    if is_own(run) or process.host != socket.gethostname():
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if Path(f"/proc/{process.pid}").stat().st_uid != run.path.stat().st_uid:
+            raise RunError(
+                f"{run.path} belongs to {owner_of(run.path)} and names process {process.pid}, which is another user's",
+                hint=f"`kill {process.pid}` ends that process, if it is the one that you mean",
+            )
 
 
 def _stop_here(run: RunDirectory, host: str, pid: int) -> None:
@@ -104,15 +135,18 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
         if run not in in_slurm:
             cancel(run, commands)
     if in_slurm:
+        own = {array_job_id(array) for array in existing_arrays(sweep)}
+        spared = [job_id for run, one in active.items() if run not in meant for job_id in one.jobs]
+        jobs = [job_id for run in in_slurm for job_id in active[run].jobs]
+        job_ids = job_ids_of(jobs, spared=spared, own_arrays=own)
+        for job_id in job_ids:
+            _require_owners_job(in_slurm[0], job_id, commands)
         newest = newest_job(commands)
         for run in in_slurm:
             # There may be a thousand, and a stop that a crash of this machine undoes can be typed again.
             with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
                 ask_to_stop(run, active[run].jobs, newest_job=newest, durable=False)
-        own = {array_job_id(array) for array in existing_arrays(sweep)}
-        spared = [job_id for run, one in active.items() if run not in meant for job_id in one.jobs]
-        jobs = [job_id for run in in_slurm for job_id in active[run].jobs]
-        commands.cancel(job_ids_of(jobs, spared=spared, own_arrays=own))
+        commands.cancel(job_ids)
         note(f"cancelled {len(in_slurm)} runs; `resume {sweep.sweep_id}` continues them")
 
 

@@ -76,6 +76,36 @@ def test_a_run_without_a_job_is_asked_to_stop(shell: Shell) -> None:
     assert shell.types("cancel gpt-stdlib").code == 0 and run.stop_file.exists()
 
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a run to another user needs root")
+
+
+@needs_root
+@pytest.mark.parametrize(("user", "code"), [("nobody(65534)", 0), ("root(0)", 2), ("ada(1000)", 2)])
+def test_a_run_of_another_user_names_only_jobs_of_its_owner(user: str, code: int, shell: Shell) -> None:
+    run = shell.has_run(job_ids=("12",))
+    shell.slurm.queue("12", "RUNNING")
+    (shell.slurm.folder / "job.out").write_text(f"JobId=12 JobName=gpt\n   UserId={user} GroupId=x(1)\n")
+    os.chown(run.path, 65534, 65534)
+    done = shell.types("cancel gpt-stdlib")
+    assert done.code == code, done.err
+    assert shell.slurm.said("cancelled") == ("12\n" if code == 0 else None)
+    assert (f"belongs to nobody and names job 12, which is of {user}" in done.err) is (code != 0)
+
+
+@needs_root
+def test_a_run_of_another_user_names_no_process_of_mine(shell: Shell) -> None:
+    run = shell.has_run(cluster=False)
+    is_held(run, this_process())
+    os.chown(run.path, 65534, 65534)
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    try:
+        shell.refuses("which is another user's", "cancel gpt-stdlib")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked == []
+
+
 def test_somebody_elses_process_is_not_ours_to_end(shell: Shell) -> None:
     is_held(shell.has_run(cluster=False), this_process())
 
