@@ -34,8 +34,10 @@ from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.launch.write import require_writable
 from slurm_train.rundir.files import read_json
+from slurm_train.rundir.node_disk import kernel_variables
 from slurm_train.rundir.paths import RunDirectory, find_save, parse_name, require_private, save_path, typed_root
 from slurm_train.rundir.pins import pin_save, release_pins
+from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.activity import clear_dead_pins
 
 
@@ -211,6 +213,9 @@ def generate(words: Sequence[str]) -> int:
                 hint="leave parallel.pp and parallel.cp at 1; parallel.dp_shard and parallel.tp spread the weights",
             )
     import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
+    if plan is None:
+        # A model may compile parts of itself.
+        os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     import torch
 
     from slurm_train.checkpoint.load import read_model, require_fit

@@ -133,7 +133,9 @@ def kernel_variables(env: Mapping[str, str], *, instead: Path) -> dict[str, str]
 
     temporary = Path(tempfile.gettempdir())
     variables: dict[str, str] = {}
-    if unset := [name for name in _FOLDERS if name not in env]:
+    # What this function has set elsewhere came along with a job that a rank has submitted.
+    own = re.compile(rf"/slurm_train-{os.geteuid()}(?:\.[0-9a-f]+)?/kernels-")
+    if unset := [name for name in _FOLDERS if name not in env or own.search(env[name])]:
         try:
             folder = open_private(temporary, f"kernels-{_boot_id()}", key="TMPDIR")
         except (RunError, OSError):

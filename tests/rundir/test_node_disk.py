@@ -133,6 +133,13 @@ def test_what_a_person_has_set_stays(tmp_path: Path, temporary: Path) -> None:
     assert variables["TRITON_CACHE_DIR"].startswith(f"{temporary}/")
 
 
+def test_what_came_from_another_node_is_chosen_again(tmp_path: Path, temporary: Path) -> None:
+    """A rank there has submitted a job, which gets torch's variables as a person may have set them."""
+    there = f"/tmp/slurm_train-{os.geteuid()}.0123456789abcdef/kernels-1c0ffee0/inductor"
+    variables = kernel_variables({"TORCHINDUCTOR_CACHE_DIR": there}, instead=tmp_path)
+    assert variables["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{temporary}/")
+
+
 def test_where_names_are_not_kept_the_run_directory_has_the_kernels(tmp_path: Path, temporary: Path) -> None:
     temporary.chmod(0o777)
     variables = kernel_variables({}, instead=tmp_path / "instead")
