@@ -84,7 +84,7 @@ def build_source(
     keyed = seed if reading.get("keyed_randomness", True) else None
     if is_stream(made):
         _check_stream(made, reading, part=part, takes_part=takes_part)
-        return StreamSource(made, collate=collate, seed=keyed)
+        return StreamSource(made, collate=collate, seed=keyed, rebuild=lambda: instantiate(words, **given))
     if isinstance(made, SampleSource):
         for key in reading:
             raise ConfigError(

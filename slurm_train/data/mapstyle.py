@@ -1,9 +1,10 @@
 """Any torch map-style data set as a sample source, read in this process or by worker processes.
 
 Randomness inside `__getitem__` is keyed: before each sample Python's, numpy's and torch's CPU generators are seeded
-with a hash of (seed, global position), that is (seed, epoch, sample), and put back afterwards. So augmentation is the
-same for any number of workers, ranks and restarts. A data set that reads many samples at once (`__getitems__`) is
-seeded once per micro-batch, which ties its randomness to the split into micro-batches.
+with a hash of (seed, global position), that is (seed, epoch, sample), and put back afterwards; so are generators that
+the data set or its transforms own (`data.generators`). So augmentation is the same for any number of workers, ranks
+and restarts. Therefore samples are read one by one, also from a data set that could read many at once
+(`__getitems__`): only without keyed randomness it is asked for all samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from slurm_train.data.generators import OwnedGenerators
 from slurm_train.data.order import Int64Array, mix64
 from slurm_train.data.source import IGNORED, Batch, Draw
 from slurm_train.errors import DataError
@@ -144,6 +146,8 @@ class _Reader:
     def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
         self.dataset: Any = dataset
         self.collate = collate
+        # Looked up by the process that reads: a worker has generators of its own.
+        self._generators: OwnedGenerators | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -151,21 +155,29 @@ class _Reader:
     def __getitems__(self, keys: list[_Key]) -> list[Batch]:
         return [self.read(keys)]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_generators": None}
+
     def read(self, keys: list[_Key]) -> Batch:
         if keys[0][1] is None:
-            return as_batch(self.collate(self._items(keys)))
+            return as_batch(self.collate(self._items_at_once([number for number, _ in keys])))
+        if self._generators is None:
+            self._generators = OwnedGenerators(self.dataset)
         with generators_put_back():
-            return as_batch(self.collate(self._items(keys)))
+            return as_batch(self.collate([self._item(number, key) for number, key in keys]))
 
-    def _items(self, keys: list[_Key]) -> list[Any]:
+    def _items_at_once(self, numbers: list[int]) -> list[Any]:
         if getattr(self.dataset, "__getitems__", None):
-            seed_generators(keys[0][1])
-            return cast("list[Any]", self.dataset.__getitems__([number for number, _ in keys]))
-        items = []
-        for number, key in keys:
-            seed_generators(key)
-            items.append(self.dataset[number])
-        return items
+            return cast("list[Any]", self.dataset.__getitems__(numbers))
+        return [self.dataset[number] for number in numbers]
+
+    def _item(self, number: int, key: int | None) -> Any:
+        seed_generators(key)
+        assert key is not None and self._generators is not None
+        self._generators.seed(key)
+        if hasattr(self.dataset, "__getitem__"):
+            return self.dataset[number]
+        return self.dataset.__getitems__([number])[0]
 
 
 def prepare_worker(_: int) -> None:

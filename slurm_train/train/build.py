@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -46,7 +47,7 @@ from slurm_train.config.target import TARGET, instantiate
 from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split
 from slurm_train.data.build import build_source, prefetch_depth
 from slurm_train.data.order import SampleOrder
-from slurm_train.data.source import SampleSource, lengths_of
+from slurm_train.data.source import Draw, SampleSource, lengths_of
 from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.group import open_side_group, shutdown, use_timeout
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
@@ -479,8 +480,14 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         sizes=sizes,
     )
     if isinstance(parts.train_data, StreamSource):
-        num_skipped = split.share_of(position.samples - saved_samples)
-        parts.train_data.begin(samples=position.samples, state=checkpointer.stream_state, num_skipped=num_skipped)
+        if display is not None and parts.train_data.reads_again:
+            display.say(_note_reading_again(parts.train_data, is_resumed=checkpointer.stream_state is not None))
+        parts.train_data.begin(
+            samples=position.samples,
+            state=checkpointer.stream_state,
+            num_skipped=split.share_of(position.samples - saved_samples),
+            draws=partial(draws_between, rank, batches, split),
+        )
     stepper = build_stepper(
         parts,
         objective,
@@ -722,6 +729,19 @@ def build_stream(
     stream = BatchStream(source, batches.draws(split, start_samples=start_samples))
     depth = prefetch_depth(rank.config.data or {}, source)
     return Prefetch(stream, depth=depth) if depth else stream
+
+
+def draws_between(rank: Rank, batches: GlobalBatches, split: Split, first: int, last: int) -> Iterator[Draw]:
+    """Yields this rank's micro-batches between two numbers of global samples, of steps of equal size."""
+    num_steps = (last - first) // rank.plan.global_size
+    return islice(batches.draws(split, start_samples=first), num_steps * split.accumulation)
+
+
+def _note_reading_again(source: StreamSource, *, is_resumed: bool) -> str:
+    reason = f"the stream {source.name} has no state that tells its next sample"
+    if is_resumed:
+        return f"{reason}: what was consumed is read again and passed over"
+    return f"{reason}: a resume reads it again from the beginning of the pass, or of the run where it has no set_epoch"
 
 
 def _write_sent_bytes(rank: Rank, model: nn.Module) -> None:

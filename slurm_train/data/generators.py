@@ -1,0 +1,93 @@
+"""Random generators that a data set owns: attributes of it, of its transforms, and of what these hold.
+
+numpy's `Generator` and `RandomState`, Python's `random.Random` and torch's `Generator` are found behind attributes, in
+lists and dicts, in closures and partial functions. albumentations, for instance, draws from generators of its own,
+which no seed of the global ones reaches.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+_KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+# What these packages hold is data, or a cache of it.
+_LEFT_OUT = {"pyarrow", "pandas", "threading", "multiprocessing", "logging", "io", "_io", "builtins"}
+# Longer containers hold samples, not transforms.
+_MOST_ITEMS = 1000
+_DEPTH = 8
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+class OwnedGenerators:
+    """The generators behind an object.
+
+    Args:
+        owner: the data set.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._getters: list[Callable[[], Any]] = []
+        seen: dict[int, Any] = {id(owner): owner}
+        level = [owner]
+        for _ in range(_DEPTH):
+            following: list[Any] = []
+            for holder in level:
+                for get in _getters_of(holder):
+                    value = get()
+                    if isinstance(value, _KINDS):
+                        self._getters.append(get)
+                    elif id(value) not in seen:
+                        seen[id(value)] = value
+                        following.append(value)
+            level = following
+
+    def __len__(self) -> int:
+        return len(self._getters)
+
+    def seed(self, key: int) -> None:
+        """Seeds each of them with a number of its own; one that several attributes name has the same each time."""
+        for number, get in enumerate(self._getters):
+            _seed(get(), (key + number * _STRIDE) % 2**63)
+
+
+def _seed(generator: Any, key: int) -> None:
+    if isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(key).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(key % 2**32)
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(key)
+    elif isinstance(generator, random.Random):
+        generator.seed(key)
+
+
+def _getters_of(holder: Any) -> Iterator[Callable[[], Any]]:
+    """Yields how to get what an object holds: a transform may replace its generator by another one."""
+    if isinstance(holder, dict):
+        names: list[Any] = list(holder) if len(holder) <= _MOST_ITEMS else []
+        yield from (functools.partial(holder.get, name) for name in names)
+    elif isinstance(holder, (list, tuple)):
+        items: list[Any] = list(holder) if len(holder) <= _MOST_ITEMS else []
+        yield from (functools.partial(_itself, item) for item in items)
+    elif isinstance(holder, functools.partial):
+        yield from (functools.partial(_itself, item) for item in (holder.func, holder.args, holder.keywords))
+    elif isinstance(holder, types.MethodType):
+        yield functools.partial(_itself, holder.__self__)
+    elif isinstance(holder, types.FunctionType):
+        yield from (functools.partial(getattr, cell, "cell_contents", None) for cell in holder.__closure__ or ())
+    elif not isinstance(holder, (type, types.ModuleType, torch.Tensor)):
+        package = type(holder).__module__.partition(".")[0]
+        names = list(vars(holder)) if package not in _LEFT_OUT and hasattr(holder, "__dict__") else []
+        yield from (functools.partial(getattr, holder, name, None) for name in names)
+
+
+def _itself(value: Any) -> Any:
+    return value
