@@ -7,6 +7,8 @@ known by its run directory. What is used is its submission path and its Job hand
 from __future__ import annotations
 
 import contextlib
+import re
+import shlex
 import subprocess
 import time
 import uuid
@@ -19,7 +21,7 @@ import submitit
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import make_folder, write_durable
 from slurm_train.rundir.jobs import number_of
-from slurm_train.slurm.answers import Submitted, in_words, said, submitted_jobs
+from slurm_train.slurm.answers import Submitted, in_words, numbers_in, said, submitted_jobs
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 from slurm_train.slurm.job_variables import exported
 from slurm_train.slurm.policy import read_verdict
@@ -101,7 +103,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         if has_ended_well and len(named) == 1 and not named[0].cluster:
             return named[0]
         may_be_late = not named and (has_ended_well or _is_lost(done))
-        queued, is_sure = self._look_up(file, looks=_LOOKS if may_be_late else 1)
+        queued, is_sure = self._look_up(file, done.stdout, looks=_LOOKS if may_be_late else 1)
         if queued is not None:
             return queued
         if has_ended_well and named:
@@ -118,19 +120,33 @@ class ScriptExecutor(submitit.SlurmExecutor):
             f"its script is {file}",
         )
 
-    def _look_up(self, file: Path, *, looks: int) -> tuple[Submitted | None, bool]:
-        """Returns the job in the queue that has a script, None for none, and whether Slurm has answered."""
+    def _look_up(self, file: Path, stdout: str, *, looks: int) -> tuple[Submitted | None, bool]:
+        """Returns the job in the queue that has a script, None for none, and whether Slurm has answered.
+
+        A wrapper may submit a copy of the script with lines of its own. Then it is the job of this name whose number
+        sbatch has printed, wherever in a sentence.
+        """
         is_sure = False
         for remaining in reversed(range(looks)):
             with contextlib.suppress(ClusterError):
                 scripts = self._commands.own_scripts()
                 is_sure = True
                 numbers = [number_of(job_id) for job_id, script in scripts.items() if script == str(file)]
+                if not numbers and (printed := numbers_in(stdout)):
+                    numbers = [number for number in self._with_this_name() if str(number) in printed]
                 if numbers:
                     return Submitted(str(max(numbers))), is_sure
             if remaining:
                 time.sleep(_PAUSE_S)
         return None, is_sure
+
+    def _with_this_name(self) -> list[int]:
+        """Returns the numbers of this user's jobs that are called as the script says."""
+        name = re.search(r"^#SBATCH --job-name=(.*)$", self._script, re.MULTILINE)
+        if name is None:
+            return []
+        wanted = " ".join(shlex.split(name[1]))
+        return [number_of(job_id) for job_id, its_name in self._commands.own_names().items() if its_name == wanted]
 
 
 def _is_lost(done: Finished) -> bool:

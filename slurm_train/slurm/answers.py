@@ -50,6 +50,11 @@ class Submitted:
     """The cluster that has taken it, where the answer names one."""
 
 
+def numbers_in(stdout: str) -> set[str]:
+    """Returns all whole numbers in an answer, one of which may be the id of a job."""
+    return set(re.findall(r"(?<![\w.-])[0-9]+(?![\w-]|\.[0-9])", plain(stdout)))
+
+
 def submitted_jobs(stdout: str) -> list[Submitted]:
     """Returns the jobs that an answer of sbatch may name; the last one is meant, unless Slurm knows better.
 

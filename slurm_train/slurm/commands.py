@@ -238,6 +238,12 @@ class SlurmCommands:
         rows = (line.strip().partition("|")[::2] for line in lines)
         return {job_id.partition("+")[0]: script for job_id, script in rows if _QUEUED_ID.fullmatch(job_id)}
 
+    def own_names(self) -> dict[str, str]:
+        """Returns the names of all jobs of this user that the controller knows, by id as `own_scripts` has it."""
+        lines = self._run(["squeue", "-h", "--me", "-t", "all", "-o", "%i|%j"]).splitlines()
+        rows = (line.strip().partition("|")[::2] for line in lines)
+        return {job_id.partition("+")[0]: name for job_id, name in rows if _QUEUED_ID.fullmatch(job_id)}
+
     def ended_states(self, job_id: str) -> list[str]:
         """Returns how the earlier starts of a job ended, oldest first, e.g. ["NODE_FAIL", "PREEMPTED"].
 

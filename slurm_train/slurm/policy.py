@@ -380,7 +380,7 @@ _PATTERNS = {
 }
 # What a site's own words are about, and the setting for it.
 _SUBJECTS = {
-    r"\baccounts?\b|\ballocations?\b|\bprojects?\b": "the account (cluster.account)",
+    r"\baccounts?\b|\ballocations?\b|\bprojects?\b|\bbudgets?\b|\bbalance\b": "the account (cluster.account)",
     r"\bpartitions?\b|\bqueues?\b": "the partition (cluster.partition)",
     r"\bqos\b|\bquality of service\b": "the QOS (cluster.qos)",
     r"\btime.?limits?\b|\bwall.?(?:clock|time)\b|\brun.?time\b": "the time limit (cluster.time_limit_min)",
@@ -395,6 +395,8 @@ _SUBJECTS = {
     r"\bconstraints?\b|\bfeatures?\b": "the constraint (cluster.constraint)",
     r"\breservations?\b": "the reservation (cluster.sbatch.reservation)",
     r"\blicen[sc]es?\b": "the licenses (cluster.sbatch.licenses)",
+    r"\bwckeys?\b": "the WCKey (cluster.sbatch.wckey)",
+    r"\bexclusive\b": "whole nodes (cluster.sbatch.exclusive)",
     r"\bcomments?\b": "the comment (cluster.sbatch.comment)",
     r"\bjob.?names?\b": "the job's name (run.name)",
     r"\brequeue": "--requeue (requeue.enabled=false)",
@@ -408,7 +410,18 @@ _OF_FLAG = {
     "cpus-per-task": "cpus",
     "nodes": "number of nodes",
     "job-name": "job name",
+    "wckey": "wckey",
+    "exclusive": "exclusive",
+    "A": "account",
+    "p": "partition",
+    "t": "time limit",
+    "q": "qos",
+    "C": "constraint",
+    "G": "gpus",
+    "N": "number of nodes",
+    "c": "cpus",
 }
+_SHORT_FLAG = re.compile(r"(?<![\w-])-(?P<name>[AptqCGNc])(?=[ =<\[]|$)", re.MULTILINE)
 _LONG_FLAG = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z0-9]+(?:-[a-z0-9]+)*)")
 _ESTIMATE = re.compile(
     # A heterogeneous job's line has neither "nodes" nor the partition.
@@ -465,6 +478,7 @@ def _subjects_of(lines: list[str]) -> list[str]:
     """Returns what the words of a site are about, each with its setting."""
     text = "\n".join(lines)
     flags = list(dict.fromkeys(match["name"] for match in _LONG_FLAG.finditer(text)))
+    flags += [match["name"] for match in _SHORT_FLAG.finditer(text)]
     known = [_OF_FLAG[flag] for flag in flags if flag in _OF_FLAG]
     words = "\n".join([_LONG_FLAG.sub("", text), *known])
     subjects = [subject for pattern, subject in _SUBJECTS.items() if re.search(pattern, words, re.IGNORECASE)]

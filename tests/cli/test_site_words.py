@@ -37,6 +37,15 @@ def test_a_sweep_whose_id_comes_in_a_sentence_is_recorded(body: str, shell: Shel
     assert [element.job for element in read_table(sweep)] == ["4711_0", "4711_1"]
 
 
+@pytest.mark.parametrize("words", ["+cluster=1x1", "-m +cluster=1x1 seed=1,2"])
+def test_a_wrapper_that_submits_a_copy_of_the_script_is_found_by_name_and_number(words: str, shell: Shell) -> None:
+    name = "sed -n 's/^#SBATCH --job-name=//p' \"$script\""
+    copy = f'for script; do :; done; echo "4711|$({name})" > {shell.slurm.folder}/names.out; echo "99|$({name})" >> '
+    shell.slurm.wrap("sbatch", f"{SENTENCES['one of the site' + chr(39) + 's']}; {copy}{shell.slurm.folder}/names.out")
+    shell.slurm.wrap("squeue", f'case "$*" in *"%i|%j") cat {shell.slurm.folder}/names.out; exit;; esac; {{real}} "$@"')
+    assert shell.types(words).out.split()[0] == "4711"
+
+
 def test_an_array_that_may_be_in_the_queue_keeps_its_files(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrapper submits a copy of the script, so that squeue does not have ours."""
     monkeypatch.setattr("slurm_train.launch.submission._PAUSE_S", 0.0)

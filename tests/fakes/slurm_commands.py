@@ -84,6 +84,13 @@ class FakeSlurmCommands:
         self._fail_if_told()
         return dict(self.scripts)
 
+    def topology(self) -> dict[str, str]:
+        return {}
+
+    def own_names(self) -> dict[str, str]:
+        self._fail_if_told()
+        return {}
+
     def show_job(self, job_id: str) -> dict[str, str]:
         self._fail_if_told()
         if job_id not in self.fields:

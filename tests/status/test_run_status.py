@@ -61,6 +61,18 @@ STATES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         *(job_state("12", "FAILED", source="sacct", nodelist="node3"), {}),
         *("failed", "ended before it began: does node3 see the run directory? (run.root=/shared/path)"),
     ),
+    "failed before it began, without a word": (
+        *(job_state("12", "FAILED", reason="NonZeroExitCode", nodelist="node3"), {}),
+        *("failed", "ended before it began, and its script said nothing: see cluster.setup in submit.sh"),
+    ),
+    "failed before it began, with a code": (
+        *(job_state("12", "FAILED", source="sacct", exit_code="3:0"), {}),
+        *("failed", "ended before it began with exit code 3, and its script said nothing"),
+    ),
+    "its log could not be opened": (
+        *(job_state("12", "FAILED", source="sacct", exit_code="0:53", nodelist="node3"), {}),
+        *("failed", "ended before it began: does node3 see the run directory? (run.root=/shared/path)"),
+    ),
     "killed with its node": (job_state("12", "NODE_FAIL"), {"ledger": attempt(0)}, "node_failure", ""),
     "its time ran out, files alone": (None, {"ledger": attempt(0, reason="time_limit", note="n")}, "timeout", "n"),
     "a reason of a later version": (None, {"ledger": attempt(0, reason="novel", note="n")}, "unknown", "n"),
