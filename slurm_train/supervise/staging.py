@@ -47,7 +47,9 @@ while [ -z "$(find "$folder" -maxdepth 0 -perm -0002 ! -perm -1000)" ] && [ "$fo
   folder=$(dirname "$folder")
 done
 [ "$folder" = / ] || answer open
-find "$top" -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -rf {} + 2>/dev/null
+# Two jobs may begin on a node at the same time, and nodes may share the folder: the second one waits for the first.
+exec 9>>"$top/.lock" && flock 9
+find "$top" -mindepth 1 -maxdepth 1 ! -name .lock -mtime +30 -exec rm -rf {} + 2>/dev/null
 lost() {
   (cd "$place" && find . ! -type d ! -name '*.pyc' -printf '%s %P\n') | LC_ALL=C sort | LC_ALL=C comm -23 "$seal" -
 }

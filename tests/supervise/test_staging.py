@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.supervise import staging
 from slurm_train.supervise.staging import stage_python
 from tests.support.command_line import REPOSITORY
 
@@ -47,7 +48,7 @@ def stage(site: dict[str, str]) -> dict[str, str]:
 
 
 def places(site: dict[str, str]) -> list[Path]:
-    return [place for node in NODES for place in Path(site["DISKS"]).glob(f"{node}/slurm_train_{os.getuid()}/*")]
+    return [place for node in NODES for place in Path(site["DISKS"]).glob(f"{node}/slurm_train_{os.getuid()}/[!.]*")]
 
 
 def test_every_node_gets_a_copy_once(site: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +95,20 @@ def test_bytecode_may_come_and_go(site: dict[str, str]) -> None:
     before = [place.stat().st_ino for place in places(site)]
     stage(site)
     assert [place.stat().st_ino for place in places(site)] == before
+
+
+def test_jobs_that_begin_at_the_same_time_make_one_copy(site: dict[str, str]) -> None:
+    """They also mend the same copy."""
+    stage(site)
+    disk, (archive,) = Path(site["DISKS"]) / "node1", [file for file in archives(site) if file.suffix == ".tar"]
+    words = ["/bin/sh", "-c", staging._UNPACK, "sh", disk, archive.stem, archive, archive.with_suffix(".list")]
+    for _ in range(3):
+        next(disk.rglob("__init__.py")).unlink()
+        before = {file.name for file in next(disk.iterdir()).iterdir()}
+        env = {"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": "node1"}
+        jobs = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+        assert [job.communicate()[0] for job in jobs] == ["staged node1\n"] * 6
+        assert {file.name for file in next(disk.iterdir()).iterdir()} == before and is_left(site, "node1")
 
 
 def archives(site: dict[str, str]) -> list[Path]:
