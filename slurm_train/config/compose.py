@@ -67,6 +67,7 @@ TASK_NAME = "slurm_train"
 _MOST_POINTS = 100_000
 # In this order: a site fills the cluster that was chosen.
 _GROUPS = ("optim", "model", "data", "cluster", "site", "container")
+_CLUSTER_DEFAULTS: Mapping[str, Any] = to_mapping(ClusterSection())
 _FIRST_GROUPS = ("cluster", "site", "container")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
@@ -174,8 +175,11 @@ class Composer:
         # A copy in a third of the time that copy.deepcopy takes: there is one for each point of a sweep.
         full: DictConfig = pickle.loads(pickle.dumps(self.base(groups)))
         typed = {one.key_or_group for one in values}
-        open_keys = [key for key in _fill_cluster(full) if f"cluster.{key}" not in typed]
+        filled = _fill_cluster(full)
         ConfigLoaderImpl._apply_overrides_to_config(values, full)
+        # A word may give the whole section: cluster={nodes: 2, partition: gpu}.
+        filled += _fill_cluster(full)
+        open_keys = [key for key in _still_default(full, filled) if f"cluster.{key}" not in typed]
         tasks, shape = [one for one in parsed if not one.is_hydra_override()], full.hydra.job.config.override_dirname
         full.hydra.overrides.task = [one.input_line for one in tasks]
         full.hydra.job.override_dirname = get_overrides_dirname(
@@ -343,11 +347,20 @@ def _fill_cluster(full: DictConfig) -> list[str]:
     if not isinstance(section, DictConfig) or "nodes" not in section:
         return []
     given = {str(key) for key in section.keys()}  # noqa: SIM118  # without it OmegaConf leaves out "???"
-    missing = {key: value for key, value in to_mapping(ClusterSection()).items() if key not in given}
+    missing = {key: value for key, value in _CLUSTER_DEFAULTS.items() if key not in given}
     with open_dict(section):
         for key, value in missing.items():
             section[key] = value
     return list(missing)
+
+
+def _still_default(full: DictConfig, keys: Iterable[str]) -> list[str]:
+    """Returns the keys of a cluster whose values are the defaults of the schema."""
+    section = full.get("cluster")
+    if not isinstance(section, DictConfig):
+        return []
+    values = cast(dict[str, Any], OmegaConf.to_container(section, resolve=False))
+    return [key for key in keys if values.get(key) == _CLUSTER_DEFAULTS[key]]
 
 
 def _plain(full: DictConfig, keys: Iterable[str], *, resolve: bool) -> dict[str, Any]:

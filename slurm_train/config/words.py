@@ -288,6 +288,11 @@ def _with_time_limit(words: Sequence[str]) -> list[str]:
     split = [split_word(word) for word in words]
     if len(keys := {key for _, key, _ in split} & {"cluster.time", "cluster.time_limit_min"}) > 1:
         raise ConfigError(f"{' and '.join(sorted(keys))} both give the time limit", hint="drop one of the two")
+    for _, key, value in split:
+        text = (value or "").strip("'\"")
+        if key == "cluster.time_limit_min" and not text.isdigit() and is_time(text):
+            message = f"cluster.time_limit_min={text} is no whole number of minutes"
+            raise ConfigError(message, hint=f"write cluster.time={text}")
     return [
         word if key != "cluster.time" or value is None else f"{sign}cluster.time_limit_min={minutes(value)}"
         for word, (sign, key, value) in zip(words, split, strict=True)

@@ -133,6 +133,7 @@ class _Rewriter:
                 raise ConfigError(message, hint="drop one of the two")
             pairs = [pair for key, value in node.value for pair in self._pair(key, value, hint, path)]
             return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+        assert isinstance(node, yaml.SequenceNode), "YAML has no other nodes"
         if _Flag in _options(hint):
             return self._joined(node)
         items = [self.rewritten(item, _item(hint), (*path, str(at))) for at, item in enumerate(node.value)]

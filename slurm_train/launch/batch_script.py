@@ -49,7 +49,7 @@ _PROTECTED = {
     "cluster.sbatch": {
         **_SIZES,
         "gpus-per-node": "cluster.gpus_per_node",
-        "time": "cluster.time_limit_min",
+        "time": "cluster.time",
         "requeue": "requeue.enabled",
         "no-requeue": "requeue.enabled",
         "signal": "requeue.warn_before_limit_s",

@@ -121,6 +121,14 @@ def test_what_is_typed_wins_wherever_it_stands(tmp_path: Path) -> None:
         assert {key: found[key] for key in keys} == {key: VALUES[key][1] for key in keys}
 
 
+def test_a_section_that_is_typed_as_one_word_wins_as_well(tmp_path: Path) -> None:
+    folder = write(tmp_path / "conf", files(["partition", "account"], site=0, experiment=0, cluster=None))
+    section = "cluster={nodes: 2, gpus_per_node: 1, partition: typed}"
+    for words in ([section, "site=s"], ["site=s", "+cluster=4x8", section], [section, "+cluster=4x8", "site=s"]):
+        (found,) = clusters(folder, [words])
+        assert (found["partition"], found["account"]) == ("typed", "a"), words
+
+
 def test_the_primary_file_is_not_replaced_by_the_defaults_of_a_size(tmp_path: Path) -> None:
     keys = [key for key in KEYS if key != "memory_gb_per_gpu"]
     section = {"cluster": {key: VALUES[key][0] for key in keys}}

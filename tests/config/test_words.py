@@ -91,6 +91,7 @@ def test_a_time_limit_may_be_written_as_slurm_does(text: str, minutes: int) -> N
     ("words", "message"),
     [
         (["cluster.time=soon"], "cluster.time=soon is no time limit"),
+        (["cluster.time_limit_min=2:00:00"], "cluster.time_limit_min=2:00:00 is no whole number of minutes"),
         (["cluster.time=1:2:3:4"], "cluster.time=1:2:3:4 is no time limit"),
         (["cluster.time=30", "cluster.time_limit_min=30"], "cluster.time and cluster.time_limit_min both give"),
     ],
