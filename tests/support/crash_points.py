@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from slurm_train.checkpoint.commit import Place, list_passed_over
 from slurm_train.checkpoint.local import NodePlace, copy_to_run, newest_reachable
-from slurm_train.checkpoint.verify import newest_verified
+from slurm_train.checkpoint.manifest import Manifest, check_hash
+from slurm_train.checkpoint.verify import newest_verified, read_manifest
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.paths import list_checkpoints, parse_name
 from tests.support.faulty_files import FaultyFiles, PowerCut, count_calls, run_failing, run_killed
@@ -95,10 +96,19 @@ def prepare_passed_over(root: Path) -> None:
     (make_checkpoint(root, NEW) / "__1_0.distcp").write_bytes(b"x" * 24)
 
 
+def verify_in_order(path: Path) -> Manifest:
+    """Verifies one file after the other: of several threads some stop early where another finds damage."""
+    manifest = read_manifest(path)
+    for name, record in manifest.files.items():
+        check_hash(path / name, record)
+    return manifest
+
+
 def save_over_passed_over(root: Path) -> Any:
     """Goes back behind the damaged checkpoint, and reaches its step again."""
     place = Place(root=root, attempt=1)
-    place.claim()
+    if place.claim(verify_in_order).found is None:
+        raise CheckpointError("none of them can be read", hint="as `choose_checkpoint` does")
     staging = place.begin(NEW)
     if parse_name(staging.name) is not None:
         return None
