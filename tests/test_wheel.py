@@ -1,4 +1,7 @@
-"""The wheel that `make dist` builds is enough: installed in an empty environment it plans, trains and reports."""
+"""The wheel that `make dist` builds is enough: installed in an empty environment it plans, trains and reports.
+
+With dependencies from the registry that takes minutes, so it is tried by `make test-returns`; planning is tried always.
+"""
 
 from __future__ import annotations
 
@@ -43,38 +46,43 @@ def lend_dependencies(python: Path) -> None:
     (site_packages / "lent.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
 
 
-def use(python: Path, folder: Path) -> None:
-    """Plans, trains two steps and writes a report, in a folder without a checkout."""
+def run_in(folder: Path, python: Path, *words: str) -> str:
+    """Runs a program of an environment in a folder without a checkout, and returns what it prints to stdout."""
     environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done
 
-    place = run("python", "-c", "import slurm_train; print(slurm_train.__file__)").stdout.strip()
-    assert Path(place).is_relative_to(python.parents[1])
-    plan = json.loads(run("slurm-train", "plan", "--json", "+cluster=2x4").stdout)
+def plan_there(python: Path, folder: Path) -> None:
+    """Plans a run with the package of the environment, which needs its configurations and templates."""
+    place = run_in(folder, python, "python", "-c", "import slurm_train; print(slurm_train.__file__)")
+    assert Path(place.strip()).is_relative_to(python.parents[1])
+    plan = json.loads(run_in(folder, python, "slurm-train", "plan", "--json", "+cluster=2x4"))
     assert plan["world"]["size"] == 8
     assert "#SBATCH --nodes=2" in plan["script"]
-    run("slurm-train", *SETTINGS)
+
+
+def train_there(python: Path, folder: Path) -> None:
+    """Trains two steps and writes a report, which needs its page."""
+    run_in(folder, python, "slurm-train", *SETTINGS)
     (result,) = folder.glob("runs/*/*/result.json")
     assert json.loads(result.read_text())["step"] == 2
-    run("slurm-train", "report")
+    run_in(folder, python, "slurm-train", "report")
     assert (result.parent / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-def test_the_wheel_works_where_only_its_dependencies_are_installed(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_plans_where_only_its_dependencies_are_installed(wheel: Path, tmp_path: Path) -> None:
     python = empty_environment(tmp_path / "environment")
     lend_dependencies(python)
     _pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
-    use(python, tmp_path)
+    plan_there(python, tmp_path)
 
 
 @pytest.mark.campaign
-def test_the_wheel_brings_its_dependencies(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_brings_its_dependencies_and_trains(wheel: Path, tmp_path: Path) -> None:
     python = empty_environment(tmp_path / "environment")
     constraints = str(REPOSITORY / "constraints.txt")
     _pip("--python", str(python), "install", "--constraint", constraints, str(wheel))
-    use(python, tmp_path)
+    plan_there(python, tmp_path)
+    train_there(python, tmp_path)
