@@ -381,13 +381,13 @@ The same command again starts what is missing, waits for what runs, and prints t
     "write": Verb("cli.run:write", "write a run directory and start nothing, for a launcher of your own (torchrun)"),
     "prepare": Verb(
         "cli.prepare",
-        "turn text, JSONL and Parquet files into token shards",
+        "turn text, JSON, CSV and Parquet files into token shards",
         [
             Argument("inputs INPUT", "a file, or a folder to search", nargs="+"),
             Argument("--out DIR", "directory of the shards, made here", required=True),
             Argument("--held-out FRACTION", "of files and rows (default 0.1)", type=float, default=0.1),
             Argument("--suffix .txt", "take only such files of folders", action="append"),
-            Argument("--text-column NAME", "of JSONL and Parquet (default text)", default="text"),
+            Argument("--text-column NAME", "of files with rows (default text)", default="text"),
             Argument("--tokenizer JSON", "tokenizer.json, or a model's directory; without it bytes are the tokens"),
         ],
         examples="""\

@@ -49,6 +49,7 @@ _ENDINGS = {
 }
 _TABLES = ("parquet", "arrow")
 _COLUMN_HINT = "name the column of the text: data.text_column=NAME, of `prepare` --text-column NAME"
+_ENCODING_HINT = "convert it, e.g. iconv -f latin1 -t utf-8 FILE"
 _DELIMITERS = (",", ";", "\t", "|")
 
 
@@ -159,7 +160,7 @@ def readable(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as err:
         raise DataError(
             f"{path} is not {err.encoding}: {err.reason} at byte {err.start}",
-            hint="convert it, e.g. iconv -f latin1 -t utf-8 FILE",
+            hint=_ENCODING_HINT,
         ) from err
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as err:
         reason = getattr(err, "strerror", None) or str(err)
@@ -198,6 +199,8 @@ def _json_rows(path: Path, kind: FileKind, column: str) -> Iterator[Any]:
             hint = "each line is a JSON object"
             if ".json" in path.suffixes:
                 hint = "a .json file has an array of objects, or an object in each line; call others .txt"
+            if isinstance(err, UnicodeDecodeError):
+                hint = _ENCODING_HINT
             raise DataError(f"{path}:{number} is not JSON: {err}", hint=hint) from err
         yield _value(row, column, where=f"{path}:{number}")
 

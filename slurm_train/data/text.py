@@ -151,7 +151,7 @@ def build_packed(
     and the windows are cut from that.
 
     Args:
-        path: Parquet, JSONL and text files, folders of them, and data sets of Hugging Face that `save_to_disk` has
+        path: Parquet, JSON, CSV and text files, folders of them, and data sets of Hugging Face that `save_to_disk` has
             written; one or several.
         context: tokens of a window.
         text_column: column of the text, in files with rows.

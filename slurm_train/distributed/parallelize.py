@@ -364,8 +364,8 @@ def shard(
     options: dict[str, Any] = {"mesh": sharding_mesh(mesh, layout), **({"mp_policy": policy} if policy else {})}
     if settings.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    for block in units(model):
-        fully_shard(block, **options, reshard_after_forward=settings.reshard_after_forward)
+    for part in (*shared_parts(model), *units(model)):
+        fully_shard(part, **options, reshard_after_forward=settings.reshard_after_forward)
     ends: Sequence[Sequence[str]] = getattr(model, "sharding_ends", tuple)()
     in_order: list[Any] = list(units(model))
     for end in ends:
@@ -453,6 +453,28 @@ def units(model: nn.Module) -> Iterator[nn.Module]:
         if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns):
             # What another stage has is without parameters here.
             yield from (module,) if any(True for _ in module.parameters()) else ()
+
+
+def shared_parts(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that several units have in common; FSDP wants them gathered by themselves."""
+    blocks = list(units(model))
+    are_units = set(map(id, blocks))
+    owners: dict[int, set[int]] = {}
+    found: dict[int, nn.Module] = {}
+    for block in blocks:
+        waiting = list(block.children())
+        while waiting:
+            part = waiting.pop()
+            # What is below a unit of its own is that unit's.
+            if id(part) in are_units:
+                continue
+            owners.setdefault(id(part), set()).add(id(block))
+            if len(owners[id(part)]) > 1 and any(True for _ in part.parameters()):
+                # As a whole, with what is in it.
+                found[id(part)] = part
+            else:
+                waiting += part.children()
+    return list(found.values())
 
 
 def _recompute(block: nn.Module, *, selective: bool) -> None:

@@ -192,6 +192,11 @@ def test_rows_that_are_added_move_no_other_row(tmp_path: Path) -> None:
         ("a.csv", b'id,text\n1,"open', r"a\.csv is not a table of separated values"),
         ("a.csv", "id,text\n1,\u00e4".encode("latin-1"), r"a\.csv is not utf-8: .*\nhint: convert it, e\.g\. iconv"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-20], r"a\.jsonl\.gz cannot be read: "),
+        (
+            "a.jsonl",
+            b'{"text": "f\xfc"}\n',
+            r"a\.jsonl:1 is not JSON: 'utf-8' codec .*\nhint: convert it, e\.g\. iconv",
+        ),
         ("a.docx", b"PK\x03\x04 and more", r"a\.docx is a zip archive"),
         ("a.parquet.gz", gzip.compress(b"PAR1"), r"a\.parquet\.gz is a compressed file of the kind parquet"),
         ("a.bin", b"PAR1\0\0", r"a\.bin is not text: it holds zero bytes"),

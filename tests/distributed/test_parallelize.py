@@ -20,6 +20,7 @@ from slurm_train.distributed.parallelize import (
     overlap_exchanges,
     prepare_blocks,
     require_dimensions,
+    shared_parts,
     to_float8,
     units,
 )
@@ -360,3 +361,12 @@ def test_a_block_that_stands_in_several_places_is_one_unit() -> None:
 def test_what_cannot_be_spread_is_refused_by_name(model: nn.Module, said: str) -> None:
     with pytest.raises(ConfigError, match=f"{said}, which cannot be spread over ranks"):
         require_dimensions(model)
+
+
+def test_what_several_units_have_in_common_is_a_part_of_its_own() -> None:
+    shared = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    blocks = nn.ModuleList(nn.Sequential(shared, nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
+    assert [id(part) for part in shared_parts(nn.ModuleDict({"blocks": blocks}))] == [id(shared)]
+    assert not shared_parts(nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))}))
+    nested = nn.ModuleList([nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(2, 2)])})])
+    assert not shared_parts(nn.ModuleDict({"blocks": nested}))
