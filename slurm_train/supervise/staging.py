@@ -175,7 +175,8 @@ def _write_archive(archive: Path, files: Sequence[str], env: Mapping[str, str]) 
             raise OSError(f"tar: {done.last_line}")
         fsync_file(fresh)
         fresh.rename(archive)
-        lines = [*sorted(_sealed_lines(files)), _length_line(archive)]
+        # A folder of sys.path may lie in another one, as lib-dynload does.
+        lines = [*sorted(set(_sealed_lines(files))), _length_line(archive)]
         write_atomic(_seal_of(archive), b"".join(line + b"\n" for line in lines))
     finally:
         fresh.unlink(missing_ok=True)

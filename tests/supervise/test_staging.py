@@ -32,7 +32,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("x = 1\n")
     (package / "data").symlink_to("__init__.py")
-    monkeypatch.setattr(sys, "path", ["", str(package.parent), str(tmp_path / "gone" / "site-packages")])
+    monkeypatch.setattr(sys, "path", ["", str(package.parent), str(package), str(tmp_path / "gone" / "site-packages")])
     for node in NODES:
         (tmp_path / node).mkdir()
     srun = tmp_path / "bin" / "srun"
