@@ -388,7 +388,10 @@ The same command again starts what is missing, waits for what runs, and prints t
             Argument("--held-out FRACTION", "of files and rows (default 0.1)", type=float, default=0.1),
             Argument("--suffix .txt", "take only such files of folders", action="append"),
             Argument("--text-column NAME", "of files with rows (default text)", default="text"),
-            Argument("--tokenizer JSON", "tokenizer.json, or a model's directory; without it bytes are the tokens"),
+            Argument(
+                "--tokenizer JSON",
+                "tokenizer.json, a model's directory, or org/name of the Hub; without it bytes are the tokens",
+            ),
         ],
         examples="""\
   python -m slurm_train prepare books/ --suffix .txt --out data/books

@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.preview import RunOutput, plan_outputs, plan_rows, refuse_missing_inputs, say_outputs, say_source
+from slurm_train.cli.preview import (
+    RunOutput,
+    plan_outputs,
+    plan_rows,
+    refuse_missing_inputs,
+    say_outputs,
+    say_source,
+    take_inputs,
+)
 from slurm_train.cli.start import Start
 from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points, unquoted
@@ -109,7 +117,8 @@ def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) ->
     """
     if settings.sweeper_needs_values:
         raise ConfigError("this sweeper chooses its points as it goes", hint="plan one point of it, without -m")
-    return plan_points(read_points(settings.sweep_words), settings=settings, env=env, cwd=cwd)
+    points = read_points(settings.sweep_words)
+    return plan_points(points, settings=settings, env=env, cwd=cwd, take=refuse_missing_inputs)
 
 
 def plan_points(
@@ -120,8 +129,9 @@ def plan_points(
     cwd: Path,
     first: int = 0,
     sweep_id: str | None = None,
+    take: Callable[..., None] = take_inputs,
 ) -> tuple[SweepPlan, list[RunOutput]]:
-    """Returns the plan of a sweep of these points, and what its runs shall have besides; prints it, touches nothing.
+    """Returns the plan of a sweep of these points, and what its runs shall have besides; prints it.
 
     Args:
         points: what each run is given.
@@ -130,6 +140,7 @@ def plan_points(
         cwd: where the words were typed.
         first: how many points were before these.
         sweep_id: as in `plan_sweep`.
+        take: what is done about a run's inputs: they are fetched from the Hub, or only looked at.
 
     Raises:
         ConfigError: as `plan_sweep`, or settings of Hydra do not fit it.
@@ -142,10 +153,12 @@ def plan_points(
     seen = set[str]()
     for one in plan.plans:
         config = one.config
-        inputs = json.dumps([config.model, config.data, config.task, config.script], default=str)
+        inputs = json.dumps(
+            [config.model, config.data, config.task, config.script, config.train.init_from], default=str
+        )
         if inputs not in seen:
             seen.add(inputs)
-            refuse_missing_inputs(one, cwd=cwd)
+            take(one, cwd=cwd)
     require_writable(RunDirectory(plan.sweep.path), share=plan.plans[0].config.run.share)
     for name, text in sweep_rows(plan):
         note(f"  {name:<13}  {text}")

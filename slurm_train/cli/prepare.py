@@ -8,13 +8,20 @@ from pathlib import Path
 from slurm_train.cli.terminal import note
 from slurm_train.data.prepare import PrepareOptions, notes_of, prepare
 from slurm_train.errors import EXIT_DONE
+from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_path
 from slurm_train.verbs import parse
 
 
 def main(words: Sequence[str]) -> int:
     """Prepares text, prints the directory of the shards on stdout and returns 0."""
     asked = parse("prepare", words)
-    tokenizer = Path(asked.tokenizer) if asked.tokenizer else None
+    tokenizer: Path | None = None
+    if asked.tokenizer:
+        pinned: list[HubFiles] = []
+        tokenizer = Path(pin_path("--tokenizer", asked.tokenizer, "tokenizer", Path.cwd(), pinned))
+        for files in pinned:
+            note(f"--tokenizer: {files.words}")
+        fetch_hub_files(pinned)
     options = PrepareOptions(
         held_out=asked.held_out, suffixes=tuple(asked.suffix), text_column=asked.text_column, tokenizer=tokenizer
     )

@@ -20,6 +20,7 @@ from slurm_train.data.shards import known_num_samples, require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
 from slurm_train.frozen_class import frozen_positional
+from slurm_train.launch.hub import fetch_hub_files
 from slurm_train.launch.placement import CAUSAL_LM, layout_rows
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source, SourceState, read_source
@@ -57,7 +58,9 @@ def look_at(
     cwd: Path,
     outputs: Sequence[RunOutput] = (),
 ) -> Source:
-    """Refuses what a run misses on this machine, prints its plan, and returns its code; touches nothing.
+    """Refuses what a run misses on this machine, prints its plan, and returns its code.
+
+    Nothing is touched but the cache of the Hub.
 
     Args:
         plan: the run.
@@ -67,7 +70,7 @@ def look_at(
         outputs: what the run shall have besides its own directory.
     """
     require_writable(plan.run, share=plan.config.run.share)
-    refuse_missing_inputs(plan, cwd=cwd)
+    take_inputs(plan, cwd=cwd)
     tell_of_another(plan)
     print_rows(plan_rows(plan))
     say_outputs(outputs)
@@ -80,14 +83,33 @@ def look_at(
 # --- what a run needs from this machine ---
 
 
+def take_inputs(plan: RunPlan, *, cwd: Path) -> None:
+    """Fetches what a run reads from the Hub, and refuses what it misses besides.
+
+    Raises:
+        DataError: as `refuse_missing_inputs`.
+        ConfigError: as `refuse_missing_inputs`, or files cannot be fetched.
+    """
+    # Without the files, everything that does not depend on them.
+    refuse_missing_inputs(plan, cwd=cwd)
+    for files in plan.hub:
+        if files.missing:
+            note(f"{files.key}: {files.words}")
+            fetch_hub_files([files])
+    refuse_missing_inputs(plan, cwd=cwd)
+
+
 def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     """Refuses data that cannot be read, a `_target_` that does not exist and missing packages, as far as it can tell.
+
+    Files of the Hub that are still to be fetched are not missed, and what depends on them is not looked at.
 
     Raises:
         DataError: prepared text is asked for, and there is none.
         ConfigError: a `_target_` names a module or a name that does not exist, or a tracker is not installed.
     """
     config = plan.config
+    awaited = {files.key for files in plan.hub if files.missing}
     # Another interpreter may have what this one lacks.
     has_this_python = config.cluster is None or config.cluster.python is None
     if config.track != TrackSection() and has_this_python:
@@ -97,20 +119,24 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     if config.trains:
         model = config.model or {}
         if model.get("_target_") == CAUSAL_LM:
-            require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
-            require_effect(model.get("config") or {}, path=model.get("path"), cwd=cwd)
+            if "model.path" not in awaited:
+                require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
+                require_effect(model.get("config") or {}, path=model.get("path"), cwd=cwd)
             if has_this_python and importlib.util.find_spec("transformers") is None:
                 hint = "pip install 'slurm-train[hf]'"
                 raise ConfigError("model=hf needs transformers, which is not installed", hint=hint)
-        require_readable(config.data or {}, vocab_size=num_token_ids(model, cwd=cwd), cwd=cwd)
+        if not awaited & {"model.path", "data.tokenizer"}:
+            require_readable(config.data or {}, vocab_size=num_token_ids(model, cwd=cwd), cwd=cwd)
         if config.train.precision == "fp8" and has_this_python and importlib.util.find_spec("torchao") is None:
             hint = "pip install 'slurm-train[fp8]'"
             raise ConfigError("train.precision=fp8 needs torchao, which is not installed", hint=hint)
         weights = config.train.init_from
-        if weights is not None and not (cwd / Path(weights).expanduser()).exists():
+        is_awaited = "train.init_from" in awaited
+        if weights is not None and not is_awaited and not (cwd / Path(weights).expanduser()).exists():
             raise ConfigError(
                 f"train.init_from={weights} is not there",
-                hint="name a directory with config.json and model.safetensors, or one safetensors file",
+                hint="name a directory with config.json and model.safetensors, one safetensors file, or a repository "
+                "of the Hub: org/name",
             )
     from slurm_train.config.target import require_target
 
@@ -216,6 +242,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         from slurm_train.tools.trackers import asked_trackers
 
         rows.append(("trackers", ", ".join(asked_trackers(config.track)) or "none"))
+    rows += [("hub", f"{files.key}: {files.words}") for files in plan.hub]
     if config.container is not None:
         rows.append(("container", f"{config.container.kind} {config.container.image}"))
     if config.cluster is not None:

@@ -29,6 +29,7 @@ from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import agree_on_attempt
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, RunError, SlurmTrainError
+from slurm_train.launch.hub import OFFLINE, hub_snapshots, require_snapshots
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.snapshot import require_sealed
 from slurm_train.rundir.attempts import (
@@ -211,6 +212,11 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:
     heartbeat = _start_heartbeat(run, attempt, config, place, env)
     code_dir = Path.cwd()
     env = _import_from_copy(run, place, env)
+    if any(hub_snapshots(config)):
+        require_snapshots(config, host=place.host)
+        # Everything was fetched at the submission; a node without internet would wait for time-outs.
+        os.environ.setdefault(OFFLINE, "1")
+        env = {OFFLINE: os.environ[OFFLINE], **env}
     for name, value in gloo_environment(place.world_size).items():
         os.environ.setdefault(name, value)
     # Relative paths in a user's code mean the directory that the run was submitted from, where the node has it.

@@ -49,7 +49,7 @@ def _make(
     series: Series, plans: Mapping[Point, RunPlan], *, words: Sequence[str], env: Mapping[str, str], cwd: Path
 ) -> bool:
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
-    from slurm_train.cli.preview import refuse_missing_inputs
+    from slurm_train.cli.preview import take_inputs
     from slurm_train.cli.start import Start
     from slurm_train.launch.snapshot import read_git, read_source
     from slurm_train.launch.write import require_writable
@@ -62,7 +62,7 @@ def _make(
     if not missing:
         return False
     require_writable(plans[missing[0]].run)
-    refuse_missing_inputs(plans[missing[0]], cwd=cwd)
+    take_inputs(plans[missing[0]], cwd=cwd)
     state, after = read_git(cwd, env), _newest_job(plans.values())
     for point in missing:
         plan = plan_of(series.words(point, after=after), env=env, cwd=cwd)

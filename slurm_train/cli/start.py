@@ -246,7 +246,7 @@ class Start:
 
         if isinstance(source, Source):
             slurm = None if config.cluster is None else self.commands.version()
-            write_provenance(path, source, words=self.words, slurm=slurm)
+            write_provenance(path, source, words=self.words, slurm=slurm, config=config)
 
     # --- the runs of a sweep ---
 

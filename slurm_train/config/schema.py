@@ -222,7 +222,8 @@ class TrainSection:
     """CPU threads of torch per rank; default: cores of this rank, at least 1."""
     init_from: str | None = None
     """Initial weights: a directory in the format of transformers (for the included GPT in Llama's or GPT-2's form), or
-    a safetensors file with the model's own parameter names; null: random weights from `seed`."""
+    a safetensors file with the model's own parameter names, or a repository of the Hub (`org/name@REVISION`);
+    null: random weights from `seed`."""
     evaluate_from: str | None = None
     """A save of a run that is evaluated, and nothing is trained: `checkpoints/checkpoint_<step>_<save id>`, whoever
     owns it by then, or the path of a checkpoint; `evaluate` and `generate` set it."""

@@ -150,6 +150,12 @@ def find_documents(
         paths = _files_below(given, tuple(suffixes), skipped) if given.is_dir() else [given]
         for path in paths:
             name = given.name if path == given else path.relative_to(given).as_posix()
+            if not os.path.lexists(path):
+                raise DataError(
+                    f"{path} cannot be read: No such file or directory",
+                    hint="check the path; a data set of the Hub is downloaded first: `hf download org/name --repo-type "
+                    "dataset --local-dir DIR`",
+                )
             with readable(path):
                 state = path.stat()
             kind = kind_of(path) if state.st_size else _TEXT

@@ -21,6 +21,7 @@ from slurm_train.assets import package_dir, read_template
 from slurm_train.config.schema import ClusterSection, ContainerSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen_positional
+from slurm_train.launch.hub import hub_snapshots
 from slurm_train.launch.placement import NodeGroup, World
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.paths import RunDirectory
@@ -498,6 +499,7 @@ class RankCommand:
         """Returns "source:inside[:flags]" or plain paths: what the run needs by itself, then the person's own."""
         # Relative paths of the data lie where the run was typed.
         needed = [str(self.run.path.parent.parent), self.directory, *_absolute_paths(self.config.data)]
+        needed += [str(snapshot.repository_folder) for snapshot in hub_snapshots(self.config)]
         if self._uses_cache:
             needed.append(str(Path(_CACHE).expanduser()))
         # The root itself would hide the whole image.

@@ -30,6 +30,7 @@ from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.frozen_class import frozen
+from slurm_train.launch.hub import HubFiles, pin_hub_files
 from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
 from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.rundir.files import plain_path
@@ -58,6 +59,8 @@ class RunPlan:
     """Submitting directory; relative paths in a user's code start there."""
     from_shell: tuple[str, ...] = ()
     """Which choices of the shell for all jobs were taken, and which not, in words."""
+    hub: tuple[HubFiles, ...] = ()
+    """What has to be in the cache of the Hub before the run is started."""
 
     @property
     def max_steps(self) -> int | None:
@@ -110,7 +113,7 @@ class RunPlan:
 
 
 def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPlan:
-    """Returns the plan for a composed configuration; touches nothing.
+    """Returns the plan for a composed configuration; touches nothing. Where it names the Hub, that is asked.
 
     Args:
         composed: configuration and chosen groups.
@@ -118,7 +121,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
         env: environment, for counting local GPUs and for the choices of the shell.
 
     Raises:
-        ConfigError: an impossible batch, world or name; a script that is not there.
+        ConfigError: an impossible batch, world or name; a script or a repository of the Hub that is not there.
         RunError: the run's path would be too long.
     """
     config, from_shell = composed.config, tuple[str, ...]()
@@ -134,6 +137,11 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
     # A user's own function or script has a batch of its own; ours would be a made-up number.
     asked = config.batch if config.trains else BatchSection()
     batch = _solve(config, asked, layout, world)
+    # What costs a question over the network comes after all that is refused without.
+    hub = tuple[HubFiles, ...]()
+    if composed.open_keys is not None:
+        # What a run has frozen are paths, also where they are not there any more.
+        config, hub = pin_hub_files(config, cwd=cwd)
     name = default_name(composed) if config.run.name is None else config.run.name
     check_path_part("run.name", name)
     check_path("run.root", config.run.root)
@@ -152,7 +160,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
         run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
     require_room(run)
     plan = _assemble(config, world, layout, batch, run=run, directory=str(cwd))
-    return replace(plan, from_shell=from_shell)
+    return replace(plan, from_shell=from_shell, hub=hub)
 
 
 def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world: World) -> BatchPlan:

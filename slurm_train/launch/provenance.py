@@ -19,7 +19,9 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurm_train.config.schema import RunConfig
 from slurm_train.config.secrets import redact
+from slurm_train.launch.hub import hub_snapshots
 from slurm_train.launch.imports import own_paths
 from slurm_train.launch.snapshot import Source, SourceState, run_git
 from slurm_train.rundir.files import read_json, write_atomic
@@ -134,7 +136,7 @@ def _package(environment: Mapping[str, Any], name: str) -> str | None:
     return f"{version} ({kind} {source['url']})".replace("( ", "(")
 
 
-def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm: str | None) -> None:
+def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm: str | None, config: RunConfig) -> None:
     """Writes `provenance.json`.
 
     Args:
@@ -142,6 +144,7 @@ def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm:
         source: the code that was copied, and what git says about it.
         words: the command line.
         slurm: Slurm's version, None where it plays no part.
+        config: of the run, or of one of a sweep's.
     """
     environment = read_environment(slurm=slurm)
     states = {place: source.states.get(place, SourceState()) for place in source.folders}
@@ -164,6 +167,10 @@ def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm:
             {"path": str(folder), "copied_to": place, **git[place]} for place, folder in source.folders.items() if place
         ],
         "elsewhere": [_elsewhere(place, environment["sources"]) for place in source.elsewhere],
+        "hub": [
+            {"key": item.key, "repository": item.repository, "commit": item.commit, "folder": str(item.folder)}
+            for item in hub_snapshots(config)
+        ],
         "environment": environment,
     }
     write_atomic(path, json.dumps(facts, indent=2) + "\n", durable=False)

@@ -179,7 +179,8 @@ def require_source(*, model_type: str | None, path: str | None, cwd: Path) -> No
     if not (cwd / path / CONFIG_FILE).is_file():
         raise ConfigError(
             f"model.path={path}: there is no {Path(path) / CONFIG_FILE}",
-            hint="name a directory on this machine; nothing is downloaded (`hf download NAME --local-dir DIR` does)",
+            hint="name a directory on this machine, or a repository of the Hub, e.g. model.path=org/name: its files "
+            "are fetched where the run is submitted",
         )
 
 

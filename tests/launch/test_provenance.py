@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slurm_train.config.schema import RunConfig
 from slurm_train.launch import provenance
 from slurm_train.launch.provenance import (
     EnvironmentChange,
@@ -94,7 +95,7 @@ def test_what_differs_is_said_fact_by_fact() -> None:
 
 
 def written(folder: Path, source: Source) -> dict[str, Any]:
-    write_provenance(folder / "provenance.json", source, words=["+cluster=2x1"], slurm="22.05.8")
+    write_provenance(folder / "provenance.json", source, words=["+cluster=2x1"], slurm="22.05.8", config=RunConfig())
     facts: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
     return facts
 
@@ -153,7 +154,7 @@ def open_attempt(run: RunDirectory, attempt: int) -> None:
 def test_packages_that_change_between_attempts_are_named(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     now = packages(numpy="1.26.4")
     monkeypatch.setattr(provenance, "read_environment", lambda **_words: now)
-    write_provenance(run.provenance, Source({"": run.path}), words=[], slurm=None)
+    write_provenance(run.provenance, Source({"": run.path}), words=[], slurm=None, config=RunConfig())
     open_attempt(run, 0)
     assert record_environment(run, 0, slurm="22.05.8") == []
     now = packages(numpy="2.0.0")
