@@ -134,12 +134,22 @@ def measure(run: RunDirectory, point: Point) -> Measured | None:
     attempt = max(existing_attempts(run), default=-1)
     every = (line for line in read_lines(run.metrics) if "step_time_s" in line and line.get("attempt") == attempt)
     lines = list(every)[WARM_UP_LINES:]
-    paces = [beat.pace for beat in read_beats(run, attempt).values() if beat.pace.samples]
-    if not lines or not paces:
+    if not lines:
         return None
     step_s = median(line["step_time_s"] for line in lines)
     unit = "tokens" if "tokens_per_s" in lines[-1] else "samples"
-    waits = [pace.wait_s / pace.samples for pace in paces]
+    if point.size.ranks == 1:
+        # One rank waits for no other, and DDP, whose timers the paces come from, is not around its model.
+        data_s = median(line["data_time_s"] for line in lines)
+        compute_s = max(step_s - data_s, 0.0)
+        waits = [0.0]
+    else:
+        paces = [beat.pace for beat in read_beats(run, attempt).values() if beat.pace.samples]
+        if not paces:
+            return None
+        data_s = fmean(pace.data_s / pace.samples for pace in paces)
+        compute_s = fmean((pace.own_s - pace.data_s) / pace.samples for pace in paces)
+        waits = [pace.wait_s / pace.samples for pace in paces]
     facts = next(iter(read_events(run, "exchange", attempt=attempt)), {})
     return Measured(
         point=point,
@@ -147,8 +157,8 @@ def measure(run: RunDirectory, point: Point) -> Measured | None:
         # Of the step, not a median of its own: of few lines the mean of rates is more than the rate of the mean.
         per_s=median(line[f"{unit}_per_s"] * line["step_time_s"] for line in lines) / step_s,
         unit=unit,
-        compute_s=fmean((pace.own_s - pace.data_s) / pace.samples for pace in paces),
-        data_s=fmean(pace.data_s / pace.samples for pace in paces),
+        compute_s=compute_s,
+        data_s=data_s,
         comm_s=min(waits),
         uneven_s=fmean(waits) - min(waits),
         sent_bytes=float(facts.get("sent_bytes", 0.0)),

@@ -81,7 +81,7 @@ REFUSED = {
     "--partition gpu": "write cluster.partition=gpu",
     "--time=4:00:00": "write cluster.time=4:00:00",
     "+cluster=1x1 cluster.mem=64": "write cluster.memory_gb_per_node=64",
-    "+cluster=1x1 cluster.sbatch.time=60": "cluster.time_limit_min",
+    "+cluster=1x1 cluster.sbatch.time=60": "use cluster.time instead",
     "--dry-run": "`plan` in front of the words",
     "--multi-run": "did you mean --multirun?",
     # Words that are no verbs here.

@@ -152,7 +152,7 @@ def commit_all(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "told"),
-    [(f" {OWN}", "your files have changed since this run copied them: mine.py: +2 -1\n"), ("", "")],
+    [(f" {OWN}", "your files have changed since this run copied them: mine.py: +2 -1\n"), (" data.path=text", "")],
     ids=["own", "shipped"],
 )
 def test_only_changes_that_a_run_could_notice_are_told(shell: Shell, settings: str, told: str) -> None:
@@ -165,7 +165,7 @@ def test_only_changes_that_a_run_could_notice_are_told(shell: Shell, settings: s
     (shell.folder / "mine.py").write_text("class Model: ...\nclass Data:\n    size = 1\n")
     (shell.folder / "notes.md").write_text("other notes")
     typed = shell.types(f"+cluster=4x8{settings}")
-    assert (typed.code == 2) is bool(told), "refused, or submitted"
+    assert (typed.code == 2) is bool(told), typed.err
     assert ("code  mine.py: +2 -1" in typed.err) is bool(told) and "notes.md" not in typed.err
     shell.slurm.account("4711", "CANCELLED by 0")
     said = shell.types("resume", run.run_id).err
