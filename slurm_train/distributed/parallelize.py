@@ -8,7 +8,7 @@
 5. FSDP2 or HSDP over the data-parallel axes and `cp`: each block of `sharding_plan`, then what is left.
 
 The parameters are then DTensors with their full shapes and names, which is what lets a checkpoint be read under another
-layout. All functions that touch a mesh are collective.
+layout. Scalars have nothing to cut: every rank keeps them whole. All functions that touch a mesh are collective.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _BY_IDS = "vocabulary"
 _POSITIONS_GROUP = "_positions_group"
+_REDUCING_GROUPS = "_reducing_groups"
 _OWN_METHODS = ("training_loss", "evaluation_sums")
 
 
@@ -86,7 +87,7 @@ def parallelize(
     """
     # Gathering what is cut and sharded takes two exchanges; torch advises against it in every log, to no use here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    require_dimensions(model)
+    require_dimensions(model, layout=layout, offloads=settings.cpu_offload)
     if layout.tp > 1:
         require_equal_parts(model, tp=layout.tp)
         cut_matrices(model, mesh=mesh, layout=layout, roots=roots, splits_positions=settings.sequence_parallel)
@@ -242,6 +243,16 @@ def own_positions(model: nn.Module) -> tuple[set[Tensor], str]:
     return {parameter for part in parts for parameter in part.parameters()}, group
 
 
+def whole_parameters(model: nn.Module) -> tuple[set[Tensor], tuple[str, ...]]:
+    """Returns the parameters that every rank keeps whole beside its shards.
+
+    Returns:
+        The parameters, and the names of the groups over which their gradients are added up, one group after the other.
+    """
+    groups: tuple[str, ...] = getattr(model, _REDUCING_GROUPS, ())
+    return {parameter for parameter in model.parameters() if groups and not parameter.dim()}, groups
+
+
 def _ways_of(model: nn.Module, method: str, *, key: str, ways: Iterable[str]) -> dict[str, str]:
     """Returns name -> way of all parts that the patterns of a plan name.
 
@@ -361,7 +372,14 @@ def shard(
     lower = settings.gather_dtype == "bfloat16"
     # Gradients are added up in float32 also where they were computed in bfloat16.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if lower else None
-    options: dict[str, Any] = {"mesh": sharding_mesh(mesh, layout), **({"mp_policy": policy} if policy else {})}
+    reducing = sharding_mesh(mesh, layout)
+    options: dict[str, Any] = {"mesh": reducing, **({"mp_policy": policy} if policy else {})}
+    scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
+    if scalars:
+        options["ignored_params"] = scalars
+        axes = reducing.mesh_dim_names or ()
+        # No tensor, no module.
+        setattr(model, _REDUCING_GROUPS, tuple(reducing.get_group(axis).group_name for axis in axes))
     if settings.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for part in (*shared_parts(model), *units(model)):
@@ -416,18 +434,31 @@ def gathers_in_bfloat16(
     return settings.gather_dtype == "bfloat16" or (settings.gather_dtype == "auto" and suits)
 
 
-def require_dimensions(model: nn.Module) -> None:
-    """Checks that every parameter can be cut.
+def require_dimensions(model: nn.Module, *, layout: ParallelLayout, offloads: bool = False) -> None:
+    """Checks that every parameter can be cut, or kept whole beside what is cut.
+
+    A scalar between cut matrices would get a part of its gradient on each rank of `tp`. One that the model itself has
+    would be a different copy on each stage.
+
+    Args:
+        model: whole, or all that this rank has.
+        layout: the degrees.
+        offloads: shards are kept in host memory.
 
     Raises:
-        ConfigError: one is a scalar, or gets sparse gradients.
+        ConfigError: a parameter is a scalar where shards are offloaded or matrices or layers are divided, or it gets
+            sparse gradients.
     """
-    for name, parameter in model.named_parameters():
-        if not parameter.dim():
-            raise ConfigError(
-                f"{name} of {type(model).__name__} is a scalar parameter, which cannot be spread over ranks",
-                hint="make it a vector of one number, nn.Parameter(torch.tensor([1.0])), or leave `parallel` out",
-            )
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    degrees = (("tp", layout.tp), ("pp", layout.pp))
+    asked = [f"parallel.{axis}={degree}" for axis, degree in degrees if degree > 1]
+    asked += ["parallel.cpu_offload=true"] if offloads else []
+    if scalars and asked:
+        raise ConfigError(
+            f"{scalars[0]} of {type(model).__name__} is a scalar parameter, and does not work with {', '.join(asked)}",
+            hint="scalars work with parallel.dp_replicate, dp_shard and cp; make it a vector of one number, "
+            "nn.Parameter(torch.tensor([1.0])), or leave out what does not work",
+        )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ConfigError(

@@ -32,7 +32,7 @@ from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import DdpSection
 from slurm_train.data.batches import MicroBatch
 from slurm_train.data.source import IGNORED, Batch, is_nested, map_tensors
-from slurm_train.distributed.parallelize import own_positions
+from slurm_train.distributed.parallelize import own_positions, whole_parameters
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.models.head import group_named
@@ -377,6 +377,8 @@ class ShardPasses(Passes):
             if self._counts:
                 values[COUNT] += count
                 values[LOSS] += loss.detach()
+        whole, self._reducing_groups = whole_parameters(model)
+        self._whole = [parameter for parameter in parameters if parameter in whole]
                 values[NON_FINITE] += loss.detach().isfinite().logical_not()
         self._values = values
 
@@ -388,9 +390,8 @@ class ShardPasses(Passes):
         found = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         gradients = [local_part(_settled(parameters[number])) for number in found]
         if self._of_positions:
-            self._add_positions(
-                [one for number, one in zip(found, gradients, strict=True) if number in self._of_positions]
-            )
+            of_positions = [one for number, one in zip(found, gradients, strict=True) if number in self._of_positions]
+            self._add_up(of_positions, groups=[self._positions_group])
         if gradients:
             norms = _norms(gradients).double()
             if found != self._found:
@@ -401,11 +402,25 @@ class ShardPasses(Passes):
         dist.all_reduce(values)
         return gradients, values[:SQUARES] / self.num_averaged, values[SQUARES].sqrt()
 
-    def _add_positions(self, gradients: Sequence[Tensor]) -> None:
-        """Adds up, in place and in one exchange, gradients that are of this rank's positions alone."""
+    def _average_whole(self) -> None:
+        """Averages the gradients of parameters that FSDP passes over, as it does those of shards. Collective."""
+        gradients = []
+        for parameter in self._whole:
+            if parameter.grad is None:
+                # Another rank may have one, and all have to make the same exchange.
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        self._add_up(gradients, groups=self._reducing_groups)
+        torch._foreach_div_(gradients, self.num_averaged)
+
+    def _add_up(self, gradients: Sequence[Tensor], *, groups: Sequence[str]) -> None:
+        """Adds up, in place and in one exchange with each group, gradients of which each rank has a part."""
         # Those that are offloaded are on the host.
         whole = torch.cat([one.flatten() for one in gradients]).to(self._device)
-        dist.all_reduce(whole, group=group_named(self._positions_group))
+        if self._whole:
+            self._average_whole()
+        for name in groups:
+            dist.all_reduce(whole, group=group_named(name))
         parts = torch.split(whole, [one.numel() for one in gradients])
         for one, part in zip(gradients, parts, strict=True):
             one.copy_(part.view_as(one))

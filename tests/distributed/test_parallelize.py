@@ -351,16 +351,27 @@ def test_a_block_that_stands_in_several_places_is_one_unit() -> None:
     assert [id(unit) for unit in units(model)] == [id(model["blocks"][0]), id(model["blocks"][1])]
 
 
+def test_sparse_gradients_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="0 of Sequential gives sparse gradients, which cannot be spread over ranks"):
+        require_dimensions(nn.Sequential(nn.Embedding(3, 2, sparse=True)), layout=ParallelLayout(dp_shard=2))
+
+
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("layout", "offloads", "said"),
     [
-        (nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0))}), "scale of ParameterDict is a scalar parameter"),
-        (nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 of Sequential gives sparse gradients"),
+        (ParallelLayout(dp_shard=2, tp=2), False, r"parallel\.tp=2"),
+        (ParallelLayout(dp_shard=2, pp=2), False, r"parallel\.pp=2"),
+        (ParallelLayout(dp_shard=2), True, r"parallel\.cpu_offload=true"),
     ],
+    ids=["tp", "pp", "offload"],
 )
-def test_what_cannot_be_spread_is_refused_by_name(model: nn.Module, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"{said}, which cannot be spread over ranks"):
-        require_dimensions(model)
+def test_scalars_are_refused_by_name_where_they_cannot_stay_whole(
+    layout: ParallelLayout, offloads: bool, said: str
+) -> None:
+    model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0))})
+    with pytest.raises(ConfigError, match=f"scale of ParameterDict is a scalar parameter.*{said}"):
+        require_dimensions(model, layout=layout, offloads=offloads)
+    require_dimensions(model, layout=ParallelLayout(dp_replicate=2, dp_shard=2, cp=2))
 
 
 def test_what_several_units_have_in_common_is_a_part_of_its_own() -> None:

@@ -84,6 +84,88 @@ class Branches(Net):
         return super().forward(self.sides[int(inputs[0, 0] > 0)](inputs))
 
 
+class Gated(nn.Module):
+    """A residual layer with a scalar, and with a vector of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.slope = nn.Parameter(torch.tensor([0.25]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.gate * torch.tanh(self.layer(inputs)) + self.slope
+
+
+class Scaled(Net):
+    """A scalar parameter in each block and one beside the blocks."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(**faults)
+        self.blocks = nn.ModuleList(Gated() for _ in range(2)).double()
+        self.scale = nn.Parameter(torch.tensor(1.6, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return super().forward(inputs) * self.scale.exp()
+
+
+class Detector(nn.Module):
+    """Finds boxes with the signature of torchvision's detectors: a dict of losses in training, else predictions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(3, 5, 3, padding=1).double()
+        self.box = nn.Linear(5, 4).double()
+
+    def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]] | None = None) -> Any:
+        found = torch.stack([self.box(self.features(image).tanh().mean(dim=(1, 2))) for image in images])
+        if not self.training:
+            return [{"boxes": box[None]} for box in found]
+        assert targets is not None and all(isinstance(target["image_id"], int) for target in targets)
+        middles = torch.stack([target["boxes"].mean(dim=0) for target in targets])
+        return {"loss_box": (found - middles).square().mean(), "loss_size": 0.1 * found.abs().mean()}
+
+
+class MeasuredDetector(Detector):
+    """The same with a loss of held-out samples."""
+
+    def evaluation_sums(self, batch: Any) -> dict[str, Any]:
+        images, targets = batch
+        errors = [
+            (found["boxes"] - target["boxes"]).square().mean()
+            for found, target in zip(self(images), targets, strict=True)
+        ]
+        return {"loss": torch.stack(errors).sum(), "count": len(images)}
+
+
+class Boxes(torch.utils.data.Dataset[Any]):
+    """Images of unequal sizes with one to four boxes each.
+
+    Args:
+        split: "train" or "heldout".
+    """
+
+    def __init__(self, *, split: str = "train") -> None:
+        self.generator_seed = 5 if split == "train" else 6
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(1000 * self.generator_seed + index)
+        size = {"generator": generator, "dtype": torch.float64}
+        boxes = torch.rand(1 + index % 4, 4, **size)
+        return torch.rand(3, 4 + index % 3, 5, **size), {"boxes": boxes, "image_id": index}
+
+
+def as_lists(items: Sequence[Any]) -> Any:
+    """Returns (images, targets), both as lists."""
+    images, targets = zip(*items, strict=True)
+    return list(images), list(targets)
+
+
 class DoubleGPT(GPT):
     """The shipped transformer, tiny and in double precision, so that layouts differ by almost nothing.
 
@@ -124,6 +206,15 @@ class DoubleGPT(GPT):
             Path(self.only_in).touch()
             os.kill(os.getpid(), signal.SIGTERM)
         return given * float("nan") if self.training and self.passes == self.bad_at else given
+
+
+class ScaledGPT(DoubleGPT):
+    """The same with a scalar that multiplies what the first block gives."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        self.blocks[0].gate = nn.Parameter(torch.tensor(1.1, dtype=torch.float64))
+        self.blocks[0].register_forward_hook(lambda block, _, outputs: outputs * block.gate)
 
 
 class LooksAtWeights(GPT):

@@ -27,6 +27,7 @@ from tests.train.small_runs import (
     steps_of,
     weights_of,
 )
+from tests.train.small_training import Scaled
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 Parallel = dict[str, Any]
@@ -240,6 +241,55 @@ def test_a_run_goes_on_under_another_layout_and_back(tmp_path: Path, alone: Path
     assert [line["world_size"] for line in steps_of(run)] == [4] * (4 + 3 + 1) + [2] * 4 + [1] * 4 + [4] * 4
     assert_same_training(run, alone)
     assert read_manifest(checkpoint_of(run / "checkpoints", 20)).mesh == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+
+
+# Stopped in its fourth forward pass each, but for the last.
+SCALAR_CHAIN: list[Parallel] = [
+    {"dp_shard": 2},
+    {"dp_replicate": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_replicate": 1},
+    {"dp_shard": 4},
+    {"dp_shard": 2},
+]
+SCALARS = ["blocks.0.gate", "blocks.1.gate", "scale"]
+
+
+def scaled_config(parallel: Parallel, *, optim: dict[str, Any], **model: Any) -> dict[str, Any]:
+    return config_of(
+        model={"_target_": "small_training.Scaled", **model},
+        batch={"global_size": 16, "accumulation": 2},
+        train={"eval_every_steps": 10},
+        optim={"grad_clip_norm": 0.05, **optim},
+        checkpoint={"keep": 9},
+        health={"check_replicas_every_steps": 4},
+        parallel={"dp_replicate": 1, **parallel},
+    )
+
+
+@pytest.mark.parametrize("optim", [{}, {"_target_": "torch.optim.Adam", "amsgrad": True}], ids=["AdamW", "AMSGrad"])
+def test_scalar_parameters_train_beside_shards_as_in_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:
+    """A vector of one number, fewer than there are ranks, is sharded all the same."""
+    sent, run, alone = tmp_path / "sent", tmp_path / "run", tmp_path / "alone"
+    run_to_end(alone, scaled_config({}, optim=optim), ranks=1)
+    for attempt, parallel in enumerate(SCALAR_CHAIN):
+        sent.unlink(missing_ok=True)
+        if is_last := attempt == len(SCALAR_CHAIN) - 1:
+            sent.touch()
+        config = scaled_config(parallel, optim=optim, signal_at=8, only_in=str(sent))
+        run_to_end(run, config, ranks=ranks_of(parallel), attempt=attempt, code=0 if is_last else 75)
+    assert_same_training(run, alone)
+    before = Scaled().state_dict()
+    trained = weights_of(run)
+    assert [name for name in SCALARS if trained[name].shape == () and trained[name] != before[name]] == SCALARS
+
+
+def test_scalar_parameters_see_all_parts_of_a_sequence(tmp_path: Path) -> None:
+    for number, parallel in enumerate([{}, {"dp_shard": 2, "cp": 2}]):
+        config = layout_config(parallel)
+        config["model"] = {"_target_": "small_training.ScaledGPT"}
+        run_to_end(tmp_path / str(number), config, ranks=ranks_of(parallel))
+        assert_same_training(tmp_path / str(number), tmp_path / "0")
 
 
 @pytest.mark.parametrize(("name", "loss"), [("sgd", 1e-9), ("muon", 1e-2)])
