@@ -13,13 +13,16 @@ the cross entropy itself (`models.head`) has `takes_targets = True` and is calle
 Or a batch is a dict: the model gets its tensors by name. A model that takes `labels` and gives a loss for them, as
 those of transformers do, is trained with that loss; it is a mean, and counts as many times as labels count
 (`models.own_loss`). A model that gives scores alone is scored by the cross entropy of `labels`.
+
+Or a batch is (images, targets) with lists of tensors or dicts in it, as detectors take them: `model(images, targets)`
+gives a dict of losses, and their sum, a mean, counts as many times as there are images.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -72,6 +75,15 @@ class Objective(nn.Module):
         own = getattr(self.model, "training_loss", None)
         if own is not None:
             return self._sum_and_count(own(batch))
+        if _has_lists(batch):
+            scored = self._loss_of_lists(batch)
+            if scored is None:
+                raise ConfigError(
+                    f"{type(self.model).__name__}(images, targets) gave no loss of a batch that is {_kind(batch)}",
+                    hint="return a dict of losses (scalar tensors) in training mode, as detectors of torchvision do; "
+                    "or define training_loss(batch) on the model",
+                )
+            return scored
         batch = self._within_context(batch)
         outputs = self._call(batch)
         mean = self._own_mean(outputs, batch)
@@ -99,6 +111,14 @@ class Objective(nn.Module):
         if own_loss is not None:
             loss, count = self._sum_and_count(own_loss(batch))
             return {"loss": loss, "count": count}
+        if _has_lists(batch):
+            scored = self._loss_of_lists(batch)
+            if scored is None:
+                raise ConfigError(
+                    f"{type(self.model).__name__} gives no loss of held-out samples in evaluation mode",
+                    hint="define evaluation_sums(batch) on the model, which returns sums of its loss or of a measure",
+                )
+            return {"loss": scored[0], "count": scored[1]}
         batch = self._within_context(batch)
         outputs = self._call(batch)
         mean = self._own_mean(outputs, batch)
@@ -108,6 +128,19 @@ class Objective(nn.Module):
         count = self._count(batch)
         correct = _num_correct(scores_in(outputs), self.own.aligned(labels_in(batch)))
         return {"loss": _precise(mean) * count, "count": count, **({} if correct is None else {"correct": correct})}
+
+    @property
+    def may_lack_held_out_loss(self) -> bool:
+        """Whether the model could be a detector, which gives predictions alone in evaluation mode."""
+        has_own = any(hasattr(self.model, name) for name in ("training_loss", "evaluation_sums"))
+        return not has_own and not self.takes_targets and _takes_two(self.model)
+
+    def gives_held_out_loss(self, batch: Batch) -> bool:
+        """Returns whether `evaluation_sums` can score such a batch, as far as lists are concerned.
+
+        To be called in evaluation mode, without gradients.
+        """
+        return not _has_lists(batch) or self._loss_of_lists(batch) is not None
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what `forward` does, from what the model gave for the inputs (and targets, if it takes them)."""
@@ -132,6 +165,8 @@ class Objective(nn.Module):
         """
         if hasattr(self.model, "training_loss"):
             return
+        if _has_lists(batch):
+            self._images_and_targets(batch)
         if isinstance(batch, dict):
             inputs, targets = batch.get("input_ids"), batch.get(LABELS)
             self._check_names(batch)
@@ -273,12 +308,6 @@ class Objective(nn.Module):
 
     def _call(self, batch: Batch) -> Any:
         """Returns what the model gives for a batch; it gets the targets where it computes the loss from them."""
-        parts: Any = batch.values() if isinstance(batch, dict) else batch
-        if not all(isinstance(part, Tensor) for part in parts):
-            raise ConfigError(
-                f"a batch is {_kind(batch)}, with which {type(self.model).__name__} cannot be scored",
-                hint="define training_loss(batch) and evaluation_sums(batch) on the model: they get it as it is",
-            )
         if isinstance(batch, dict):
             if not self.takes_targets or LABELS not in batch:
                 return self.model(**self.own.words(batch))
@@ -293,6 +322,37 @@ class Objective(nn.Module):
         if self.takes_targets:
             return self.model(inputs, targets=targets)
         return self.model(inputs, **(self.own.words({LABELS: targets}) if self._gives_loss_of_tuples else {}))
+
+    def _loss_of_lists(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Returns the sum of the losses that the model gives for (images, targets) times the images, and their number.
+
+        None where it gives something else, as detectors do in evaluation mode.
+        """
+        images, targets = self._images_and_targets(batch)
+        outputs = self.model(images, targets)
+        if isinstance(outputs, Mapping) and "loss" not in outputs:
+            losses = [loss for loss in outputs.values() if isinstance(loss, Tensor) and not loss.dim()]
+            is_scored = losses and len(losses) == len(outputs)
+            mean = torch.stack([_precise(loss) for loss in losses]).sum() if is_scored else None
+        else:
+            mean = loss_in(outputs)
+        if mean is None:
+            return None
+        return _precise(mean) * len(images), torch.full((), len(images), device=mean.device)
+
+    def _images_and_targets(self, batch: Batch) -> tuple[Any, Any]:
+        """Returns the two parts of a batch that has lists.
+
+        Raises:
+            ConfigError: there are others, or the model is not called with two.
+        """
+        if isinstance(batch, tuple) and len(batch) == 2 and _takes_two(self.model):
+            return batch
+        raise ConfigError(
+            f"a batch is {_kind(batch)}, with which {type(self.model).__name__} cannot be scored",
+            hint="give (images, targets) to a model that is called with both and returns a dict of losses; or define "
+            "training_loss(batch) and evaluation_sums(batch) on the model, which get the batch as it is",
+        )
 
     def num_too_long(self, batch: Batch) -> int:
         """Returns how many samples of a batch on the CPU have more tokens than the model has positions."""
@@ -451,6 +511,21 @@ def _by_item(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         f"the model gave {tuple(outputs.shape)} for whole-number targets of {tuple(targets.shape)}",
         hint="give one score per class, classes last, or define training_loss(batch) on the model",
     )
+
+
+def _has_lists(batch: Batch) -> bool:
+    """Returns whether parts of a batch are lists or dicts of tensors."""
+    parts: Any = batch.values() if isinstance(batch, dict) else batch
+    return not all(isinstance(part, Tensor) for part in parts)
+
+
+def _takes_two(model: nn.Module) -> bool:
+    """Returns whether `model(inputs, targets)` can be called."""
+    try:
+        inspect.signature(model.forward).bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def _kind(value: object) -> str:

@@ -499,6 +499,13 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     if parts.heldout is not None and config.train.evaluate:
         evaluator = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
     _check_measures(parts, evaluator)
+    if evaluator is not None and not evaluator.gives_loss():
+        evaluator = None
+        if display is not None:
+            display.say(
+                f"{type(parts.model).__name__} gives predictions and no loss in evaluation mode: held-out samples are "
+                "not evaluated (define evaluation_sums(batch) on the model)"
+            )
     global_size, growth = rank.plan.global_size, config.batch.growth
     total_samples = position.samples_at(parts.max_steps, global_size=global_size, growth=growth)
     step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
@@ -777,7 +784,7 @@ def _end(trainer: Trainer, parts: Parts, display: Display | None, *, finished: b
         display.say(f"{parts.train_data.num_short} micro-batches of rank 0 were shorter: the last ones of a pass")
     if trainer.stepper.passes.num_cut:
         display.say(f"{trainer.stepper.passes.num_cut} samples of rank 0 were cut to the model's positions")
-    say_finished(display.say, trainer)
+    say_finished(display.say, trainer, has_heldout=parts.heldout is not None)
     say_text(
         display.say,
         parts.model,

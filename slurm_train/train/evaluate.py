@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.build import build_source
-from slurm_train.data.source import SampleSource, lengths_of
+from slurm_train.data.source import SampleSource, is_nested, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
@@ -109,6 +109,22 @@ class Evaluator:
                 sums = _as_numbers(self._sums_of(batch))
         counted = [{**found, **({"count": 1.0} if found else {})} for found in gather(sums)]
         return sorted(measures(counted, bytes_per_item=getattr(self.source, "bytes_per_target", None)))
+
+    def gives_loss(self) -> bool:
+        """Returns whether the model gives a loss of held-out samples, tried on one of lists of tensors. Collective.
+
+        The model is left as it was.
+        """
+        if self.pipeline is not None or not self.objective.may_lack_held_out_loss:
+            return True
+        sample = self.source.batch(np.zeros(1, dtype=np.int64))
+        if not is_nested(sample):
+            return True
+        device = self.rank.device
+        with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
+            self.objective.eval()
+            with in_precision(device, self.rank.forward_autocast):
+                return self.objective.gives_held_out_loss(to_device(sample, device))
 
     def _sums_of(self, batch: Any) -> dict[str, Tensor]:
         """Returns the sums of one batch, {} on all stages but the last."""

@@ -378,9 +378,11 @@ def write_result(rank: Rank, values: Mapping[str, Any]) -> None:
     publish_result(rank.run, rank.attempt, {**values, **facts})
 
 
-def say_finished(say: Callable[[str], None], trainer: Trainer) -> None:
+def say_finished(say: Callable[[str], None], trainer: Trainer, *, has_heldout: bool) -> None:
     """Prints the held-out numbers, where everything is, and what to do next."""
-    nothing = "nothing was evaluated, the data have no held-out samples (set data.heldout, or take a `split`)"
+    nothing = "nothing was evaluated"
+    if not has_heldout:
+        nothing += ", the data have no held-out samples (set data.heldout, or take a `split`)"
     say(f"finished step {trainer.position.step}: {format_measures(trainer.measures) or nothing}")
     if trainer.position.empty_steps:
         say(f"nothing was learned in {trainer.position.empty_steps} steps in which no item counted")

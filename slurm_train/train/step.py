@@ -180,6 +180,8 @@ class Passes:
                 f"batches are dicts ({', '.join(batch)}), which a layout of {layout} cannot cut",
                 hint="let the data set give tuples (inputs, targets), or leave parallel.pp and parallel.cp at 1",
             )
+        if is_nested(batch):
+            self._require_lists_fit()
         objective = self._objective
         objective.look_at(batch)
         if layout.pp * layout.cp == 1 and not is_nested(batch):
@@ -188,6 +190,24 @@ class Passes:
                 objective.compare(some, is_precise=self._rank.autocast is None)
         note: str | None = objective.agree(gather(objective.repeats)) if isinstance(batch, dict) else None
         return note
+
+    def _require_lists_fit(self) -> None:
+        """Checks that the layout leaves lists of tensors as they are.
+
+        Raises:
+            ConfigError: it would cut them, or round coordinates of boxes to bfloat16.
+        """
+        layout = self._rank.layout
+        if layout.pp * layout.cp > 1:
+            raise ConfigError(
+                f"a batch has lists of tensors, which a layout of {layout} cannot cut",
+                hint="leave parallel.pp and parallel.cp at 1",
+            )
+        if self._rank.casts_shards:
+            raise ConfigError(
+                "a batch has lists of tensors, and shards that are gathered in bfloat16 round all inputs, targets too",
+                hint="set parallel.gather_dtype=float32, or define training_loss(batch) on the model",
+            )
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients of one step's micro-batches, those of so many global batches. Collective."""
@@ -357,6 +377,8 @@ class ShardPasses(Passes):
         self._shares = [_weight(parameter, layout) for parameter in parameters]
         of_positions, self._positions_group = own_positions(model)
         self._of_positions = {number for number, parameter in enumerate(parameters) if parameter in of_positions}
+        whole, self._reducing_groups = whole_parameters(model)
+        self._whole = [parameter for parameter in parameters if parameter in whole]
         self._found: list[int] = []
         self._values = self._no_values()
 
@@ -377,8 +399,6 @@ class ShardPasses(Passes):
             if self._counts:
                 values[COUNT] += count
                 values[LOSS] += loss.detach()
-        whole, self._reducing_groups = whole_parameters(model)
-        self._whole = [parameter for parameter in parameters if parameter in whole]
                 values[NON_FINITE] += loss.detach().isfinite().logical_not()
         self._values = values
 
@@ -387,6 +407,8 @@ class ShardPasses(Passes):
         values = self._values
         if self._rank.stop.requested:
             values[STOP] = 1.0
+        if self._whole:
+            self._average_whole()
         found = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         gradients = [local_part(_settled(parameters[number])) for number in found]
         if self._of_positions:
@@ -417,8 +439,6 @@ class ShardPasses(Passes):
         """Adds up, in place and in one exchange with each group, gradients of which each rank has a part."""
         # Those that are offloaded are on the host.
         whole = torch.cat([one.flatten() for one in gradients]).to(self._device)
-        if self._whole:
-            self._average_whole()
         for name in groups:
             dist.all_reduce(whole, group=group_named(name))
         parts = torch.split(whole, [one.numel() for one in gradients])

@@ -334,6 +334,55 @@ def test_dicts_train_and_resume_bit_for_bit_as_tuples_do(tmp_path: Path, paralle
     assert ours == theirs and len(ours) == 2
 
 
+def boxes_config(parallel: Parallel, *, model: str, **sections: Any) -> dict[str, Any]:
+    return config_of(
+        model={"_target_": f"small_training.{model}"},
+        data={"_target_": "small_training.Boxes", "collate": "small_training.as_lists", "num_workers": 1},
+        batch={"global_size": 16, "accumulation": 2},
+        train={"eval_every_steps": 10},
+        parallel={"dp_replicate": 1, **parallel},
+        **sections,
+    )
+
+
+def test_lists_of_images_and_of_dicts_train_a_detector_alike_in_all_layouts(tmp_path: Path) -> None:
+    """Its losses are the mean over the images, so their parts of a step add up to those of one process."""
+    for number, parallel in enumerate([{}, {"dp_replicate": 2}, {"dp_shard": 2}]):
+        ranks, run = ranks_of(parallel), tmp_path / str(number)
+        text = run_to_end(run / "plain", boxes_config(parallel, model="Detector"), ranks=ranks)
+        assert text.count("Detector gives predictions and no loss in evaluation mode") == 1
+        assert "finished step 20: nothing was evaluated\n" in text and not evaluations_of(run / "plain")
+        assert_same_steps(run / "plain", tmp_path / "0" / "plain", rel=1e-9)
+        run_to_end(run / "measured", boxes_config(parallel, model="MeasuredDetector"), ranks=ranks)
+        assert_same_steps(run / "measured", tmp_path / "0" / "plain", rel=1e-9)
+        ours, theirs = ([line["eval_loss"] for line in evaluations_of(at / "measured")] for at in (run, tmp_path / "0"))
+        assert ours == pytest.approx(theirs, rel=1e-9) and len(ours) == 2
+    losses = [line["loss"] for line in steps_of(tmp_path / "0" / "plain")]
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"callbacks": [{"_target_": "slurm_train.train.callbacks.EarlyStopping"}]}, "no loss of held-out samples"),
+        (
+            {"model": {"_target_": "small_training.DoubleGPT"}, "parallel": {"dp_replicate": 1, "cp": 2}},
+            "a batch has lists of tensors, which a layout of",
+        ),
+        ({"model": {"_target_": "small_training.Net"}}, "with which Net cannot be scored"),
+        (
+            {"parallel": {"dp_replicate": 1, "dp_shard": 2, "gather_dtype": "bfloat16"}},
+            "gathered in bfloat16 round all inputs, targets too",
+        ),
+    ],
+    ids=["callback", "cut", "model", "rounded"],
+)
+def test_lists_are_refused_where_they_cannot_be_used(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+    config = {**boxes_config({}, model="Detector"), **sections}
+    text = run_to_end(tmp_path / "run", config, ranks=ranks_of(config["parallel"]), code=1)
+    assert said in text and not steps_of(tmp_path / "run")
+
+
 @pytest.mark.parametrize("axis", ["pp", "cp"])
 def test_dicts_are_refused_where_they_cannot_be_cut(tmp_path: Path, axis: str) -> None:
     config = layout_config({axis: 2}, tied=False)
