@@ -224,8 +224,8 @@ def refuse(result: StepResult, *, num_empty: int = 1, of: int = 1) -> None:
     if not result.num_items:
         raise SlurmTrainError(
             f"no item of step {step} counts: every target is passed over, as in {num_empty} of the last {of} steps",
-            hint="check the targets of the data set; -100 marks those that do not count. Some such steps are gone on "
-            "from, this is too many; a larger batch.global_size makes them rare",
+            hint="check the targets of the data set; -100 marks those that do not count. Training continues after a "
+            "few such steps, these are too many; a larger batch.global_size makes them rare",
         )
     if result.is_finite:
         raise SlurmTrainError(
