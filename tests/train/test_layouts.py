@@ -237,8 +237,8 @@ def test_a_run_goes_on_under_another_layout_and_back(tmp_path: Path, alone: Path
             sent.touch()
         facts = {"tied": False, "signal_at": 4, "only_in": str(sent)}
         train(run, parallel, attempt=attempt, code=0 if is_last else 75, **facts)
-    # DDP on more than two ranks makes one pass before the first step; through a pipeline flow eight in one step.
-    assert [line["world_size"] for line in steps_of(run)] == [4] * (4 + 3 + 1) + [2] * 4 + [1] * 4 + [4] * 4
+    # Each is stopped in its fourth step, but through a pipeline flow eight micro-batches in one step.
+    assert [line["world_size"] for line in steps_of(run)] == [4] * (4 + 4 + 1) + [2] * 4 + [1] * 4 + [4] * 3
     assert_same_training(run, alone)
     assert read_manifest(checkpoint_of(run / "checkpoints", 20)).mesh == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
 

@@ -232,11 +232,11 @@ def freeze(stepper: Stepper, model: nn.Module) -> None:
 
 
 def set_rate(stepper: Stepper, model: nn.Module) -> None:
-    stepper._optimizer.param_groups[0]["lr"] = 0.5
+    stepper.optimizer.param_groups[0]["lr"] = 0.5
 
 
 def add_group(stepper: Stepper, model: nn.Module) -> None:
-    stepper._optimizer.add_param_group({"params": list(model[0].parameters())})
+    stepper.optimizer.add_param_group({"params": list(model[0].parameters())})
 
 
 @pytest.mark.parametrize("wraps", [True, False])
