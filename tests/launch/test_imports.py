@@ -85,6 +85,8 @@ def test_the_copy_of_each_place_takes_its_place(tmp_path: Path) -> None:
 def test_installed_packages_come_from_the_stage_where_they_are_there(tmp_path: Path) -> None:
     installed, stage = tmp_path / "env" / "site-packages", tmp_path / "stage"
     copied = Path(f"{stage}{installed}")
+    # A rank imports only from a folder that nobody else may enter.
+    stage.mkdir(mode=0o700)
     for folder in (installed, copied):
         folder.mkdir(parents=True)
         (folder / "mine.py").touch()
