@@ -158,9 +158,10 @@ def import_from_stage(stage: str) -> str:
             paths.append(stage + path)
         paths.append(path)
     sys.path[:] = paths
-    # This package was imported before.
-    own = sys.modules["slurm_train"].__path__
-    own[:0] = [stage + path for path in own if os.path.isdir(stage + path)]
+    # These packages were imported before; what is imported of them later comes from the copy.
+    for name in ("slurm_train", "slurm_train.launch", "slurm_train.rundir"):
+        folders = sys.modules[name].__path__
+        folders[:0] = [stage + path for path in folders if os.path.isdir(stage + path)]
     sys.meta_path.append(_BehindStage(stage))
     importlib.invalidate_caches()
     return ""
