@@ -347,7 +347,8 @@ def apply_parallelism(parts: Parts) -> None:
         _cut_and_fill(parts)
     except NeedsMemoryError as err:
         problem = str(err)
-    problem = next(filter(None, gather(problem)), "")
+    if rank.place.world_size > 1:
+        problem = next(filter(None, gather(problem)), "")
     if not problem:
         return
     says = rank.place.is_first and not rank.layout.is_replicated
