@@ -42,7 +42,7 @@ def test_streams_pass_over_unequal_shares_of_what_a_rollback_has_left_out(tmp_pa
     (newest, *_) = list_checkpoints(run.checkpoints)
     states = [load_rank_state(newest, rank) for rank in range(2)]
     assert read_manifest(newest).samples == 48
-    assert [state and state["data"]["place"] for state in states] == [4 * 8, 4 * 4]
+    assert [state and state["data"]["stream"]["place"] for state in states] == [4 * 8, 4 * 4]
 
 
 @pytest.mark.distributed
