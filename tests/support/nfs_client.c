@@ -18,6 +18,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <fuse_lowlevel.h>
+#include <limits.h>
 #include <linux/fuse.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -116,6 +117,17 @@ static void read_control(void) {
     if (SET(ROOM) != room) room_left = SET(ROOM);
 }
 
+/* Tells who has written the settings that they are in force. */
+static void confirm_control(const struct stat *st) {
+    char seen[PATH_MAX], fresh[PATH_MAX];
+    snprintf(seen, sizeof seen, "%s.seen", control_path);
+    snprintf(fresh, sizeof fresh, "%s.fresh", control_path);
+    FILE *file = fopen(fresh, "w");
+    if (!file) return;
+    fprintf(file, "%lu %ld%09ld\n", (unsigned long)st->st_ino, (long)st->st_mtim.tv_sec, st->st_mtim.tv_nsec);
+    if (!fclose(file)) rename(fresh, seen);
+}
+
 static int flush_node(struct node *node, fuse_req_t req);
 
 static void *housekeeping(void *unused) {
@@ -126,6 +138,7 @@ static void *housekeeping(void *unused) {
             (st.st_ino != before.st_ino || memcmp(&st.st_mtim, &before.st_mtim, sizeof st.st_mtim))) {
             before = st;
             read_control();
+            confirm_control(&st);
         }
         usleep(20000);
     }

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,13 +62,20 @@ class Client:
     process: subprocess.Popen[bytes] | None = None
 
     def set(self, **settings: float) -> None:
-        """Changes settings and faults, see `nfs_client.c`; effective within 0.1 s."""
+        """Changes settings and faults, see `nfs_client.c`; they are in force when this returns."""
         self.settings |= settings
         text = "".join(f"{name} {value:f}\n" for name, value in self.settings.items())
         temporary = self.control.with_suffix(".new")
         temporary.write_text(text)
         temporary.replace(self.control)
-        time.sleep(0.06 if self.process is not None else 0.0)  # it looks every 20 ms
+        if self.process is not None and self.process.poll() is None:
+            wait_for(self._has_read_settings, within_s=20.0, what=f"{self.control} to be read", poll_s=0.01)
+
+    def _has_read_settings(self) -> bool:
+        """Returns whether the client says that it has read the settings as they are now."""
+        status = self.control.stat()
+        seen = Path(f"{self.control}.seen")
+        return seen.exists() and seen.read_text().split() == [str(status.st_ino), str(status.st_mtime_ns)]
 
     @contextmanager
     def having(self, **settings: float) -> Iterator[None]:
