@@ -188,7 +188,7 @@ class Place:
         """Makes the attempt the owner of what it goes on from, and returns the newest checkpoint that verifies.
 
         Older ones are claimed by marker and sizes. Newer ones that do not hold lose their name when the attempt has
-        gone on from the claimed one, see `move_aside`. To be called before anything is loaded or saved.
+        trained on from the claimed one, see `move_aside`. To be called before anything is loaded or saved.
 
         Args:
             check: see `newest_verified`.

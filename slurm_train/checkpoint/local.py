@@ -350,7 +350,7 @@ def removed_step(run: RunDirectory, attempt: int) -> int | None:
     """
     entries = {int(entry["attempt"]): entry for entry in read_ledger(run)}
     previous = entries.get(attempt - 1, {})
-    # Of an attempt whose end nobody saw only its start is known.
+    # An attempt that has no end line in the ledger is known by its start line alone.
     last = previous.get("first_committed" if previous.get("action") == "lost" else "last_committed")
     first = entries.get(attempt, {}).get("first_committed")
     if last is None or first is None or first >= last or any(number == attempt for number, _ in read_origins(run)):

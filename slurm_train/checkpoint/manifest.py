@@ -80,7 +80,7 @@ class CheckpointHeader:
         parent: save id of the checkpoint that the training was loaded from; "" where it began anew, and in manifests
             from before this key.
         weights: number type and shape of each parameter and buffer of the whole model, for example
-            {"head.weight": "float32[3,16]"}; empty where nobody has said, and in manifests from before this key.
+            {"head.weight": "float32[3,16]"}; empty where it is not known, and in manifests of earlier versions.
         extra: further JSON values of the trainer, for example a learning-rate retune or a tracker's run id.
     """
 

@@ -2,7 +2,7 @@
 
 YAML 1.1, which PyYAML and so Hydra read, makes 43200 of 12:00:00, 493 of 0755, 1000.0 of 1e3, 1.1 of 1.10 and true of
 `yes`. Here a plain word below a key that holds a text keeps its spelling, whatever YAML takes it for. In all other
-places base 60 and base 8 alone are not read: nobody means them, and what is left is a text that a number's key refuses.
+places base 60 and base 8 alone are not read: they are never meant. The word stays a text, which a number's key refuses.
 `cluster.time` may be written in a file as on the command line. Words that could mean two things are refused.
 """
 
