@@ -142,6 +142,8 @@ class Trainer:
 
     def advance(self, to_step: int) -> None:
         """Trains up to a step, or to an agreed stop."""
+        if not self._settled:
+            self._unsaved = UnsavedState(self.model)
         while self.position.step < to_step and not self._stops:
             self._step()
             if not self._rolled_back():
@@ -195,7 +197,6 @@ class Trainer:
         # The first micro-batch is looked at, not consumed: it is the first step's as well.
         start = self._clock()
         first = next(self.batches)
-        self._unsaved = UnsavedState(self.model)
         self.say(self.stepper.passes.arrange(first.tensors, bucket_order=self.position.bucket_order))
         self.charge(start, "compile_s")
         batches = chain((first,), self.batches)
@@ -315,7 +316,7 @@ class Trainer:
         gc.disable()
 
     def _share_unsaved_state(self) -> None:
-        """Finds what the first step has changed and no checkpoint has, and says so. Collective."""
+        """Finds what the first steps have changed and no checkpoint has, and says so. Collective."""
         assert self._unsaved is not None
         changed = {name for names in gather(self._unsaved.changed_buffers()) for name in names}
         self.stepper.passes.buffers.add(changed)

@@ -35,15 +35,16 @@ from slurm_train.supervise.hang import read_flights
 from tests.support.waiting import wait_for
 dist.init_process_group("gloo")
 rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-for _ in range(2):
+
+def is_recorded(number):
+    record = newest_collectives()
+    flight = read_flights(record or b"").get("gloo 0")
+    return record is None or (flight is not None and flight.over == number)
+
+# What is over is written down by two threads of gloo's, a little later, and the later one's number stays.
+for number in (1, 2):
     dist.all_reduce(torch.ones(1000))
-
-def is_over():
-    # What is over is written down by a thread of gloo's, a little later.
-    flight = read_flights(newest_collectives() or b"").get("gloo 0")
-    return flight is None or flight.over == flight.begun
-
-wait_for(is_over, within_s=20, what="a record of what is over")
+    wait_for(lambda: is_recorded(number), within_s=20, what="a record of what is over")
 if rank == 0:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
 record = newest_collectives()
