@@ -361,7 +361,7 @@ def _move_to_trash(path: Path, fence: Fence) -> Path | None:
 
 
 def _empty_trash(trash: Path) -> None:
-    """Removes a directory from the trash; another process may be at it as well."""
+    """Removes a directory from the trash; another process may delete it concurrently."""
 
     def remove(name: str) -> None:
         with contextlib.suppress(OSError):  # what is left is a folder, or resists: that is said below

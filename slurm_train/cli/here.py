@@ -1,6 +1,6 @@
 """Runs that a person waits for: on this machine, or with `launch=interactive` in an allocation of one's own.
 
-Ctrl-C, or a closed terminal, asks what is at work to save and stop; the same command continues. The runs of a sweep are
+Ctrl-C, or a closed terminal, asks running ranks to save and stop; the same command continues. The runs of a sweep are
 trained one after the other, or some at a time, each in a process of its own: a run that fails ends no other.
 
 Inside an salloc (or a job of any kind) an interactive run uses that; outside it makes an allocation and gives it back

@@ -131,7 +131,7 @@ def plan_points(
     sweep_id: str | None = None,
     take: Callable[..., None] = take_inputs,
 ) -> tuple[SweepPlan, list[RunOutput]]:
-    """Returns the plan of a sweep of these points, and what its runs shall have besides; prints it.
+    """Returns the plan of a sweep of these points, and additional outputs of its runs; prints it.
 
     Args:
         points: what each run is given.

@@ -67,7 +67,7 @@ def look_at(
         git: gives what git says about the folder.
         env: the environment.
         cwd: the folder that the words were typed in.
-        outputs: what the run shall have besides its own directory.
+        outputs: the run's additional outputs.
     """
     require_writable(plan.run, share=plan.config.run.share)
     take_inputs(plan, cwd=cwd)
@@ -210,7 +210,7 @@ def warn_unexported_keys(config: RunConfig, env: Mapping[str, str]) -> None:
 
     names = unexported_keys(config.track, env, exported(env, config.cluster.export))
     if names:
-        note(f"{', '.join(names)} stays in this shell; the job gets it with cluster.export=[{','.join(names)}]")
+        note(f"{', '.join(names)} is not exported to the job; to export it: cluster.export=[{','.join(names)}]")
 
 
 # --- the plan as a table ---

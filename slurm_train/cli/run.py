@@ -1,6 +1,7 @@
-"""No verb: the words are a run. With a cluster it is submitted, without one it is trained here; `write` starts nothing.
+"""Default command: submit or train a run. With a cluster it is submitted, without one it is trained here; `write`
+starts nothing.
 
-What a start needs is imported while git is asked about the folder.
+What a start needs is imported while git runs.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _show_result(plan: RunPlan, cwd: Path) -> None:
     if changed := changed_files(run, plan.config, cwd):
         note(f"your files have changed since: {changed}; to train with them, from the first step: add run.name={name}")
     else:
-        note(f"for another run of the same settings, with any code: add run.name={name}, or seed=N")
+        note(f"to repeat it with the present code: add run.name={name}, or seed=N")
     answer(json.dumps(result))
 
 

@@ -54,7 +54,7 @@ class Start:
         words: the command line.
         env: the environment; SLURM_JOB_ID says that this is typed inside an allocation.
         accept: changes of a run in progress that the person accepts.
-        outputs: what the runs shall have besides their own directories.
+        outputs: additional outputs of the runs.
         after: runs and sweeps whose success Slurm waits for first.
     """
 
@@ -105,7 +105,7 @@ class Start:
                 )
             # Of several the newest ends last: it waits for the others, or takes over from them.
             jobs[active[run].jobs[-1]] = None
-        note(f"  after         {'job ' + ', '.join(jobs) if jobs else 'all of it is finished: there is no wait'}")
+        note(f"  after         {'job ' + ', '.join(jobs) if jobs else 'already finished; no dependency'}")
         return f"afterok:{':'.join(jobs)}" if jobs else ""
 
     # --- one run ---

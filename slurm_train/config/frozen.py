@@ -22,7 +22,7 @@ import yaml
 
 from slurm_train.assets import asset_dir
 from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, flat, nested, to_mapping
-from slurm_train.config.synonyms import REMOVED_KEYS
+from slurm_train.config.synonyms import REMOVED_KEYS, RENAMED_KEYS
 from slurm_train.errors import RunError
 from slurm_train.frozen_class import frozen_positional
 
@@ -116,7 +116,7 @@ def load_config(path: Path) -> RunConfig:
         RunError: there is no such file, or it is not YAML.
         ConfigError: the file holds keys or values that this version does not know.
     """
-    return build_config(RunConfig, _without_removed(load_values(path)))
+    return build_config(RunConfig, _in_present_names(_without_removed(load_values(path))))
 
 
 def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +127,19 @@ def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(held, dict) and name in held and held[name] == default:
             values = {**values, section: {other: value for other, value in held.items() if other != name}}
     return values
+
+
+def _in_present_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns frozen values with the present names of keys that were renamed since."""
+    present = dict(values)
+    for former_key, key in RENAMED_KEYS.items():
+        section, _, former_name = former_key.partition(".")
+        section_values = present.get(section)
+        if isinstance(section_values, dict) and former_name in section_values:
+            name = key.partition(".")[2]
+            renamed = {name if other == former_name else other: value for other, value in section_values.items()}
+            present[section] = renamed
+    return present
 
 
 def load_values(path: Path) -> dict[str, Any]:

@@ -387,7 +387,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 @frozen
 class Output:
-    """What one run shall have besides its own directory."""
+    """Additional outputs of one run."""
 
     path: str | None
     """A path that shall lead to it, as typed: relative to where the words were typed."""

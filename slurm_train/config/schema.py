@@ -95,7 +95,7 @@ class BatchSection:
     shares: Literal["even", "measured"] | list[float] = "even"
     """Samples of a micro-batch per rank: even; by speed, measured at each start; or by weights of nodes or ranks."""
     by_length: bool = False
-    """Batches of samples of similar length, of equal padded size (needs `lengths` of the data set); sizes are means."""
+    """Batches of similar lengths, padded alike (needs `lengths` of the data set); batch sizes become averages."""
     pool: Count = 64
     """With `by_length`: global batches whose samples are sorted together. More: less padding, less mixing."""
 
@@ -107,7 +107,7 @@ class GroupRule:
     match: str | list[str] = field(default_factory=list)
     """Patterns of parameter names, e.g. "*embed*"; empty: all."""
     dims: int | list[int] = field(default_factory=list)
-    """Numbers of dimensions, e.g. [0, 1] for whatever is no matrix; empty: all."""
+    """Numbers of dimensions, e.g. [0, 1] for scalars and vectors; empty: all."""
     lr: Positive | None = None
     """Peak learning rate in place of `optim.lr`."""
     lr_scale: Amount = 1.0
@@ -330,9 +330,9 @@ class RequeueSection:
     warn_before_limit_s: Count | Literal["auto"] = "auto"
     """Lead of the warning signal before the time limit (Slurm may send it up to 60 s earlier); auto: from what the
     run's saves and steps have taken, 120 s before anything is measured. The ranks look at the clock themselves, too."""
-    max_fruitless_failures: Count = 3
+    max_failures_without_progress: Count = 3
     """Failures in a row without a new checkpoint after which the run is not restarted."""
-    max_fruitless_returns: Count = 3
+    max_returns_without_progress: Count = 3
     """Time limits in a row without a new checkpoint after which the run is not restarted; twice as many for lost nodes,
     30 times as many for preemptions, since these say less about the run."""
     controller_timeout_s: Count = 120

@@ -154,7 +154,7 @@ _ADVICE = {
     "`status`; `status -w` goes on looking": "squeue watch ls list ps jobs show queue info sacct",
     "`cancel RUN`": "scancel stop kill abort",
     "`logs -f RUN`": "log tail follow attach output error -o -e",
-    "`resume RUN`, or the run's own command again; an interrupted job comes back by itself (requeue.enabled=true)": (
+    "`resume RUN`, or the run's own command; an interrupted job is requeued automatically (requeue.enabled=true)": (
         "continue restart rerun retry requeue"
     ),
     "`diff RUN_A RUN_B`": "compare",
@@ -179,6 +179,11 @@ REMOVED_KEYS: Mapping[str, tuple[object, str]] = {
 }
 """Keys of earlier versions -> the default that they had, what to do instead. Configurations that were frozen with the
 default are still read."""
+RENAMED_KEYS: Mapping[str, str] = {
+    "requeue.max_fruitless_failures": "requeue.max_failures_without_progress",
+    "requeue.max_fruitless_returns": "requeue.max_returns_without_progress",
+}
+"""Keys of earlier versions -> their present names. Configurations that were frozen with them are still read."""
 _EXAMPLE = re.compile(r"=\{([^{}]*)\}")
 _OWN_GROUPS = ("model", "data", "task")
 
@@ -199,6 +204,8 @@ def advise(name: str, value: object = None) -> str:
     key = name.lstrip("-+~").replace("-", "_")
     if key in REMOVED_KEYS:
         return REMOVED_KEYS[key][1]
+    if key in RENAMED_KEYS:
+        return f"it is called {RENAMED_KEYS[key]} now"
     head, _, last = key.rpartition(".")
     names = [name, key, key.lower()]
     if head.partition(".")[0] not in _OWN_GROUPS:

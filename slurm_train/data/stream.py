@@ -8,7 +8,7 @@ many data-parallel ranks goes on with the very next sample. There are two ways t
   its beginning with the same random numbers, and what has been consumed is passed over. The last micro-batch is
   compared with what it was.
 
-On another number of ranks the states fit no rank: the run is refused, or all streams begin anew where
+The state of another number of ranks cannot resume: the run is refused, or all streams are reset where
 `data.allow_world_change=true` accepts that samples of the present pass come again. When a stream ends, its next pass
 begins, on each rank by itself; objects with `set_epoch` get the number of each pass.
 """

@@ -613,7 +613,7 @@ class Search:
 
     @property
     def tries(self) -> int:
-        """How often the likeliest target has been called in vain."""
+        """How often the likeliest target has been called without an answer."""
         return self._candidates[0].tries if self._candidates else 0
 
     def set_targets(self, targets: Sequence[Target]) -> None:

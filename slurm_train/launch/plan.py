@@ -318,7 +318,7 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     )
     yield (
         config.train.precision == "fp8" and config.parallel.tp != 1,
-        f"train.precision=fp8 does not go with matrices that are cut: parallel.tp={config.parallel.tp}",
+        f"train.precision=fp8 does not support tensor parallelism: parallel.tp={config.parallel.tp}",
         "leave parallel.tp at 1 (parallel.dp_shard saves memory, too), or set train.precision=bfloat16",
     )
     older = None if cluster is None else _without_float8(cluster.gpu_type or "")
@@ -327,7 +327,7 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         and config.train.precision == "fp8"
         and cluster is not None
         and (cluster.gpu_flag == "none" or older is not None),
-        f"train.precision=fp8 was asked, and the ranks will have {f'GPUs of type {older}' if older else 'no GPUs'}",
+        f"train.precision=fp8 needs GPUs with float8 products; requested: {older or 'none'}",
         "float8 needs Ada, Hopper or later GPUs; train.precision=auto suits every GPU",
     )
     if config.train.param_dtype == "bfloat16":
@@ -518,8 +518,8 @@ def _refuse_same_runs(points: Sequence[Point], plans: Sequence[RunPlan]) -> None
     for index, plan in enumerate(plans):
         if (first := seen.setdefault(plan.run.path, index)) != index:
             raise ConfigError(
-                f"runs {first} and {index} of the sweep train the same: {describe(points[first].values)}, and "
-                f"{describe(points[index].values)}",
+                f"runs {first} and {index} of the sweep have the same configuration: "
+                f"{describe(points[first].values)}, and {describe(points[index].values)}",
                 hint="a key that says where or how a run is carried out does not make another run; drop it, "
                 "or sweep run.name as well",
             )

@@ -177,7 +177,7 @@ class Finding:
     node: str = ""
     """The node or nodes, "node3" or "node2, node3"; "" where it is everywhere or nowhere in particular."""
     blames_node: bool = False
-    """Whether leaving these nodes out would mend it."""
+    """Whether leaving these nodes out would help."""
 
     @property
     def line(self) -> str:

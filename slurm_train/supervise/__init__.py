@@ -1,1 +1,1 @@
-"""Stopping politely and coming back."""
+"""Attempt supervision and requeue."""

@@ -7,7 +7,7 @@ other job waits for this one's end, and asks then: if this one was cancelled, it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
@@ -15,7 +15,7 @@ from slurm_train.launch.acceptance import has_enough_without
 from slurm_train.launch.batch_script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import compact_nodelist, parse_nodelist
+from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import Phase, nodes_in
 
@@ -23,7 +23,7 @@ CONTINUES = "TRAIN_CONTINUES_JOB"
 """Variable by which such a job is known from its first moment on, whoever submits one meanwhile."""
 
 
-def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Mapping[str, str]) -> str:
+def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str], env: Mapping[str, str]) -> str:
     """Submits the run's script once more, to start after this job has ended, and returns the new job's id.
 
     Raises:
@@ -33,7 +33,9 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: str, env: Ma
 
     if not run.submit_script.is_file():
         raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
-    flags = [f"--dependency=afterany:{job_id}", *([f"--exclude={exclude}"] if exclude else [])]
+    flags = [f"--dependency=afterany:{job_id}"]
+    if exclude:
+        flags.append(f"--exclude={','.join(exclude)}")
     # Meanwhile the run has measured what its stop takes.
     flags += renewed_warning(load_config(run.config), run)
     # What travelled into this job was chosen when it was submitted, and travels on.
@@ -69,11 +71,11 @@ def is_cancelled(job_id: str, commands: SlurmCommands) -> bool:
     return state is not None and state.phase is Phase.CANCELLED
 
 
-def can_avoid(nodes: str, job_id: str, commands: SlurmCommands, *, num_nodes: int) -> bool:
+def can_avoid(nodes: Sequence[str], job_id: str, commands: SlurmCommands, *, num_nodes: int) -> bool:
     """Returns whether a job could be requeued without some nodes: its partition has enough others that work.
 
     Args:
-        nodes: a node list, e.g. "node3,node4".
+        nodes: names of nodes.
         job_id: the running job.
         commands: Slurm.
         num_nodes: how many nodes the job needs.
@@ -82,7 +84,7 @@ def can_avoid(nodes: str, job_id: str, commands: SlurmCommands, *, num_nodes: in
         job = commands.show_job(job_id)
         # A job that names its nodes cannot go elsewhere.
         return not nodes_in(job, "ReqNodeList") and has_enough_without(
-            [*parse_nodelist(nodes), *nodes_in(job, "ExcNodeList")],
+            [*nodes, *nodes_in(job, "ExcNodeList")],
             "",
             job.get("Partition", ""),
             commands,
@@ -92,7 +94,7 @@ def can_avoid(nodes: str, job_id: str, commands: SlurmCommands, *, num_nodes: in
         return False
 
 
-def keep_off(nodes: str, job_id: str, commands: SlurmCommands) -> None:
+def keep_off(nodes: Sequence[str], job_id: str, commands: SlurmCommands) -> None:
     """Excludes nodes from a requeued job, besides those that it excludes already.
 
     Slurm takes this for a waiting job only.
@@ -100,7 +102,7 @@ def keep_off(nodes: str, job_id: str, commands: SlurmCommands) -> None:
     Raises:
         ClusterError: Slurm refused, or does not answer.
     """
-    known = nodes_in(commands.show_job(job_id), "ExcNodeList")
-    new = [name for name in parse_nodelist(nodes) if name not in known]
+    excluded = nodes_in(commands.show_job(job_id), "ExcNodeList")
+    new = [node for node in nodes if node not in excluded]
     if new:
-        commands.exclude_nodes(job_id, compact_nodelist([*known, *new]))
+        commands.exclude_nodes(job_id, compact_nodelist([*excluded, *new]))

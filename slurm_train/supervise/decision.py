@@ -22,11 +22,11 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.events import GPU_MEMORY
 from slurm_train.slurm.records import WARNED
 
@@ -55,7 +55,7 @@ _BUDGETS = {
     ),
     "preempted": (30, "preemptions", "lower checkpoint.every_steps, or ask for another partition or QOS"),
 }
-"""By kind: how many ends in a row use up one of `requeue.max_fruitless_returns`; their name; what to do."""
+"""By kind: how many ends in a row use up one of `requeue.max_returns_without_progress`; their name; what to do."""
 _ADVICE = (
     (
         GPU_MEMORY,
@@ -93,51 +93,76 @@ _KILLED_BY_WARNING = 128 + signal.SIGUSR2
 Action = Literal["finish", "requeue", "relaunch", "leave", "stop"]
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAtEnd:
+    """The job whose ranks have ended."""
+
+    is_slurm: bool
+    """Whether this is a Slurm job at all."""
+    record: Mapping[str, str] | None = None
+    """`scontrol show job` as a mapping; None without Slurm or where Slurm does not answer."""
+    restart_count: int = 0
+    """Restarts of the job when this attempt began."""
+    is_early: bool = False
+    """Whether the time limit was further away than any warning of it."""
+    can_relaunch: bool = False
+    """Whether the ranks may be started again in this allocation: they resume by themselves."""
+
+    @property
+    def is_requeued(self) -> bool:
+        """Whether Slurm has requeued the job since the attempt began."""
+        return self.record is not None and _restarts(self.record) > self.restart_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesAtEnd:
+    """Nodes that matter for what follows, by name."""
+
+    lost: tuple[str, ...] = ()
+    """Those that Slurm, or their silence, calls lost, of a job that keeps the others."""
+    bad: tuple[str, ...] = ()
+    """Those that were found bad, or that the last failures have in common; empty if the job cannot do without them."""
+    spares: tuple[str, ...] = ()
+    """The spare nodes that can take the place of lost or bad ones; empty where there are too few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How the run has gone up to this end."""
+
+    failures_without_progress: int = 0
+    """Failures in a row, this one included, that ended without a new checkpoint."""
+    earlier_ends: Mapping[str, int] | None = None
+    """Earlier attempts in a row without a new checkpoint, by what ended them, from `ends_without_progress`; None if
+    this attempt saved one, or it is not known."""
+    is_repeated: bool = False
+    """Whether the attempt before failed with the same exception at the same place, and no checkpoint came between."""
+    summary: str = ""
+    """How the attempt went, in words, from `course_of`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What is known when the ranks have ended."""
 
     exit_code: int
-    """Of srun, or of the local ranks."""
-    is_finished: bool
+    """Of the rank that failed first, else of srun, or of the local ranks."""
+    is_finished: bool = False
     """Whether `result.json` exists."""
-    stop_asked: bool
+    stop_asked: bool = False
     """Whether a person asked by the STOP file."""
-    settings: RequeueSection
-    """When to come back."""
-    has_slurm: bool
-    """Whether this is a Slurm job at all."""
-    job: Mapping[str, str] | None
-    """`scontrol show job` as a mapping; None without Slurm or where Slurm does not answer."""
-    restart_count: int
-    """Restarts of the job when this attempt began."""
-    can_relaunch: bool
-    """Whether the ranks may be started again in this allocation: they resume by themselves."""
-    fruitless_failures: int
-    """Failures in a row, this one included, that ended without a new checkpoint."""
     asked_by: str = ""
     """How rank 0 was asked to stop: "TERM", "USR2", "clock", "file", "another rank"; "" if it was not, or not known."""
-    is_early: bool = False
-    """Whether the time limit was further away than any warning of it."""
-    fruitless_ends: Mapping[str, int] | None = None
-    """Earlier attempts in a row without a new checkpoint, by what ended them, from `fruitless_ends`; None if this
-    attempt saved one, or it is not known."""
-    course: str = ""
-    """How the attempt went, in words, from `course_of`."""
-    bad_node: str = ""
-    """The node that was found bad, or that the last failures have in common, or several with commas; "" if there is
-    none, or the job cannot do without it."""
     cause: str = ""
     """What the first failing rank printed last, as far as known."""
-    lost: str = ""
-    """Nodes that Slurm, or their silence, calls lost, with commas, of a job that keeps the others; "" for any other."""
-    spare: str = ""
-    """The spare nodes that can take the place of `lost` or `bad_node`, with commas; "" where there are too few."""
-    is_repeated: bool = False
-    """Whether the attempt before failed with the same exception at the same place, and no checkpoint came between."""
+    settings: RequeueSection
+    """When to come back."""
+    job: JobAtEnd
+    nodes: NodesAtEnd = NodesAtEnd()
+    course: Course = Course()
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What happened and what follows from it."""
 
@@ -145,14 +170,14 @@ class Decision:
     action: Action
     note: str
     """One line for the ledger and the person."""
-    exclude: str = ""
-    """A node that the job must not get again, or several with commas."""
+    exclude: tuple[str, ...] = ()
+    """Nodes that the job must not get again."""
     is_over: bool = False
     """The job has run into its limit: only the plain form of requeue brings it back."""
     delay_s: int = 0
     """The job is to start no earlier than in so many seconds."""
-    replace: str = ""
-    """Nodes that the ranks leave to spare nodes of the allocation, with commas."""
+    replace: tuple[str, ...] = ()
+    """Nodes that the ranks leave to spare nodes of the allocation."""
 
 
 CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` continues the run")
@@ -168,7 +193,7 @@ def decide(outcome: Outcome) -> Decision:
         return CANCELLED
     if reason == "stopped":
         return Decision(reason, "stop", "stopped as asked; the same command continues the run")
-    if reason == "node_failure" and not _is_requeued(outcome):
+    if reason == "node_failure" and not outcome.job.is_requeued:
         return _decide_loss(outcome)
     if reason in ("requeued", "node_failure"):
         what = f"{outcome.cause}; " if reason == "node_failure" else ""
@@ -185,7 +210,8 @@ def decide(outcome: Outcome) -> Decision:
 
 
 def _reason(outcome: Outcome) -> Reason:
-    by_slurm = None if outcome.job is None else slurm_reason(outcome.job, outcome.restart_count)
+    job = outcome.job
+    by_slurm = None if job.record is None else slurm_reason(job.record, job.restart_count)
     if outcome.stop_asked:
         # `cancel` leaves a STOP file as well.
         return "cancelled" if by_slurm == "cancelled" else "stopped"
@@ -193,20 +219,20 @@ def _reason(outcome: Outcome) -> Reason:
         return "node_failure"
     if by_slurm is not None:
         return by_slurm
-    if outcome.lost:
+    if outcome.nodes.lost:
         return "node_failure"
     # Ranks may die of the signal that comes before the limit, as a script does as it is.
     was_warned = outcome.exit_code == _KILLED_BY_WARNING or WARNED in outcome.cause
-    if was_warned and (outcome.job is not None or not outcome.has_slurm):
+    if was_warned and (job.record is not None or not job.is_slurm):
         # On this machine the same signal passes Ctrl-C on.
-        return "time_limit" if outcome.has_slurm else "stopped"
+        return "time_limit" if job.is_slurm else "stopped"
     if outcome.exit_code != EXIT_REQUEUE:
         return "failed"
-    if outcome.job is None:
-        return "unknown" if outcome.has_slurm else "stopped"
+    if job.record is None:
+        return "unknown" if job.is_slurm else "stopped"
     # Nothing is on record. The warning of the limit is USR2; a TERM without a record is somebody's `scancel --signal`,
     # or the late end of a lost node's step, which may reach the others first.
-    if outcome.asked_by == "TERM" or (outcome.asked_by == "another rank" and outcome.is_early):
+    if outcome.asked_by == "TERM" or (outcome.asked_by == "another rank" and job.is_early):
         return "signalled"
     return "time_limit"
 
@@ -240,18 +266,14 @@ def _restarts(job: Mapping[str, str]) -> int:
     return int(job.get("Restarts", "0"))
 
 
-def _is_requeued(outcome: Outcome) -> bool:
-    return outcome.job is not None and _restarts(outcome.job) > outcome.restart_count
-
-
 def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
     if not outcome.settings.enabled:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
-    if _is_requeued(outcome):
+    if outcome.job.is_requeued:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
     if why := _spent(outcome, reason):
         return Decision(reason, "stop", f"{reason}; {why}")
-    is_over = outcome.job is not None and is_over_its_limit(outcome.job)
+    is_over = outcome.job.record is not None and is_over_its_limit(outcome.job.record)
     what = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
     note = f"{what}; the job is requeued and continues from its checkpoint"
     return Decision(reason, "requeue", note, is_over=is_over)
@@ -263,46 +285,51 @@ def _decide_loss(outcome: Outcome) -> Decision:
         return Decision("node_failure", "stop", f"{what}; requeue.enabled=false, so the run waits for `resume`")
     if why := _spent(outcome, "node_failure"):
         return Decision("node_failure", "stop", f"{what}; {why}")
-    if outcome.spare:
-        note = f"{what}; {_succession(outcome.spare, outcome.lost)} in this allocation"
-        return Decision("node_failure", "relaunch", note, replace=outcome.lost)
+    nodes = outcome.nodes
+    if nodes.spares:
+        note = f"{what}; {_succession(nodes.spares, nodes.lost)} in this allocation"
+        return Decision("node_failure", "relaunch", note, replace=nodes.lost)
     note = f"{what}; there is no spare node for it, so the job is requeued"
-    return Decision("node_failure", "requeue", note, exclude=outcome.bad_node)
+    return Decision("node_failure", "requeue", note, exclude=nodes.bad)
 
 
-def _succession(spares: str, nodes: str) -> str:
-    return f"{spares} take{'' if ',' in spares else 's'} the place of {nodes}"
+def _succession(spares: Sequence[str], nodes: Sequence[str]) -> str:
+    verb = "takes" if len(spares) == 1 else "take"
+    return f"{','.join(spares)} {verb} the place of {','.join(nodes)}"
 
 
 def _spent(outcome: Outcome, reason: Reason) -> str:
     """Returns in words why the run is not to come back after such an end, "" where it may."""
-    if outcome.fruitless_ends is None:
+    earlier_ends = outcome.course.earlier_ends
+    if earlier_ends is None:
         return ""
-    counts = Counter(outcome.fruitless_ends) + Counter([_KINDS[reason]])
-    most = outcome.settings.max_fruitless_returns
-    return used_up(counts, reason=reason, max_returns=most, course=outcome.course)
+    counts = Counter(earlier_ends) + Counter([_KINDS[reason]])
+    most = outcome.settings.max_returns_without_progress
+    return used_up(counts, reason=reason, max_returns=most, course=outcome.course.summary)
 
 
 def _decide_failure(outcome: Outcome) -> Decision:
     what = outcome.cause or f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt"
     what += advice_on(what)
     # The same input fails the same way: wrong use is not tried again.
-    if not outcome.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
+    if not outcome.job.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
         return Decision("failed", "stop", what)
-    if outcome.fruitless_failures >= outcome.settings.max_fruitless_failures:
-        note = f"{outcome.fruitless_failures} failures in a row without a new checkpoint: {what}"
+    failures = outcome.course.failures_without_progress
+    if failures >= outcome.settings.max_failures_without_progress:
+        note = f"{failures} failures in a row without a new checkpoint: {what}"
         return Decision("failed", "stop", note)
-    if outcome.is_repeated:
+    if outcome.course.is_repeated:
         note = (
             f"{what}; the attempt before failed alike and no checkpoint came between, so it is not tried a third time"
         )
         return Decision("failed", "stop", f"{note}: correct it, then `resume` with --accept code or a setting")
-    if outcome.bad_node and outcome.spare:
-        note = f"{what}; {_succession(outcome.spare, outcome.bad_node)} in this allocation"
-        return Decision("failed", "relaunch", note, replace=outcome.bad_node)
-    if outcome.bad_node and outcome.settings.enabled:
-        note = f"{what}; the job is requeued without {outcome.bad_node}"
-        return Decision("failed", "requeue", note, exclude=outcome.bad_node)
+    nodes = outcome.nodes
+    if nodes.bad and nodes.spares:
+        note = f"{what}; {_succession(nodes.spares, nodes.bad)} in this allocation"
+        return Decision("failed", "relaunch", note, replace=nodes.bad)
+    if nodes.bad and outcome.settings.enabled:
+        note = f"{what}; the job is requeued without {','.join(nodes.bad)}"
+        return Decision("failed", "requeue", note, exclude=nodes.bad)
     return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")
 
 
@@ -318,7 +345,7 @@ def advice_on(cause: str) -> str:
     return ""
 
 
-def is_fruitful(entry: Mapping[str, Any]) -> bool:
+def made_progress(entry: Mapping[str, Any]) -> bool:
     """Returns whether an attempt brought the run on: by a commit where checkpoints are known, else by a step."""
     first, last = entry.get("first_committed"), entry.get("last_committed")
     if first is not None and last is not None:
@@ -329,13 +356,13 @@ def is_fruitful(entry: Mapping[str, Any]) -> bool:
     return int(entry.get("last_step") or 0) > int(before or 0)
 
 
-def fruitless_ends(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """Returns how many attempts in a row have ended in vain, by kind: "failed", "time_limit", "file_system", ..."""
+def ends_without_progress(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Returns how many attempts in a row ended without progress, by kind: "failed", "time_limit", "file_system", ..."""
     counts: Counter[str] = Counter()
     for entry in reversed(ledger):
         if "end_time_unix_s" not in entry:
             continue
-        if is_fruitful(entry) or entry.get("action") == "stop":
+        if made_progress(entry) or entry.get("action") == "stop":
             break
         counts[_KINDS.get(str(entry.get("reason")), "failed")] += 1
     return counts
@@ -345,9 +372,9 @@ def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course:
     """Returns in words why a run is not to come back again after such an end, "" where it may.
 
     Args:
-        counts: as `fruitless_ends` gives them, this end included.
+        counts: as `ends_without_progress` gives them, this end included.
         reason: what ended the newest attempt.
-        max_returns: `requeue.max_fruitless_returns`.
+        max_returns: `requeue.max_returns_without_progress`.
         course: how that attempt went, from `course_of`.
     """
     kind = _KINDS.get(reason, "")
@@ -368,7 +395,7 @@ def course_of(entry: Mapping[str, Any]) -> str:
     return f"the last attempt ran {ran_s:.0f} s, {before_s:.0f} s of it before its first step"
 
 
-def starts_in_vain(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:
+def starts_without_progress(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:
     """Returns how many starts of a job in a row, this one included, could not even write what an attempt needs.
 
     Args:
@@ -378,7 +405,7 @@ def starts_in_vain(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, r
     """
     known = [int(entry.get("restart_count") or 0) for entry in ledger if entry.get("job_id") == job_id]
     without_trace = restart_count - max(known, default=-1)
-    return max(without_trace, 0) + fruitless_ends(ledger)["file_system"]
+    return max(without_trace, 0) + ends_without_progress(ledger)["file_system"]
 
 
 def node_of(cause: str) -> str:
@@ -388,7 +415,7 @@ def node_of(cause: str) -> str:
 
 
 def last_bad_node(ledger: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the node that the newest attempt failed on in vain, "" where it did otherwise."""
-    if not ledger or ledger[-1].get("reason") != "failed" or is_fruitful(ledger[-1]):
+    """Returns the node that the newest attempt failed on without progress, "" where it did otherwise."""
+    if not ledger or ledger[-1].get("reason") != "failed" or made_progress(ledger[-1]):
         return ""
     return str(ledger[-1].get("failed_on", ""))

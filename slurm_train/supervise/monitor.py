@@ -93,7 +93,7 @@ class BestEffort:
         if found:
             return found[0]
         why = f"{type(failed[0]).__name__}: {failed[0]}" if failed else "the file system does not answer"
-        say(f"{what}: {why}; the run goes on without")
+        say(f"{what}: {why}; continuing without it")
         return default
 
 
@@ -509,7 +509,7 @@ def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str
     def note() -> None:
         try:
             if changes := record_environment(run, attempt, slurm=slurm()):
-                say(f"installed packages are not what they were: {shorten(changes, MOST_CHANGES_SHOWN)}")
+                say(f"installed packages changed since the last attempt: {shorten(changes, MOST_CHANGES_SHOWN)}")
                 append_event(run, "environment", attempt=attempt, changes=changes)
         except OSError as err:
             say(f"the environment of the attempt could not be written down: {err}")

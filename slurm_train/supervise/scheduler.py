@@ -44,7 +44,7 @@ _WRITTEN_AFTER_S = 7.0
 
 
 class Scheduler:
-    """This machine, which has no jobs: nothing comes back by itself.
+    """This machine, which has no jobs: nothing is requeued.
 
     Args:
         start: who opens attempts, and where.
@@ -91,8 +91,8 @@ class Scheduler:
                 return int(found[1])
         return 0
 
-    def can_avoid(self, _nodes: str) -> bool:
-        """Returns whether there are nodes enough for this job without one of them, or several with commas."""
+    def can_avoid(self, _nodes: Sequence[str]) -> bool:
+        """Returns whether there are nodes enough for this job without these."""
         return False
 
     def lost_nodes(self, _job: Mapping[str, str] | None) -> Sequence[str]:
@@ -103,12 +103,12 @@ class Scheduler:
         """
         return ()
 
-    def spares_for(self, _nodes: str) -> Sequence[str]:
-        """Returns the spare nodes that take the place of a node, or several with commas; empty if there are too few."""
+    def spares_for(self, _nodes: Sequence[str]) -> Sequence[str]:
+        """Returns the spare nodes that take the place of these; empty if there are too few."""
         return ()
 
-    def replace(self, _nodes: str, *, by: str) -> None:
-        """Has the next attempt run on the spare nodes `by` in place of as many other nodes, each with commas."""
+    def replace(self, _nodes: Sequence[str], *, by: Sequence[str]) -> None:
+        """Has the next attempt run on the spare nodes `by` in place of as many other nodes."""
 
     def clear(self, _attempt: int) -> bool:
         """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
@@ -195,7 +195,7 @@ class SlurmJob(Scheduler):
         log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
         return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
 
-    def can_avoid(self, nodes: str) -> bool:
+    def can_avoid(self, nodes: Sequence[str]) -> bool:
         """Asks Slurm about the job's partition."""
         return can_avoid(nodes, self.job_id, self.commands, num_nodes=len(self._all_nodes or self.start.nodes))
 
@@ -214,23 +214,22 @@ class SlurmJob(Scheduler):
     def _present(self, job: Mapping[str, str] | None) -> Sequence[str]:
         return (nodes_in(job, "NodeList") if job is not None else []) or self._all_nodes
 
-    def spares_for(self, nodes: str) -> Sequence[str]:
+    def spares_for(self, nodes: Sequence[str]) -> Sequence[str]:
         """Returns those that Slurm has not taken from the job; whether they are well is seen when they are used."""
         if not nodes or not self._spares:
             return ()
-        wanted, present = len(nodes.split(",")), self._present(self.show_job())
+        present = self._present(self.show_job())
         able = [node for node in self._spares if node in present]
-        return able[:wanted] if len(able) >= wanted else ()
+        return able[: len(nodes)] if len(able) >= len(nodes) else ()
 
-    def replace(self, nodes: str, *, by: str) -> None:
+    def replace(self, nodes: Sequence[str], *, by: Sequence[str]) -> None:
         """Keeps Slurm's order, in which it numbers the ranks of a step.
 
         A spare that Slurm has taken meanwhile is used all the same: its silence is seen before the ranks start, while
         an attempt on fewer nodes would be another run.
         """
-        spares, left = by.split(","), nodes.split(",")
-        used = {*spares, *self.start.nodes} - set(left)
-        self._spares = [node for node in self._spares if node not in spares]
+        used = {*by, *self.start.nodes} - set(nodes)
+        self._spares = [node for node in self._spares if node not in by]
         self.start = replace(self.start, nodes=tuple(node for node in self._all_nodes if node in used))
 
     def clear(self, attempt: int) -> bool:
@@ -275,7 +274,7 @@ class SlurmJob(Scheduler):
                 _answer(put_off, None, f"job {one} may start again at once")
             if decision.exclude:
                 exclude = partial(keep_off, decision.exclude, one, self.commands)
-                _answer(exclude, None, f"job {one} may get {decision.exclude} again")
+                _answer(exclude, None, f"job {one} may get {','.join(decision.exclude)} again")
         return is_requeued
 
     def resubmit(self, decision: Decision) -> str:

@@ -379,4 +379,4 @@ class SrunLaunch:
                 say(f"later submissions leave out {', '.join(found)} for {hours:g} h; see {lists}")
             if record and not errors_of(findings):
                 for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=time.time()):
-                    say(f"{node} was found well and is off the list of bad nodes")
+                    say(f"{node} passed; removed from the bad nodes")

@@ -12,12 +12,11 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
-from slurm_train.frozen_class import frozen
 from slurm_train.launch.snapshot import require_sealed
 from slurm_train.rundir.attempts import (
     AttemptStart,
@@ -32,47 +31,35 @@ from slurm_train.rundir.attempts import (
 )
 from slurm_train.rundir.events import (
     FailureMark,
-    Finding,
-    bad_nodes_of,
-    codes_of,
-    errors_of,
-    findings_of,
-    first_mark,
     leave_mark,
-    read_events,
-    read_marks,
-    read_preflight,
 )
 from slurm_train.rundir.files import change_times, is_there, listed
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
-from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.slurm.records import end_and_limit
 from slurm_train.supervise.decision import (
     CANCELLED,
-    NODE_FAILURE,
+    Course,
     Decision,
+    JobAtEnd,
+    NodesAtEnd,
     Outcome,
     advice_on,
     course_of,
     decide,
-    fruitless_ends,
-    is_fruitful,
-    last_bad_node,
-    node_of,
+    ends_without_progress,
     slurm_reason,
-    starts_in_vain,
+    starts_without_progress,
     used_up,
 )
+from slurm_train.supervise.evidence import Diagnosis, Surroundings, diagnose, read_evidence
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.scheduler import Scheduler, wait_for_the_end
 
 _WRITER_WAIT_S = 60.0
-_MOST_STARTS_IN_VAIN = 10
-_DISK_FULL = "DISK_FULL"
-"""The preflight's code: whoever submits reads it at once, but a run that comes back waits for room."""
+_MOST_FAILED_STARTS = 10
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 60, 3600
 # Nothing that passes by itself.
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
@@ -89,7 +76,7 @@ Launch = Callable[[int], int]
 """Runs the ranks of the attempt with this number and returns their exit code."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
     """How the ranks of an attempt ended, as far as it can be read."""
 
@@ -97,10 +84,10 @@ class _End:
     outcome: Outcome
     facts: dict[str, Any]
     """For the end line: exit code, steps, commit, where the time went, who asked for the stop, what was found."""
-    fruitless_before: Mapping[str, int]
+    earlier_ends: Mapping[str, int]
     """Earlier attempts in a row without a new checkpoint, by what ended them."""
-    failed_on: str
-    """The node that the attempt failed on, "" where that is not known."""
+    failed_on: tuple[str, ...]
+    """The nodes that the attempt failed on, empty where that is not known."""
     lacks_room: bool
     """Whether the preflight has found too little room on the disk."""
     not_saved: str
@@ -129,9 +116,13 @@ class Supervisor:
         committed_step: Callable[[], int] | None = None,
         is_own_code: bool = False,
     ) -> None:
-        self._run, self._scheduler, self._settings = run, scheduler, settings
-        self._committed_step, self._is_own_code = committed_step, is_own_code
-        self._job_id, self._restart_count = scheduler.start.job_id, scheduler.start.restart_count
+        self._run = run
+        self._scheduler = scheduler
+        self._settings = settings
+        self._committed_step = committed_step
+        self._is_own_code = is_own_code
+        self._job_id = scheduler.start.job_id
+        self._restart_count = scheduler.start.restart_count
 
     def supervise(self, launch: Launch) -> int:
         """Runs one attempt, and more in the same allocation where that helps; returns the exit code of the whole.
@@ -152,10 +143,12 @@ class Supervisor:
             if is_there(run.result):
                 say(f"{run.path} is finished already; see {run.result}")
                 return EXIT_DONE
-            if refusal := obey_stop(run, job_id, continues=scheduler.continues, newest_job=scheduler.newest_job):
+            refusal = obey_stop(run, job_id, continues=scheduler.continues, newest_job=scheduler.newest_job)
+            if refusal:
                 say(refusal)
                 return EXIT_FAILURE
-            if why := self._returned_in_vain(start):
+            why = self._budget_used_up(start)
+            if why:
                 say(f"nothing is started: {why}")
                 return EXIT_FAILURE
             while True:
@@ -163,11 +156,11 @@ class Supervisor:
                 if decision.action != "relaunch":
                     break
         finally:
-            known = BestEffort()
+            best_effort = BestEffort()
             if job_id is not None:
-                known("the STOP file", lambda: complete_stop(run, job_id, newest_job=scheduler.newest_job), None)
+                best_effort("the STOP file", lambda: complete_stop(run, job_id, newest_job=scheduler.newest_job), None)
             # One that stays is overtaken: by this job's next start, or by any other once this job has ended.
-            known("the lock", lambda: release_lock(run.lock, scheduler.holder), None)
+            best_effort("the lock", lambda: release_lock(run.lock, scheduler.holder), None)
         if decision.action == "requeue" and not scheduler.requeue(decision):
             return self._hand_over(decision)
         return self._act(decision, exit_code)
@@ -184,11 +177,11 @@ class Supervisor:
             raise error
         ledger = BestEffort()("the ledger", lambda: read_ledger(self._run), None)
         # Without a ledger the number is not known: the job tries again at long intervals.
-        tries = _MOST_STARTS_IN_VAIN // 2
+        tries = _MOST_FAILED_STARTS // 2
         if ledger is not None:
-            tries = starts_in_vain(ledger, job_id=self._job_id, restart_count=self._restart_count)
+            tries = starts_without_progress(ledger, job_id=self._job_id, restart_count=self._restart_count)
         what = f"the run could not be started: {error}"
-        if tries > _MOST_STARTS_IN_VAIN:
+        if tries > _MOST_FAILED_STARTS:
             say(f"{what}; that was start {tries} in a row, so the job ends; `resume` continues the run")
             return EXIT_FAILURE
         decision = _later(what, tries)
@@ -202,16 +195,19 @@ class Supervisor:
 
     def _committed(self) -> int | None:
         """Returns the step of the newest checkpoint; None if it is unknown or cannot be read."""
-        return None if self._committed_step is None else BestEffort()("the checkpoints", self._committed_step, None)
+        if self._committed_step is None:
+            return None
+        return BestEffort()("the checkpoints", self._committed_step, None)
 
-    def _returned_in_vain(self, start: AttemptStart) -> str:
+    def _budget_used_up(self, start: AttemptStart) -> str:
         """Returns why a job that Slurm has restarted by itself is not to go on, "" where it may; writes it down."""
         ledger = read_ledger(self._run)
         if self._restart_count == 0 or start.first_committed is None or not ledger:
             return ""
-        newest, most = ledger[-1], self._settings.max_fruitless_returns
+        newest = ledger[-1]
         reason = str(newest.get("reason"))
-        why = used_up(fruitless_ends(ledger), reason=reason, max_returns=most, course=course_of(newest))
+        most = self._settings.max_returns_without_progress
+        why = used_up(ends_without_progress(ledger), reason=reason, max_returns=most, course=course_of(newest))
         if why:
             facts = {"action": "stop", "note": f"{reason}; {why}", "time_unix_s": newest["end_time_unix_s"]}
             close_attempt(self._run, int(newest["attempt"]), facts)
@@ -219,14 +215,17 @@ class Supervisor:
 
     def _run_attempt(self, launch: Launch) -> tuple[int, Decision]:
         """Runs the ranks once; the ledger has both lines when it returns, the second as far as it could be written."""
-        run, same = self._run, (self._job_id, self._restart_count)
-        is_first_here = all((one.get("job_id"), one.get("restart_count")) != same for one in read_ledger(run))
+        run = self._run
+        this_start = (self._job_id, self._restart_count)
+        starts = [(entry.get("job_id"), entry.get("restart_count")) for entry in read_ledger(run)]
+        is_first_here = this_start not in starts
         # Ranks that are started again in the same allocation have waited for nothing.
         queue_s = self._scheduler.queue_s() if is_first_here else 0.0
-        start_unix_s, start = time.time(), self._start()
+        start_unix_s = time.time()
+        start = self._start()
         first = open_attempt(run, start)
         begun = Round(world_size=start.world_size, first_step=last_step(run), start_unix_s=start_unix_s)
-        oom_kills = self._scheduler.num_oom_kills()
+        oom_kills_before = self._scheduler.num_oom_kills()
         try:
             exit_code = launch(first)
         except OSError as err:
@@ -234,127 +233,128 @@ class Supervisor:
             BestEffort()("the ledger", lambda: close_attempt(run, first, facts), None)
             raise
         # From here to the requeue nothing may raise, and no file may be waited for for ever.
-        known = BestEffort()
-        end = self._look_back(first, begun, exit_code, known, oom_kills=oom_kills)
+        best_effort = BestEffort()
+        had_oom_kill = self._scheduler.num_oom_kills() > oom_kills_before
+        end = self._look_back(first, begun, exit_code, best_effort, had_oom_kill=had_oom_kill)
         decision = self._decide(end)
         closing: dict[str, Any] = {
             **end.facts,
             "reason": decision.reason,
             "action": decision.action,
             "note": decision.note + end.not_saved,
-            **({"failed_on": end.failed_on} if decision.reason == "failed" else {}),
-            **({"replaced": decision.replace} if decision.replace else {}),
-            **({} if queue_s is None else {"queue_s": queue_s}),
         }
-        known("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
+        if decision.reason == "failed":
+            closing["failed_on"] = ",".join(end.failed_on)
+        if decision.replace:
+            closing["replaced"] = ",".join(decision.replace)
+        if queue_s is not None:
+            closing["queue_s"] = queue_s
+        best_effort("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
         say(f"attempt {end.attempt}: {decision.note}")
         return exit_code, decision
 
-    def _look_back(self, first: int, begun: Round, exit_code: int, known: BestEffort, *, oom_kills: int) -> _End:
+    def _look_back(
+        self, first: int, begun: Round, exit_code: int, best_effort: BestEffort, *, had_oom_kill: bool
+    ) -> _End:
         """Returns what can be read of an attempt whose ranks have ended.
 
         Raises:
             RunError: a newer attempt has taken over; after a node loss this process may live on beside its successor.
         """
-        run, scheduler, failed = self._run, self._scheduler, exit_code not in (EXIT_DONE, EXIT_REQUEUE)
-        job, no_lines = scheduler.show_job(), list[dict[str, Any]]()
+        run, scheduler = self._run, self._scheduler
+        job = scheduler.show_job()
         # torchrun starts failed ranks again by itself; then the newest of its rounds is the attempt that has ended.
-        attempt = known("the attempts", lambda: newest_round(run, first), first)
+        attempt = best_effort("the attempts", lambda: newest_round(run, first), first)
         if attempt != first:
-            begun = known("the attempt", lambda: read_round(run, attempt), None) or begun
-        newest = known("the attempts", lambda: max(existing_attempts(run)), attempt)
+            begun = best_effort("the attempt", lambda: read_round(run, attempt), None) or begun
+        newest = best_effort("the attempts", lambda: max(existing_attempts(run)), attempt)
         if newest > attempt:
             raise overtaken(run, attempt, newest)
-        is_done = known("the result", lambda: is_there(run.result), False)
-        # srun ends with 0 after a node failure, too; the job's state tells the two apart.
-        if self._is_own_code and exit_code == EXIT_DONE and (job is None or job.get("JobState") == "RUNNING"):
-            is_done, result = True, {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
-            known("the result", lambda: publish_result(run, attempt, result), None)
-        stop_asked = known("the STOP file", lambda: is_there(run.stop_file), False)
-
-        # How far it came, and where the time went.
-        start_unix_s, end_unix_s, step_before = begun.start_unix_s, time.time(), begun.first_step
-        first_step = known("the events", lambda: first_step_of(run, attempt, default=step_before), step_before)
-        facts: dict[str, Any] = {
-            "exit_code": exit_code,
-            "first_step": first_step,
-            "last_step": known("the metrics", lambda: step_of_attempt(run, attempt, default=first_step), first_step),
-            "step_before": step_before,
-            "last_committed": self._committed(),
-        }
-        wall = {"start_unix_s": start_unix_s, "end_unix_s": end_unix_s}
-        seconds = known(
-            "the account", lambda: read_account(run, attempt, **wall, step_before=step_before), dict[str, float]()
+        is_finished = self._is_finished(attempt, exit_code, job, best_effort)
+        evidence = read_evidence(
+            run,
+            attempt,
+            begun,
+            best_effort,
+            exit_code=exit_code,
+            last_committed=self._committed(),
+            has_account=not self._is_own_code,
         )
-        if not seconds and not self._is_own_code:
-            # Ranks that never met were starting all the time.
-            seconds["start_s"] = round(end_unix_s - start_unix_s, 3)
-        ledger = known("the ledger", lambda: read_ledger(run), no_lines)
-        entry = next((line for line in ledger if line["attempt"] == attempt), {}) | facts
-        ledger = [line for line in ledger if line["attempt"] < attempt]
-        in_vain, before = not is_fruitful(entry), fruitless_ends(ledger)
-
-        # Why the ranks ended, from their marks, the output of srun and the preflight.
-        found = known("the preflight's record", lambda: findings_of(read_preflight(run, attempt)), list[Finding]())
-        errors, found_bad = errors_of(found), ",".join(bad_nodes_of(found))
-        mark = known("the marks of the ranks", lambda: first_mark(run, attempt), None)
-        events = known("the events", lambda: read_events(run, attempt=attempt), no_lines)
-        newest_of = {event.get("event"): event for event in events}
-        stop, hang = newest_of.get("stop", {}), newest_of.get("hang", {})
-        # Ranks that were ended as hung were killed, and srun would name whoever died first.
-        cause = str(hang.get("sentence", "")) or (errors[0].line if errors else "")
-        # srun ends with 0 after a node failure, so its output counts whatever its code.
-        cause = cause or known("the output of srun", lambda: scheduler.explain(attempt), "")
-        cause = cause or (str(mark or "") if failed else "")
-        is_alike = False
-        if mark is not None and cause == str(mark) and in_vain and ledger:
-            previous = int(ledger[-1]["attempt"])
-            marks = known("the marks of the attempt before", lambda: read_marks(run, previous), list[FailureMark]())
-            is_alike = any(mark.is_like(one) for one in marks)
-        is_here = not cause or (cause.endswith(": Killed") and node_of(cause) == scheduler.start.nodes[0])
-        if exit_code == 128 + signal.SIGKILL and is_here and scheduler.num_oom_kills() > oom_kills:
-            cause = f"{cause or 'a rank was killed'} (an oom-kill by the kernel)"
-        if lost := ",".join(scheduler.lost_nodes(job)):
-            cause = f"{NODE_FAILURE} on {lost}"
-        named = errors[0].node if errors and ", " not in errors[0].node else ""
-        failed_on = found_bad or named or node_of(cause) or (mark.host if mark is not None else "")
-        suspect = found_bad or (failed_on if failed_on == last_bad_node(ledger) else "")
-        has_begun = not (failed and errors)
-        # A node does not leave the program's own exception twice.
-        avoided = lost or (suspect if in_vain and suspect and not is_alike else "")
-        spares = scheduler.spares_for(avoided)
+        around = Surroundings(
+            srun_words=best_effort("the output of srun", lambda: scheduler.explain(attempt), ""),
+            lost_nodes=tuple(scheduler.lost_nodes(job)),
+            had_oom_kill=had_oom_kill,
+            head_node=scheduler.start.nodes[0],
+        )
+        diagnosis = diagnose(evidence, around, has_failed=exit_code not in (EXIT_DONE, EXIT_REQUEUE))
+        earlier_ends = evidence.earlier_ends
+        lacks_progress = not evidence.has_progress
         outcome = Outcome(
-            # srun gives one code for all ranks; the first one to fail knows better.
-            exit_code=mark.exit_code if failed and mark is not None else exit_code,
-            is_finished=is_done,
-            stop_asked=stop_asked,
+            exit_code=diagnosis.exit_code,
+            is_finished=is_finished,
+            stop_asked=best_effort("the STOP file", lambda: is_there(run.stop_file), False),
+            asked_by=evidence.asked_by,
+            cause=diagnosis.cause,
             settings=self._settings,
-            has_slurm=self._job_id is not None,
-            job=job,
-            restart_count=self._restart_count,
-            # No user code has run if the nodes were found unfit before.
-            can_relaunch=self._settings.enabled and scheduler.can_relaunch and not (self._is_own_code and has_begun),
-            fruitless_failures=before["failed"] + 1 if in_vain else 0,
-            asked_by=str(stop.get("asked_by", "")),
-            is_early=job is not None and self._is_early(job, end_unix_s),
-            fruitless_ends=before if in_vain and self._committed_step is not None else None,
-            course=course_of({"time_unix_s": start_unix_s, **seconds, "end_time_unix_s": end_unix_s}),
-            bad_node=avoided if avoided and (spares or scheduler.can_avoid(avoided)) else "",
-            cause=cause,
-            lost=lost,
-            spare=",".join(spares),
-            # Whoever started it again after a stop has the first try anew.
-            is_repeated=is_alike and ledger[-1].get("action") != "stop",
+            job=JobAtEnd(
+                is_slurm=self._job_id is not None,
+                record=job,
+                restart_count=self._restart_count,
+                is_early=job is not None and self._is_early(job, evidence.end_unix_s),
+                can_relaunch=self._can_relaunch(diagnosis),
+            ),
+            nodes=self._nodes_for(around.lost_nodes, diagnosis.to_avoid),
+            course=Course(
+                failures_without_progress=earlier_ends["failed"] + 1 if lacks_progress else 0,
+                earlier_ends=earlier_ends if lacks_progress and self._committed_step is not None else None,
+                is_repeated=diagnosis.is_repeated,
+                summary=course_of(
+                    {
+                        "time_unix_s": evidence.start_unix_s,
+                        **evidence.seconds,
+                        "end_time_unix_s": evidence.end_unix_s,
+                    }
+                ),
+            ),
         )
-        seen = {"asked_by": str(stop.get("asked_by", "")), "found": codes_of(found)}
         return _End(
             attempt=attempt,
             outcome=outcome,
-            facts=facts | {name: text for name, text in seen.items() if text} | seconds,
-            fruitless_before=before,
-            failed_on=failed_on,
-            lacks_room=not has_begun and any(finding.code == _DISK_FULL for finding in errors),
-            not_saved=known("the event of the stop", lambda: _why_not_saved(stop), ""),
+            facts=evidence.facts,
+            earlier_ends=earlier_ends,
+            failed_on=diagnosis.failed_on,
+            lacks_room=diagnosis.lacks_room,
+            not_saved=best_effort("the event of the stop", lambda: evidence.not_saved, ""),
+        )
+
+    def _is_finished(
+        self, attempt: int, exit_code: int, job: Mapping[str, str] | None, best_effort: BestEffort
+    ) -> bool:
+        """Returns whether the run has a result; a user's own code that ended with 0 gets one here."""
+        run = self._run
+        # srun ends with 0 after a node failure, too; the job's state tells the two apart.
+        is_running = job is None or job.get("JobState") == "RUNNING"
+        if self._is_own_code and exit_code == EXIT_DONE and is_running:
+            result = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
+            best_effort("the result", lambda: publish_result(run, attempt, result), None)
+            return True
+        return best_effort("the result", lambda: is_there(run.result), False)
+
+    def _can_relaunch(self, diagnosis: Diagnosis) -> bool:
+        """Returns whether the ranks may be started again in this allocation."""
+        if not (self._settings.enabled and self._scheduler.can_relaunch):
+            return False
+        # A user's own code does not resume by itself; none of it has run if the nodes were found unfit before.
+        return not (self._is_own_code and diagnosis.had_begun)
+
+    def _nodes_for(self, lost: tuple[str, ...], to_avoid: tuple[str, ...]) -> NodesAtEnd:
+        """Returns the nodes to leave, as far as the job can do without them, and the spares for them."""
+        spares = tuple(self._scheduler.spares_for(to_avoid))
+        has_others = bool(to_avoid) and (bool(spares) or self._scheduler.can_avoid(to_avoid))
+        return NodesAtEnd(
+            lost=lost,
+            bad=to_avoid if has_others else (),
+            spares=spares,
         )
 
     def _is_early(self, job: Mapping[str, str], now_unix_s: float) -> bool:
@@ -367,22 +367,25 @@ class Supervisor:
 
     def _decide(self, end: _End) -> Decision:
         """Returns what follows; ranks that are to be started again have room for it when it returns."""
-        decision, cause = decide(end.outcome), end.outcome.cause
+        decision = decide(end.outcome)
+        cause = end.outcome.cause
         # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
-        if (decision.action == "requeue" or decision.reason == "stopped") and self._is_cancelled(end.outcome.job):
+        if (decision.action == "requeue" or decision.reason == "stopped") and self._is_cancelled(
+            end.outcome.job.record
+        ):
             return CANCELLED
         # A job that Slurm has restarted and that found too little room on the disk waits for room.
-        tries = end.fruitless_before.get("file_system", 0) + 1
-        may_wait = self._settings.enabled and self._restart_count > 0 and tries <= _MOST_STARTS_IN_VAIN
+        tries = end.earlier_ends.get("file_system", 0) + 1
+        may_wait = self._settings.enabled and self._restart_count > 0 and tries <= _MOST_FAILED_STARTS
         if decision.reason == "failed" and end.lacks_room and may_wait:
             return _later(cause, tries)
         if decision.action == "relaunch":
             cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
             if not cleared:
                 note = f"{cause}; nothing more can be started in this allocation, so the job is requeued"
-                return replace(decision, action="requeue", note=note, replace="")
+                return replace(decision, action="requeue", note=note, replace=())
             if decision.replace:
-                self._scheduler.replace(decision.replace, by=end.outcome.spare)
+                self._scheduler.replace(decision.replace, by=end.outcome.nodes.spares)
         if decision.reason == "requeued" and self._job_id is not None:
             # After a preemption without grace the job's own record has no more than that it was restarted.
             word = _nth(self._scheduler.past_ends(self._job_id), self._restart_count)
@@ -405,10 +408,10 @@ class Supervisor:
         if self._is_cancelled(self._scheduler.show_job()):
             # scancel came after the decision, so the requeue did nothing, and no other job is wanted.
             facts = {"reason": CANCELLED.reason, "action": CANCELLED.action, "note": CANCELLED.note}
-            known = BestEffort()
-            attempt = known("the attempts", lambda: max(existing_attempts(run), default=None), None)
+            best_effort = BestEffort()
+            attempt = best_effort("the attempts", lambda: max(existing_attempts(run), default=None), None)
             if attempt is not None:
-                known("the ledger", lambda: close_attempt(run, attempt, facts), None)
+                best_effort("the ledger", lambda: close_attempt(run, attempt, facts), None)
             say(f"attempt {attempt}: {CANCELLED.note}")
             return EXIT_FAILURE
         new_id = BestEffort()("another job", lambda: self._scheduler.resubmit(decision), "", asks_slurm=True)
@@ -448,7 +451,9 @@ def close_lost(
     for entry in read_ledger(run):
         if "end_time_unix_s" in entry:
             continue
-        attempt, job_id, index = int(entry["attempt"]), entry.get("job_id"), int(entry.get("restart_count") or 0)
+        attempt = int(entry["attempt"])
+        job_id = entry.get("job_id")
+        index = int(entry.get("restart_count") or 0)
         word = _nth(past_ends(str(job_id)) if job_id else (), index)
         # A supervisor that is alive closes its attempt whatever happens to the job: its node was lost.
         was_restarted = job_id is not None and job_id == now.job_id and now.restart_count > index
@@ -497,9 +502,3 @@ def _later(what: str, tries: int) -> Decision:
 def _nth(words: Sequence[str], index: int) -> str:
     """Returns how the start with this number ended, "" where that is not known."""
     return words[index] if index < len(words) else ""
-
-
-def _why_not_saved(stop: Mapping[str, Any]) -> str:
-    if stop.get("saved", True):
-        return ""
-    return f"; no save at the stop: {stop['left_s']:.0f} s were left and a save takes {stop['save_s']:.0f} s"

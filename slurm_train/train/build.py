@@ -115,7 +115,7 @@ def train(rank: Rank) -> int:
         EXIT_DONE when the run is finished, EXIT_REQUEUE when it saved itself and wants to continue.
 
     Raises:
-        SlurmTrainError: the user can mend it; the caller must end the process without tearing the group down.
+        SlurmTrainError: the user can correct it; the caller must end the process without tearing the group down.
     """
     rank.enter_device()
     parts = build_parts(rank)
@@ -394,7 +394,7 @@ def _cut_and_fill(parts: Parts) -> None:
             if not can_call_kernel(parts.optimizer):
                 name = type(parts.optimizer).__name__
                 raise ConfigError(
-                    f"ddp.find_unused_parameters was asked, but {name} keeps nothing of a parameter that is not used",
+                    f"ddp.find_unused_parameters was asked, but {name} has no state for unused parameters",
                     hint="use optim=adamw or optim=sgd",
                 )
             begin_state(parts.optimizer)

@@ -22,7 +22,7 @@ class LossScale:
 
     Args:
         device: where the gradients are.
-        state: what `state` gave; None begins anew.
+        state: what `state` gave; None resets it.
     """
 
     def __init__(self, device: torch.device, state: Sequence[float] | None) -> None:
@@ -33,7 +33,7 @@ class LossScale:
         self.restore(state)
 
     def restore(self, state: Sequence[float] | None) -> None:
-        """Takes over what `state` gave; None begins anew."""
+        """Takes over what `state` gave; None resets it."""
         self._values.copy_(torch.tensor(state or (1.0, 0.0, 0.0)))
 
     def update(self, loss: Tensor, norm: Tensor) -> Tensor:

@@ -392,7 +392,7 @@ def say_finished(say: Callable[[str], None], trainer: Trainer, *, has_heldout: b
     if sweep_of(trainer.rank.run) is not None:
         return  # The sweep says what is next, once.
     say(f"next: python -m slurm_train status {trainer.rank.run.run_id}")
-    say("      another run of the same: the same words with seed=N or run.name=NAME")
+    say("      to repeat with another seed: the same words with seed=N or run.name=NAME")
 
 
 def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
@@ -405,7 +405,7 @@ def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
         say(f"stopped at step {trainer.position.step}; everything is saved in {trainer.rank.run.path}")
     # The job is requeued after a preemption or a time limit; a rank does not know which it was.
     if config.cluster is not None and config.requeue.enabled and config.launch != "interactive":
-        say("next: nothing to do after a preemption or at the time limit: the job comes back by itself")
+        say("next: nothing to do after a preemption or at the time limit: the job is requeued automatically")
         say(f"      after a cancel: {resume}")
     else:
         say(f"next: {resume}")

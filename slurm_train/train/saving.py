@@ -437,7 +437,8 @@ class Checkpointer:
             self.fatal = _error_of(outcome)
         else:
             self._news.append(
-                f"the checkpoint of step {outcome.step} failed, training goes on; the one before is untouched: {result}"
+                f"the checkpoint of step {outcome.step} failed, training continues; "
+                f"the previous checkpoint is intact: {result}"
             )
 
     def _own_state(self) -> tuple[dict[str, Any], dict[str, Any], Agreement]:
@@ -600,7 +601,10 @@ class Checkpointer:
                     "of the present pass come again",
                 )
             self.stream_state = None
-            notes = [f"the streams of {was} ranks fit no {now}: all begin anew, samples of the present pass come again"]
+            notes = [
+                f"stream state of {was} ranks cannot resume on {now}: resetting it, "
+                "samples of the present pass come again"
+            ]
         return notes
 
     @property

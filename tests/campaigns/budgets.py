@@ -104,13 +104,13 @@ def no_progress(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[s
     with at_work(folder) as person:
         (person.folder / "bad.py").write_text(_MODULES)
         with tally.trial("a limit shorter than the start") as problems:
-            words = ("cluster.time_limit_min=1", f"requeue.max_fruitless_returns={trials}")
+            words = ("cluster.time_limit_min=1", f"requeue.max_returns_without_progress={trials}")
             job, run = _submit(person, "too-short", *slow, *words)
             note = f"{trials} time limits in a row without a new checkpoint ("
             within_s = PATIENCE_S + 100.0 * trials
             problems += _stopped(job, run, trials, reason="time_limit", note=note, within_s=within_s)
         with tally.trial("a job that loses its node each time") as problems:
-            job, run = _submit(person, "downs-its-node", *slow, "requeue.max_fruitless_returns=1")
+            job, run = _submit(person, "downs-its-node", *slow, "requeue.max_returns_without_progress=1")
             for attempt in range(2):
                 # A step that has just been launched outlives the batch script: Slurm would find the job still running
                 # on the node that it returns to, and hold it.

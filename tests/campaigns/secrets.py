@@ -106,7 +106,7 @@ def _project(folder: Path) -> Path:
 
 
 def _failing_run(person: Person) -> Iterator[tuple[str, str]]:
-    words = ("model._target_=failing.Failing", "requeue.max_fruitless_failures=1", "run.name=fails")
+    words = ("model._target_=failing.Failing", "requeue.max_failures_without_progress=1", "run.name=fails")
     job, run = person.types("+cluster=1x2", *TINY, *words, env=_IN_SHELL).job_and_run
     wait_until_ended(run, within_s=PATIENCE_S)
     wait_for_state(job, "FAILED")

@@ -50,7 +50,7 @@ _KILLS = (
     f"train.max_steps={_KILLS_STEPS}",
     "checkpoint.every_steps=8",
     # Kills at the start end without a new step, as often in a row as the dice say; that budget is another campaign's.
-    "requeue.max_fruitless_failures=1000",
+    "requeue.max_failures_without_progress=1000",
 )
 _SIZES = {2: ("+cluster=1x2", "cluster.nodelist=node1"), 4: ("+cluster=2x2", "cluster.nodelist=node[1-2]")}
 

@@ -19,7 +19,7 @@ REFUSED = {
     "+optim.amsgra=true": "optim._target_=torch.optim.AdamW got an unexpected keyword argument 'amsgra'",
     "'optim.groups=[{lr: -1}]'": "optim.groups[0].lr must be a number, above 0",
     "-m 'seed=range(0)'": "seed=range(0) gives no value: the sweep is empty",
-    "-m seed=3 train.log_every_steps=1,2": "runs 0 and 1 of the sweep train the same",
+    "-m seed=3 train.log_every_steps=1,2": "runs 0 and 1 of the sweep have the same configuration",
     "-m +cluster=1x8 seed=1,2 batch.global_size=32,33": "run 1 (seed=1",
     "-m optim.lr=1,x": "run 1 (optim.lr=x): optim.lr must be a number, at least 0, got 'x'",
     "-m run.root=a,b seed=1,2": "have several roots: a, b",

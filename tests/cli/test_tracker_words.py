@@ -29,8 +29,8 @@ def test_one_that_is_not_installed_is_refused_before_anything_is_written(
 
 
 def test_a_key_that_stays_behind_is_named(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "WANDB_API_KEY stays in this shell; the job gets it with cluster.export=[WANDB_API_KEY]\n"
-    assert "stays in this shell" not in shell.types(*WORDS, "run.name=a").err
+    said = "WANDB_API_KEY is not exported to the job; to export it: cluster.export=[WANDB_API_KEY]\n"
+    assert "is not exported to the job" not in shell.types(*WORDS, "run.name=a").err
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert said in shell.types(*WORDS, "run.name=b").err
     assert said not in shell.types(*WORDS, "run.name=c", "cluster.export=[WANDB_API_KEY]").err

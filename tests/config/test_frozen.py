@@ -218,6 +218,18 @@ def test_a_removed_key_that_is_typed_is_refused_with_what_to_do_instead(key: str
     assert err.value.hint == REMOVED_KEYS[key][1]
 
 
+def test_a_renamed_key_keeps_its_value_and_is_refused_with_its_present_name_where_it_is_typed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    frozen = yaml.safe_load(dump_config(CONFIG))
+    del frozen["requeue"]["max_failures_without_progress"]
+    frozen["requeue"]["max_fruitless_failures"] = 7
+    path.write_text(yaml.safe_dump(frozen))
+    assert load_config(path).requeue.max_failures_without_progress == 7
+    with pytest.raises(ConfigError, match=r"requeue\.max_fruitless_failures") as err:
+        compose(read_words(["requeue.max_fruitless_failures=7"]))
+    assert "requeue.max_failures_without_progress" in err.value.hint
+
+
 def test_what_was_chosen_is_marked_with_its_default() -> None:
     words = ["+cluster=2x4", "optim=sgd", "optim.momentum=0.8", "model.width=64"]
     frozen = yaml.safe_load(dump_config(compose(read_words(words)).config))

@@ -33,7 +33,7 @@ class Fragile(Tiny):
     def choose_layer(self, name):
         raise ValueError(f"no such layer: {name}")
 """
-WORDS = (*TINY, "model._target_=fragile.Fragile", "requeue.max_fruitless_failures=1", "cluster.time_limit_min=5")
+WORDS = (*TINY, "model._target_=fragile.Fragile", "requeue.max_failures_without_progress=1", "cluster.time_limit_min=5")
 
 
 @pytest.fixture(autouse=True)

@@ -98,16 +98,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ddp": {"static_graph": True, "find_unused_parameters": True}}, "ddp.find_unused_parameters=true looks for"),
     (
         {"train": {"precision": "fp8"}, "parallel": {"tp": 2}},
-        "train.precision=fp8 does not go with matrices that are cut: parallel.tp=2",
+        "train.precision=fp8 does not support tensor parallelism: parallel.tp=2",
     ),
     *(
         (
             {"train": {"precision": "fp8"}, "cluster": {"nodes": 1, "gpus_per_node": 2, **cluster}},
-            f"train.precision=fp8 was asked, and the ranks will have {found}",
+            f"train.precision=fp8 needs GPUs with float8 products; requested: {requested}",
         )
-        for cluster, found in (
-            *(({"gpu_type": name}, f"GPUs of type {name}") for name in ("A100-SXM4-40GB", "2080ti")),
-            ({"gpu_flag": "none"}, "no GPUs"),
+        for cluster, requested in (
+            *(({"gpu_type": name}, name) for name in ("A100-SXM4-40GB", "2080ti")),
+            ({"gpu_flag": "none"}, "none"),
         )
     ),
     *(
@@ -213,7 +213,7 @@ def test_the_same_runs_are_the_same_sweep_in_any_order() -> None:
 NO_SWEEPS: list[tuple[list[dict[str, Any]], str]] = [
     (
         [{"seed": 1}, {"seed": 2}, {"seed": 1, "cluster": None, "checkpoint": {"keep": 5}}],
-        "runs 0 and 2 of the sweep train the same: n=0, and n=2",
+        "runs 0 and 2 of the sweep have the same configuration: n=0, and n=2",
     ),
     ([{"seed": 1}, {"seed": 2, "cluster": {"nodes": 1}}], "some runs of the sweep ask for a cluster and some do not"),
     ([{"run": {"root": "a"}}, {"run": {"root": "b"}}], "the runs of one sweep have several roots: a, b"),

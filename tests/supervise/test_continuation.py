@@ -27,13 +27,13 @@ def test_another_job_takes_over_after_this_one(tmp_path: Path) -> None:
     run.logs.mkdir()
     env = {"PATH": slurm.path, "SLURM_JOB_ID": "77", "TRAVELLED": "here"}
     with pytest.raises(ClusterError, match=r"submit\.sh is missing"):
-        submit_continuation(run, "77", exclude="", env=env)
+        submit_continuation(run, "77", exclude=(), env=env)
     run.submit_script.write_text("#!/bin/bash\n")
     run.config.write_text(dump_config(RunConfig(cluster=ClusterSection(time_limit_min=60))))
     (slurm.folder / "job_id").write_text("78\n")
     record_job(run, "77")
     (slurm.folder / "squeue.out").write_text("90|afterok:77(unfulfilled)\n91|afterany:77(unfulfilled)\n")
-    assert submit_continuation(run, "77", exclude="node2", env=env) == "78"
+    assert submit_continuation(run, "77", exclude=("node2",), env=env) == "78"
     words = (slurm.said("submitted_words") or "").split()
     assert words[:-1] == ["--parsable", "--dependency=afterany:77", "--exclude=node2", "--signal=USR2@120"]
     told = (slurm.said("submitted_env") or "").splitlines()
@@ -69,17 +69,17 @@ def running_job(**fields: str) -> FakeSlurmCommands:
 @pytest.mark.parametrize(
     ("fields", "nodes", "num_nodes", "expected"),
     [
-        ({}, "node4", 3, True),
-        ({}, "node[3-4]", 3, False),
-        ({"ExcNodeList": "node[1-3]"}, "node4", 1, False),
-        ({"ExcNodeList": "node[1-3]"}, "node3", 1, True),
-        ({"ReqNodeList": "node[1-2]"}, "node4", 2, False),
-        ({"ExcNodeList": "node[1-"}, "node4", 1, False),
+        ({}, ["node4"], 3, True),
+        ({}, ["node3", "node4"], 3, False),
+        ({"ExcNodeList": "node[1-3]"}, ["node4"], 1, False),
+        ({"ExcNodeList": "node[1-3]"}, ["node3"], 1, True),
+        ({"ReqNodeList": "node[1-2]"}, ["node4"], 2, False),
+        ({"ExcNodeList": "node[1-"}, ["node4"], 1, False),
     ],
     ids=["room", "none left", "compressed", "excluded already", "bound", "not readable"],
 )
 def test_a_job_is_requeued_elsewhere_only_where_nodes_enough_are_left(
-    fields: dict[str, str], nodes: str, num_nodes: int, expected: bool
+    fields: dict[str, str], nodes: list[str], num_nodes: int, expected: bool
 ) -> None:
     assert can_avoid(nodes, "7", running_job(**fields), num_nodes=num_nodes) is expected
 
@@ -87,12 +87,12 @@ def test_a_job_is_requeued_elsewhere_only_where_nodes_enough_are_left(
 @pytest.mark.parametrize(
     ("excluded", "nodes", "expected"),
     [
-        ("(null)", "node4", "node4"),
-        ("node[1-3]", "node2", "node[1-3]"),
-        ("node[1-2]", "node2,node3", "node[1-3]"),
+        ("(null)", ["node4"], "node4"),
+        ("node[1-3]", ["node2"], "node[1-3]"),
+        ("node[1-2]", ["node2", "node3"], "node[1-3]"),
     ],
 )
-def test_what_a_job_excludes_already_stays_excluded(excluded: str, nodes: str, expected: str) -> None:
+def test_what_a_job_excludes_already_stays_excluded(excluded: str, nodes: list[str], expected: str) -> None:
     commands = running_job(ExcNodeList=excluded)
     keep_off(nodes, "7", commands)
     assert commands.fields["7"]["ExcNodeList"] == expected

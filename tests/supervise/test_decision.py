@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, get_args
 
 import pytest
@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from slurm_train.config.schema import RequeueSection
 from slurm_train.supervise.decision import (
     Action,
+    Course,
+    JobAtEnd,
+    NodesAtEnd,
     Outcome,
     Reason,
     advice_on,
     decide,
-    fruitless_ends,
-    is_fruitful,
+    ends_without_progress,
+    made_progress,
     node_of,
 )
 
@@ -28,23 +31,28 @@ REQUEUED = {**PREEMPTED, "JobState": "COMPLETING", "Restarts": "1"}
 # A job whose ranks were asked to stop, saved, and said so.
 SAVED = Outcome(
     exit_code=75,
-    is_finished=False,
-    stop_asked=False,
     settings=RequeueSection(),
-    has_slurm=True,
-    job=RUNNING,
-    restart_count=0,
-    can_relaunch=True,
-    fruitless_failures=0,
+    job=JobAtEnd(is_slurm=True, record=RUNNING, can_relaunch=True),
 )
-LOCAL = replace(SAVED, has_slurm=False, job=None, can_relaunch=False)
+LOCAL = replace(SAVED, job=JobAtEnd(is_slurm=False))
+GROUPS = ("job", "nodes", "course")
 
-LOST = {"lost": "node2", "cause": "node failure on node2"}
+LOST: dict[str, Any] = {"lost": ("node2",), "cause": "node failure on node2"}
+
+
+def with_facts(outcome: Outcome, **facts: Any) -> Outcome:
+    """Returns the outcome with other facts, each by its name, in whichever group it stands."""
+    for group in GROUPS:
+        part = getattr(outcome, group)
+        names = {field.name for field in fields(part)} & facts.keys()
+        outcome = replace(outcome, **{group: replace(part, **{name: facts.pop(name) for name in names})})
+    return replace(outcome, **facts)
+
 
 # What is known besides that, or instead of it, and what follows.
 TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "finished, and a rank aborted after it": ("done finish", {"exit_code": 134, "is_finished": True}),
-    "preempted": ("preempted requeue", {"job": PREEMPTED}),
+    "preempted": ("preempted requeue", {"record": PREEMPTED}),
     "warned before the limit": ("time_limit requeue", {}),
     "signalled by somebody": ("signalled requeue", {"asked_by": "TERM"}),
     "the late end of a lost node's step": ("signalled requeue", {"asked_by": "another rank", "is_early": True}),
@@ -55,67 +63,70 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
         "time_limit requeue",
         {"exit_code": 143, "can_relaunch": False, "cause": "rank 3 on node2: User defined signal 2"},
     ),
-    "cancelled, and a rank dies of the warning": ("cancelled stop", {"job": CANCELLED, "exit_code": 140}),
-    "over the limit": ("time_limit requeue", {"job": TIME_LIMIT, "exit_code": 143}),
-    "cancelled, ranks saved": ("cancelled stop", {"job": {**CANCELLED, "PreemptTime": "Unknown"}}),
-    "cancelled and already so called": ("cancelled stop", {"job": {**RUNNING, "JobState": "CANCELLED"}}),
-    "cancelled while it was being preempted": ("cancelled stop", {"job": {**PREEMPTED, "JobState": "CANCELLED"}}),
-    "`cancel` leaves a STOP file, too": ("cancelled stop", {"stop_asked": True, "job": CANCELLED}),
+    "cancelled, and a rank dies of the warning": ("cancelled stop", {"record": CANCELLED, "exit_code": 140}),
+    "over the limit": ("time_limit requeue", {"record": TIME_LIMIT, "exit_code": 143}),
+    "cancelled, ranks saved": ("cancelled stop", {"record": {**CANCELLED, "PreemptTime": "Unknown"}}),
+    "cancelled and already so called": ("cancelled stop", {"record": {**RUNNING, "JobState": "CANCELLED"}}),
+    "cancelled while it was being preempted": ("cancelled stop", {"record": {**PREEMPTED, "JobState": "CANCELLED"}}),
+    "`cancel` leaves a STOP file, too": ("cancelled stop", {"stop_asked": True, "record": CANCELLED}),
     "stopped by the STOP file": ("stopped stop", {"stop_asked": True}),
-    "stopped by file while preempted": ("stopped stop", {"stop_asked": True, "job": PREEMPTED}),
+    "stopped by file while preempted": ("stopped stop", {"stop_asked": True, "record": PREEMPTED}),
     "twice in a row on the same node": (
         "failed requeue",
-        {"exit_code": 137, "fruitless_failures": 2, "bad_node": "node2"},
+        {"exit_code": 137, "failures_without_progress": 2, "bad": ("node2",)},
     ),
     "a bad node does not add to the budget": (
         "failed stop",
-        {"exit_code": 137, "fruitless_failures": 3, "bad_node": "node2"},
+        {"exit_code": 137, "failures_without_progress": 3, "bad": ("node2",)},
     ),
-    "the same exception twice": ("failed stop", {"exit_code": 1, "fruitless_failures": 2, "is_repeated": True}),
-    "and once more": ("failed stop", {"exit_code": 137, "fruitless_failures": 3}),
+    "the same exception twice": ("failed stop", {"exit_code": 1, "failures_without_progress": 2, "is_repeated": True}),
+    "and once more": ("failed stop", {"exit_code": 137, "failures_without_progress": 3}),
     "wrong use is not tried again": ("failed stop", {"exit_code": 2}),
     "0 without a result is no success": ("failed relaunch", {"exit_code": 0}),
-    "Slurm does not answer": ("unknown stop", {"job": None}),
-    "Slurm does not answer and it failed": ("failed relaunch", {"job": None, "exit_code": 1}),
-    "somebody requeued it by hand": ("requeued leave", {"job": {**CANCELLED, "Restarts": "1"}, "exit_code": 143}),
+    "Slurm does not answer": ("unknown stop", {"record": None}),
+    "Slurm does not answer and it failed": ("failed relaunch", {"record": None, "exit_code": 1}),
+    "somebody requeued it by hand": ("requeued leave", {"record": {**CANCELLED, "Restarts": "1"}, "exit_code": 143}),
     "a node was lost and Slurm brought the job back": (
         "node_failure leave",
-        {"job": {**CANCELLED, "Restarts": "1"}, "exit_code": 0, "cause": "node failure on node2"},
+        {"record": {**CANCELLED, "Restarts": "1"}, "exit_code": 0, "cause": "node failure on node2"},
     ),
-    "a node was lost and srun says 0": ("node_failure relaunch", {"exit_code": 0, **LOST, "spare": "node4"}),
+    "a node was lost and srun says 0": ("node_failure relaunch", {"exit_code": 0, **LOST, "spares": ("node4",)}),
     "a node was lost and none is left": ("node_failure requeue", {"exit_code": 137, **LOST}),
     "a node was lost from a script's job": (
         "node_failure relaunch",
-        {"exit_code": 1, **LOST, "spare": "node4", "can_relaunch": False},
+        {"exit_code": 1, **LOST, "spares": ("node4",), "can_relaunch": False},
     ),
     "nodes were lost too often": (
         "node_failure stop",
-        {"exit_code": 137, **LOST, "spare": "node4", "fruitless_ends": {"node_failure": 5}},
+        {"exit_code": 137, **LOST, "spares": ("node4",), "earlier_ends": {"node_failure": 5}},
     ),
     "a node was lost and requeue is off": (
         "node_failure stop",
-        {"exit_code": 137, **LOST, "spare": "node4", "settings": RequeueSection(enabled=False)},
+        {"exit_code": 137, **LOST, "spares": ("node4",), "settings": RequeueSection(enabled=False)},
     ),
     "a node was lost while the job was being preempted": (
         "preempted requeue",
-        {"job": PREEMPTED, "exit_code": 137, **LOST, "spare": "node4"},
+        {"record": PREEMPTED, "exit_code": 137, **LOST, "spares": ("node4",)},
     ),
-    "a node was lost from a job that was cancelled": ("cancelled stop", {"job": CANCELLED, **LOST, "spare": "node4"}),
+    "a node was lost from a job that was cancelled": (
+        "cancelled stop",
+        {"record": CANCELLED, **LOST, "spares": ("node4",)},
+    ),
     "a bad node and a spare one": (
         "failed relaunch",
-        {"exit_code": 1, "fruitless_failures": 1, "bad_node": "node2", "spare": "node4"},
+        {"exit_code": 1, "failures_without_progress": 1, "bad": ("node2",), "spares": ("node4",)},
     ),
-    "requeue switched off": ("preempted stop", {"job": PREEMPTED, "settings": RequeueSection(enabled=False)}),
-    "Slurm was quicker": ("preempted leave", {"job": REQUEUED}),
-    "an earlier restart is not this one": ("preempted requeue", {"job": REQUEUED, "restart_count": 1}),
-    "a second time limit in vain": ("time_limit requeue", {"fruitless_ends": {"time_limit": 1}}),
-    "a third one": ("time_limit stop", {"fruitless_ends": {"time_limit": 2}}),
-    "preemptions in vain": (
+    "requeue switched off": ("preempted stop", {"record": PREEMPTED, "settings": RequeueSection(enabled=False)}),
+    "Slurm was quicker": ("preempted leave", {"record": REQUEUED}),
+    "an earlier restart is not this one": ("preempted requeue", {"record": REQUEUED, "restart_count": 1}),
+    "a second time limit without progress": ("time_limit requeue", {"earlier_ends": {"time_limit": 1}}),
+    "a third one": ("time_limit stop", {"earlier_ends": {"time_limit": 2}}),
+    "preemptions without progress": (
         "preempted requeue",
-        {"job": PREEMPTED, "fruitless_ends": {"preempted": 88, "time_limit": 9}, "fruitless_failures": 50},
+        {"record": PREEMPTED, "earlier_ends": {"preempted": 88, "time_limit": 9}, "failures_without_progress": 50},
     ),
-    "too many of them": ("preempted stop", {"job": PREEMPTED, "fruitless_ends": {"preempted": 89}}),
-    "Slurm was quicker than the budget": ("preempted leave", {"job": REQUEUED, "fruitless_ends": {"preempted": 89}}),
+    "too many of them": ("preempted stop", {"record": PREEMPTED, "earlier_ends": {"preempted": 89}}),
+    "Slurm was quicker than the budget": ("preempted leave", {"record": REQUEUED, "earlier_ends": {"preempted": 89}}),
 }
 TABLE_HERE: dict[str, tuple[str, dict[str, Any]]] = {
     "a script here that Ctrl-C ends": ("stopped stop", {"exit_code": 140}),
@@ -130,22 +141,23 @@ ALL = {
 
 @pytest.mark.parametrize(("known", "expected", "facts"), ALL.values(), ids=ALL)
 def test_what_follows_from_what_is_known(known: Outcome, expected: str, facts: dict[str, Any]) -> None:
-    decision = decide(replace(known, **facts))
+    decision = decide(with_facts(known, **facts))
     assert f"{decision.reason} {decision.action}" == expected
     assert decision.note and "\n" not in decision.note
 
 
 def test_the_next_attempt_leaves_out_the_node_that_a_spare_one_replaces() -> None:
-    lost = decide(replace(SAVED, exit_code=137, lost="node2", spare="node4", cause="node failure on node2"))
-    bad = decide(replace(SAVED, exit_code=1, bad_node="node1,node2", spare="node4,node5", cause="no GPU"))
-    assert (lost.replace, bad.replace, lost.exclude) == ("node2", "node1,node2", "")
+    lost = decide(with_facts(SAVED, exit_code=137, **LOST, spares=("node4",)))
+    nodes = NodesAtEnd(bad=("node1", "node2"), spares=("node4", "node5"))
+    bad = decide(replace(SAVED, exit_code=1, nodes=nodes, cause="no GPU"))
+    assert (lost.replace, bad.replace, lost.exclude) == (("node2",), ("node1", "node2"), ())
     # Slurm may not have noticed: the requeued job would get it again.
-    assert decide(replace(SAVED, exit_code=137, lost="node2", bad_node="node2", cause="x")).exclude == "node2"
+    assert decide(with_facts(SAVED, exit_code=137, **LOST, bad=("node2",))).exclude == ("node2",)
 
 
 @pytest.mark.parametrize(("job", "is_over"), [(TIME_LIMIT, True), (RUNNING, False), (PREEMPTED, False)])
 def test_only_a_job_over_its_limit_needs_the_plain_form_of_requeue(job: dict[str, str], is_over: bool) -> None:
-    assert decide(replace(SAVED, job=job)).is_over is is_over
+    assert decide(with_facts(SAVED, record=job)).is_over is is_over
 
 
 outcomes = st.builds(
@@ -153,15 +165,18 @@ outcomes = st.builds(
     exit_code=st.sampled_from([0, 1, 2, 75, 137, 143]),
     is_finished=st.booleans(),
     stop_asked=st.booleans(),
-    settings=st.builds(RequeueSection, enabled=st.booleans(), max_fruitless_failures=st.integers(1, 5)),
-    has_slurm=st.booleans(),
-    job=st.sampled_from([None, RUNNING, PREEMPTED, TIME_LIMIT, CANCELLED, REQUEUED, {}]),
-    restart_count=st.integers(0, 2),
+    settings=st.builds(RequeueSection, enabled=st.booleans(), max_failures_without_progress=st.integers(1, 5)),
     asked_by=st.sampled_from(["", "TERM", "USR2", "another rank"]),
-    is_early=st.booleans(),
-    can_relaunch=st.booleans(),
-    bad_node=st.sampled_from(["", "node2"]),
-    fruitless_failures=st.integers(0, 9),
+    job=st.builds(
+        JobAtEnd,
+        is_slurm=st.booleans(),
+        record=st.sampled_from([None, RUNNING, PREEMPTED, TIME_LIMIT, CANCELLED, REQUEUED, {}]),
+        restart_count=st.integers(0, 2),
+        is_early=st.booleans(),
+        can_relaunch=st.booleans(),
+    ),
+    nodes=st.builds(NodesAtEnd, bad=st.sampled_from([(), ("node2",)])),
+    course=st.builds(Course, failures_without_progress=st.integers(0, 9)),
 )
 
 
@@ -170,15 +185,15 @@ outcomes = st.builds(
 def test_a_job_comes_back_only_where_slurm_said_why(outcome: Outcome) -> None:
     decision = decide(outcome)
     assert decision.reason in get_args(Reason) and decision.action in get_args(Action)
-    assert bool(decision.exclude) <= (decision.action == "requeue" and bool(outcome.bad_node))
+    assert bool(decision.exclude) <= (decision.action == "requeue" and bool(outcome.nodes.bad))
     if decision.action in ("requeue", "leave") and not decision.exclude:
-        assert outcome.job is not None and not outcome.stop_asked
+        assert outcome.job.record is not None and not outcome.stop_asked
         assert decision.reason in ("preempted", "time_limit", "requeued", "signalled", "node_failure")
     if decision.action == "requeue":
         assert outcome.settings.enabled
     if decision.action == "relaunch":
-        assert outcome.can_relaunch and decision.reason == "failed"
-    if outcome.job is CANCELLED:
+        assert outcome.job.can_relaunch and decision.reason == "failed"
+    if outcome.job.record is CANCELLED:
         assert decision.action in ("stop", "finish"), "a cancelled job is never brought back"
     if decision.action == "finish":
         assert outcome.is_finished
@@ -202,14 +217,16 @@ def end(reason: str, **facts: Any) -> dict[str, Any]:
     ],
 )
 def test_an_attempt_brought_a_run_on_by_a_commit_else_by_a_step(facts: dict[str, int], expected: bool) -> None:
-    assert is_fruitful(facts) is expected
+    assert made_progress(facts) is expected
 
 
 def test_ends_count_since_the_newest_that_brought_the_run_on_or_stopped_it() -> None:
     vain = [end("failed"), end("preempted"), end("lost"), end("requeued"), {"attempt": 9}]
-    assert fruitless_ends(vain) == {"failed": 1, "preempted": 2, "node_failure": 1}
-    assert fruitless_ends([*vain, end("preempted", first_step=1, last_step=2), *vain]) == fruitless_ends(vain)
-    assert fruitless_ends([*vain, end("time_limit", action="stop"), end("time_limit")]) == {"time_limit": 1}
+    assert ends_without_progress(vain) == {"failed": 1, "preempted": 2, "node_failure": 1}
+    assert ends_without_progress([*vain, end("preempted", first_step=1, last_step=2), *vain]) == ends_without_progress(
+        vain
+    )
+    assert ends_without_progress([*vain, end("time_limit", action="stop"), end("time_limit")]) == {"time_limit": 1}
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_job_is_put_off_and_kept_off_nodes_where_it_was_requeued(tmp_path: Pat
     allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1",), tasks_per_node=(1,))
     job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=1, retry_s=0.0)
     job.commands = commands = fake(JobState=state)  # type: ignore[assignment]
-    decision = Decision("node_failure", "requeue", "", exclude="node1", delay_s=60)
+    decision = Decision("node_failure", "requeue", "", exclude=("node1",), delay_s=60)
     is_requeued = job.requeue(decision)
     assert is_requeued is (state == "RUNNING"), "a cancelled job completes"
     found = (commands.fields["7"].get("ExcNodeList"), commands.delays_s)
@@ -159,38 +159,38 @@ def test_spare_nodes_take_the_places_of_lost_ones_in_slurms_order(tmp_path: Path
     assert job.lost_nodes(job.show_job()) == []
     job.lost = {"node1"}
     assert job.lost_nodes(job.show_job()) == ["node1"]
-    job.replace("node1", by="node2")
+    job.replace(["node1"], by=["node2"])
     # As Slurm numbers the ranks of a step.
     assert job.start.nodes == ("node2", "node3", "node5")
-    assert job.spares_for("node3") == ["node4"] and job.spares_for("node3,node5") == () == job.spares_for("")
-    job.replace("node3", by="node4")
-    assert job.start.nodes == ("node2", "node4", "node5") and job.spares_for("node2") == ()
+    assert job.spares_for(["node3"]) == ["node4"] and job.spares_for(["node3", "node5"]) == () == job.spares_for([])
+    job.replace(["node3"], by=["node4"])
+    assert job.start.nodes == ("node2", "node4", "node5") and job.spares_for(["node2"]) == ()
 
 
 def test_what_slurm_has_taken_from_the_job_is_lost_and_no_spare(tmp_path: Path) -> None:
     job = spared_job(tmp_path)
     job.commands.fields["7"]["NodeList"] = "node[1,3,5]"  # type: ignore[attr-defined]
     assert job.lost_nodes(job.show_job()) == ["node2"]
-    assert job.spares_for("node2") == ["node5"]
+    assert job.spares_for(["node2"]) == ["node5"]
     # Nobody knows then.
     assert job.lost_nodes(None) == []
 
 
 def test_as_many_nodes_run_ranks_where_a_chosen_spare_is_lost_as_well(tmp_path: Path) -> None:
     job = spared_job(tmp_path)
-    (chosen,) = job.spares_for("node2")
+    (chosen,) = job.spares_for(["node2"])
     # While the step was cleared, Slurm has taken both spares from the job.
     job.commands.fields["7"]["NodeList"] = "node[1,3]"  # type: ignore[attr-defined]
-    job.replace("node2", by=chosen)
+    job.replace(["node2"], by=[chosen])
     assert job.start.nodes == ("node1", "node3", "node4")
-    assert job.lost_nodes(job.show_job()) == ["node4"] and job.spares_for("node4") == ()
+    assert job.lost_nodes(job.show_job()) == ["node4"] and job.spares_for(["node4"]) == ()
 
 
 def test_a_job_without_spare_nodes_has_no_lost_ones(tmp_path: Path) -> None:
     allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1", "node2"), tasks_per_node=(1, 1))
     job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=2, retry_s=0.0)
     # Slurm ends the job.
-    assert job.lost_nodes({**RUNNING, "NodeList": "node1"}) == () == job.spares_for("node2")
+    assert job.lost_nodes({**RUNNING, "NodeList": "node1"}) == () == job.spares_for(["node2"])
 
 
 @pytest.mark.parametrize(

@@ -78,17 +78,17 @@ class World(Scheduler):
     def num_oom_kills(self) -> int:
         return self.oom_kills
 
-    def can_avoid(self, nodes: str) -> bool:
+    def can_avoid(self, nodes: Sequence[str]) -> bool:
         return True
 
     def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
         return self.lost
 
-    def spares_for(self, nodes: str) -> Sequence[str]:
+    def spares_for(self, nodes: Sequence[str]) -> Sequence[str]:
         return self.spares if nodes else ()
 
-    def replace(self, nodes: str, *, by: str) -> None:
-        self.events.append(f"replace {nodes} by {by}")
+    def replace(self, nodes: Sequence[str], *, by: Sequence[str]) -> None:
+        self.events.append(f"replace {','.join(nodes)} by {','.join(by)}")
         self.lost = ()
 
     def clear(self, attempt: int) -> bool:
@@ -98,7 +98,7 @@ class World(Scheduler):
         return self.ends
 
     def requeue(self, decision: Decision) -> bool:
-        self.events.append(f"requeue without {decision.exclude}" if decision.exclude else "requeue")
+        self.events.append(f"requeue without {','.join(decision.exclude)}" if decision.exclude else "requeue")
         self.delays_s.append(decision.delay_s)
         with contextlib.suppress(OSError):
             self.ledger_at_requeue = read_ledger(self.run)
@@ -516,7 +516,7 @@ FIT = "OutOfMemoryError: CUDA out of memory. Tried to allocate {} MiB"
         (((FIT.format(20), SAME[1]), (FIT.format(24), SAME[1])), False, 2),
         # A checkpoint came between, so it is another part of the data.
         ((SAME, SAME, SAME, SAME), True, 4),
-        # Another message or place, or one that may pass by itself: up to requeue.max_fruitless_failures.
+        # Another message or place, or one that may pass by itself: up to requeue.max_failures_without_progress.
         ((SAME, ("ValueError: no", SAME[1]), SAME), False, 3),
         ((SAME, (SAME[0], "model.py:40 in forward"), SAME), False, 3),
         ((("OSError: gone", ""),) * 3, False, 3),

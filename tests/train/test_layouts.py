@@ -422,7 +422,7 @@ def test_a_stream_on_another_number_of_ranks_is_refused_or_begins_anew(tmp_path:
     text = run_to_end(run, stream_config(one, tmp_path / "sent"), ranks=1, attempt=1, code=1)
     assert "step 4 was saved with streams of 2 data-parallel ranks, and there are 1\nhint: resume on 2; or" in text
     text = run_to_end(run, stream_config(one, tmp_path / "sent", allow_world_change=True), ranks=1, attempt=2)
-    assert "the streams of 2 ranks fit no 1: all begin anew, samples of the present pass come again" in text
+    assert "stream state of 2 ranks cannot resume on 1: resetting it, samples of the present pass come again" in text
 
 
 @pytest.mark.parametrize("sections", [{"train": {"max_epochs": 2}}, {"batch": {"by_length": True}}], ids=str)

@@ -85,7 +85,7 @@ def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
 def test_a_stopped_rank_says_what_comes_by_itself(cluster: ClusterSection | None, tmp_path: Path) -> None:
     said: list[str] = []
     say_stopped(said.append, trainer_of(make_rank(tmp_path / "a" / "b", RunConfig(cluster=cluster))))
-    assert ("the job comes back by itself" in said[1]) is (cluster is not None)
+    assert ("requeued automatically" in said[1]) is (cluster is not None)
     assert said[-1].endswith("slurm_train resume b")
 
 

@@ -105,7 +105,7 @@ def test_a_power_cut_takes_no_line_of_a_step_that_a_checkpoint_has(
 @distributed
 def test_a_full_disk_in_a_periodic_save_is_reported_and_training_goes_on(plain: Path, tmp_path: Path) -> None:
     text = run_to_end(tmp_path / "run", saving(), fault={"full_rank": 1, "full_step": 6})
-    assert text.count("the checkpoint of step 6 failed, training goes on; the one before is untouched") == 1
+    assert text.count("the checkpoint of step 6 failed, training continues; the previous checkpoint is intact") == 1
     assert "rank 1 on " in text and "No space left on device" in text
     failed = {save["step"]: save["error"] for save in read_saves(RunDirectory(tmp_path / "run")) if "error" in save}
     assert list(failed) == [6] and "No space left" in failed[6]

@@ -26,9 +26,9 @@ HINTS = {
     "GPU_COUNT": "see CUDA_VISIBLE_DEVICES and the srun flags there; `scontrol show node` says what Slurm counts",
     "CPU_AFFINITY": "set cluster.cpus_per_gpu, and look at --cpu-bind and TaskPlugin where it is set",
     "LIMITS": "Slurm passes the limits of the shell that submits on: `ulimit -n 65536` there, or in cluster.setup",
-    "WRONG_MASTER": "compare `getent hosts` of that name on both nodes, mend /etc/hosts or the name server",
-    "NAME_RESOLUTION": "compare `getent hosts` of that name on both nodes, mend /etc/hosts or the name server",
-    "LOOPBACK": "mend the line of that name in /etc/hosts there",
+    "WRONG_MASTER": "compare `getent hosts` of that name on both nodes, correct /etc/hosts or the name server",
+    "NAME_RESOLUTION": "compare `getent hosts` of that name on both nodes, correct /etc/hosts or the name server",
+    "LOOPBACK": "correct the line of that name in /etc/hosts there",
     "PORT_BLOCKED": "open the ports between the nodes, those of ip_local_port_range as well, in firewall and routing "
     "(`nft list ruleset`, `ip route get` on both)",
     "PORT_IN_USE": "`ss -ltnp` there shows who holds it; the ranks, or the next attempt, take another port",
@@ -217,7 +217,7 @@ def _misleading_interfaces(job: Job) -> Iterator[Finding]:
         elif (code := _own_name_problem(node)) and not node.gloo_interface:
             found = shorten(node.own_addresses) or "nothing"
             seen = f"resolves its own name {node.own_name} to {found}, which gloo would announce; it has {own}"
-            hint = f"mend /etc/hosts there; until then GLOO_SOCKET_IFNAME={node.interface} is set for the ranks"
+            hint = f"correct /etc/hosts there; until then GLOO_SOCKET_IFNAME={node.interface} is set for the ranks"
             yield warning(code, node.node, seen, hint=hint)
         elif node.node in callers:
             unreached[node.gloo_interface].append(node)

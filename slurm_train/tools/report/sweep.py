@@ -35,7 +35,7 @@ def read_trial(
         cells: its row of the collated table.
         state: its status, e.g. "not started".
         note: why, in a sentence.
-        is_active: it runs, waits, or comes back by itself.
+        is_active: it runs, waits, or is requeued automatically.
         now_unix_s: the time of day.
     """
     given = " ".join(f"{key}={value}" for key, value in element.overrides.items())

@@ -70,7 +70,7 @@ def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_
     # Asked for by name it is looked at again, and comes off the list.
     _, run = person.types("+cluster=2x1", "cluster.nodelist=node[2-3]", *words, "run.name=again").job_and_run
     wait_until_finished(run, within_s=300)
-    assert "node2 was found well and is off the list" in (run.logs / "batch.log").read_text()
+    assert "node2 passed; removed from the bad nodes" in (run.logs / "batch.log").read_text()
     assert "left out" not in person.types("+cluster=3x1", *words, "run.name=last", "cluster.sbatch.hold=true").err
 
 

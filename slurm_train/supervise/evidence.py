@@ -1,0 +1,275 @@
+"""What the ranks of an attempt left behind, and what it says about their end.
+
+`read_evidence` reads the run directory. When ranks have ended any file may be unreadable or slow, so every fact has a
+default. `diagnose` is a pure function of what was read and of what Slurm and the kernel say: the cause, the nodes
+that are to blame, and whether the attempt before failed in the same way. `decision.decide` says what follows.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_train.rundir.attempts import Round, read_ledger
+from slurm_train.rundir.events import (
+    FailureMark,
+    Finding,
+    bad_nodes_of,
+    codes_of,
+    errors_of,
+    findings_of,
+    first_mark,
+    read_events,
+    read_marks,
+    read_preflight,
+)
+from slurm_train.rundir.lineage import first_step_of
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.timing import read_account, step_of_attempt
+from slurm_train.supervise.decision import (
+    NODE_FAILURE,
+    ends_without_progress,
+    last_bad_node,
+    made_progress,
+    node_of,
+)
+from slurm_train.supervise.monitor import BestEffort
+
+_DISK_FULL = "DISK_FULL"
+"""The preflight's code: whoever submits reads it at once, but a run that comes back waits for room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What an attempt left in the run directory."""
+
+    attempt: int
+    progress: Mapping[str, Any]
+    """For the ledger: exit code of srun, first and last step, step before the attempt, newest committed step."""
+    seconds: Mapping[str, float]
+    """For the ledger: where the time went, by cause; {} where it cannot be read."""
+    start_unix_s: float
+    end_unix_s: float
+    ledger: Sequence[Mapping[str, Any]]
+    """The earlier attempts, oldest first."""
+    has_progress: bool
+    """Whether a checkpoint, or a step where checkpoints are not known, was made."""
+    findings: Sequence[Finding]
+    """Of the preflight, the worst first."""
+    mark: FailureMark | None
+    """Of the rank that failed first."""
+    previous_marks: Sequence[FailureMark]
+    """Of all ranks of the attempt before."""
+    stop: Mapping[str, Any]
+    """The newest event of an agreed stop, {} for none."""
+    hang: Mapping[str, Any]
+    """The newest event of a hang, {} for none."""
+
+    @property
+    def asked_by(self) -> str:
+        """How rank 0 was asked to stop, e.g. "TERM"; "" if it was not, or that is not known."""
+        return str(self.stop.get("asked_by", ""))
+
+    @property
+    def earlier_ends(self) -> Counter[str]:
+        """Earlier attempts in a row without progress, by what ended them."""
+        return ends_without_progress(self.ledger)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the line of the ledger says of the end, besides the decision."""
+        texts = {"asked_by": self.asked_by, "found": codes_of(self.findings)}
+        return {**self.progress, **{name: text for name, text in texts.items() if text}, **self.seconds}
+
+    @property
+    def not_saved(self) -> str:
+        """Why no save was made at the stop, for the ledger's note; "" where one was."""
+        if self.stop.get("saved", True):
+            return ""
+        return (
+            f"; no save at the stop: {self.stop['left_s']:.0f} s were left and a save takes {self.stop['save_s']:.0f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What Slurm and the kernel say when the ranks have ended."""
+
+    srun_words: str
+    """Why srun says they ended, e.g. "rank 3 on node2: Killed"; "" for nothing."""
+    lost_nodes: tuple[str, ...]
+    """Nodes that Slurm, or their silence, calls lost, of a job that keeps the others."""
+    had_oom_kill: bool
+    """Whether the kernel of the head node ended a process for want of memory during the attempt."""
+    head_node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What is behind the end of an attempt."""
+
+    exit_code: int
+    """Of the rank that failed first, else of srun."""
+    cause: str
+    """In one line, e.g. "rank 3 on node2: Killed"; "" where it is not known."""
+    failed_on: tuple[str, ...]
+    """The nodes that the attempt failed on, as far as known."""
+    to_avoid: tuple[str, ...]
+    """The nodes without which the next attempt may go better."""
+    is_repeated: bool
+    """Whether the attempt before failed with the same exception at the same place, and there was no progress."""
+    had_begun: bool
+    """Whether the preflight let the ranks start."""
+    lacks_room: bool
+    """Whether the preflight found too little room on the disk."""
+
+
+def read_evidence(
+    run: RunDirectory,
+    attempt: int,
+    begun: Round,
+    best_effort: BestEffort,
+    *,
+    exit_code: int,
+    last_committed: int | None,
+    has_account: bool,
+) -> Evidence:
+    """Returns what an attempt whose ranks have ended left; each fact has a default where it cannot be read.
+
+    Args:
+        run: the run.
+        attempt: its number.
+        begun: how it began.
+        best_effort: bounds the time of each read.
+        exit_code: of srun, or of the local ranks.
+        last_committed: step of the newest checkpoint, None where that is not known.
+        has_account: whether the ranks write down where their time goes: ours do, a user's own program does not.
+    """
+    end_unix_s = time.time()
+    step_before = begun.first_step
+    first_step = best_effort("the events", lambda: first_step_of(run, attempt, default=step_before), step_before)
+    last_step = best_effort("the metrics", lambda: step_of_attempt(run, attempt, default=first_step), first_step)
+    progress: dict[str, Any] = {
+        "exit_code": exit_code,
+        "first_step": first_step,
+        "last_step": last_step,
+        "step_before": step_before,
+        "last_committed": last_committed,
+    }
+
+    def account() -> dict[str, float]:
+        return read_account(
+            run, attempt, start_unix_s=begun.start_unix_s, end_unix_s=end_unix_s, step_before=step_before
+        )
+
+    seconds = best_effort("the account", account, dict[str, float]())
+    if not seconds and has_account:
+        # Ranks that never met were starting all the time.
+        seconds = {"start_s": round(end_unix_s - begun.start_unix_s, 3)}
+    no_lines = list[dict[str, Any]]()
+    lines = best_effort("the ledger", lambda: read_ledger(run), no_lines)
+    entry = next((line for line in lines if line["attempt"] == attempt), {})
+    ledger = [line for line in lines if line["attempt"] < attempt]
+    findings = best_effort("the preflight's record", lambda: findings_of(read_preflight(run, attempt)), list[Finding]())
+    mark = best_effort("the marks of the ranks", lambda: first_mark(run, attempt), None)
+    previous_marks: list[FailureMark] = []
+    if mark is not None and ledger:
+        previous = int(ledger[-1]["attempt"])
+        previous_marks = best_effort("the marks of the attempt before", lambda: read_marks(run, previous), [])
+    events = best_effort("the events", lambda: read_events(run, attempt=attempt), no_lines)
+    newest_by_kind = {event.get("event"): event for event in events}
+    return Evidence(
+        attempt=attempt,
+        progress=progress,
+        seconds=seconds,
+        start_unix_s=begun.start_unix_s,
+        end_unix_s=end_unix_s,
+        ledger=ledger,
+        has_progress=made_progress(entry | progress),
+        findings=findings,
+        mark=mark,
+        previous_marks=previous_marks,
+        stop=newest_by_kind.get("stop", {}),
+        hang=newest_by_kind.get("hang", {}),
+    )
+
+
+def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> Diagnosis:
+    """Returns what is behind the end of an attempt.
+
+    Args:
+        evidence: what it left.
+        around: what Slurm and the kernel say.
+        has_failed: whether srun, or the local ranks, ended with neither success nor the code of a requeue.
+    """
+    mark = evidence.mark
+    errors = errors_of(evidence.findings)
+    cause = _cause(evidence, around, has_failed=has_failed)
+    is_same_again = (
+        mark is not None
+        and cause == str(mark)
+        and not evidence.has_progress
+        and any(mark.is_like(earlier) for earlier in evidence.previous_marks)
+    )
+    cause = _with_kernel(cause, evidence, around)
+    if around.lost_nodes:
+        cause = f"{NODE_FAILURE} on {','.join(around.lost_nodes)}"
+
+    bad_nodes = tuple(bad_nodes_of(evidence.findings))
+    failed_on = bad_nodes or _single(
+        _node_of_error(errors) or node_of(cause) or (mark.host if mark is not None else "")
+    )
+    to_avoid: tuple[str, ...] = ()
+    if around.lost_nodes:
+        to_avoid = around.lost_nodes
+    elif bad_nodes or failed_on == _single(last_bad_node(evidence.ledger)):
+        # A node does not leave the program's own exception twice.
+        to_avoid = () if evidence.has_progress or is_same_again else failed_on
+    had_begun = not (has_failed and errors)
+    return Diagnosis(
+        # srun gives one code for all ranks; the rank that failed first knows better.
+        exit_code=mark.exit_code if has_failed and mark is not None else int(evidence.progress["exit_code"]),
+        cause=cause,
+        failed_on=failed_on,
+        to_avoid=to_avoid,
+        # Whoever started it again after a stop gets a first try again.
+        is_repeated=is_same_again and evidence.ledger[-1].get("action") != "stop",
+        had_begun=had_begun,
+        lacks_room=not had_begun and any(error.code == _DISK_FULL for error in errors),
+    )
+
+
+def _cause(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> str:
+    # Ranks that were ended as hung were killed, and srun would name whichever died first.
+    sentence = str(evidence.hang.get("sentence", ""))
+    if sentence:
+        return sentence
+    errors = errors_of(evidence.findings)
+    if errors:
+        return errors[0].line
+    # srun ends with 0 after a node failure, so its output counts whatever its code.
+    if around.srun_words:
+        return around.srun_words
+    return str(evidence.mark or "") if has_failed else ""
+
+
+def _with_kernel(cause: str, evidence: Evidence, around: Surroundings) -> str:
+    """Returns the cause with the kernel's word for a rank on the head node that was killed."""
+    was_killed = evidence.progress["exit_code"] == 128 + signal.SIGKILL
+    is_here = not cause or (cause.endswith(": Killed") and node_of(cause) == around.head_node)
+    if was_killed and is_here and around.had_oom_kill:
+        return f"{cause or 'a rank was killed'} (an oom-kill by the kernel)"
+    return cause
+
+
+def _node_of_error(errors: Sequence[Finding]) -> str:
+    """Returns the node of the first error, "" where it names none or several."""
+    return errors[0].node if errors and ", " not in errors[0].node else ""
+
+
+def _single(node: str) -> tuple[str, ...]:
+    return (node,) if node else ()
