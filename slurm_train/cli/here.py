@@ -28,8 +28,8 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.formatting import count
-from slurm_train.launch.batch_script import RankCommand
 from slurm_train.launch.plan import describe
+from slurm_train.launch.rank_command import RankCommand
 from slurm_train.rundir.attempts import AttemptStart
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.heartbeat import Beat

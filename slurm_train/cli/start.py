@@ -25,8 +25,9 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, require_slurm, salloc_words
-from slurm_train.launch.batch_script import RankCommand, render_script, renewed_warning
+from slurm_train.launch.batch_script import render_script, renewed_warning
 from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
+from slurm_train.launch.rank_command import RankCommand
 from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of

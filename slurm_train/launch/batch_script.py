@@ -4,7 +4,7 @@ Every flag has its reason in a fact about Slurm; see docs/slurm.md. Every value 
 guards of `slurm.flags`: one for what sbatch reads, one for what bash reads. The template is plain bash; decisions
 are taken here. The text is compared with a golden file in the tests.
 
-Where a run has a container, only the Python of its ranks is in it: `RankCommand` gives the words for that.
+The words of the ranks, in a container where there is one, come from `rank_command`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from slurm_train.assets import package_dir, read_template
-from slurm_train.config.schema import ClusterSection, ContainerSection, RunConfig
+from slurm_train.assets import read_template
+from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen_positional
-from slurm_train.launch.hub import hub_snapshots
 from slurm_train.launch.placement import NodeGroup, World
 from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.rank_command import RankCommand
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import warning_lead_s
 from slurm_train.slurm.allocation import compact_nodelist, parse_nodelist
@@ -108,7 +107,8 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
         )
     if cluster.stage_python is not None:
         _check_stage(cluster.stage_python, plan.config)
-    ranks, exports = RankCommand(plan.config, plan.run, plan.directory, package), job_environment(plan.config)
+    ranks = RankCommand(plan.config, plan.run, plan.directory, package)
+    exports = job_environment(plan.config)
     components = []
     for flags in sbatch_components(plan):
         words = (_guarded(f"--{name}", flag_word, name, value) for name, value in flags.items())
@@ -208,7 +208,8 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
     Raises:
         ConfigError: `cluster.sbatch` names a flag that the launch decides, or `cluster.nodelist` cannot be shared.
     """
-    cluster, groups = _cluster(plan.config), plan.world.groups
+    cluster = _cluster(plan.config)
+    groups = plan.world.groups
     own = _own_flags("cluster.sbatch", cluster.sbatch)
     hosts = None
     if len(groups) > 1 and cluster.nodelist is not None:
@@ -312,7 +313,8 @@ def srun_flags(plan: RunPlan) -> Flags:
     Raises:
         ConfigError: `cluster.srun` names a flag that the launch decides.
     """
-    cluster, groups = _cluster(plan.config), plan.world.groups
+    cluster = _cluster(plan.config)
+    groups = plan.world.groups
     is_torchrun = cluster.launcher == "torchrun"
     if len(groups) > 1:
         # Numbers of nodes and tasks would be meant for each component; without them each gives what it has.
@@ -346,9 +348,11 @@ def srun_flags(plan: RunPlan) -> Flags:
     if is_torchrun and len(groups) > 1:
         # The components' tasks have different numbers of cores, and srun takes one number.
         flags["cpu-bind"] = "none"
-    elif (cpus := _cpus_per_task(cluster, groups[0])) is not None:
-        # srun inherits it in some releases only (not from 22.05 to 23.02), so it is said again.
-        flags["cpus-per-task"] = str(cpus)
+    else:
+        cpus = _cpus_per_task(cluster, groups[0])
+        if cpus is not None:
+            # srun inherits it in some releases only (not from 22.05 to 23.02), so it is said again.
+            flags["cpus-per-task"] = str(cpus)
     return flags | _own_flags("cluster.srun", cluster.srun)
 
 
@@ -390,12 +394,15 @@ def _own_flags(key: str, values: Mapping[str, Any]) -> Flags:
             )
         # Slurm takes a long name cut short as well ("arr" for "array").
         protected = _PROTECTED[key]
-        meant = flag if flag in protected else next((one for one in protected if one.startswith(flag)), None)
+        meant = flag if flag in protected else next((longer for longer in protected if longer.startswith(flag)), None)
         if meant is not None and flag not in _NOT_SHORT:
             hint = f"use {protected[meant]} instead" if protected[meant] else f"drop {key}.{name}"
             raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
-        if found := next((word for word in ("{attempt}", "{nodes}", "{nodelist}") if word in str(value)), None):
-            raise ConfigError(f"{key}.{name}={value}: {found} is filled in by the launch", hint="write another text")
+        for placeholder in ("{attempt}", "{nodes}", "{nodelist}"):
+            if placeholder in str(value):
+                raise ConfigError(
+                    f"{key}.{name}={value}: {placeholder} is filled in by the launch", hint="write another text"
+                )
         if value is not None and value is not False:
             flags[flag] = value if value is True else _text(f"{key}.{name}", value)
     return flags
@@ -405,132 +412,3 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, (dict, list)):
         raise ConfigError(f"{key}={value!r} is not a single value", hint=f"write {key}=TEXT")
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# --- the ranks' Python in an image ---
-
-# The batch script, the supervisor and Slurm's commands stay on the host, so a requeue needs no scontrol in the image.
-# Inside runs this very package, which is mounted next to the image's own packages; what the image must have is torch
-# and the packages that this one needs. Variables travel as they are in the job: Apptainer passes the environment on,
-# and for pyxis, where the image's own values win, those that the launch sets are named.
-INSIDE = "/opt/slurm_train"
-"""Where the host's package is mounted; nothing else of the host's packages is seen."""
-# What the supervisor and Slurm set for a rank; the image must not replace it.
-_SET_BY_LAUNCH = ("SLURM_TRAIN_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")
-# In images with PyTorch, pyxis and its hook give a part of them, and a rank that has some expects all (torchrun's way).
-_TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# Where the embedded text is kept unless data.path says otherwise.
-_CACHE, _CACHING = "~/.cache/slurm_train", ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
-
-
-@frozen_positional
-class RankCommand:
-    """What decides the command of a run's ranks."""
-
-    config: RunConfig
-    run: RunDirectory
-    directory: str
-    """Where the run was typed; relative paths start there."""
-    package: Path | None = None
-    """The folder of this package on the nodes; None: where it lies here."""
-
-    def words(self, *, python: str) -> list[str]:
-        """Returns the words of a task: what starts a rank or torchrun's launcher, in its container where it has one.
-
-        Args:
-            python: interpreter on the nodes, for runs without a container.
-
-        Raises:
-            ConfigError: a path that a container cannot be given.
-        """
-        container, cluster = self.config.container, self.config.cluster
-        # Under torchrun one launcher per node, which starts the ranks inside the container as well.
-        verb = "torchrun" if cluster is not None and cluster.launcher == "torchrun" else "worker"
-        worker = ["-m", "slurm_train", verb, str(self.run.path)]
-        if container is None:
-            return [python, *worker]
-        # The host's packages and those of the user's home are for another Python.
-        inside = [f"PYTHONPATH={INSIDE}", "PYTHONNOUSERSITE=1", container.python, *worker]
-        if container.kind == "pyxis":
-            return ["env", *(word for name in _TORCHRUN for word in ("-u", name)), *inside]
-        gpus = [] if cluster is not None and cluster.gpu_flag == "none" else ["--nv"]
-        binds = [word for mount in self._mounts(container) for word in ("--bind", mount)]
-        words = [container.command or "apptainer", "exec", *gpus, *binds, "--pwd", str(self.run.code)]
-        return [*words, *container.flags, self._image(container), "env", *inside]
-
-    def step_flags(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """Returns further flags of srun: those of pyxis; none for other containers, or without one.
-
-        Args:
-            variables: what the job exports before the ranks start.
-        """
-        container, cluster = self.config.container, self.config.cluster
-        if container is None or cluster is None or container.kind != "pyxis":
-            return {}
-        mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in self._mounts(container))
-        exported = (name for name in cluster.export if name.isidentifier())
-        return {
-            "container-image": self._image(container),
-            "container-mounts": ",".join(mounts),
-            "container-workdir": str(self.run.code),
-            "container-env": ",".join(dict.fromkeys([*_SET_BY_LAUNCH, *variables, *exported])),
-        }
-
-    def make_mount_points(self) -> None:
-        """Makes the folder that the embedded text will be put into: what is not there cannot be mounted."""
-        if self.config.container is not None and self._uses_cache:
-            Path(_CACHE).expanduser().mkdir(parents=True, exist_ok=True)
-
-    @property
-    def _uses_cache(self) -> bool:
-        return any(name in str(self.config.data) for name in _CACHING)
-
-    def _image(self, container: ContainerSection) -> str:
-        # A relative path starts where the run was typed, since the job starts elsewhere.
-        image = container.image
-        if not image or not image.isprintable():
-            raise ConfigError(f"container.image={image!r} names no image", hint="give a path, or e.g. docker://NAME")
-        is_path = container.kind == "apptainer" or image.startswith((".", "~"))
-        if "://" in image or not is_path:
-            return image
-        return str(Path(self.directory) / Path(image).expanduser())
-
-    def _mounts(self, container: ContainerSection) -> list[str]:
-        """Returns "source:inside[:flags]" or plain paths: what the run needs by itself, then the person's own."""
-        # Relative paths of the data lie where the run was typed.
-        needed = [str(self.run.path.parent.parent), self.directory, *_absolute_paths(self.config.data)]
-        needed += [str(snapshot.repository_folder) for snapshot in hub_snapshots(self.config)]
-        if self._uses_cache:
-            needed.append(str(Path(_CACHE).expanduser()))
-        # The root itself would hide the whole image.
-        wanted = dict.fromkeys(path for path in needed if PurePosixPath(path).is_absolute() and path != "/")
-        mounts = [f"{self.package or package_dir()}:{INSIDE}/slurm_train:ro"]
-        for path in wanted:
-            if not any(path != other and PurePosixPath(path).is_relative_to(other) for other in wanted):
-                _check_path(path, "the run")
-                mounts.append(path)
-        for mount in container.mounts:
-            parts = mount.split(":")
-            if not 1 <= len(parts) <= 3 or not all(part.startswith("/") for part in parts[:2]):
-                hint = 'write "/path", "/path:/inside" or "/path:/inside:ro"'
-                raise ConfigError(f"container.mounts has {mount!r}", hint=hint)
-            for part in parts:
-                _check_path(part, "container.mounts")
-            mounts.append(mount)
-        return mounts
-
-
-def _check_path(path: str, what: str) -> None:
-    if any(sign in path for sign in ",:\\") or not path.isprintable():
-        raise ConfigError(
-            f"{what} uses the path {path!r}, which a container cannot be given", hint="use a path without , : and \\"
-        )
-
-
-def _absolute_paths(value: Any) -> Iterator[str]:
-    """Yields the absolute paths among keyword arguments."""
-    if isinstance(value, str) and value.startswith(("/", "~/")):
-        yield str(Path(value).expanduser())
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _absolute_paths(item)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ConfigError
-from slurm_train.launch.batch_script import RankCommand, render_script
+from slurm_train.launch.batch_script import render_script
 from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.rank_command import RankCommand
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
 
