@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_train.cli.drift import tell_of_another
 from slurm_train.cli.terminal import note
-from slurm_train.config.batch import largest_local_size, planned_sizes, sizes_in_words, total_steps
+from slurm_train.config.batch import planned_sizes, sizes_in_words, total_steps
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig, TrackSection
 from slurm_train.data.shards import known_num_samples, require_readable
 from slurm_train.errors import ConfigError
@@ -258,13 +258,10 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _shares_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    if plan.config.batch.shares == "even":
-        return []
-    batch, ranks_per_node = plan.batch, plan.world.ranks_per_node
-    sizes = planned_sizes(plan.config, batch, ranks_per_node=ranks_per_node)
+    ranks_per_node = plan.world.ranks_per_node
+    sizes = planned_sizes(plan.config, plan.batch, ranks_per_node=ranks_per_node)
     if sizes is None:
-        most = largest_local_size(plan.config, batch, ranks_per_node=ranks_per_node)
-        return [("shares", f"by speed, measured at each start; a rank has at most {most} samples of a micro-batch")]
+        return []
     nodes = [f"node {number}:" for number in range(1, plan.world.num_nodes + 1)]
     words = sizes_in_words(sizes, ranks_per_node=ranks_per_node, nodes=nodes)
     return [("shares", f"{words} of the {sum(sizes)} samples of a micro-batch")]

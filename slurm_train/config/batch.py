@@ -3,10 +3,10 @@
 Any of local, accumulation and global may be given; the rest is solved. An inconsistent set is refused with the
 nearest ones that work. The learning rate follows a changed global batch by a named rule, or not at all.
 
-Ranks may have unequal parts of a micro-batch, by weights or by their speed. The global batch, its order and the number
-of micro-batches stay what they are; only the borders between the ranks' slices move. A micro-batch takes as long as
-the slowest rank, so samples are assigned one by one, each to the rank that would finish it first: that makes the
-slowest rank's time the shortest possible, which rounding shares to whole samples would not.
+Ranks may have unequal parts of a micro-batch, by weights. The global batch, its order and the number of micro-batches
+stay the same; only the borders between the ranks' slices move. A micro-batch takes as long as the slowest rank, so
+samples are assigned one by one, each to the rank that would finish it first. That makes the slowest rank's time as
+short as possible; rounding shares to whole samples would not.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from slurm_train.frozen_class import frozen
 
 LEAST_SHARE = 4
 """A batch by length has at least a fourth of the mean number of samples, however long they are."""
-MOST = 2
-"""A measured share is at most this multiple of an equal share, so that it fits into memory."""
 _BATCHES_PER_STAGE = 4
-_LEAST_GAIN = 0.05
 _NODES_NAMED = 6
 
 
@@ -199,7 +196,7 @@ def check_batch(config: RunConfig, plan: BatchPlan, *, layout: ParallelLayout, r
 
 
 def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> Iterator[Check]:
-    parts, shares, cluster = plan.ranks * plan.accumulation, config.batch.shares, config.cluster
+    parts = plan.ranks * plan.accumulation
     for after in config.batch.growth:
         yield (
             not after.isdecimal(),
@@ -223,9 +220,10 @@ def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> It
             f"{max(1, plan.global_size // LEAST_SHARE)} of them, for {parts} micro-batches",
             f"set batch.global_size to {LEAST_SHARE * parts} or more, or lower batch.accumulation",
         )
-    if shares == "even":
+    if isinstance(config.batch.shares, str):
         return
-    asked = f"batch.shares={_shown(shares)} was asked with"
+    asked = f"batch.shares={_shown(config.batch.shares)} was asked with"
+    cluster = config.cluster
     yield (
         not layout.is_replicated,
         f"{asked} a layout of {layout}",
@@ -237,54 +235,33 @@ def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> It
         "leave one of the two out",
     )
     yield (
-        shares == "measured" and config.train.deterministic,
-        f"{asked} train.deterministic=true, and what is measured differs from start to start",
-        "give weights, e.g. batch.shares=[2,1]",
-    )
-    yield (
-        shares != "measured" and cluster is not None and cluster.launcher == "torchrun",
+        cluster is not None and cluster.launcher == "torchrun",
         f"{asked} cluster.launcher=torchrun, which numbers the nodes anew at each start",
-        "use batch.shares=measured, or cluster.launcher=srun",
+        "use cluster.launcher=srun, or leave batch.shares at even",
     )
 
 
-@frozen
-class Choice:
-    """Samples of a micro-batch, rank by rank, and what they were chosen for."""
-
-    sizes: tuple[int, ...]
-    equal_s: float
-    """The slowest rank's pass with equal shares, in seconds; NaN: a rank's measured times are not positive numbers."""
-    chosen_s: float
-    """The slowest rank's pass with these shares, as expected."""
-
-
-def assign_samples(
-    total: int, costs: Sequence[tuple[float, float]], *, most: Sequence[int] | None = None
-) -> tuple[int, ...]:
+def assign_samples(total: int, sample_times: Sequence[float]) -> tuple[int, ...]:
     """Returns how many of `total` samples each rank gets, at least one each, so that the slowest finishes soonest.
 
     Args:
-        total: at least one per rank, and not more than `most` allows.
-        costs: of each rank, the fixed part of a pass and what a sample adds to it, in any unit of time.
-        most: samples that each rank can take; None: any number.
+        total: at least one per rank.
+        sample_times: of each rank, the time of one sample, in any unit.
     """
-    limits = [total] * len(costs) if most is None else most
-    assert len(costs) <= total <= sum(limits), f"{total} samples for {len(costs)} ranks of at most {limits}"
-    sizes = [1] * len(costs)
-    waiting = [(fixed + 2 * each, rank) for rank, (fixed, each) in enumerate(costs) if limits[rank] > 1]
-    heapq.heapify(waiting)
-    for _ in range(total - len(costs)):
-        _, rank = heapq.heappop(waiting)
+    assert len(sample_times) <= total, f"{total} samples for {len(sample_times)} ranks"
+    sizes = [1] * len(sample_times)
+    # When each rank would have finished one more sample than it has, soonest first.
+    finish_times = [(2 * sample_time, rank) for rank, sample_time in enumerate(sample_times)]
+    heapq.heapify(finish_times)
+    for _ in range(total - len(sizes)):
+        _, rank = finish_times[0]
         sizes[rank] += 1
-        if sizes[rank] < limits[rank]:
-            fixed, each = costs[rank]
-            heapq.heappush(waiting, (fixed + (sizes[rank] + 1) * each, rank))
+        heapq.heapreplace(finish_times, ((sizes[rank] + 1) * sample_times[rank], rank))
     return tuple(sizes)
 
 
 def planned_sizes(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the samples of a micro-batch, rank by rank, None where they are equal or not known before the start.
+    """Returns the samples of a micro-batch, rank by rank; None where all ranks have the same number.
 
     Raises:
         BatchError: the weights do not fit the ranks.
@@ -296,10 +273,9 @@ def planned_sizes(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequenc
 
 
 def largest_local_size(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> int:
-    """Returns the samples of a micro-batch that a rank has to have room for."""
-    if config.batch.shares == "measured" and plan.ranks > 1:
-        return MOST * plan.local_size
-    return max(planned_sizes(config, plan, ranks_per_node=ranks_per_node) or (plan.local_size,))
+    """Returns the samples of the largest micro-batch that a rank computes; its memory must have room for them."""
+    sizes = planned_sizes(config, plan, ranks_per_node=ranks_per_node)
+    return plan.local_size if sizes is None else max(sizes)
 
 
 def sizes_by_weight(weights: Sequence[float], plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> tuple[int, ...]:
@@ -313,73 +289,41 @@ def sizes_by_weight(weights: Sequence[float], plan: BatchPlan, *, ranks_per_node
     Raises:
         BatchError: their number fits neither nodes nor ranks, or one is not above 0.
     """
-    of_ranks = list(weights)
+    rank_weights = list(weights)
     if len(weights) == len(ranks_per_node):
-        of_ranks = [weight for weight, ranks in zip(weights, ranks_per_node, strict=True) for _ in range(ranks)]
-    if len(of_ranks) != plan.ranks:
+        rank_weights = []
+        for weight, num_ranks in zip(weights, ranks_per_node, strict=True):
+            rank_weights += [weight] * num_ranks
+    if len(rank_weights) != plan.ranks:
         raise BatchError(
             f"batch.shares={_shown(weights)} has {len(weights)} weights, for {plan.ranks} ranks on nodes of "
             f"{' + '.join(map(str, ranks_per_node))}",
-            hint="give one weight for each node or for each rank, or batch.shares=measured or even",
+            hint="give one weight for each node or for each rank, or batch.shares=even",
         )
-    if not all(0 < weight < math.inf for weight in of_ranks):
+    if not all(0 < weight < math.inf for weight in rank_weights):
         raise BatchError(
             f"batch.shares={_shown(weights)} has a weight that is not above 0",
             hint="give how fast a rank of each node is, e.g. [2,1]; leave a node that is to have no samples out",
         )
-    return assign_samples(plan.local_size * plan.ranks, [(0.0, 1 / weight) for weight in of_ranks])
+    return assign_samples(plan.local_size * plan.ranks, [1 / weight for weight in rank_weights])
 
 
-def sizes_by_speed(seconds: Sequence[tuple[float, float]], plan: BatchPlan) -> Choice:
-    """Returns the samples of a micro-batch, rank by rank, by what passes were measured to take.
-
-    They are equal where unequal ones would save less than a twentieth of the slowest rank's pass, which also is the
-    case where speeds differ by less than that, and where a rank's times are not positive numbers.
-
-    Args:
-        seconds: of each rank, what a pass over an equal share takes, and one over twice as many samples; infinite,
-            where those have no room.
-        plan: the cut of the global batch.
-    """
-    local, equal = plan.local_size, (plan.local_size,) * plan.ranks
-    if not all(0 < once < math.inf and double > 0 for once, double in seconds):
-        return Choice(sizes=equal, equal_s=math.nan, chosen_s=math.nan)
-    costs = []
-    for once, double in seconds:
-        # Noise may make the line fall, or begin below nothing.
-        per_sample = min(max((double - once) / local, 0.0), once / local)
-        costs.append((once - per_sample * local, per_sample))
-    most = [MOST * local if double < math.inf else local for _, double in seconds]
-    sizes = assign_samples(local * plan.ranks, costs, most=most)
-    equal_s = max(once for once, _ in seconds)
-    chosen_s = max(fixed + each * size for (fixed, each), size in zip(costs, sizes, strict=True))
-    if chosen_s > (1 - _LEAST_GAIN) * equal_s:
-        return Choice(sizes=equal, equal_s=equal_s, chosen_s=equal_s)
-    return Choice(sizes=sizes, equal_s=equal_s, chosen_s=chosen_s)
-
-
-def sizes_in_words(
-    sizes: Sequence[int], *, ranks_per_node: Sequence[int], nodes: Sequence[str], seconds: Sequence[float] | None = None
-) -> str:
+def sizes_in_words(sizes: Sequence[int], *, ranks_per_node: Sequence[int], nodes: Sequence[str]) -> str:
     """Returns sizes for a person, e.g. "node1 3+3+3+3, node2 2+2".
 
     Args:
         sizes: rank by rank.
         ranks_per_node: in rank order.
         nodes: their names.
-        seconds: a time for each rank, shown as well.
     """
-    parts, first = [], 0
-    for node, ranks in zip(nodes, ranks_per_node, strict=True):
-        part = slice(first, first + ranks)
-        text = f"{node} {'+'.join(map(str, sizes[part]))}"
-        if seconds is not None:
-            times = dict.fromkeys(f"{1e3 * one:.3g}" for one in (min(seconds[part]), max(seconds[part])))
-            text += f" ({' to '.join(times)} ms)"
-        parts.append(text)
-        first += ranks
+    parts = []
+    first_rank = 0
+    for node, num_ranks in zip(nodes, ranks_per_node, strict=True):
+        node_sizes = sizes[first_rank : first_rank + num_ranks]
+        parts.append(f"{node} {'+'.join(map(str, node_sizes))}")
+        first_rank += num_ranks
     return shorten(parts, _NODES_NAMED)
 
 
-def _shown(shares: str | Sequence[float]) -> str:
-    return shares if isinstance(shares, str) else f"[{','.join(f'{weight:g}' for weight in shares)}]"
+def _shown(weights: Sequence[float]) -> str:
+    return f"[{','.join(f'{weight:g}' for weight in weights)}]"

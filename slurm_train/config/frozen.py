@@ -22,7 +22,7 @@ import yaml
 
 from slurm_train.assets import asset_dir
 from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, flat, nested, to_mapping
-from slurm_train.config.synonyms import REMOVED_KEYS, RENAMED_KEYS
+from slurm_train.config.synonyms import REMOVED_KEYS, REMOVED_VALUES, RENAMED_KEYS
 from slurm_train.errors import RunError
 from slurm_train.frozen_class import frozen_positional
 
@@ -120,12 +120,18 @@ def load_config(path: Path) -> RunConfig:
 
 
 def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns frozen values without the keys of earlier versions that had no effect at the value that they have."""
-    for key, (default, _) in REMOVED_KEYS.items():
+    """Returns frozen values without keys and values of earlier versions that do not change what is trained.
+
+    These are removed keys at their defaults, and removed values of keys in `NOT_IDENTITY`, which take their defaults.
+    """
+    droppable = [(key, default) for key, (default, _) in REMOVED_KEYS.items()]
+    droppable += [(key, value) for key, value in REMOVED_VALUES if key in NOT_IDENTITY]
+    for key, droppable_value in droppable:
         section, _, name = key.partition(".")
-        held = values.get(section)
-        if isinstance(held, dict) and name in held and held[name] == default:
-            values = {**values, section: {other: value for other, value in held.items() if other != name}}
+        keys = values.get(section)
+        if isinstance(keys, dict) and name in keys and keys[name] == droppable_value:
+            kept = {other: value for other, value in keys.items() if other != name}
+            values = {**values, section: kept}
     return values
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from slurm_train.config.synonyms import advise
+from slurm_train.config.synonyms import REMOVED_VALUES, advise
 from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
 
@@ -92,8 +92,8 @@ class BatchSection:
     """Global batch if none of the three is set, rounded to the nearest size that the ranks can share."""
     growth: dict[str, Count] = field(default_factory=dict)
     """Global batches of a step, by the steps before it, e.g. {1000: 2, 3000: 4}: two from step 1001 on."""
-    shares: Literal["even", "measured"] | list[float] = "even"
-    """Samples of a micro-batch per rank: even; by speed, measured at each start; or by weights of nodes or ranks."""
+    shares: Literal["even"] | list[float] = "even"
+    """Samples of a micro-batch per rank: even, or by weights of nodes or ranks, e.g. [2,1]."""
     by_length: bool = False
     """Batches of similar lengths, padded alike (needs `lengths` of the data set); batch sizes become averages."""
     pool: Count = 64
@@ -777,7 +777,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             typed = f"{path}._target_={value}"
         elif near := difflib.get_close_matches(value, asked.split(" or "), n=1, cutoff=0.5):
             typed = f"{path}={near[0]}"
-    raise ConfigError(f"{path} must be {asked}, got {value!r}", hint=f'for example "{typed}"')
+    hint_text = REMOVED_VALUES.get((path, str(value)), f'for example "{typed}"')
+    raise ConfigError(f"{path} must be {asked}, got {value!r}", hint=hint_text)
 
 
 def _describe(hint: Any) -> tuple[str, str]:

@@ -184,6 +184,12 @@ RENAMED_KEYS: Mapping[str, str] = {
     "requeue.max_fruitless_returns": "requeue.max_returns_without_progress",
 }
 """Keys of earlier versions -> their present names. Configurations that were frozen with them are still read."""
+REMOVED_VALUES: Mapping[tuple[str, str], str] = {
+    ("batch.shares", "measured"): "give weights of nodes or ranks, fastest highest: batch.shares=[2,1]; or even",
+    ("ddp.comm", "powersgd"): "PowerSGD was removed; ddp.comm=bf16 halves the bytes",
+    ("ddp.comm", "post_local_sgd"): "post-local SGD was removed; ddp.comm=bf16 halves the bytes",
+}
+"""Key and value of earlier versions -> what to do instead."""
 _EXAMPLE = re.compile(r"=\{([^{}]*)\}")
 _OWN_GROUPS = ("model", "data", "task")
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -39,7 +40,7 @@ from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.save import BackgroundSaver
 from slurm_train.checkpoint.state import StagingBuffers, names_of_groups, take_extra_states
 from slurm_train.checkpoint.verify import share_of, verify
-from slurm_train.config.batch import planned_lr, total_steps
+from slurm_train.config.batch import planned_lr, sizes_by_weight, sizes_in_words, total_steps
 from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import stages_of
 from slurm_train.config.schema import RunConfig
@@ -250,7 +251,6 @@ def _refuse_for_streams(config: RunConfig) -> None:
     for is_asked, what in (
         (train.max_epochs is not None, "train.max_epochs"),
         (batch.by_length, "batch.by_length"),
-        (batch.shares == "measured", "batch.shares=measured"),
     ):
         if is_asked:
             raise ConfigError(
@@ -470,10 +470,8 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         if layout.is_replicated:
             _write_sent_bytes(rank, parts.model)
     sizes = None
-    if config.batch.shares != "even":
-        from slurm_train.train.shares import build_shares
-
-        sizes = build_shares(parts, batches, objective=objective, position=position, display=display)
+    if not isinstance(config.batch.shares, str) and rank.plan.ranks > 1 and position.step < parts.max_steps:
+        sizes = _weighted_sizes(rank, config.batch.shares, display=display)
     split = Split(
         rank=layout.data_parallel_index(rank.place.rank),
         ranks=layout.data_parallel_size,
@@ -545,6 +543,24 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         callbacks=parts.callbacks,
         compile_cache=compile_cache,
     )
+
+
+def _weighted_sizes(rank: Rank, weights: Sequence[float], *, display: Display | None) -> tuple[int, ...]:
+    """Returns the samples of a micro-batch, rank by rank, in proportion to weights. Collective.
+
+    Raises:
+        BatchError: the weights do not fit the nodes and ranks of this attempt; on every rank alike.
+    """
+    places = gather((rank.place.node_rank, rank.place.host))
+    ranks_per_node = Counter(places)
+    sizes = sizes_by_weight(weights, rank.plan, ranks_per_node=list(ranks_per_node.values()))
+    if display is not None:
+        hosts = [host for _, host in ranks_per_node]
+        words = sizes_in_words(sizes, ranks_per_node=list(ranks_per_node.values()), nodes=hosts)
+        sentence = f"{words} of the {sum(sizes)} samples of a micro-batch"
+        display.say(f"shares: {sentence}")
+        append_event(rank.run, "shares", attempt=rank.attempt, sentence=sentence, sizes=list(sizes))
+    return sizes
 
 
 def _check_measures(parts: Parts, evaluator: Evaluator | None) -> None:

@@ -14,7 +14,6 @@ from slurm_train.config.batch import (
     check_batch,
     num_batches,
     planned_lr,
-    sizes_by_speed,
     sizes_by_weight,
     solve_batch,
     total_steps,
@@ -130,16 +129,16 @@ def test_the_learning_rate_follows_its_rule() -> None:
 
 
 @settings(deadline=None)
-@given(costs=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4), more=st.integers(0, 12))
-def test_no_other_shares_finish_sooner(costs: list[tuple[int, int]], more: int) -> None:
-    total = len(costs) + more
-    sizes = assign_samples(total, costs)
+@given(sample_times=st.lists(st.integers(1, 9), min_size=1, max_size=4), more=st.integers(0, 12))
+def test_no_other_shares_finish_sooner(sample_times: list[int], more: int) -> None:
+    total = len(sample_times) + more
+    sizes = assign_samples(total, sample_times)
     assert sum(sizes) == total and min(sizes) >= 1
-    last = max(fixed + each * size for (fixed, each), size in zip(costs, sizes, strict=True))
-    # Whatever the ranks could do in less time than the last one takes is not enough.
-    sooner = last - 1e-9
-    room = [max(1, math.floor((sooner - fixed) / each)) for fixed, each in costs]
-    assert sum(room) < total or last == max(fixed + each for fixed, each in costs)
+    finish_time = max(size * time for size, time in zip(sizes, sample_times, strict=True))
+    # In any shorter time the ranks together could not compute all samples.
+    shorter = finish_time - 1e-9
+    capacity = sum(max(1, math.floor(shorter / time)) for time in sample_times)
+    assert capacity < total or finish_time == max(sample_times)
 
 
 def test_weights_are_of_nodes_or_of_ranks() -> None:
@@ -152,33 +151,15 @@ def test_weights_are_of_nodes_or_of_ranks() -> None:
 def test_weights_that_do_not_fit_are_refused_with_what_would() -> None:
     assert str(refusal(BatchError, sizes_by_weight, [2, 1, 1], SIX, ranks_per_node=FOUR_AND_TWO)) == (
         "batch.shares=[2,1,1] has 3 weights, for 6 ranks on nodes of 4 + 2\n"
-        "hint: give one weight for each node or for each rank, or batch.shares=measured or even"
+        "hint: give one weight for each node or for each rank, or batch.shares=even"
     )
     for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(BatchError, match="a weight that is not above 0"):
             sizes_by_weight([2, wrong], SIX, ranks_per_node=FOUR_AND_TWO)
 
 
-# Seconds of a step with once and with twice the samples, of the first ranks and of the others.
-MEASURED = {
-    "far slower: no rank gets more than twice an equal share": ([(0.1, 0.2)] + [(9.0, 18.0)] * 5, (12, 5, 5, 5, 5, 4)),
-    "no room on two ranks": ([(0.2, 0.4)] * 4 + [(0.1, math.inf)] * 2, (6,) * 6),
-    "time does not depend on the samples": ([(0.1, 0.1)] * 4 + [(0.2, 0.2)] * 2, (6,) * 6),
-    "part of it does": ([(0.2, 0.3)] * 4 + [(0.3, 0.5)] * 2, (7, 7, 7, 7, 4, 4)),
-    "alike within 5 %": ([(0.100, 0.200)] * 4 + [(0.104, 0.208)] * 2, (6,) * 6),
-    "not a number": ([(0.1, 0.2)] * 5 + [(math.nan, 0.4)], (6,) * 6),
-}
-
-
-@pytest.mark.parametrize("case", MEASURED)
-def test_measured_shares(case: str) -> None:
-    seconds, sizes = MEASURED[case]
-    assert sizes_by_speed(seconds, SIX).sizes == sizes
-
-
-MEASURING, WEIGHTS = BatchSection(shares="measured"), BatchSection(shares=[2.0, 1.0])
+WEIGHTS = BatchSection(shares=[2.0, 1.0])
 TORCHRUN = ClusterSection(launcher="torchrun")
-EXACT = TrainSection(deterministic=True)
 # Configuration, (local size, ranks, accumulation) of the plan, degrees of the layout, what is refused.
 CONFLICTS: list[tuple[RunConfig, tuple[int, int, int], dict[str, int], str | None]] = [
     (RunConfig(batch=BatchSection(growth={"soon": 2})), (4, 1, 4), {}, "'soon' where a number of steps is wanted"),
@@ -187,12 +168,10 @@ CONFLICTS: list[tuple[RunConfig, tuple[int, int, int], dict[str, int], str | Non
     (RunConfig(batch=BatchSection(by_length=True)), (4, 8, 1), {}, None),
     (RunConfig(batch=BatchSection(by_length=True)), (1, 1, 1), {}, None),
     (RunConfig(batch=BatchSection(by_length=True)), (8, 2, 1), {"pp": 2}, "in a pipeline of 2 stages"),
-    (RunConfig(batch=MEASURING), (12, 6, 2), {"dp_shard": 2}, "a layout of dp_replicate 6 x dp_shard 2"),
-    (RunConfig(batch=replace(MEASURING, by_length=True)), (12, 6, 2), {}, "batch.by_length=true"),
+    (RunConfig(batch=WEIGHTS), (12, 6, 2), {"dp_shard": 2}, "a layout of dp_replicate 6 x dp_shard 2"),
+    (RunConfig(batch=replace(WEIGHTS, by_length=True)), (12, 6, 2), {}, "batch.by_length=true"),
     (RunConfig(batch=WEIGHTS, cluster=TORCHRUN), (12, 6, 2), {}, "cluster.launcher=torchrun"),
-    (RunConfig(batch=MEASURING, cluster=TORCHRUN), (12, 6, 2), {}, None),
-    (RunConfig(batch=MEASURING, train=EXACT), (12, 6, 2), {}, "train.deterministic=true"),
-    (RunConfig(batch=WEIGHTS, train=EXACT), (12, 6, 2), {}, None),
+    (RunConfig(batch=WEIGHTS, train=TrainSection(deterministic=True)), (12, 6, 2), {}, None),
 ]
 
 

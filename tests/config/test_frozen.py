@@ -38,7 +38,7 @@ from slurm_train.config.schema import (
     flat,
     to_mapping,
 )
-from slurm_train.config.synonyms import REMOVED_KEYS
+from slurm_train.config.synonyms import REMOVED_KEYS, REMOVED_VALUES
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError, RunError
 
@@ -94,7 +94,9 @@ def other_than(value: Any, kind: Any) -> Any:
     """Returns a value of a type that is not this one."""
     options = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return other_than(value, next(option for option in options if option is not type(None)))
+        # Neither null nor a literal that has no other value.
+        usable = [option for option in options if option is not type(None) and get_args(option) != (value,)]
+        return other_than(value, usable[0])
     if get_origin(kind) is Literal:
         return next(option for option in options if option != value)
     if kind in (bool, str):
@@ -228,6 +230,26 @@ def test_a_renamed_key_keeps_its_value_and_is_refused_with_its_present_name_wher
     with pytest.raises(ConfigError, match=r"requeue\.max_fruitless_failures") as err:
         compose(read_words(["requeue.max_fruitless_failures=7"]))
     assert "requeue.max_failures_without_progress" in err.value.hint
+
+
+def test_a_removed_value_is_dropped_where_it_does_not_change_what_is_trained(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    frozen = yaml.safe_load(dump_config(CONFIG))
+    frozen["batch"]["shares"] = "measured"
+    path.write_text(yaml.safe_dump(frozen))
+    assert load_config(path) == CONFIG
+    frozen["ddp"]["comm"] = "powersgd"
+    path.write_text(yaml.safe_dump(frozen))
+    with pytest.raises(ConfigError, match=r"ddp\.comm") as err:
+        load_config(path)
+    assert "ddp.comm=bf16" in err.value.hint
+
+
+@pytest.mark.parametrize(("key", "value"), REMOVED_VALUES)
+def test_a_removed_value_that_is_typed_is_refused_with_what_to_do_instead(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key)) as err:
+        compose(read_words([f"{key}={value}"]))
+    assert err.value.hint == REMOVED_VALUES[key, value]
 
 
 def test_what_was_chosen_is_marked_with_its_default() -> None:

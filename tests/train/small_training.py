@@ -32,8 +32,6 @@ class Net(nn.Module):
         only_in: file that must not exist for the signal to be sent; it is made then, so a resumed run goes on.
         in_evaluation: the signal is sent in the first evaluation instead.
         flip_at: forward pass of training (from 1) before which rank 1 flips one bit of one weight; 0 never.
-        sample_s: seconds that each sample takes in a forward pass of training.
-        slowness: times as many on the last rank, if there are several.
     """
 
     def __init__(
@@ -46,22 +44,18 @@ class Net(nn.Module):
         only_in: str = "",
         in_evaluation: bool = False,
         flip_at: int = 0,
-        sample_s: float = 0.0,
-        slowness: float = 2.0,
     ) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3)).double()
         self.step_s, self.signal_at, self.signal_rank, self.only_in = step_s, signal_at, signal_rank, only_in
         self.in_evaluation = in_evaluation
         self.flip_at = flip_at
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        self.sample_s = sample_s * (slowness if 0 < int(os.environ.get("RANK", "0")) == world - 1 else 1)
         self.passes = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
             self.passes += 1
-            time.sleep(self.step_s + self.sample_s * len(inputs))
+            time.sleep(self.step_s)
             if self.flip_at and self.passes == self.flip_at and os.environ["RANK"] == "1":
                 self.layers[0].weight.data.view(torch.int64)[3, 2] ^= 1
         due = not self.training if self.in_evaluation else self.training and self.passes == self.signal_at
