@@ -224,7 +224,7 @@ class Start:
         self._clear_dead(run)
         before = read_job(run)
         export = config.cluster.export if config.cluster is not None else ()
-        job_id = submit_script(script, folder=run.logs / "submitted", env=self.env, flags=flags, export=export)
+        job_id = submit_script(script, folder=run.submitted, env=self.env, flags=flags, export=export)
         record_job(run, job_id)
         if before is not None:
             with contextlib.suppress(ClusterError):

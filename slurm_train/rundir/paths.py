@@ -105,6 +105,12 @@ class RunDirectory:
     """One file per attempt, created exclusively: the fence between an attempt and its zombies."""
     logs = Below("logs")
     """Log files, one folder per attempt."""
+
+    @property
+    def submitted(self) -> Path:
+        """Scripts as sbatch got them, each named by its job; a hidden one had no answer that could be read."""
+        return self.logs / "submitted"
+
     metrics = Below("metrics.jsonl")
     """One JSON object per logged step."""
     checkpoints = Below("checkpoints")

@@ -1,8 +1,9 @@
 """The state of jobs, asked of Slurm again and again without being a burden: the controller is everybody's.
 
 One squeue per look, never sooner than a few seconds after the last answer, later where the answer took long, and ever
-later while there is none. What ended longer ago than the controller remembers is asked of sacct, once: an end does not
-change. Between two questions, and while there is no answer, the last answer counts; its age comes with it.
+later while there is none; a job that was not asked about yet is not put off. What ended longer ago than the controller
+remembers is asked of sacct, once: an end does not change. Between two questions, and while there is no answer, the last
+answer counts; its age comes with it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
+from typing import TypeVar
 
 from slurm_train.errors import ClusterError
 from slurm_train.frozen_class import frozen
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import JobState
 
+Found = TypeVar("Found")
 _ASK_EVERY_S = 5.0
 # Accounting answers slowly, and a record that it lacks now seldom appears soon.
 _ACCOUNT_EVERY_S = 60.0
@@ -84,10 +87,16 @@ class QueueView:
         self._ahead: Mapping[str, int] = {}
         self._answered_s: float | None = None
         self._problem = ""
+        self._asked: set[str] = set()
+        self._script_pace = _Pace(_ASK_EVERY_S)
+        self._scripts: Mapping[str, str] | None = None
 
     def look(self, wanted: Wanted) -> Look:
         """Returns what is known now; Slurm is asked if it is time to."""
-        if wanted.job_ids and self._clock() >= self._pace.due_s and self._commands.is_available():
+        is_new = not self._problem and not self._asked.issuperset(wanted.job_ids)
+        is_due = is_new or self._clock() >= self._pace.due_s
+        if wanted.job_ids and is_due and self._commands.is_available():
+            self._asked.update(wanted.job_ids)
             self._ask(wanted)
         now_s = self._clock()
         return Look(
@@ -97,6 +106,29 @@ class QueueView:
             problem=self._problem,
             is_due_in_s=max(0.0, self._pace.due_s - now_s),
         )
+
+    def search(self, find: Callable[[SlurmCommands, Mapping[str, str]], Found], *, nothing: Found) -> Found | None:
+        """Returns what is found among the scripts of this user's jobs.
+
+        Args:
+            find: looks among them (see `SlurmCommands.own_scripts`); it may ask Slurm more.
+            nothing: the answer where there is no Slurm.
+
+        Returns:
+            None where Slurm does not answer.
+        """
+        if not self._commands.is_available():
+            return nothing
+        start_s = self._clock()
+        try:
+            if self._clock() >= self._script_pace.due_s:
+                self._scripts = self._commands.own_scripts()
+                self._script_pace.answered(self._clock(), took_s=self._clock() - start_s)
+            return None if self._scripts is None else find(self._commands, self._scripts)
+        except ClusterError:
+            self._script_pace.unanswered(self._clock())
+            self._scripts = None
+            return None
 
     def _ask(self, wanted: Wanted) -> None:
         start_s, unsettled = self._clock(), set(wanted.job_ids) - set(wanted.settled)

@@ -2,20 +2,24 @@
 
 A run may have several jobs at once: one that runs, another that was submitted by hand, one that takes over later. All
 that are recorded are asked about, the holder of the run's lock, and this user's jobs whose script lies in the run
-directory (typed by hand, or by a submitter that was killed before it had recorded the id). However many runs there
-are, squeue is called twice.
+directory or in that of its array (typed by hand, or by a submitter that was killed or could not read sbatch's answer).
+However many runs there are, squeue is called twice; where such an answer is left and no job has the script, once more
+for the names of jobs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
 from slurm_train.frozen_class import frozen
-from slurm_train.rundir.files import make_private
+from slurm_train.rundir.files import change_times, listed, make_private
 from slurm_train.rundir.jobs import (
     Holder,
     number_of,
@@ -28,7 +32,9 @@ from slurm_train.rundir.jobs import (
 )
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.pins import list_pins
+from slurm_train.rundir.sweep import ArrayDirectory, element_jobs
 from slurm_train.slurm.commands import SlurmCommands, is_job_id
+from slurm_train.slurm.records import JobState
 
 _SUBMITTER_WAIT_S = 30.0
 
@@ -54,17 +60,29 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
     """
     has_slurm = commands.is_available()
     holders = {run: read_holder(run.lock) for run in runs}
-    found = _jobs_by_script(runs, commands) if has_slurm else {}
-    ids = {run: _job_ids(run, holders[run], found.get(run.path, ())) for run in runs}
+    may_have_jobs = has_slurm and any(run.submit_script.exists() for run in runs)
+    scripts = commands.own_scripts() if may_have_jobs else {}
+    found = jobs_by_script(runs, scripts)
+    ids = {run: _job_ids(run, holders[run], found.get(run, ())) for run in runs}
     asked = [job_id for run in runs for job_id in ids[run]]
     states = commands.job_states(asked, ended=False) if asked and has_slurm else {}
+    if may_have_jobs:
+        idle = [run for run in runs if not any(_is_active(job_id, states) for job_id in ids[run])]
+        copies = jobs_by_name(idle, commands, scripts)
+        for run, job_ids in copies.items():
+            ids[run] += job_ids
+            states |= commands.job_states(job_ids, ended=False)
     active: dict[RunDirectory, Active] = {}
     for run, holder in holders.items():
-        jobs = tuple(job_id for job_id in ids[run] if job_id in states and states[job_id].is_active)
+        jobs = tuple(job_id for job_id in ids[run] if _is_active(job_id, states))
         is_process = holder is not None and holder.job_id is None and process_lives(holder)
         if jobs or is_process:
             active[run] = Active(jobs=jobs, process=holder if is_process else None)
     return active
+
+
+def _is_active(job_id: str, states: Mapping[str, JobState]) -> bool:
+    return job_id in states and states[job_id].is_active
 
 
 def _job_ids(run: RunDirectory, holder: Holder | None, found: Sequence[str]) -> list[str]:
@@ -73,16 +91,84 @@ def _job_ids(run: RunDirectory, holder: Holder | None, found: Sequence[str]) -> 
     return list(dict.fromkeys([*(record.job_ids if record is not None else ()), *held, *found]))
 
 
-def _jobs_by_script(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[Path, list[str]]:
-    """Returns this user's jobs whose script lies in one of the run directories, by that directory."""
-    # A job may have been submitted by another spelling of the path, through a link.
-    folders = {os.path.realpath(run.path): run.path for run in runs if run.submit_script.exists()}
-    found: dict[Path, list[str]] = {}
-    for job_id, script in commands.own_scripts().items() if folders else ():
-        above = map(str, Path(os.path.realpath(script)).parents)
-        for folder in folders.keys() & set(above) if is_job_id(job_id) else ():
-            found.setdefault(folders[folder], []).append(job_id)
-    return found
+def jobs_by_script(runs: Sequence[RunDirectory], scripts: Mapping[str, str]) -> dict[RunDirectory, list[str]]:
+    """Returns the jobs of runs whose scripts lie in the directory of the run, or in that of its job array.
+
+    Args:
+        runs: the runs.
+        scripts: of this user's jobs, see `SlurmCommands.own_scripts`.
+    """
+    by_name: defaultdict[str, list[RunDirectory]] = defaultdict(list)
+    for run in runs:
+        by_name[run.path.name].append(run)
+    jobs: dict[RunDirectory, list[str]] = {}
+    for job_id, folder in _folders_with_jobs(scripts):
+        for run in by_name.get(folder.name, ()):
+            # A job may have been submitted by another spelling of the path, through a link.
+            if os.path.realpath(run.path) == os.path.realpath(folder):
+                jobs.setdefault(run, []).append(job_id)
+    return jobs
+
+
+def _folders_with_jobs(scripts: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    """Yields jobs, each with a folder that would be its run's: all above its script, and the runs of its array."""
+    arrays: dict[ArrayDirectory, str] = {}
+    for job_id, script in scripts.items():
+        for folder in Path(os.path.realpath(script)).parents:
+            array = ArrayDirectory(folder)
+            if folder.parent.name == "arrays" and array.runs.exists():
+                # squeue has a row for the elements that wait, and one for each that has begun.
+                arrays[array] = str(number_of(job_id))
+            elif is_job_id(job_id):
+                yield job_id, folder
+    for array, job_id in arrays.items():
+        for run, element in element_jobs(array, job_id).items():
+            yield element, run.path
+
+
+def jobs_by_name(
+    runs: Sequence[RunDirectory], commands: SlurmCommands, scripts: Mapping[str, str]
+) -> dict[RunDirectory, list[str]]:
+    """Returns the jobs of runs whose submission had no answer that could be read, by the names of the jobs.
+
+    A wrapper may have submitted a copy of the script, which lies somewhere else. Called for runs whose script no
+    active job has; Slurm is asked only if there is such a submission.
+
+    Args:
+        runs: the runs.
+        commands: Slurm.
+        scripts: of this user's jobs. A script in a directory with a run's id is that of another copy of the run.
+
+    Raises:
+        ClusterError: Slurm does not answer.
+    """
+    unread = {run: script for run in runs if (script := unread_submission(run)) is not None}
+    names = commands.own_names() if unread else {}
+    jobs: dict[RunDirectory, list[str]] = {}
+    for run, script in unread.items():
+        wanted = _name_in(script)
+        for job_id, name in names.items():
+            is_elsewhere = run.run_id in Path(scripts.get(job_id, "")).parts
+            if name == wanted and is_job_id(job_id) and not is_elsewhere:
+                jobs.setdefault(run, []).append(job_id)
+    return jobs
+
+
+def unread_submission(run: RunDirectory) -> Path | None:
+    """Returns the script whose submission had no answer that could be read; None where a job was recorded since."""
+    # What was submitted is a link to a file with its job's id, what was refused is removed.
+    waiting = [path for path in listed(run.submitted) if path.name.startswith(".submission") and not path.is_symlink()]
+    times = change_times(waiting)
+    newest = max(times, key=lambda path: times[path], default=None)
+    record = read_job(run) if newest is not None else None
+    if newest is None or (record is not None and record.submit_time_unix_s >= times[newest]):
+        return None
+    return newest
+
+
+def _name_in(script: Path) -> str:
+    line = re.search(r"^#SBATCH --job-name=(.*)$", script.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return " ".join(shlex.split(line[1])) if line is not None else ""
 
 
 def newest_job(commands: SlurmCommands) -> int | None:

@@ -10,8 +10,8 @@ import enum
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
 from slurm_train.rundir.heartbeat import Beat, read_oldest
-from slurm_train.rundir.jobs import JobRecord, has_stopped, process_lives, read_holder, read_job
+from slurm_train.rundir.jobs import JobRecord, has_stopped, number_of, process_lives, read_holder, read_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_window
@@ -29,6 +29,7 @@ from slurm_train.slurm.answers import plain
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
+from slurm_train.status.activity import jobs_by_name, jobs_by_script, unread_submission
 
 SILENT_AFTER_S = 60.0
 """A heartbeat is written twice a second; a network file system may keep it back for half a minute."""
@@ -148,13 +149,17 @@ class RunFiles:
     """The oldest heartbeat of the ranks that are at work; None where there is none."""
     slow_because: str
     """What makes the steps of the open attempt longer than they would have to be, and what helps; "" for nothing."""
+    unrecorded_jobs: tuple[str, ...] = ()
+    """Its jobs that only Slurm knows of: typed by hand, or submitted by somebody who has not learnt the id."""
+    lost_answer: str = ""
+    """What is not known of its newest submission, and what helps; "" where its job is known."""
 
     @property
     def job_ids(self) -> list[str]:
         """All jobs that may be active; the one that holds the lock is last, else the newest."""
         recorded = self.record.job_ids if self.record is not None else ()
         held = [self.holder_job] if self.holder_job is not None else []
-        return [*(job_id for job_id in recorded if job_id not in held), *held]
+        return [*(job_id for job_id in (*recorded, *self.unrecorded_jobs) if job_id not in held), *held]
 
     @property
     def last_attempt(self) -> Mapping[str, Any]:
@@ -313,6 +318,7 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
     job = None if is_old else newest_job_state(files.job_ids, look.jobs)
     job_id = job.job_id if job is not None else files.job_ids[-1] if files.job_ids else None
     state, note = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
+    note = "; ".join(filter(None, [note, files.lost_answer]))
     is_running = state is RunState.RUNNING
     beat = files.oldest_beat if is_running else None
     nodes = (job.nodelist if job is not None else "") or ",".join(map(str, last.get("nodes") or ()))
@@ -347,6 +353,31 @@ def newest_job_state(job_ids: Sequence[str], jobs: Mapping[str, JobState]) -> Jo
     """Returns the job that a run's status depends on: the last of its jobs that is active, else the last, if known."""
     active = [jobs[job_id] for job_id in job_ids if job_id in jobs and jobs[job_id].is_active]
     return active[-1] if active else jobs.get(job_ids[-1]) if job_ids else None
+
+
+def _without(recorded: Sequence[str], jobs: Iterable[str]) -> list[str]:
+    """Returns the jobs that are not recorded, oldest first."""
+    return sorted((job_id for job_id in jobs if job_id not in recorded), key=number_of)
+
+
+def _has_active_job(files: RunFiles, look: Look) -> bool:
+    job = newest_job_state(files.job_ids, look.jobs)
+    return job is not None and job.is_active
+
+
+def _lost_answer(run: RunDirectory, *, slurm_answers: bool) -> str:
+    """Returns what is not known of a run's newest submission; "" where it is over and its job was recorded."""
+    if unread_submission(run) is None:
+        return ""
+    submitter = read_holder(run.submission_lock)
+    if submitter is not None and process_lives(submitter):
+        return "it is being submitted"
+    if not slurm_answers:
+        return "whether Slurm has its last job is not known: sbatch's answer was not understood, squeue does not answer"
+    return (
+        "sbatch's last answer was not understood, and no job in the queue has its script: "
+        f"`resume {run.run_id}` submits it again"
+    )
 
 
 def infer_state(
@@ -529,9 +560,35 @@ class Surveyor:
     def look(self, subjects: Sequence[Element]) -> Survey:
         """Returns the status of runs now; Slurm is asked once about all of them."""
         files = for_each(self.read, [subject.run for subject in subjects])
-        look, now_unix_s = self._view.look(wanted_of(files)), self._now()
+        look = self._view.look(wanted_of(files))
+        if not look.problem:
+            files = self._with_unrecorded_jobs(files, look)
+            if any(one.unrecorded_jobs for one in files):
+                look = self._view.look(wanted_of(files))
+        now_unix_s = self._now()
         pairs = zip(subjects, files, strict=True)
         return Survey(tuple(status_of(subject, one, look, now_unix_s=now_unix_s) for subject, one in pairs), look)
+
+    def _with_unrecorded_jobs(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
+        """Returns the files of runs, with the jobs that Slurm has of those which nobody seems to run."""
+        idle = [one for one in files if not (one.is_finished or one.runs_here or _has_active_job(one, look))]
+        if not idle:
+            return list(files)
+
+        def find(commands: SlurmCommands, scripts: Mapping[str, str]) -> dict[RunDirectory, list[str]]:
+            by_script = jobs_by_script([one.run for one in idle], scripts)
+            jobs = {one.run: _without(one.job_ids, by_script.get(one.run, ())) for one in idle}
+            by_name = jobs_by_name([run for run in jobs if not jobs[run]], commands, scripts)
+            return jobs | by_name
+
+        without_slurm: dict[RunDirectory, list[str]] = {}
+        jobs = self._view.search(find, nothing=without_slurm)
+        completed = {}
+        for one in idle:
+            others = tuple((jobs or {}).get(one.run, ()))
+            lost = "" if others else _lost_answer(one.run, slurm_answers=jobs is not None)
+            completed[one.run] = replace(one, unrecorded_jobs=others, lost_answer=lost)
+        return [completed.get(one.run, one) for one in files]
 
     def read(self, run: RunDirectory) -> RunFiles:
         """Returns what the files of a run say now."""

@@ -41,7 +41,7 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     # What travelled into this job was chosen when it was submitted, and travels on.
     env = {**env, CONTINUES: job_id}
     script = run.submit_script.read_text(encoding="utf-8")
-    new_id = submit_script(script, folder=run.logs / "submitted", env=env, flags=flags, export=tuple(env))
+    new_id = submit_script(script, folder=run.submitted, env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, continues=job_id)
     # This job is about to fail in Slurm's terms, and what waits for its success would wait for ever.
     with contextlib.suppress(ClusterError):

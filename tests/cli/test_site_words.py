@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from slurm_train.rundir.jobs import read_job
@@ -141,3 +143,20 @@ def test_a_run_whose_job_a_wrapper_of_squeue_prints_otherwise_is_not_submitted_a
     shell.slurm.wrap("squeue", "echo 'JOBID CLUSTER STATE'; echo '4711  c5  COMPLETININVALID  3  train'")
     (shell.slurm.folder / "sacct_fails").touch()
     shell.refuses("squeue prints other columns than it was asked for", "+cluster=1x1")
+
+
+def test_a_job_behind_an_answer_that_was_not_read_is_shown_and_can_be_cancelled(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurm_train.launch.submission._PAUSE_S", 0.0)
+    shell.slurm.wrap("sbatch", 'case $1 in --test-only) exec {real} "$@";; esac; echo it is on its way')
+    shell.refuses("whether Slurm has the job is not known", "+cluster=1x1")
+    assert "submits it again" in shell.types("status").out
+    (script,) = shell.folder.glob("runs/*/*/logs/submitted/.submission*")
+    shell.slurm.has_script("4711", script)
+    shell.slurm.queue("4711", "PENDING", reason="Priority")
+    (status,) = json.loads(shell.types("status --json").out)
+    assert (status["job_id"], status["state"], status["slurm_reason"]) == ("4711", "queued", "Priority")
+    shell.refuses("is active already: Slurm job 4711", "+cluster=1x1")
+    shell.types("cancel gpt-stdlib")
+    assert "4711" in (shell.slurm.said("cancelled") or "")

@@ -61,6 +61,7 @@ class FakeSlurmCommands:
         self.past: dict[str, list[str]] = {}
         self.ahead: dict[str, int] = {}
         self.scripts: dict[str, str] = {}
+        self.names: dict[str, str] = {}
         self._is_available = is_available
 
     def is_available(self) -> bool:
@@ -89,7 +90,7 @@ class FakeSlurmCommands:
 
     def own_names(self) -> dict[str, str]:
         self._fail_if_told()
-        return {}
+        return dict(self.names)
 
     def show_job(self, job_id: str) -> dict[str, str]:
         self._fail_if_told()

@@ -54,6 +54,44 @@ def test_one_squeue_for_all_jobs_and_none_before_it_is_time() -> None:
     assert slurm.told() == [("squeue", ["7", "9"])]
 
 
+def test_a_job_that_was_not_asked_about_is_not_put_off_while_slurm_answers() -> None:
+    slurm = Asked(job_state("7"), job_state("9"))
+    view = view_of(slurm)
+    view.look(Wanted(job_ids=["7"]))
+    slurm.now_s = 1.0
+    assert set(view.look(Wanted(job_ids=["7", "9"])).jobs) == {"7", "9"}
+    slurm.error = ClusterError("away")
+    slurm.accounts = None
+    slurm.now_s = 6.0
+    assert view.look(Wanted(job_ids=["7", "9"])).problem == "away"
+    slurm.told()
+    view.look(Wanted(job_ids=["7", "9", "11"]))
+    assert slurm.told() == []
+
+
+def test_scripts_are_asked_for_as_seldom_as_the_queue() -> None:
+    slurm = Asked()
+    view = view_of(slurm)
+
+    def search() -> dict[str, str] | None:
+        return view.search(lambda _, scripts: dict(scripts), nothing={})
+
+    slurm.scripts = {"7": "/a/submit.sh"}
+    assert search() == slurm.scripts
+    slurm.scripts = {}
+    slurm.now_s = 4.0
+    assert search() == {"7": "/a/submit.sh"}
+    slurm.now_s = 5.0
+    assert search() == {}
+    slurm.error = ClusterError("away")
+    slurm.now_s = 10.0
+    assert search() is None
+    slurm.error, slurm.scripts = None, {"8": "/b/submit.sh"}
+    assert search() is None, "it was silent just now"
+    slurm.now_s = 30.0
+    assert search() == slurm.scripts
+
+
 def test_accounting_is_asked_once_about_an_end_and_not_about_what_is_settled() -> None:
     slurm = Asked(accounts=[ENDED])
     view, wanted = view_of(slurm), Wanted(job_ids=["6", "8"], settled=["6"])

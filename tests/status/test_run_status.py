@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.rundir.jobs import Holder, take_lock, this_process
-from slurm_train.rundir.sweep import Element
+from slurm_train.rundir.jobs import Holder, record_job, take_lock, this_process
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.rundir.timing import PaceWindow, Slowdown, append_window
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
+from slurm_train.status.activity import find_active
 from slurm_train.status.run_status import (
     RunState,
     RunStatus,
@@ -26,6 +29,7 @@ from slurm_train.status.run_status import (
     wanted_of,
 )
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
+from tests.support.command_line import write
 from tests.support.run_facts import attempt, beat
 
 LINE = {"step": 120, "loss": 1.25, "tokens_per_s": 51234.5, "step_time_s": 0.5, "mfu": 0.41}
@@ -219,6 +223,61 @@ def test_a_survey_asks_slurm_once_about_all_runs(has_run: Any, monkeypatch: pyte
     survey = Surveyor(QueueView(slurm)).look(subjects)
     assert [one.state.value for one in survey.statuses] == ["running", "queued", "not_started"]
     assert asked == [["1", "2", "3"]]
+
+
+def leaves_an_unread_answer(run: RunDirectory, *, name: str = "gpt-stdlib-3f9a1c07") -> Path:
+    """Puts the script there that a submission leaves whose answer could not be read."""
+    run.submitted.mkdir(parents=True)
+    script = run.submitted / ".submission_file_0.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH --job-name={name}\n")
+    return script
+
+
+def survey_of(run: RunDirectory, slurm: FakeSlurmCommands) -> RunStatus:
+    return Surveyor(QueueView(slurm)).look([Element(run=run)]).statuses[0]
+
+
+@pytest.mark.parametrize("before", [{}, {"job_ids": ("7",), "ledger": attempt(0, reason="failed", action="stop")}])
+def test_a_job_that_only_slurm_knows_of_is_the_runs(before: dict[str, Any], has_run: Any) -> None:
+    run = has_run(**before)
+    slurm = FakeSlurmCommands([job_state("7", "FAILED"), job_state("12", "PENDING", reason="Priority")])
+    slurm.scripts = {"7": str(run.submit_script), "12": str(leaves_an_unread_answer(run))}
+    status = survey_of(run, slurm)
+    assert (status.job_id, status.state, status.is_active) == ("12", RunState.QUEUED, True)
+    assert "not understood" not in status.note
+
+
+def test_a_job_whose_script_a_wrapper_has_copied_is_found_by_its_name_after_an_unread_answer(has_run: Any) -> None:
+    run, slurm = has_run(), FakeSlurmCommands([job_state("12"), job_state("13")])
+    slurm.scripts = {"12": "/spool/copy.sh", "13": f"/elsewhere/runs/gpt-stdlib/{run.run_id}/submit.sh"}
+    slurm.names = {"12": "gpt-stdlib-3f9a1c07", "13": "gpt-stdlib-3f9a1c07"}
+    assert survey_of(run, slurm).job_id is None, "no submission is in doubt"
+    leaves_an_unread_answer(run)
+    assert survey_of(run, slurm).job_id == "12"
+    assert find_active([run], slurm)[run].jobs == ("12",)  # type: ignore[arg-type]  # the fake
+
+
+def test_an_element_of_an_array_that_was_not_recorded_is_found_by_the_arrays_script(has_run: Any) -> None:
+    runs = [has_run("aaaa0000"), has_run("bbbb0000")]
+    array = SweepDirectory(runs[0].path.parents[1] / "sweeps" / "9b1c44e0").array(0)
+    write(array.path, {"submit.sh": "#SBATCH --array=0-1\n", "runs.txt": f"{runs[0].path}\n{runs[1].path}\n"})
+    slurm = FakeSlurmCommands([job_state("57_0", "PENDING"), job_state("57_1", "PENDING")])
+    slurm.scripts = {"57_[0-1]": f"{array.path}/submitted/.submission_file_0.sh"}
+    assert survey_of(runs[1], slurm).job_id == "57_1"
+
+
+def test_an_answer_that_could_not_be_read_is_named_while_no_job_is_found(has_run: Any) -> None:
+    run, slurm = has_run(), FakeSlurmCommands()
+    leaves_an_unread_answer(run)
+    assert f"`resume {run.run_id}` submits it again" in survey_of(run, slurm).note
+    take_lock(run.submission_lock, this_process(), is_alive=lambda _: True)
+    assert survey_of(run, slurm).note == "it is being submitted"
+    run.submission_lock.unlink()
+    slurm.error = ClusterError("away")
+    assert "is not known" in survey_of(run, slurm).note
+    slurm.error = None
+    record_job(run, "12")
+    assert "not understood" not in survey_of(run, slurm).note
 
 
 def test_a_survey_is_over_when_nothing_is_active_and_slurm_says_so(has_run: Any) -> None:
