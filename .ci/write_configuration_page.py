@@ -311,11 +311,9 @@ FLAGS_TAKE = {"config_dir": "path", "config_path": "path", "config_name": "prima
 # Keys that hold a path, which the schema calls a text.
 PATH_KEYS = ("run.root", "checkpoint.local_dir", "data.path", "cluster.python")
 HYDRA = {
-    "hydra.run.dir": "path",
-    **dict.fromkeys(("hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name"), ""),
+    "hydra.job.name": "",
     "hydra.mode": "RUN|MULTIRUN",
     "hydra.searchpath": "",
-    "hydra/launcher": "basic",
     "hydra/sweeper": "basic",
 }
 

@@ -534,7 +534,7 @@ settings and flags:
   --wait               with -m: return when all runs have ended
   --cfg job            print the composed configuration and do nothing
   --info               facts about the composition
-  --hydra-help         what Hydra's own flags and settings (hydra.run.dir, ...) do here
+  --hydra-help         what Hydra's own flags and settings (hydra/sweeper, ...) do here
   --version            versions of this program and of Hydra
 """
 
@@ -552,16 +552,13 @@ flags
 settings to Hydra, typed or in a file of your own
   hydra.mode=MULTIRUN              as -m
   hydra.searchpath=[file://DIR]    more places for configurations, behind the shipped ones
-  hydra.run.dir=PATH               a link at PATH leads to the run directory
-  hydra.sweep.dir, hydra.sweep.subdir   the same for each run of a sweep
-  hydra.output_subdir=.hydra       config.yaml, overrides.yaml and hydra.yaml in the run directory
   hydra.job.name=NAME              as run.name=NAME
   hydra.job.config.override_dirname.*   shapes ${hydra.job.override_dirname}
-  hydra/launcher=basic             here, one run after the other
   hydra/sweeper=NAME, hydra.sweeper.*   another sweeper, e.g. optuna; hydra.sweeper.params is a sweep
 
 refused, with what to type instead
-  hydra/launcher=submitit_slurm, submitit_local, joblib: +cluster=<nodes>x<GPUs per node>, or nothing
+  hydra.run.dir, hydra.sweep.dir, hydra.sweep.subdir, hydra.output_subdir: run.root=DIR, run.name=NAME
+  hydra/launcher=NAME, hydra.launcher.*: +cluster=<nodes>x<GPUs per node>, or nothing
   hydra.verbose, hydra.job_logging, hydra.hydra_logging, hydra.callbacks, hydra.job.chdir=true,
   hydra.job.env_set, hydra.job.env_copy, hydra.sweeper.max_batch_size, --shell-completion, --experimental-rerun
 """

@@ -12,15 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.preview import (
-    RunOutput,
-    plan_outputs,
-    plan_rows,
-    refuse_missing_inputs,
-    say_outputs,
-    say_source,
-    take_inputs,
-)
+from slurm_train.cli.preview import plan_rows, refuse_missing_inputs, say_source, take_inputs
 from slurm_train.cli.start import Start
 from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points, unquoted
@@ -77,7 +69,7 @@ def multirun(
 
     def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
         nonlocal num_before
-        plan, outputs = plan_points(points, settings=settings, env=env, cwd=cwd, first=num_before, sweep_id=study_id)
+        plan = plan_points(points, settings=settings, env=env, cwd=cwd, first=num_before, sweep_id=study_id)
         num_before += len(points)
         if check is not None:
             check(plan.plans[0].config)
@@ -85,7 +77,7 @@ def multirun(
         one = next((one for one in plan.plans if names_own_code(one.config)), plan.plans[0])
         source = read_source(one.run, one.config, cwd, git(), env=env)
         say_source(source)
-        return Start(words=words, env=env, outputs=outputs, after=flags.after).sweep(plan, source, wait=wait), plan
+        return Start(words=words, env=env, after=flags.after).sweep(plan, source, wait=wait), plan
 
     if study_id is None:
         code, plan = carry_out(read_points(settings.sweep_words), wait=flags.wait)
@@ -108,7 +100,7 @@ def multirun(
     return EXIT_DONE, None
 
 
-def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) -> tuple[SweepPlan, list[RunOutput]]:
+def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) -> SweepPlan:
     """Returns the plan of the sweep that the command line describes, and prints it; touches nothing.
 
     Raises:
@@ -130,8 +122,8 @@ def plan_points(
     first: int = 0,
     sweep_id: str | None = None,
     take: Callable[..., None] = take_inputs,
-) -> tuple[SweepPlan, list[RunOutput]]:
-    """Returns the plan of a sweep of these points, and additional outputs of its runs; prints it.
+) -> SweepPlan:
+    """Returns the plan of a sweep of these points; prints it.
 
     Args:
         points: what each run is given.
@@ -143,13 +135,11 @@ def plan_points(
         take: what is done about a run's inputs: they are fetched from the Hub, or only looked at.
 
     Raises:
-        ConfigError: as `plan_sweep`, or settings of Hydra do not fit it.
+        ConfigError: as `plan_sweep`.
         DataError: data that a run asks for are not there.
     """
     composed = settings.compose_points([point.overrides for point in points], first=first)
     plan = plan_sweep(points, composed, cwd=cwd, env=env, sweep_id=sweep_id)
-    settings.refuse_cluster(plan.plans[0].config)
-    outputs = plan_outputs(settings, plan.plans, [point.overrides for point in points], cwd=cwd, first=first)
     seen = set[str]()
     for one in plan.plans:
         config = one.config
@@ -162,8 +152,7 @@ def plan_points(
     require_writable(RunDirectory(plan.sweep.path), share=plan.plans[0].config.run.share)
     for name, text in sweep_rows(plan):
         note(f"  {name:<13}  {text}")
-    say_outputs(outputs)
-    return plan, outputs
+    return plan
 
 
 def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:

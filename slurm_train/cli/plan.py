@@ -10,14 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.preview import (
-    plan_outputs,
-    plan_rows,
-    print_rows,
-    read_settings_of,
-    refuse_missing_inputs,
-    say_outputs,
-)
+from slurm_train.cli.preview import plan_rows, print_rows, read_settings_of, refuse_missing_inputs
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
@@ -72,12 +65,10 @@ def main(words: Sequence[str]) -> int:
     if flags.suggest is not None:
         return _suggest(composed.config, flags.suggest, env)
     plan = plan_run(composed, cwd=cwd, env=env)
-    outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     refuse_missing_inputs(plan, cwd=cwd)
     _say_dependency(flags.after, plan, env)
     if flags.ranks:
         print_rows(plan_rows(plan))
-        say_outputs(outputs)
         print(table(TABLE_HEADER, table_rows(plan.layout, plan.world)))
         return 0
     from slurm_train.estimate.estimate import estimate_run
@@ -101,7 +92,6 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     print_rows([*plan_rows(plan), *estimate.rows(), *rows])
-    say_outputs(outputs)
     print(script or "", end="")
     return 0
 
@@ -212,7 +202,7 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
     from slurm_train.launch.batch_script import render_script
     from slurm_train.slurm.commands import SlurmCommands
 
-    plan, _ = plan_words(settings=settings, env=env, cwd=cwd)
+    plan = plan_words(settings=settings, env=env, cwd=cwd)
     _say_dependency(after, plan.plans[0], env)
     for name, text in sweep_rows(plan.plans, facts=_site_facts(plan.plans[0], env), env=env):
         note(f"  {name:<13}  {text}")

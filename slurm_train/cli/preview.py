@@ -1,8 +1,4 @@
-"""What is looked at and printed before a start: what a run needs from this machine, its plan as one table, its code.
-
-What Hydra's words ask for besides the run directory (a path that leads there, and Hydra's files about it) is looked at
-before anything is written, and made as soon as the run directory stands.
-"""
+"""What is checked and printed before a start: what a run needs from this machine, its plan as one table, its code."""
 
 from __future__ import annotations
 
@@ -19,20 +15,16 @@ from slurm_train.config.schema import BatchSection, OptimSection, RunConfig, Tra
 from slurm_train.data.shards import known_num_samples, require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.launch.hub import fetch_hub_files
 from slurm_train.launch.placement import CAUSAL_LM, layout_rows
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source, SourceState, read_source
 from slurm_train.launch.write import require_writable
 from slurm_train.models.pretrained_names import num_token_ids, require_effect, require_source
-from slurm_train.rundir.files import make_private, write_atomic
-from slurm_train.rundir.lookup import make_alias, require_free
-from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.job_variables import exported
 
 if TYPE_CHECKING:
-    from slurm_train.config.hydra import HydraSettings, Output
+    from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.words import Words
 
 
@@ -56,7 +48,6 @@ def look_at(
     *,
     env: Mapping[str, str],
     cwd: Path,
-    outputs: Sequence[RunOutput] = (),
 ) -> Source:
     """Refuses what a run misses on this machine, prints its plan, and returns its code.
 
@@ -67,13 +58,11 @@ def look_at(
         git: gives what git says about the folder.
         env: the environment.
         cwd: the folder that the words were typed in.
-        outputs: the run's additional outputs.
     """
     require_writable(plan.run, share=plan.config.run.share)
     take_inputs(plan, cwd=cwd)
     tell_of_another(plan)
     print_rows(plan_rows(plan))
-    say_outputs(outputs)
     warn_unexported_keys(plan.config, env)
     source = read_source(plan.run, plan.config, cwd, git(), env=env)
     say_source(source)
@@ -311,82 +300,3 @@ def say_source(source: Source) -> None:
         places = ",".join(source.elsewhere)
         note(f"imported from where it is edited, not from a copy in the run: {places.replace(',', ', ')}")
         note(f"to have the run copy it as well: run.snapshot_folders=[{places}]")
-
-
-# --- where Hydra's words want a run to be found ---
-
-
-@frozen_positional
-class RunOutput:
-    """What one run shall have."""
-
-    run: RunDirectory
-    alias: Path | None
-    output: Output
-
-
-def plan_outputs(
-    settings: HydraSettings,
-    plans: Sequence[RunPlan],
-    words: Sequence[Sequence[str]],
-    *,
-    cwd: Path,
-    first: int = 0,
-) -> list[RunOutput]:
-    """Returns what is asked for each run; empty where Hydra was told nothing. Touches nothing.
-
-    Args:
-        settings: what was said to Hydra.
-        plans: the runs.
-        words: the words of each.
-        cwd: where the words were typed.
-        first: the number of the first run in the sweep.
-
-    Raises:
-        ConfigError: a path that cannot be told, or the same for two runs.
-        RunError: something lies there.
-    """
-    from slurm_train.config.hydra import read_output
-
-    found, taken = list[RunOutput](), dict[Path, RunDirectory]()
-    for number, (plan, own) in enumerate(zip(plans, words, strict=True), start=first):
-        output = read_output(settings, plan.config, own, number=number if settings.words.multirun else None)
-        if output is None:
-            continue
-        alias = None if output.path is None else Path(cwd, Path(output.path).expanduser())
-        # The folder that the words were typed in is Hydra's way to say nowhere.
-        if alias is None or alias.resolve() == cwd.resolve():
-            alias = None
-        elif taken.setdefault(alias, plan.run) != plan.run:
-            raise ConfigError(
-                f"two runs of the sweep would both be at {alias}",
-                hint="put ${hydra.job.num} or ${hydra.job.override_dirname} into hydra.sweep.subdir",
-            )
-        found.append(RunOutput(plan.run, alias, output))
-    for alias, run in taken.items():
-        require_free(alias, run)
-    return found
-
-
-def make_outputs(outputs: Sequence[RunOutput]) -> None:
-    """Makes the links and writes the files.
-
-    Raises:
-        RunError: something has come to lie there, or nothing can be written.
-    """
-    for one in outputs:
-        if one.output.folder is not None:
-            folder = one.run.path / one.output.folder
-            make_private(folder)
-            for name, text in one.output.files.items():
-                write_atomic(folder / name, text, durable=False)
-        if one.alias is not None:
-            make_alias(one.alias, one.run)
-
-
-def say_outputs(outputs: Sequence[RunOutput]) -> None:
-    """Says where runs are found besides their own directories."""
-    aliases = [one.alias for one in outputs if one.alias is not None]
-    if aliases:
-        more = f" (and {len(aliases) - 1} more)" if len(aliases) > 1 else ""
-        note(f"  found at      {aliases[0]}{more}: a link to the run directory")

@@ -52,7 +52,7 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
         Composer(flags).show()
         return EXIT_DONE, None
     git = ask_git(cwd, env)
-    from slurm_train.cli.preview import look_at, make_outputs, plan_outputs, read_settings_of, say_outputs
+    from slurm_train.cli.preview import look_at, read_settings_of
 
     settings = read_settings_of(flags)
     flags = settings.words
@@ -71,15 +71,12 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     plan = plan_run(settings.compose(), cwd=cwd, env=env)
     if only_submits:
         require_submission(plan.config)
-    outputs = plan_outputs(settings, [plan], [flags.overrides], cwd=cwd)
     # os.path, since Path.exists raises where a folder above may not be entered.
     if os.path.exists(plan.run.result):  # noqa: PTH110
-        make_outputs(outputs)
-        say_outputs(outputs)
         _show_result(plan, cwd)
         return EXIT_DONE, plan.run
-    source = look_at(plan, git, env=env, cwd=cwd, outputs=outputs)
-    start = Start(words=words, env=env, accept=flags.accept, outputs=outputs, after=flags.after)
+    source = look_at(plan, git, env=env, cwd=cwd)
+    start = Start(words=words, env=env, accept=flags.accept, after=flags.after)
     return start.run(plan, source), plan.run
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.drift import check_drift
-from slurm_train.cli.preview import RunOutput, make_outputs, say_source, warn_unexported_keys
+from slurm_train.cli.preview import say_source, warn_unexported_keys
 from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
@@ -55,7 +55,6 @@ class Start:
         words: the command line.
         env: the environment; SLURM_JOB_ID says that this is typed inside an allocation.
         accept: changes of a run in progress that the person accepts.
-        outputs: additional outputs of the runs.
         after: runs and sweeps whose success Slurm waits for first.
     """
 
@@ -65,10 +64,12 @@ class Start:
         words: Sequence[str],
         env: Mapping[str, str],
         accept: Collection[str] = (),
-        outputs: Sequence[RunOutput] = (),
         after: Sequence[str] = (),
     ) -> None:
-        self.words, self.env, self.accept, self.outputs, self.after = words, env, accept, outputs, after
+        self.words = words
+        self.env = env
+        self.accept = accept
+        self.after = after
         self.commands = SlurmCommands(env)
 
     def dependency(self, config: RunConfig, root: Path) -> str:
@@ -178,7 +179,6 @@ class Start:
         ranks.make_mount_points()
         with writing(run, self.commands, inside=inside):
             write_run(plan, source, script=script or None, change=change)
-        make_outputs(self.outputs)
         remember_root(run.path.parent.parent, self.env)
         return script
 
@@ -302,7 +302,6 @@ class Start:
                     write_run(one, None if is_trained else code, script=scripts.get(one.run))
 
             for_each(write, (one for one in plan.plans if one.run in missing))
-            make_outputs(self.outputs)
             elements = [one for one in planned if one.run in missing]
             first = plan.plans[0].config
             ended = self._carry_out(sweep, elements, todo, arrays, first, code=code, source=source, depends=depends)

@@ -477,7 +477,7 @@ _SAID: Mapping[str, tuple[str, str]] = {
         "`--cfg job` prints every key",
     ),
     r"Could not find 'hydra/launcher/(\w+)'": (
-        "hydra/launcher={0}: the runs are launched by this program, not by a plugin",
+        "hydra/launcher={0}: this program launches the runs, not a plugin of Hydra",
         f"drop it: {_SIZE} goes through Slurm; without it the runs are trained here",
     ),
 }

@@ -1,104 +1,98 @@
-"""What is done with Hydra's own settings: `hydra.run.dir=...`, `hydra/launcher=basic`, `hydra/sweeper=optuna`, ...
+"""Hydra's own settings: `hydra/sweeper=optuna`, `hydra.searchpath=[...]`, `hydra.run.dir=...` and the like.
 
-Under Hydra the process that reads the words is the one that trains. Here Slurm starts the ranks on other machines,
-perhaps tomorrow, and they read a frozen configuration. So each setting, typed or in a person's own file, is carried out
-as under Hydra, or refused with what to type instead (`_RULES` has all of them); none is ignored in silence.
-
-A run directory's own path is derived from what is trained, so that the same words are the same run. What is asked for
-with `hydra.run.dir` and its like comes on top of it: a path that leads there, and Hydra's three files.
+Under Hydra the process that reads the command line also trains. Here Slurm starts the ranks later, on other machines,
+and they read a frozen configuration. So a setting, typed or in a person's own file, works as under Hydra (`_WORKING`),
+or is refused with what to type instead (`_REFUSED`), or is ignored with a message (`_IGNORED`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from slurm_train.config.compose import TASK_NAME, Composed, Composer
 from slurm_train.config.frozen import NOT_IDENTITY, is_below
-from slurm_train.config.schema import RunConfig, flat, to_mapping
+from slurm_train.config.schema import flat
 from slurm_train.config.words import Words, prepare_overrides, split_word
-from slurm_train.errors import ConfigError, require_all
+from slurm_train.errors import ConfigError
 from slurm_train.frozen_class import frozen
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-_CARRIED_OUT = ("", "")
-_LOGGERS = (
-    "hydra.{key} sets loggers of Hydra's process; the ranks are others",
-    "drop it: what a rank prints is in its log (`logs RUN`), and your code sets its own loggers; "
-    "hydra/job_logging=disabled and hydra/hydra_logging=disabled are what happens anyway",
+_WORKING = ("mode", "sweeper", "searchpath", "job.name", "job.config")
+_IGNORED: Mapping[str, str] = {
+    # In a file that serves programs of Hydra as well.
+    "help": "--help is this program's own",
+    "hydra_help": "--hydra-help is this program's own",
+    "launcher": "runs go to Slurm with +cluster=NxG, and are trained here without it",
+}
+_RUN_PATH = (
+    "{name}: the path of a run follows from what it trains, so that the same words find it again",
+    "write run.root=DIR to keep runs elsewhere, run.name=NAME to name them; `status` lists their paths",
 )
-_FILLED_IN = ("hydra.{key} is filled in, not set", "drop it; ${{hydra.{key}}} refers to it")
-# The first that a setting is below counts: message and hint of a refusal, or that it is carried out. A setting that is
-# switched off (false, null, empty) is what happens anyway, and is never refused, unless it is filled in.
-_RULES: Mapping[str, tuple[str, str]] = {
-    "sweeper.max_batch_size": (
-        "hydra.sweeper.max_batch_size={value} makes a sweep wait for batch after batch",
-        "write sweep.max_parallel={value}: as many at once, with no waiting between",
+_LOGGERS = (
+    "{name} configures loggers of Hydra's process, and the ranks are other processes",
+    "configure loggers in your code, e.g. logging.basicConfig(level=logging.DEBUG); `logs RUN` shows what ranks print",
+)
+_FILLED_IN = (
+    "{name} is filled in by Hydra, and cannot be set",
+    "drop it; ${{{name}}} refers to its value",
+)
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "run": _RUN_PATH,
+    "sweep": _RUN_PATH,
+    "output_subdir": (
+        "hydra.output_subdir: the run directory has config.yaml, and the command line in provenance.json",
+        "drop it",
+    ),
+    "launcher": (
+        "{name}={value}: this program launches the runs, not a plugin of Hydra",
+        "+cluster=NODESxGPUS submits to Slurm, and cluster.* are its settings; without a cluster the runs are trained "
+        "here, sweep.max_parallel=N of them at a time",
     ),
     "job.chdir": (
-        "hydra.job.chdir=true: the ranks start in the directory that you submit from, and relative paths mean that",
-        "drop it, and write by the path that a run has: context.run.path in a task of your own",
+        "hydra.job.chdir=true: the ranks start in the directory that you submit from, and paths are relative to it",
+        "drop it; a task of your own finds its run directory in context.run.path",
     ),
-    "job.env_set": (
-        "hydra.{key} sets a variable of Hydra's process; the ranks are others",
-        "write cluster.env.NAME=VALUE; on this machine: NAME=VALUE in front of the command",
-    ),
+    # Before env_set, which Hydra fills with these variables.
     "job.env_copy": (
         "hydra.job.env_copy writes variables with their values into the configuration, got {value}",
         'write "cluster.export=[NAME,...]": they travel by name; on this machine the ranks have them anyway',
     ),
-    "verbose": (
-        "hydra.verbose sets loggers of Hydra's process; the ranks are others",
-        "in your code: logging.basicConfig(level=logging.DEBUG), and `logs RUN` shows it; "
-        "`--info` says how the configuration is composed",
+    "job.env_set": (
+        "{name} sets a variable of Hydra's process, and the ranks are other processes",
+        "write cluster.env.NAME=VALUE; on this machine: NAME=VALUE in front of the command",
     ),
+    "verbose": _LOGGERS,
     "job_logging": _LOGGERS,
     "hydra_logging": _LOGGERS,
     "callbacks": (
-        "hydra.{key} would be called around the job, which Slurm starts elsewhere",
-        "drop it, or leave it out with ~hydra.callbacks.NAME; for the end of a sweep: --wait, then `collate`; what "
-        "happened to a run is in its attempts.jsonl and events@*.jsonl",
+        "{name} would be called around the job, which Slurm starts elsewhere",
+        "drop it, or write ~hydra.callbacks.NAME; at the end of a sweep: --wait, then `collate`",
     ),
-    **dict.fromkeys(
-        ("job.id", "job.num", "job.override_dirname", "job.config_name", "runtime", "overrides"), _FILLED_IN
-    ),
-    **dict.fromkeys(("mode", "run", "sweep", "output_subdir", "sweeper", "launcher", "searchpath"), _CARRIED_OUT),
-    **dict.fromkeys(("job.name", "job.config"), _CARRIED_OUT),
-    # In a file that serves Hydra's own programs as well; a note says that they are unused.
-    **dict.fromkeys(("help", "hydra_help"), _CARRIED_OUT),
+    "job.id": _FILLED_IN,
+    "job.num": _FILLED_IN,
+    "job.override_dirname": _FILLED_IN,
+    "job.config_name": _FILLED_IN,
+    "runtime": _FILLED_IN,
+    "overrides": _FILLED_IN,
 }
+_REFUSED_GROUPS = ("launcher", "job_logging", "hydra_logging")
+# What happens anyway, as text. A setting with one of these values is not refused.
+_DEFAULTS = ("", "none", "null", "false", "[]", "{}", ".", "basic", "disabled")
 # What hydra-optuna-sweeper calls how many points there are, how many at once, and how many of them may fail.
 _NUMBERS_OF_POINTS = ("n_trials", "n_jobs", "max_failure_rate")
-_UNUSED = {"help": "--help", "hydra_help": "--hydra-help"}
-# What hydra-submitit-launcher and hydra-joblib-launcher call a setting, and what it is called here; "" for what this
-# program decides itself.
-_LAUNCHER_SETTINGS = {
-    "timeout_min": "cluster.time_limit_min={}",
-    "cpus_per_task": "cluster.cpus_per_gpu={}",
-    "mem_gb": "cluster.memory_gb_per_node={}",
-    "name": "run.name={}",
-    "array_parallelism": "sweep.max_parallel={}",
-    "n_jobs": "sweep.max_parallel={}",
-    "srun_args": "cluster.srun.FLAG=VALUE",
-    **{key: f"cluster.{key}={{}}" for key in ("partition", "account", "qos", "constraint", "exclude", "setup")},
-    **dict.fromkeys(("nodes", "gpus_per_node", "tasks_per_node"), ""),
-    **dict.fromkeys(("submitit_folder", "max_num_timeout", "stderr_to_stdout", "_target_"), ""),
-}
 
 
 @frozen
@@ -110,22 +104,16 @@ class HydraSettings:
     """The whole composition, Hydra's own part included; words with several values are left out."""
     words: Words
     """The words, with what follows from Hydra's settings: several runs, the run's name."""
-    given: Mapping[str, Any]
-    """What was typed, or is in a file of the person's own, e.g. {"run.dir": "out/${now:%H}"}; unresolved."""
     notes: tuple[str, ...]
-    """What is left out or filled in, in words."""
-    stays_here: bool
-    """Whether the basic launcher was asked for by name: here, one run after the other."""
+    """What is ignored or filled in, in words."""
 
     def compose(self) -> Composed:
         """Returns the configuration of the one run that the command line describes.
 
         Raises:
-            ConfigError: an unknown key, group or value; a launcher and a cluster that do not go together.
+            ConfigError: an unknown key, group or value.
         """
-        composed = self.composer.compose(self.words.overrides)
-        self.refuse_cluster(composed.config)
-        return composed
+        return self.composer.compose(self.words.overrides)
 
     def compose_points(self, points: Sequence[Sequence[str]], *, first: int = 0) -> Iterator[Composed]:
         """Yields the configuration of each point of a sweep.
@@ -138,28 +126,6 @@ class HydraSettings:
             ConfigError: as `Composer.compose`.
         """
         return (self.composer.compose(point, number=number) for number, point in enumerate(points, start=first))
-
-    def refuse_cluster(self, config: RunConfig) -> None:
-        """Refuses a run that goes through Slurm, or several at a time, where the basic launcher was asked for.
-
-        Raises:
-            ConfigError: as said.
-        """
-        at_once, name = config.sweep.max_parallel or 1, "hydra/launcher=basic"
-        require_all(
-            [
-                (
-                    self.stays_here and config.cluster is not None,
-                    f"{name} runs here, but a cluster is asked for",
-                    f"drop {name} to go through Slurm, or +cluster to run here",
-                ),
-                (
-                    self.stays_here and at_once > 1,
-                    f"{name} runs one after the other, but sweep.max_parallel={at_once}",
-                    f"drop {name}, or sweep.max_parallel",
-                ),
-            ]
-        )
 
     @property
     def sweeper_needs_values(self) -> bool:
@@ -190,8 +156,8 @@ class HydraSettings:
 
     @property
     def sweep_arguments(self) -> list[str]:
-        """The words that do not speak to Hydra itself, as a sweeper wants them."""
-        return prepare_overrides(_task_words(self.words.overrides))
+        """The words that do not set Hydra itself, as a sweeper wants them."""
+        return prepare_overrides([word for word in self.words.overrides if not _is_to_hydra(word)])
 
     def fixed_keys(self) -> set[str]:
         """Returns the keys that have one value in all points."""
@@ -236,38 +202,33 @@ def read_settings(words: Words) -> HydraSettings:
     """Returns what the words and a person's own files set of Hydra itself.
 
     Raises:
-        ConfigError: something that cannot do here what it does under Hydra, with what to type instead.
+        ConfigError: a setting that cannot work here as it does under Hydra, with what to type instead.
     """
     composer = Composer(words)
-    parts = (split_word(word) for word in words.overrides if _is_to_hydra(word))
+    parts = [split_word(word) for word in words.overrides if _is_to_hydra(word)]
     typed = {key[len("hydra.") :]: value or "" for _, key, value in parts}
-    _refuse_typed(typed)
+    # Before Hydra composes: it does not know options of plugins that are not installed.
+    _refuse(typed)
     with composer.explaining():
         config, is_multirun = _compose(composer, prepare_overrides(words.overrides))
-        given = _given(composer, config, typed)
-    choices = dict(config.hydra.runtime.choices)
-    if choices.get("hydra/launcher") != "basic":
-        raise _launcher_error(str(choices.get("hydra/launcher")), {})
-    # Hydra has filled env_set with the variables of env_copy.
-    for key in sorted(given, key=lambda key: key != "job.env_copy"):
-        _refuse(key, given[key], choices)
-    for key in ("run.dir",) if is_multirun else ("sweep.dir", "sweep.subdir"):
-        if key in typed:
-            what, other = ("one run", "hydra.sweep.dir=DIR") if is_multirun else ("a sweep", "hydra.run.dir=DIR")
-            raise ConfigError(f"hydra.{key} is about {what}", hint=f"write {other}; a sweep is asked for with -m")
-    unused = [name for name in _UNUSED if any(is_below(key, name) for key in given)]
-    notes = [f"hydra.{name} is not used: {_UNUSED[name]} is this program's own" for name in unused]
+        file_settings = _set_in_files(composer, config, typed)
+    _refuse(file_settings)
+    _refuse_batches(config)
+    notes = [
+        f"hydra.{name} is not used: {reason}"
+        for name, reason in _IGNORED.items()
+        if any(is_below(key, name) for key in [*typed, *file_settings])
+    ]
     notes += _seed_sweeper(config, typed)
     overrides = list(words.overrides)
-    if (name := given.get("job.name")) is not None and all(split_word(word)[1] != "run.name" for word in overrides):
-        overrides.append(f"run.name={name}")
+    job_name = _plain(config)["job.name"]
+    if job_name != TASK_NAME and all(split_word(word)[1] != "run.name" for word in overrides):
+        overrides.append(f"run.name={job_name}")
     return HydraSettings(
         composer=composer,
         config=config,
         words=replace(words, overrides=overrides, multirun=is_multirun),
-        given=given,
         notes=tuple(notes),
-        stays_here="launcher" in typed,
     )
 
 
@@ -275,61 +236,32 @@ def _is_to_hydra(word: str) -> bool:
     return split_word(word)[1].startswith(("hydra.", "hydra/"))
 
 
-def _task_words(words: Iterable[str]) -> list[str]:
-    return [word for word in words if not _is_to_hydra(word)]
-
-
-def _refuse_typed(typed: Mapping[str, str]) -> None:
-    """Refuses what Hydra itself would not compose, such as options of a plugin that is not installed."""
-    launcher = typed.get("launcher", "basic")
-    settings = {key.removeprefix("launcher."): value for key, value in typed.items() if key.startswith("launcher.")}
-    if settings or launcher not in ("basic", ""):
-        raise _launcher_error(launcher, settings)
-    for key, value in typed.items():
-        if key.startswith(("job.env_set", "job.env_copy", "callbacks.")):
-            _refuse(key, yaml.safe_load(value), {})
-
-
-def _launcher_error(name: str, settings: Mapping[str, str]) -> ConfigError:
-    """Returns the error for a launcher of Hydra's, with the words that do the same here.
+def _refuse(settings: Mapping[str, Any]) -> None:
+    """Refuses settings that do not work here, in the order of the table.
 
     Args:
-        name: its option, e.g. "submitit_slurm".
-        settings: what was given to it, e.g. {"timeout_min": "60", "additional_parameters.mail-type": "END"}.
+        settings: keys without "hydra.", e.g. {"job.chdir": "true"}.
     """
-    per_node = settings.get("gpus_per_node") or settings.get("tasks_per_node", "1")
-    words = [f"+cluster={settings.get('nodes', '1')}x{per_node}"] if name == "submitit_slurm" else []
-    for key, value in settings.items():
-        flag = f"cluster.sbatch.{key.rpartition('.')[2].replace('_', '-')}={{}}"
-        words.append(_LAUNCHER_SETTINGS.get(key, flag).format(value))
-    instead = f"write {' '.join(filter(None, words))} instead" if words else "drop it"
-    return ConfigError(
-        f"hydra/launcher={name}: the runs are launched by this program, not by a plugin",
-        hint=f"{instead}; +cluster=NODESxGPUS goes through Slurm, without it the runs are trained here, "
-        "sweep.max_parallel=N of them at a time",
-    )
+    for name, (message, hint) in _REFUSED.items():
+        for key, value in settings.items():
+            if is_below(key, name) and str(value).lower() not in _DEFAULTS:
+                typed_name = f"hydra/{key}" if key in _REFUSED_GROUPS else f"hydra.{key}"
+                texts = {"name": typed_name, "value": value}
+                raise ConfigError(message.format(**texts), hint=hint.format(**texts))
+    for key in settings:
+        if not any(is_below(key, name) for name in (*_WORKING, *_IGNORED, *_REFUSED)):
+            hint = "drop it; `--hydra-help` lists what Hydra's settings do here"
+            raise ConfigError(f"hydra.{key} has no meaning here", hint=hint)
 
 
-def _refuse(key: str, value: Any, choices: Mapping[str, Any]) -> None:
-    """Refuses a setting unless it does here what it does under Hydra, or is what happens anyway.
-
-    Args:
-        key: without "hydra.", e.g. "job.chdir".
-        value: what it is set to.
-        choices: the chosen option of each of Hydra's groups, e.g. {"hydra/launcher": "basic"}.
-    """
-    name = next((name for name in _RULES if is_below(key, name)), None)
-    if name is None:
-        hint = "drop it; `--hydra-help` lists what Hydra's settings do here"
-        raise ConfigError(f"hydra.{key} has no meaning here", hint=hint)
-    message, hint = _RULES[name]
-    is_off = (
-        (not value and _RULES[name] is not _FILLED_IN)
-        or (_RULES[name] is _LOGGERS and choices.get(f"hydra/{name}") in ("disabled", "none"))
-        or (name == "sweeper.max_batch_size" and choices.get("hydra/sweeper") != "basic")
-    )
-    if message and not is_off:
-        raise ConfigError(message.format(key=key, value=value), hint=hint.format(key=key, value=value))
+def _refuse_batches(config: DictConfig) -> None:
+    """Refuses to let the basic sweeper wait for batch after batch; other sweepers use the number themselves."""
+    sweeper = config.hydra.sweeper
+    if sweeper.get("_target_") == _BASIC_SWEEPER and sweeper.get("max_batch_size"):
+        raise ConfigError(
+            f"hydra.sweeper.max_batch_size={sweeper.max_batch_size} makes a sweep wait for batch after batch",
+            hint=f"write sweep.max_parallel={sweeper.max_batch_size}: as many at once, with no waiting between",
+        )
 
 
 def _compose(composer: Composer, prepared: list[str]) -> tuple[DictConfig, bool]:
@@ -351,22 +283,19 @@ def _compose(composer: Composer, prepared: list[str]) -> tuple[DictConfig, bool]
     return config, is_multirun
 
 
-def _given(composer: Composer, config: DictConfig, typed: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what was typed, and what a person's own files set to other values than Hydra and the shipped ones."""
-    if not typed and not composer.has_own_files:
+def _set_in_files(composer: Composer, config: DictConfig, typed: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what a person's own files set of Hydra, e.g. {"run.dir": "out/${now:%H}"}; unresolved."""
+    if not composer.has_own_files:
         return {}
-    node, given = _plain(config), dict[str, Any]()
-    if composer.has_own_files:
-        stock = _plain(composer.hydra.config_loader.load_configuration(None, [], run_mode=RunMode.RUN))
-        stock |= {"job.name": TASK_NAME}
-        filled = [name for name, rule in _RULES.items() if rule is _FILLED_IN]
-        given = {
-            key: value
-            for key, value in node.items()
-            if value not in (stock.get(key), {"run.dir": ".", "output_subdir": None}.get(key, stock.get(key)))
-            and not any(is_below(key, name) for name in filled)
-        }
-    return given | {key: value for key, value in node.items() if any(is_below(key, name) for name in typed)}
+    stock = _plain(composer.hydra.config_loader.load_configuration(None, [], run_mode=RunMode.RUN))
+    filled_in = [name for name, rule in _REFUSED.items() if rule is _FILLED_IN]
+    settings = {}
+    for key, value in _plain(config).items():
+        is_typed = any(is_below(key, name) for name in typed)
+        is_filled_in = any(is_below(key, name) for name in filled_in)
+        if value != stock.get(key) and not is_typed and not is_filled_in:
+            settings[key] = value
+    return settings
 
 
 def _seed_sweeper(config: DictConfig, typed: Mapping[str, str]) -> list[str]:
@@ -380,76 +309,3 @@ def _seed_sweeper(config: DictConfig, typed: Mapping[str, str]) -> list[str]:
 
 def _plain(config: DictConfig) -> dict[str, Any]:
     return flat(cast(dict[str, Any], OmegaConf.to_container(config.hydra, resolve=False)))
-
-
-# Where Hydra's words want runs to be found
-
-
-@frozen
-class Output:
-    """Additional outputs of one run."""
-
-    path: str | None
-    """A path that shall lead to it, as typed: relative to where the words were typed."""
-    folder: str | None
-    """The name of a folder in the run directory for `files`."""
-    files: Mapping[str, str]
-    """Hydra's files by name, e.g. {"overrides.yaml": "- seed=1\\n"}."""
-
-
-def read_output(
-    settings: HydraSettings, config: RunConfig, words: Sequence[str], *, number: int | None
-) -> Output | None:
-    """Returns what is asked for a run besides its directory; None where nothing is.
-
-    Args:
-        settings: what the command line sets of Hydra itself.
-        config: the run's.
-        words: the words of its command line.
-        number: its place in the sweep, Hydra's job number; None where there is no sweep.
-
-    Raises:
-        ConfigError: a path that is not known before the run is there, or a folder that is the run's own.
-    """
-    keys = ("sweep.dir", "sweep.subdir") if settings.words.multirun else ("run.dir",)
-    wants_path = any(key in settings.given for key in keys)
-    folder = settings.given.get("output_subdir")
-    if folder is not None and ("/" in folder or not folder.startswith(".") or folder in (".", "..")):
-        raise ConfigError(
-            f"hydra.output_subdir={folder}: the run directory has names of its own",
-            hint="give it a name that begins with a dot, e.g. hydra.output_subdir=.hydra",
-        )
-    if folder is None and not wants_path:
-        return None
-    mapping, tasks = to_mapping(config), _task_words(words)
-    own = cast(dict[str, Any], OmegaConf.to_container(settings.config.hydra, resolve=False))
-    shape = own["job"]["config"]["override_dirname"]
-    kept = sorted(word for word in tasks if split_word(word)[1] not in shape["exclude_keys"])
-    own["job"]["override_dirname"] = str(shape["item_sep"]).join(kept).replace("=", str(shape["kv_sep"]))
-    own["overrides"]["task"] = tasks
-    if number is not None:
-        own["job"]["num"] = number
-    path, files = None, {}
-    if folder is not None:
-        texts: dict[str, Any] = {"config.yaml": mapping, "hydra.yaml": {"hydra": own}, "overrides.yaml": tasks}
-        files = {name: OmegaConf.to_yaml(OmegaConf.create(value)) for name, value in texts.items()}
-    if wants_path:
-        whole = OmegaConf.create({**mapping, "hydra": own})
-        # One moment for all runs of a sweep: ${now:...} is not asked twice.
-        OmegaConf.copy_cache(from_config=settings.config, to_config=whole)
-        path = _path(whole, keys)
-        OmegaConf.copy_cache(from_config=whole, to_config=settings.config)
-    return Output(path=path, folder=folder, files=files)
-
-
-def _path(whole: DictConfig, keys: Sequence[str]) -> str:
-    HydraConfig.instance().cfg = whole  # type: ignore[assignment]  # Hydra itself puts a DictConfig there
-    try:
-        return "/".join(str(OmegaConf.select(whole, f"hydra.{key}", throw_on_missing=True)) for key in keys)
-    except OmegaConfBaseException as err:
-        raise ConfigError(
-            f"hydra.{keys[0]} is not known before the run is there: {str(err).splitlines()[0]}",
-            hint="${now:...}, ${hydra.job.override_dirname}, any key of the run and, in a sweep, ${hydra.job.num} are",
-        ) from err
-    finally:
-        HydraConfig.instance().cfg = None

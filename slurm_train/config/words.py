@@ -27,8 +27,8 @@ _OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.", "
 _CUSTOM_GROUPS = ("model", "data", "optim")
 # The shipped primary file chooses none of these, so a choice of one is an addition in Hydra's terms.
 _OPTIONAL_GROUPS = ("cluster", "experiment", "site", "container")
-# Settings of Hydra's own that are texts: paths and names, which may hold an equals sign.
-_HYDRA_TEXTS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.job.name")
+# A setting of Hydra that is a text, which may have an equals sign.
+_JOB_NAME = "hydra.job.name"
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
 # A list whose items need no reading: no quotes, no brackets inside, no references.
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]+)\]")
@@ -343,7 +343,7 @@ def _as_typed(key: str, value: str) -> str:
 
 
 def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
-    if key.startswith("cluster.env.") or key in _HYDRA_TEXTS:
+    if key.startswith("cluster.env.") or key == _JOB_NAME:
         return "text"
     if key.startswith(("cluster.sbatch.", "cluster.srun.")):
         return "flag"
@@ -364,7 +364,7 @@ def is_one_value(key: str, value: str) -> bool:
         return _PLAIN_LIST.fullmatch(value) is not None
     if kind == "other" or _SWEEP_CALL.match(value):
         return False
-    return "," not in value or key.startswith("cluster.") or key in _HYDRA_TEXTS
+    return "," not in value or key.startswith("cluster.") or key == _JOB_NAME
 
 
 def is_plain_texts(key: str, value: str) -> bool:

@@ -2,8 +2,6 @@
 
 A person's roots, the folders in which runs of theirs lie, are remembered in one small file. It may be lost at any time:
 every start adds its root again.
-
-A run may have a second path where a person wants to find it: a symbolic link, never in the place of something else.
 """
 
 from __future__ import annotations
@@ -212,30 +210,6 @@ def _by_path(word: str) -> list[RunDirectory]:
     return [RunDirectory(path)] if (path / "config.yaml").is_file() else []
 
 
-def require_free(alias: Path, run: RunDirectory) -> None:
-    """Checks that the link is there already, or can be made.
-
-    Args:
-        alias: the second path, absolute.
-        run: where it shall lead; its directory need not exist yet.
-
-    Raises:
-        RunError: something else lies there, or it would lie among the runs.
-    """
-    root = run.path.parent.parent
-    if alias.parent.resolve().is_relative_to(root.resolve()):
-        raise RunError(
-            f"{alias} lies among the runs, in {root}, whose folders are looked through for runs",
-            hint="name a path outside of it, or put all runs elsewhere with run.root=DIR",
-        )
-    if alias.is_symlink() and alias.resolve() == run.path.resolve():
-        return
-    if os.path.lexists(alias):
-        hint = "name a path where nothing is, or move away what is there"
-        raise RunError(f"{alias} is there already, and is left alone", hint=hint)
-    refuse_unwritable(alias, hint="name a path that you may write to")
-
-
 def refuse_unwritable(path: Path, *, hint: str) -> None:
     """Checks that a path is, or could be made, in a folder that may be written to.
 
@@ -251,20 +225,3 @@ def refuse_unwritable(path: Path, *, hint: str) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         kind = "is not writable" if existing.is_dir() else "is not a directory"
         raise RunError(f"{path} cannot be made: {existing} {kind}", hint=hint)
-
-
-def make_alias(alias: Path, run: RunDirectory) -> None:
-    """Makes the link, and the folders above it, unless it exists already.
-
-    Raises:
-        RunError: as `require_free`, or nothing can be written there.
-    """
-    require_free(alias, run)
-    try:
-        alias.parent.mkdir(parents=True, exist_ok=True)
-        if not alias.is_symlink():
-            alias.symlink_to(run.path)
-    except OSError as err:
-        raise RunError(
-            f"{alias} cannot be made: {err.strerror or err}", hint="name a path that you may write to"
-        ) from err

@@ -64,9 +64,8 @@ REFUSED = {
     "plan --suggest 0.001 +cluster=1x2": "legal layouts of 2 ranks fits into 0.001 GiB a device",
     "stats": "'stats' is neither a verb nor a setting\nhint: did you mean `status`?\n",
     "prepare none.txt --out out": "none.txt cannot be read",
-    "hydra/launcher=basic +cluster=1x8": "hydra/launcher=basic runs here, but a cluster is asked for",
-    "-m hydra/launcher=basic seed=1,2 sweep.max_parallel=2": "runs one after the other, but sweep.max_parallel=2",
-    "-m +cluster=1x8 hydra.sweep.dir=out hydra.sweep.subdir=same seed=5,6": "two runs of the sweep would both be at",
+    "+cluster=1x8 hydra.run.dir=out": "write run.root=DIR to keep runs elsewhere",
+    "-m +cluster=1x8 hydra/launcher=joblib seed=5,6": "sweep.max_parallel=N of them at a time",
     "-m hydra/sweeper=nowhere +cluster=1x8 seed=1,2": "there is no configuration 'hydra/sweeper/nowhere'",
     # What a new user types who comes from another trainer, or from Slurm: each answer has the next step in it.
     "lr=3e-4": "write optim.lr=3e-4",

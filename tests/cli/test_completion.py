@@ -80,7 +80,7 @@ OFFERS = {
     "cluster.en": "cluster.env.",
     "+experiment=": "+experiment=digits",
     "~mod": "~model ~model.",
-    "hydra/l": "hydra/launcher=",
+    "hydra/s": "hydra/sweeper=",
     "--cfg ": "all hydra job",
     "--info defaults": "defaults defaults-tree",
 }

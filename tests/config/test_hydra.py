@@ -19,8 +19,8 @@ from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 
 from slurm_train.config.compose import Composer, read_points
-from slurm_train.config.hydra import HydraSettings, Output, read_output, read_settings
-from slurm_train.config.schema import OptimSection, RunConfig, flat, to_mapping
+from slurm_train.config.hydra import HydraSettings, read_settings
+from slurm_train.config.schema import flat, to_mapping
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
 from tests.support.command_line import write
@@ -144,6 +144,7 @@ def test_a_config_path_comes_before_a_config_dir_and_both_before_the_shipped_fil
 @habit("`+experiment=NAME`")
 @habit("`int(3.0)`, `float(1)`, `str(1)`, `bool(1)`")
 @habit("`${optim.lr}`, `${oc.env:HOME}`")
+@habit("`hydra.job.name=NAME`")
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
@@ -156,6 +157,8 @@ def test_a_config_path_comes_before_a_config_dir_and_both_before_the_shipped_fil
         ("train.max_steps=int(3.0)", "train.max_steps", 3),
         ("+model.label=str(1)", "model.label", "1"),
         ("run.name=${oc.env:WHO}-${oc.env:NOBODY,x}", "run.name", "ann-x"),
+        ("hydra.job.name=ann", "run.name", "ann"),
+        ("hydra.job.name=ann run.name=bob", "run.name", "bob"),
     ],
 )
 def test_words_mean_what_they_mean_to_hydra(
@@ -243,71 +246,29 @@ def test_the_mode_makes_a_sweep() -> None:
     assert refusal("hydra.mode=RUN", "seed=1,2").message.startswith("seed=1,2 has several values")
 
 
-def outputs_of(*words: str) -> list[Output]:
-    """Returns what is asked for: of one run, or of a sweep over seeds."""
-    settings = settings_of(*words)
-    runs: list[Any] = [(None, settings.words.overrides)]
-    if settings.words.multirun:
-        runs = list(enumerate(point.overrides for point in read_points(settings.sweep_words)))
-    found = (
-        read_output(settings, RunConfig(seed=5 + (number or 0), optim=OptimSection(lr=0.1)), own, number=number)
-        for number, own in runs
-    )
-    return [output for output in found if output is not None]
-
-
 DIRNAME = "hydra.job.config.override_dirname"
-PATHS: list[tuple[str, list[str]]] = [
-    ("optim.lr=0.1 seed=5 hydra.run.dir=out/${hydra.job.override_dirname}", ["out/optim.lr=0.1,seed=5"]),
-    (
-        f"seed=5 optim.lr=0.1 +model.a=1 hydra.run.dir=${{hydra.job.override_dirname}} {DIRNAME}.kv_sep=- "
-        f"{DIRNAME}.item_sep=_ {DIRNAME}.exclude_keys=[optim.lr]",
-        ["+model.a-1_seed-5"],
-    ),
-    ("-cd site -cn placed", ["out/x"]),
-    ("-cd site -cn launched hydra/launcher=basic", []),
-    ("-cd site -cn calling ~hydra.callbacks.mine", []),
-    ("-m seed=5,6 hydra.sweep.dir=out", ["out/0", "out/1"]),
-    ("-m seed=5,6 hydra.sweep.dir=out hydra.sweep.subdir=s_${seed}", ["out/s_5", "out/s_6"]),
-]
 
 
-@habit("`hydra.run.dir=PATH`")
 @habit("`hydra.job.config.override_dirname.*`")
-@habit("`hydra.sweep.dir=PATH`, `hydra.sweep.subdir=NAME`")
-@pytest.mark.parametrize(("words", "paths"), PATHS)
-def test_the_paths_of_runs_are_known(words: str, paths: list[str], site: None) -> None:
-    assert [one.path for one in outputs_of(*words.split())] == paths
-
-
-def test_all_runs_of_a_sweep_share_one_moment_and_need_nothing_that_comes_later() -> None:
-    moments = outputs_of("-m", "hydra.sweep.dir=out/${now:%f}", "seed=5,6")
-    assert len({str(one.path).rpartition("/")[0] for one in moments}) == 1
-    with pytest.raises(ConfigError, match=r"hydra\.run\.dir is not known before the run is there"):
-        outputs_of("hydra.run.dir=out/${hydra.job.id}")
-
-
-@habit("`hydra.output_subdir=.hydra`")
-@habit("`hydra.job.name=NAME`")
-def test_hydras_three_files_are_written_where_they_are_asked_for() -> None:
-    (output,) = outputs_of("hydra.output_subdir=.hydra", "seed=3", "hydra.job.name=ann")
-    assert (output.path, output.folder) == (None, ".hydra")
-    files: Any = {name: OmegaConf.to_container(OmegaConf.create(text)) for name, text in output.files.items()}
-    assert files["overrides.yaml"] == ["seed=3", "run.name=ann"]
-    assert files["config.yaml"]["optim"]["lr"] == 0.1
-    assert files["hydra.yaml"]["hydra"]["output_subdir"] == ".hydra"
-    for name in ("code", "../x", ".."):
-        with pytest.raises(ConfigError, match="the run directory has names of its own"):
-            outputs_of(f"hydra.output_subdir={name}")
-    assert values_of("hydra.job.name=ann", "run.name=bob")["run.name"] == "bob"
+def test_the_words_of_a_run_are_written_in_the_format_that_is_asked_for() -> None:
+    words = ["optim.lr=0.1", "seed=5", "+model.label='${hydra.job.override_dirname}'"]
+    separators = [f"{DIRNAME}.kv_sep=-", f"{DIRNAME}.item_sep=_", f"{DIRNAME}.exclude_keys=[model.label,optim.lr]"]
+    assert values_of(*words, f"{DIRNAME}.exclude_keys=[model.label]")["model.label"] == "optim.lr=0.1,seed=5"
+    assert values_of(*words, "train.max_steps=3", *separators)["model.label"] == "seed-5_train.max_steps-3"
 
 
 @habit("`hydra.job.chdir=false`")
 @habit("`hydra.help`, `hydra.hydra_help`")
-def test_what_happens_anyway_is_taken_and_what_is_unused_is_noted() -> None:
-    settings = settings_of("hydra.job.chdir=false", "hydra.verbose=false", "hydra/job_logging=disabled", "seed=2")
+@habit("`hydra/launcher=basic`")
+def test_what_happens_anyway_is_taken_and_what_is_unused_is_noted(site: None) -> None:
+    anyway = ["hydra.job.chdir=false", "hydra.verbose=false", "hydra/job_logging=disabled", "hydra.run.dir=."]
+    settings = settings_of(*anyway, "hydra.output_subdir=null", "seed=2")
     assert settings.notes == () and settings.compose().config.seed == 2
     assert settings_of("hydra.help.app_name=x").notes == ("hydra.help is not used: --help is this program's own",)
+    (launcher,) = settings_of("-cd", "site", "-cn", "launched", "hydra/launcher=basic").notes
+    assert launcher.startswith("hydra.launcher is not used") and "+cluster=NxG" in launcher
+    assert settings_of("-cd", "site", "-cn", "calling", "~hydra.callbacks.mine").notes == ()
+    assert settings_of("-cd", "site", "-cn", "placed", "hydra.run.dir=.").notes == ()
 
 
 @habit("`hydra.searchpath=[file://DIR,pkg://PACKAGE]`")
@@ -334,30 +295,34 @@ REFUSED = [
     ("optim.lr=a=b", "'optim.lr=a=b' cannot be read: ", "once more"),
     ("seed=1,2", "seed=1,2 has several values", "add -m"),
     (
-        "-m hydra/launcher=submitit_slurm hydra.launcher.nodes=2 hydra.launcher.gpus_per_node=8 "
-        "hydra.launcher.tasks_per_node=8 hydra.launcher.timeout_min=60 hydra.launcher.partition=gpu "
-        "hydra.launcher.array_parallelism=4 +hydra.launcher.additional_parameters.mail_type=END seed=1,2",
-        "hydra/launcher=submitit_slurm: the runs are launched by this program, not by a plugin",
-        "write +cluster=2x8 cluster.time_limit_min=60 cluster.partition=gpu sweep.max_parallel=4 "
-        "cluster.sbatch.mail-type=END instead",
+        "-m hydra/launcher=submitit_slurm hydra.launcher.nodes=2 +hydra.launcher.additional_parameters.mail_type=END",
+        "hydra/launcher=submitit_slurm: this program launches the runs",
+        "+cluster=NODESxGPUS",
     ),
-    ("hydra/launcher=joblib hydra.launcher.n_jobs=6", "hydra/launcher=joblib: ", "write sweep.max_parallel=6 instead"),
+    ("hydra/launcher=joblib hydra.launcher.n_jobs=6", "hydra/launcher=joblib: ", "sweep.max_parallel=N"),
     ("-cd site -cn launched", "hydra/launcher=submitit_slurm:", "+cluster="),
-    ("hydra.launcher.timeout_min=60", "hydra/launcher=basic: the runs", "write cluster.time_limit_min=60"),
-    ("hydra.verbose=true", "hydra.verbose sets loggers of Hydra's process", "logging.basicConfig"),
-    ("-cd site -cn verbose", "hydra.verbose sets", ""),
-    ("hydra/hydra_logging=hydra_debug", "hydra.hydra_logging.", "hydra/hydra_logging=disabled are what"),
+    ("hydra.launcher.timeout_min=60", "hydra.launcher.timeout_min=60: this program", "cluster.* are its settings"),
+    ("hydra.run.dir=out/${now:%H}", "hydra.run.dir: the path of a run follows from", "run.root=DIR"),
+    ("-cd site -cn placed", "hydra.run.dir: ", "run.name=NAME"),
+    (
+        "-m hydra.sweep.dir=out hydra.sweep.subdir=s_${seed} seed=1,2",
+        "hydra.sweep.dir: the path of a run",
+        "run.root=DIR",
+    ),
+    ("hydra.output_subdir=.hydra", "hydra.output_subdir: the run directory has config.yaml", "drop it"),
+    ("hydra.verbose=true", "hydra.verbose configures loggers of Hydra's process", "logging.basicConfig"),
+    ("-cd site -cn verbose", "hydra.verbose configures", ""),
+    ("hydra/hydra_logging=hydra_debug", "hydra/hydra_logging configures loggers", "`logs RUN`"),
     ("hydra.callbacks.mine._target_=my.Callback", "hydra.callbacks.mine._target_ would be called", "--wait"),
     ("-cd site -cn calling", "hydra.callbacks.mine._target_ would", ""),
     ("hydra.job.chdir=true", "hydra.job.chdir=true: the ranks start in the directory", "context.run.path"),
     ("+hydra.job.env_set.A=1", "hydra.job.env_set.A sets a variable of Hydra's process", "cluster.env.NAME=VALUE"),
     ("hydra.job.env_copy=[A,B]", "hydra.job.env_copy writes variables with their values", "cluster.export=[NAME,...]"),
     ("-cd site -cn copying", "hydra.job.env_copy names 'NOT_SET_ANYWHERE', which is not set", ""),
-    ("hydra.runtime.cwd=/x", "hydra.runtime.cwd is filled in, not set", "${hydra.runtime.cwd} refers to it"),
-    ("-m hydra.run.dir=x seed=1,2", "hydra.run.dir is about one run", "hydra.sweep.dir=DIR"),
-    ("hydra.run.nothing=1", "there is no configuration key 'hydra.run.nothing'", "`--hydra-help`"),
+    ("hydra.runtime.cwd=/x", "hydra.runtime.cwd is filled in by Hydra", "${hydra.runtime.cwd} refers to"),
+    ("hydra.nothing=1", "hydra.nothing has no meaning here", "`--hydra-help`"),
+    ("hydra.job.nothing=1", "hydra.job.nothing has no meaning here", "`--hydra-help`"),
     ("hydra.searchpath=conf", "'hydra.searchpath=conf' is not a list of places", ""),
-    ("hydra.sweep.dir=x", "hydra.sweep.dir is about a sweep", "with -m"),
     ("-m hydra.sweeper.max_batch_size=3 seed=1,2", "hydra.sweeper.max_batch_size=3 makes", "sweep.max_parallel=3"),
 ]
 
@@ -366,16 +331,15 @@ REFUSED = [
 @habit("`--shell-completion`, `-sc`")
 @habit("`--experimental-rerun`")
 @habit("several values without `-m`")
-@habit("`hydra/launcher=submitit_slurm`")
-@habit("`hydra/launcher=submitit_local`, `joblib`, any other")
+@habit("`hydra/launcher=NAME`, `hydra.launcher.*`")
+@habit("`hydra.run.dir`, `hydra.sweep.dir`, `hydra.sweep.subdir`")
+@habit("`hydra.output_subdir`")
 @habit("`hydra.verbose`, `hydra.job_logging`, `hydra.hydra_logging`")
 @habit("`hydra.callbacks`")
 @habit("`hydra.job.chdir=true`")
 @habit("`hydra.job.env_set`")
 @habit("`hydra.job.env_copy`")
-@habit("`hydra.launcher.*`")
 @habit("`hydra.runtime.*`, `hydra.job.num`, `hydra.job.id`, `hydra.overrides.*`")
-@habit("`hydra.run.dir` with `-m`, `hydra.sweep.dir` without it")
 @habit("`hydra.sweeper.max_batch_size=N`")
 @pytest.mark.parametrize(("words", "message", "hint"), REFUSED)
 def test_what_cannot_do_here_what_it_does_there_is_refused(words: str, message: str, hint: str, site: None) -> None:
