@@ -219,11 +219,14 @@ def generate(words: Sequence[str]) -> int:
     import torch
 
     from slurm_train.checkpoint.load import read_model, require_fit
-    from slurm_train.train.build import build_filled_model, build_model
+    from slurm_train.train.build import build_filled_model, build_names_and_shapes
     from slurm_train.train.evaluate import continue_text, encoding_of, require_generates
 
     config = load_config(run.config)
-    model = build_filled_model(config, device=torch.device("cpu")) if plan is None else build_model(config)
+    if plan is None:
+        model = build_filled_model(config, device=torch.device("cpu"))
+    else:
+        model = build_names_and_shapes(config)
     require_generates(model)
     encoding = encoding_of(config, arguments.tokenizer)
     require_fit(checkpoint, model.state_dict())

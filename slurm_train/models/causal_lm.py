@@ -9,6 +9,7 @@ Shapes: B batch, T positions, V vocabulary.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -20,7 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.first_weights import NeedsMemoryError, begin_with, is_recording, stored_tensors
+from slurm_train.models.first_weights import (
+    NeedsMemoryError,
+    begin_with,
+    has_first_values,
+    is_without_memory,
+    stored_tensors,
+)
 from slurm_train.models.own_loss import scores_in
 from slurm_train.models.pretrained_names import CONFIG_FILE, require_effect, require_source
 from slurm_train.models.sampling import sample
@@ -73,6 +80,18 @@ class CausalLM(nn.Module):
         outputs = self.network(input_ids=input_ids, use_cache=False, **given)
         has_loss = labels is not None or getattr(outputs, "aux_loss", None) is not None
         return outputs if has_loss else outputs.logits
+
+    def init_weights(self, name: str, part: Tensor) -> None:
+        """Gives LoRA's adapters the values that peft gives them; other weights come from files.
+
+        Args:
+            name: of a parameter.
+            part: rows of it, which are changed in place.
+        """
+        if _is_plain_adapter(name, part, letter="A"):
+            nn.init.kaiming_uniform_(part, a=math.sqrt(5))
+        elif _is_plain_adapter(name, part, letter="B"):
+            nn.init.zeros_(part)
 
     def generate(self, tokens_BT: Tensor, **how: Any) -> Tensor:
         """Returns the given tokens followed by sampled ones; see `sample`."""
@@ -160,19 +179,23 @@ def causal_lm(
     library = require_transformers()
     settings = pretrained_config(model_type=model_type, path=path, config=config)
     if path is None or Path(path).is_file():
+        if is_without_memory():
+            raise NeedsMemoryError("transformers draws the weights of whole models")
         return CausalLM(with_adapters(build_network(settings), lora).train())
     if not any(Path(path).glob("model*.safetensors")):
         raise ConfigError(
             f"model.path={path} holds no model.safetensors",
             hint=f"for weights drawn at random name the file: model.path={Path(path) / CONFIG_FILE}",
         )
-    if is_recording():
+    if is_without_memory():
         network = build_network(settings)
         _begin_with_files(network, Path(path))
-    else:
-        network = library.AutoModelForCausalLM.from_pretrained(
-            path, config=settings, dtype=torch.float32, local_files_only=True, use_safetensors=True
-        )
+        network = with_adapters(network, lora)
+        _require_plain_adapters(network)
+        return CausalLM(network.train())
+    network = library.AutoModelForCausalLM.from_pretrained(
+        path, config=settings, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
     return CausalLM(with_adapters(network, lora).train())
 
 
@@ -191,6 +214,25 @@ def _begin_with_files(network: Any, path: Path) -> None:
         if parameter.shape != stored[name].shape:
             raise NeedsMemoryError(f"{name} has another shape in {path}")
         begin_with(parameter, stored[name])
+
+
+def _require_plain_adapters(network: Any) -> None:
+    """Checks that `CausalLM.init_weights` knows the first values of everything that no file has.
+
+    Raises:
+        NeedsMemoryError: peft computes some of them in another way.
+    """
+    drawn = [(name, parameter) for name, parameter in network.named_parameters() if not has_first_values(parameter)]
+    for name, parameter in drawn:
+        way = network.peft_config["default"].init_lora_weights
+        is_plain = any(_is_plain_adapter(name, parameter, letter=letter) for letter in "AB")
+        if way is not True or not is_plain:
+            raise NeedsMemoryError(f"peft gives {name} its values (init_lora_weights={way})")
+
+
+def _is_plain_adapter(name: str, part: Tensor, *, letter: str) -> bool:
+    """Returns whether a parameter is one of the two matrices that LoRA puts beside a linear layer."""
+    return f".lora_{letter}." in name and name.endswith(".weight") and part.dim() == 2
 
 
 def with_adapters(network: nn.Module, lora: Mapping[str, Any] | None) -> Any:

@@ -5,6 +5,8 @@ Shapes: B batch, K input channels, H and W sides of the image, F features, N cla
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 
@@ -36,6 +38,24 @@ class CNN(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(wide * (side // 2) ** 2, num_classes),
         )
+
+    def init_weights(self, name: str, part: Tensor) -> None:
+        """Gives the values of torch's own layers: uniform in +-1/sqrt(inputs), norms one and zero.
+
+        Args:
+            name: of a parameter.
+            part: rows of it, which are changed in place.
+        """
+        layer = self.get_submodule(name.rpartition(".")[0])
+        is_weight = name.endswith("weight")
+        if isinstance(layer, nn.GroupNorm):
+            nn.init.constant_(part, 1.0 if is_weight else 0.0)
+        elif is_weight:
+            nn.init.kaiming_uniform_(part, a=math.sqrt(5))
+        else:
+            assert isinstance(layer, nn.Linear)
+            bound = 1 / math.sqrt(layer.in_features)
+            nn.init.uniform_(part, -bound, bound)
 
     def forward(self, images_BKHW: Tensor) -> Tensor:
         """Returns the logits of the classes, float32 (B, N).

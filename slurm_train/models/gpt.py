@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slurm_train.config.schema import GptSection, build_config
@@ -88,29 +89,38 @@ class GPT(nn.Module):
             norm=norm, norm_eps=norm_eps, activation=activation, positions=positions, bias=bias, dropout=dropout,
         )  # fmt: skip
         self.context, self.shape, self.is_tied = context, shape, tied
+        self.num_layers = num_layers
         self.embedding = shape.build_embedding(vocab_size, context=context)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(num_layers))
         self.norm = shape.build_norm()
         self.head = Head(width, vocab_size)
-        self.initialise()
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                # A derived class is not complete yet, so its own method is not called.
+                GPT.init_weights(self, name, parameter)
         if tied:
             self.head.weight = self.embedding.weight
         angles = shape.build_angles(context, theta=rope_theta, scaling=rope_scaling)
         for name, table_TD in zip(("cos_TD", "sin_TD"), angles, strict=True):
             self.register_buffer(name, table_TD, persistent=False)
 
-    def initialise(self) -> None:
-        """Draws every matrix from N(0, 0.02), the ones that write to the residual stream scaled by 1/sqrt(2 layers).
+    def init_weights(self, name: str, part: Tensor) -> None:
+        """Draws matrices from N(0, 0.02), the ones that write to the residual stream scaled by 1/sqrt(2 layers).
 
-        Biases begin at nothing.
+        Biases begin at zero, the weights of norms at one.
+
+        Args:
+            name: of a parameter.
+            part: rows of it, which are changed in place.
         """
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                scale = 1 / math.sqrt(2 * max(len(self.blocks), 1)) if name.endswith("out.weight") else 1.0
-                nn.init.normal_(parameter, std=_INIT_STD * scale)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        if part.dim() > 1:
+            scale = 1 / math.sqrt(2 * max(self.num_layers, 1)) if name.endswith("out.weight") else 1.0
+            nn.init.normal_(part, std=_INIT_STD * scale)
+        elif name.endswith("bias"):
+            nn.init.zeros_(part)
+        elif name.endswith("norm.weight"):
+            nn.init.ones_(part)
 
     def forward(self, tokens_BT: Tensor, targets: Tensor | None = None) -> Tensor:
         """Returns the logits of the next token at every position, or how far they are from its targets.

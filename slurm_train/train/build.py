@@ -44,7 +44,7 @@ from slurm_train.config.batch import planned_lr, sizes_by_weight, sizes_in_words
 from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import stages_of
 from slurm_train.config.schema import RunConfig
-from slurm_train.config.target import TARGET, instantiate
+from slurm_train.config.target import TARGET, callable_target, instantiate
 from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split
 from slurm_train.data.build import build_source, prefetch_depth
 from slurm_train.data.order import SampleOrder
@@ -55,12 +55,16 @@ from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, ConfigError, DataError
 from slurm_train.metrics import Display, open_display
+from slurm_train.models.causal_lm import causal_lm
 from slurm_train.models.first_weights import (
     NeedsMemoryError,
+    build_in_host_memory,
     build_without_memory,
+    defines_init_weights,
     fill,
     first_values,
     lower_parameters,
+    without_memory,
 )
 from slurm_train.models.head import Head
 from slurm_train.models.objective import Objective, default_loss
@@ -222,7 +226,11 @@ def build_parts(rank: Rank) -> Parts:
             "no data set is configured", hint="choose one: data=stdlib, or data._target_=my_package.MyData"
         )
     says = rank.place.is_first and not rank.layout.is_replicated
-    model = build_model(config, note=partial(print, file=sys.stderr) if says else lambda _text: None)
+    model = build_model(
+        config,
+        note=partial(print, file=sys.stderr) if says else lambda _text: None,
+        ranks_on_node=rank.place.local_world_size,
+    )
     load_start_weights(model, config, run=rank.run)
     require_rules_fit(model, optim=config.optim)
     part = rank.layout.data_parallel_index(rank.place.rank), rank.layout.data_parallel_size
@@ -260,45 +268,66 @@ def _refuse_for_streams(config: RunConfig) -> None:
 
 
 def build_model(
-    config: RunConfig, *, note: Callable[[str], None] = lambda _text: None, why_in_memory: str = ""
+    config: RunConfig, *, note: Callable[[str], None] = lambda _text: None, ranks_on_node: int = 1
 ) -> nn.Module:
-    """Returns the whole model, the same on every rank; its parameters have no memory until `fill` gives it to them.
+    """Returns the whole model, the same on every rank.
 
-    A model whose constructor cannot be recorded has all its weights in host memory at once.
+    Where the model's class defines `init_weights(name, part)`, or the weights are files of transformers, the parameters
+    have no memory until `fill` gives it to them. Any other model has all its weights in host memory at once.
 
     Args:
         config: the run's.
         note: gets the reason in that case.
-        why_in_memory: why it is built so from the start; "" where it is not.
+        ranks_on_node: how many ranks of this node build it at the same time.
 
     Raises:
-        ConfigError: no model is configured, or its target does not give an nn.Module.
+        ConfigError: no model is configured, its target does not give an nn.Module, or there is not enough memory.
     """
-    if not config.model:
-        raise ConfigError("no model is configured", hint="choose one: model=gpt, or model._target_=my_package.MyModel")
-    settings = config.model
+    settings = _model_settings(config)
+    target = callable_target(settings)
+    build = partial(_instantiate_model, settings, config.seed)
+    reason = "its class has no init_weights(self, name, part)"
+    if target is causal_lm or defines_init_weights(target):
+        try:
+            return _lowered(build_without_memory(build, seed=config.seed), config)
+        except NeedsMemoryError as err:
+            reason = str(err)
+    note(f"each rank builds all of {settings[TARGET]} in host memory: {reason}")
+    model = build_in_host_memory(build, name=settings[TARGET], ranks_on_node=ranks_on_node)
+    return _lowered(model, config)
 
-    def build() -> nn.Module:
-        torch.manual_seed(config.seed)
-        model = instantiate(settings)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model.{TARGET}={settings[TARGET]} gave a {type(model).__name__}, not a torch.nn.Module",
-                hint="name a class that derives from torch.nn.Module",
-            )
-        return model
 
-    if why_in_memory:
-        note(f"each rank builds all of {settings[TARGET]} in host memory: {why_in_memory}")
-        return _lowered(build(), config)
+def build_names_and_shapes(config: RunConfig) -> nn.Module:
+    """Returns the model for its names and shapes; its parameters have no memory unless its constructor needs values.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    settings = _model_settings(config)
     try:
-        model = build_without_memory(build, seed=config.seed)
+        with without_memory():
+            return _lowered(_instantiate_model(settings, config.seed), config)
     except ConfigError:
         raise
-    except Exception as err:  # a constructor that looks at values fails in many ways
-        note(f"each rank builds all of {settings[TARGET]} in host memory: {type(err).__name__}: {err}")
-        model = build()
-    return _lowered(model, config)
+    except Exception:  # a constructor that looks at values fails in many ways
+        return build_model(config)
+
+
+def _model_settings(config: RunConfig) -> dict[str, Any]:
+    if not config.model:
+        raise ConfigError("no model is configured", hint="choose one: model=gpt, or model._target_=my_package.MyModel")
+    return config.model
+
+
+def _instantiate_model(settings: Mapping[str, Any], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = instantiate(settings)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.{TARGET}={settings[TARGET]} gave a {type(model).__name__}, not a torch.nn.Module",
+            hint="name a class that derives from torch.nn.Module",
+        )
+    return model
 
 
 def _lowered(model: nn.Module, config: RunConfig) -> nn.Module:
@@ -314,10 +343,7 @@ def build_filled_model(config: RunConfig, *, device: torch.device) -> nn.Module:
         ConfigError: as `build_model`.
     """
     model = build_model(config)
-    try:
-        fill([model], first_values(model), device=device)
-    except NeedsMemoryError as err:
-        model = build_model(config, why_in_memory=str(err)).to(device)
+    fill([model], first_values(model), device=device)
     return model
 
 
@@ -335,32 +361,6 @@ def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory
 
 
 def apply_parallelism(parts: Parts) -> None:
-    """Leaves this rank's part of the model with its first weights, and an optimizer of it. Collective over all ranks.
-
-    A model whose weights cannot be filled in after it was cut is built in host memory, and cut once more.
-
-    Raises:
-        ConfigError: the model does not say how it can be cut.
-    """
-    rank, problem = parts.rank, ""
-    try:
-        _cut_and_fill(parts)
-    except NeedsMemoryError as err:
-        problem = str(err)
-    if rank.place.world_size > 1:
-        problem = next(filter(None, gather(problem)), "")
-    if not problem:
-        return
-    says = rank.place.is_first and not rank.layout.is_replicated
-    parts.model = build_model(
-        rank.config, note=partial(print, file=sys.stderr) if says else lambda _text: None, why_in_memory=problem
-    )
-    load_start_weights(parts.model, rank.config, run=rank.run)
-    parts.optimizer, parts.pipeline = build_optimizer(parts.model, optim=rank.config.optim), None
-    _cut_and_fill(parts)
-
-
-def _cut_and_fill(parts: Parts) -> None:
     """Leaves this rank's part of the model with its first weights, and an optimizer of it. Collective over all ranks.
 
     Whole replicas get their weights, and their blocks change where activation checkpointing is asked for.

@@ -21,6 +21,7 @@ LLAMA: dict[str, Any] = {"model_type": "llama", "config": {**SHAPE, "intermediat
 GPT2: dict[str, Any] = {"model_type": "gpt2", "config": SHAPE}
 QWEN3: dict[str, Any] = {**LLAMA, "model_type": "qwen3"}
 TOKENS = torch.arange(12)[None]
+TARGET = "slurm_train.models.causal_lm.causal_lm"
 
 
 @NEEDS_TRANSFORMERS
@@ -97,7 +98,7 @@ def test_files_that_the_library_converts_are_read_by_the_library(tmp_path: Path)
         name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
     }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = RunConfig(model={"_target_": "slurm_train.models.causal_lm.causal_lm", "path": str(tmp_path)})
+    config = RunConfig(model={"_target_": TARGET, "path": str(tmp_path)})
     notes: list[str] = []
     model = build_model(config, note=notes.append)
     assert len(notes) == 1 and f"transformers converts what is in {tmp_path}" in notes[0]
@@ -108,7 +109,10 @@ def test_files_that_the_library_converts_are_read_by_the_library(tmp_path: Path)
 def test_with_lora_the_adapters_alone_are_trained_and_begin_on_what_the_files_have(tmp_path: Path) -> None:
     causal_lm(**LLAMA).network.save_pretrained(tmp_path)
     model = build_without_memory(lambda: causal_lm(path=str(tmp_path), lora={"r": 2}), seed=0)
+    assert all(parameter.is_meta for parameter in model.parameters())
     fill([model], first_values(model), device=torch.device("cpu"))
+    adapters = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+    assert all(tensor.any() == (".lora_A." in name) for name, tensor in adapters.items())
     with torch.no_grad():
         assert model(TOKENS).equal(causal_lm(path=str(tmp_path))(TOKENS))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -118,6 +122,9 @@ def test_with_lora_the_adapters_alone_are_trained_and_begin_on_what_the_files_ha
         model.tensor_parallel_plan()
     with pytest.raises(ConfigError, match=r"peft does not take model\.lora=\{'rank': 2\}"):
         causal_lm(**LLAMA, lora={"rank": 2})
+    for lora in ({"r": 2, "init_lora_weights": "gaussian"}, {"r": 2, "use_dora": True}):
+        config = RunConfig(model={"_target_": TARGET, "path": str(tmp_path), "lora": lora})
+        assert not first_values(build_model(config)), lora
 
 
 @NEEDS_TRANSFORMERS

@@ -1,9 +1,10 @@
-"""Models without memory: every part of a parameter has the bits that it has in the whole, whoever fills it."""
+"""First weights: every part of a parameter has the bits that it has in the whole, whoever fills it."""
 
 from __future__ import annotations
 
-import copy
+import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,155 +13,127 @@ from torch import Tensor, nn
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
+from slurm_train.models import first_weights
+from slurm_train.models.cnn import CNN
 from slurm_train.models.first_weights import (
-    NeedsMemoryError,
     begin_with,
+    build_in_host_memory,
     build_without_memory,
+    defines_init_weights,
     fill,
     first_values,
+    is_without_memory,
+    without_memory,
 )
-from slurm_train.train.build import build_filled_model, build_model
+from slurm_train.models.gpt import GPT
+from slurm_train.models.host_memory import available_bytes
+from slurm_train.train.build import build_filled_model, build_model, build_names_and_shapes
 
 CPU = torch.device("cpu")
 
 
 class Sample(nn.Module):
-    """Most ways in which constructors give their parameters values."""
+    """Parameters of several sizes and kinds, a tied one and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, later: int = 0) -> None:
         super().__init__()
+        self.first = nn.ModuleList(nn.Linear(2, 2) for _ in range(later))
         self.plain = nn.Linear(40, 3000)
-        self.cut_off = nn.Linear(30, 500)
-        nn.init.trunc_normal_(self.cut_off.weight, std=0.5, a=-1.0, b=1.0)
-        self.turning = nn.Linear(20, 20, bias=False)
-        nn.init.orthogonal_(self.turning.weight)
-        self.padded = nn.Embedding(50, 16, padding_idx=3)
+        self.embedding = nn.Embedding(50, 16)
         self.tied = nn.Linear(16, 50, bias=False)
-        self.tied.weight = self.padded.weight
-        self.scaled = nn.Parameter(torch.empty(300, 500).normal_() * 2)
-        self.drawn = nn.Parameter(torch.randn(3, 3))
-        self.copied = nn.Parameter(torch.empty(4))
-        self.twin = copy.deepcopy(self.cut_off)
-        self.lower = nn.Linear(6, 6).to("cpu").bfloat16()
-        self.set = nn.Linear(5, 5)
-        self.recurrent = nn.LSTM(5, 6)
-        self.register_buffer("count", torch.empty(2).zero_())
-        with torch.no_grad():
-            self.copied.copy_(torch.arange(4.0))
-            self.set.weight[1] = 0
-            self.set.weight[torch.tensor([2, 3]), 1] = 7
+        self.tied.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.lower = nn.Linear(6, 6).bfloat16()
+        self.register_buffer("count", torch.arange(2))
+
+    def init_weights(self, name: str, part: Tensor) -> None:
+        if part.dim() == 2:
+            nn.init.kaiming_uniform_(part, a=math.sqrt(5))
+        else:
+            nn.init.constant_(part, 2.0)
 
 
 def filled(build: Any = Sample, *, seed: int = 5) -> Any:
-    torch.manual_seed(0)
     model = build_without_memory(build, seed=seed)
+    assert all(parameter.is_meta for parameter in model.parameters())
     fill([model], first_values(model), device=CPU)
     return model
 
 
-def test_values_are_those_that_the_constructor_asks_for() -> None:
+def test_the_method_gives_the_values() -> None:
     model = filled()
     assert model.plain.weight.abs().max() <= 40**-0.5
     assert model.plain.weight.std().item() == pytest.approx((3 * 40) ** -0.5, 0.02)
-    assert model.cut_off.weight.abs().max() <= 1.0 and model.cut_off.weight.std() > 0.4
-    torch.testing.assert_close(model.turning.weight @ model.turning.weight.T, torch.eye(20))
-    assert not model.padded.weight[3].any() and model.padded.weight[4].any()
-    assert model.tied.weight is model.padded.weight
-    assert model.scaled.std().item() == pytest.approx(2.0, 0.02)
-    assert model.copied.tolist() == [0, 1, 2, 3] and model.count.tolist() == [0, 0]
-    assert torch.equal(model.twin.weight, model.cut_off.weight) and model.twin.weight is not model.cut_off.weight
+    assert model.plain.bias.tolist() == [2.0] * 3000 and model.scale.item() == 2.0
+    assert model.tied.weight is model.embedding.weight
     assert model.lower.weight.dtype == torch.bfloat16
-    assert not model.set.weight[1].any() and model.set.weight[2:4, 1].tolist() == [7, 7]
-    assert model.recurrent(torch.ones(1, 2, 5))[0].shape == (1, 2, 6)
+    assert model.count.tolist() == [0, 1]
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
 
 def test_every_part_has_the_bits_of_the_whole() -> None:
     whole = filled().state_dict()
-    torch.manual_seed(0)
     for name, read in first_values(build_without_memory(Sample, seed=5)).items():
         tensor = whole[name]
-        for parts in (1, 3, 7):
+        for num_parts in (1, 3, 7):
             for dim, size in enumerate(tensor.shape):
-                for start in range(0, size, -(-size // parts)):
-                    index = [slice(0, one) for one in tensor.shape]
-                    index[dim] = slice(start, min(start + -(-size // parts), size))
+                step = -(-size // num_parts)
+                for start in range(0, size, step):
+                    index = [slice(0, length) for length in tensor.shape]
+                    index[dim] = slice(start, min(start + step, size))
                     assert read(tuple(index)).equal(tensor[tuple(index)]), (name, index)
 
 
 def test_values_depend_on_seed_and_name_and_leave_other_random_numbers_alone() -> None:
-    first, again, other = (filled(lambda: nn.ModuleList(nn.Linear(9, 9) for _ in range(2)), seed=s) for s in (5, 5, 6))
-    assert first[0].weight.equal(again[0].weight)
-    assert not first[0].weight.equal(other[0].weight) and not first[0].weight.equal(first[1].weight)
+    first = filled().plain.weight
+    assert first.equal(filled().plain.weight)
+    assert not first.equal(filled(seed=6).plain.weight)
     # A part that is put before changes nothing: the name counts and not the order.
-    longer = filled(lambda: nn.ModuleDict({"new": nn.Linear(3, 3), "0": nn.Linear(9, 9)}))
-    assert longer["0"].weight.equal(first[0].weight)
-    model, stream = build_without_memory(lambda: nn.Linear(9, 9), seed=5), torch.get_rng_state()
+    assert first.equal(filled(lambda: Sample(later=2)).plain.weight)
+    model = build_without_memory(Sample, seed=5)
+    stream = torch.get_rng_state()
     fill([model], first_values(model), device=CPU)
     assert torch.get_rng_state().equal(stream)
 
 
-class Looks(nn.Module):
+@pytest.mark.parametrize(
+    ("kind", "name", "first"),
+    [
+        (GPT, "embedding.weight", [0.01349661, -0.00754674, 0.04273753]),
+        (GPT, "blocks.0.attention.out.weight", [0.00707280, -0.00281060, 0.00050946]),
+        (GPT, "blocks.3.attention_norm.weight", [1.0, 1.0, 1.0]),
+        (CNN, "layers.0.weight", [0.08581682, 0.09846775, 0.02858730]),
+        (CNN, "layers.12.bias", [-0.00629240, 0.02823492, -0.00096095]),
+        (CNN, "layers.1.bias", [0.0, 0.0, 0.0]),
+    ],
+)
+def test_the_included_models_begin_with_the_numbers_of_recorded_runs(kind: Any, name: str, first: list[float]) -> None:
+    config = RunConfig(model={"_target_": f"{kind.__module__}.{kind.__name__}"}, seed=7)
+    model = build_filled_model(config, device=CPU)
+    assert model.get_parameter(name).flatten()[:3].tolist() == pytest.approx(first, rel=1e-4)
+
+
+class Derived(GPT):
+    """Adds what the method of its base knows nothing of."""
+
+
+class Calls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.largest = self.layer.weight.max().item()
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        nn.init.ones_(self.layer.bias)
 
 
-class Changes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, values = nn.ModuleList(nn.Linear(1, 2) for _ in range(2)), torch.zeros(2)
-        for layer in self.layers:
-            layer.bias.data.copy_(values.add_(1))
-
-
-class Keeps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scratch = nn.Linear(1, 1), torch.empty(3)
-
-
-class Seeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3))
-        nn.init.normal_(self.weight, generator=torch.Generator().manual_seed(2))
-
-
-@pytest.mark.parametrize("kind", [Looks, Changes, Keeps, Seeds])
-def test_what_cannot_be_recorded_is_built_in_memory_and_says_so(kind: type[nn.Module]) -> None:
-    notes: list[str] = []
-    config = RunConfig(model={"_target_": f"{__name__}.{kind.__name__}"}, seed=3)
-    one, other = (build_model(config, note=notes.append) for _ in range(2))
-    assert notes[0].startswith(f"each rank builds all of {__name__}.{kind.__name__} in host memory: ")
-    assert not first_values(one)
-    torch.manual_seed(3)
-    expected = kind().state_dict()
-    fill([one], {}, device=CPU)
-    for model in (one, other):
-        assert all(tensor.equal(expected[name]) for name, tensor in model.state_dict().items())
-
-
-class Forgets(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(2, 3))
-
-
-def test_a_parameter_without_values_is_refused_unless_it_gets_others() -> None:
-    with pytest.raises(ConfigError, match=r"weight is made by torch\.empty, and the model's constructor gives it"):
-        filled(Forgets)
-    values = torch.arange(6.0).reshape(2, 3)
-    for model in (Forgets(), build_without_memory(Forgets, seed=0)):
-        begin_with(model.weight, lambda index: values[index])
-        fill([model], first_values(model), device=CPU)
-        assert model.weight.equal(values)
-
-
-def test_a_model_that_is_on_the_meta_device_by_itself_is_refused() -> None:
-    with pytest.raises(ConfigError, match="weight is on the meta device, and nothing is known of its values"):
-        first_values(nn.Linear(2, 2, device="meta"))
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [(GPT, True), (CNN, True), (Sample, True), (Derived, False), (Calls, False), (nn.Linear, False), (filled, False)],
+)
+def test_the_class_itself_has_to_define_the_method(target: Any, expected: bool) -> None:
+    assert defines_init_weights(target) == expected
 
 
 class ChannelsLast(nn.Module):
@@ -186,22 +159,94 @@ class Scripted(nn.Module):
             self.layer = torch.jit.script(nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("kind", [ChannelsLast, OldWeightNorm, Scripted])
-def test_what_cannot_be_filled_in_is_built_in_memory(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [Calls, ChannelsLast, OldWeightNorm, Scripted])
+def test_any_other_model_is_built_as_it_is_written(kind: type[nn.Module]) -> None:
+    notes: list[str] = []
     config = RunConfig(model={"_target_": f"{__name__}.{kind.__name__}"}, seed=3)
-    model = build_filled_model(config, device=CPU)
+    built = build_model(config, note=notes.append)
+    assert len(notes) == 1 and f"{__name__}.{kind.__name__} in host memory" in notes[0]
     torch.manual_seed(3)
-    expected = kind()
-    for name, tensor in expected.state_dict().items():
-        assert model.state_dict()[name].equal(tensor)
-        assert model.state_dict()[name].stride() == tensor.stride()
+    expected = kind().state_dict()
+    for model in (built, build_filled_model(config, device=CPU)):
+        assert not first_values(model)
+        for name, tensor in model.state_dict().items():
+            assert tensor.equal(expected[name]) and tensor.stride() == expected[name].stride()
+    assert {name: tensor.shape for name, tensor in build_names_and_shapes(config).state_dict().items()} == {
+        name: tensor.shape for name, tensor in expected.items()
+    }
 
 
-def test_what_was_recorded_and_cannot_be_repeated_asks_for_memory() -> None:
-    model = build_without_memory(lambda: nn.Linear(2, 2), seed=5)
+class Large(nn.Module):
+    def __init__(self, *, allocates: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1 << 50 if allocates else 1 << 20))
 
-    def fail(_: object) -> Tensor:
-        raise RuntimeError("not here")
 
-    with pytest.raises(NeedsMemoryError, match="RuntimeError: not here"):
-        fill([model], dict.fromkeys(("weight", "bias"), fail), device=CPU)
+def test_a_model_that_does_not_fit_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_weights, "available_bytes", lambda: 1 << 24)
+    build_in_host_memory(Large, name="mine.Large", ranks_on_node=4)
+    with pytest.raises(ConfigError) as caught:
+        build_in_host_memory(Large, name="mine.Large", ranks_on_node=8)
+    assert "mine.Large" in str(caught.value) and "8 ranks" in str(caught.value)
+    assert "init_weights(self, name, part)" in str(caught.value)
+    with pytest.raises(ConfigError, match="can't allocate memory"):
+        build_in_host_memory(lambda: Large(allocates=True), name="mine.Large", ranks_on_node=1)
+    # The hook is gone.
+    Large()
+
+
+def test_free_memory_is_what_the_tightest_group_leaves(tmp_path: Path) -> None:
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert available_bytes(tmp_path) is None
+    write("proc/meminfo", "MemTotal: 4000 kB\nMemAvailable:    1000 kB\n")
+    assert available_bytes(tmp_path) == 1000 * 1024
+    write("proc/self/cgroup", "0::/job_1/step_0\n")
+    for group, limit in (("job_1", "9000"), ("job_1/step_0", "max")):
+        write(f"sys/fs/cgroup/{group}/memory.max", limit)
+        write(f"sys/fs/cgroup/{group}/memory.current", "5000\n")
+        write(f"sys/fs/cgroup/{group}/memory.stat", "anon 1\ninactive_file 300\n")
+    assert available_bytes(tmp_path) == 4300
+    write("proc/self/cgroup", "3:cpu,cpuacct:/a\n2:memory:/slurm/job_1\n0::/\n")
+    write("sys/fs/cgroup/memory/slurm/memory.limit_in_bytes", "700\n")
+    write("sys/fs/cgroup/memory/slurm/memory.usage_in_bytes", "800\n")
+    write("sys/fs/cgroup/memory/slurm/memory.stat", "total_inactive_file 50\n")
+    assert available_bytes(tmp_path) == 0
+
+
+class Forgets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 3))
+
+    def init_weights(self, name: str, part: Tensor) -> None:
+        pass
+
+
+def test_a_parameter_that_the_method_leaves_out_is_refused_unless_it_gets_others() -> None:
+    with pytest.raises(ConfigError, match=r"Forgets.*gives no values to weight"):
+        filled(Forgets)
+    values = torch.arange(6.0).reshape(2, 3)
+    for model in (Forgets(), build_without_memory(Forgets, seed=0)):
+        begin_with(model.weight, lambda index: values[index])
+        fill([model], first_values(model), device=CPU)
+        assert model.weight.equal(values)
+
+
+def test_a_model_that_is_on_the_meta_device_by_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight is on the meta device, and nothing is known of its values"):
+        first_values(nn.Linear(2, 2, device="meta"))
+
+
+def test_a_parameter_in_two_places_stays_one_and_nothing_is_left_behind() -> None:
+    shared = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ZeroDivisionError), without_memory():
+        assert is_without_memory()
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        first.weight = shared
+        second.weight = shared
+        assert first.weight is second.weight and first.weight.is_meta
+        raise ZeroDivisionError
+    assert not is_without_memory() and not nn.Linear(2, 2).weight.is_meta

@@ -1,0 +1,80 @@
+"""How much host memory a process may still take: what the machine has left, and what the job's cgroups leave of it.
+
+Slurm limits a job's memory by cgroups, of version 2 or 1 as the site has it. A limit holds for all groups below the one
+that has it, so every group on the way to the top is read. Nothing is raised: what cannot be read limits nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from slurm_train.frozen_class import frozen
+
+
+@frozen
+class _Version:
+    """Where one version of cgroups keeps its numbers."""
+
+    line: str
+    """Pattern of the line of /proc/self/cgroup that has the group's path."""
+    root: str
+    limit: str
+    used: str
+    cache: str
+    """Entry of memory.stat: files that the kernel drops before it refuses memory."""
+
+
+_VERSIONS = (
+    _Version(
+        line=r"^0::/(?P<group>.*)$",
+        root="sys/fs/cgroup",
+        limit="memory.max",
+        used="memory.current",
+        cache="inactive_file",
+    ),
+    _Version(
+        line=r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(?P<group>.*)$",
+        root="sys/fs/cgroup/memory",
+        limit="memory.limit_in_bytes",
+        used="memory.usage_in_bytes",
+        cache="total_inactive_file",
+    ),
+)
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Returns the bytes that this process may still take, None where the system does not say.
+
+    Args:
+        root: of the file system; another one in tests.
+    """
+    left: list[int | None] = []
+    with contextlib.suppress(OSError):
+        available = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        if available is not None:
+            left.append(1024 * int(available[1]))
+    groups = ""
+    with contextlib.suppress(OSError):
+        groups = (root / "proc/self/cgroup").read_text()
+    for version in _VERSIONS:
+        line = re.search(version.line, groups, re.MULTILINE)
+        if line is not None:
+            top = root / version.root
+            group = top / line["group"]
+            left += [_left_in(folder, version) for folder in (group, *group.parents) if folder.is_relative_to(top)]
+    return min((limit for limit in left if limit is not None), default=None)
+
+
+def _left_in(group: Path, version: _Version) -> int | None:
+    """Returns the bytes that a group may still take; None where it has no limit."""
+    try:
+        limit = (group / version.limit).read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / version.used).read_text())
+        cache = re.search(rf"^{version.cache} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return max(0, int(limit) - used + (int(cache[1]) if cache else 0))
