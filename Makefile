@@ -23,7 +23,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.train
 	@echo "== adding what the tests need"
-	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track,docs,hf,lora]'
+	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track,docs,hf,lora,fp8]'
 	@touch $@
 
 # The platform's own Python is what many people have; a package manager's Python may pickle otherwise (3.11.2 does).
