@@ -118,15 +118,21 @@ def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:
 
 
 def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any] | None:
-    """Returns what a separate process finds of the model, or the "problem"; None where there is nothing to measure."""
+    """Returns what a separate process finds of the model, or the "problem"; None where there is nothing to measure.
+
+    The included GPT has formulas, so it is not measured.
+    """
     import subprocess
 
     from slurm_train.config.batch import largest_local_size
     from slurm_train.config.frozen import dump_config
     from slurm_train.estimate.estimate import has_gpus, in_half
+    from slurm_train.estimate.memory import GptShape
 
     config = plan.config
     if not config.trains or config.model is None or not plan.layout.is_replicated:
+        return None
+    if GptShape.of(config.model) is not None:
         return None
     samples = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
     half = in_half(config, on_gpu=has_gpus(config, env))

@@ -18,12 +18,13 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import (
     FLOAT,
+    LayoutFacts,
     RankMemory,
     facts_of,
     fullest_rank,
+    measured_memory,
     num_averages,
     param_size,
-    replica_memory,
 )
 from slurm_train.formatting import byte_size, duration, number
 from slurm_train.frozen_class import frozen, frozen_positional
@@ -217,7 +218,7 @@ def estimate_run(
         plan: the run.
         facts: Slurm's answers about the site; None without a cluster, or where Slurm does not answer.
         env: environment, for counting local GPUs.
-        measured: what `measure` found of the model (see `train.measure`), else the formulas count. Only "problem", in
+        measured: what `measure` found of a model that no formula is known for (see `train.measure`). Only "problem", in
             words, where the model could not be built.
     """
     config, on_gpu = plan.config, has_gpus(plan.config, env)
@@ -264,60 +265,78 @@ _LARGEST_BETA2 = 0.99
 
 def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the fields of `PlanEstimate` about memory and traffic."""
-    config, layout = plan.config, plan.layout
-    growth = max(config.batch.growth.values(), default=1)
-    batch = replace(plan.batch, accumulation=plan.batch.accumulation * growth)
+    config = plan.config
     if not config.trains or config.model is None:
         return {"memory_note": "only your own code knows"}
+    growth = max(config.batch.growth.values(), default=1)
+    batch = replace(plan.batch, accumulation=plan.batch.accumulation * growth)
+    largest = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
+    facts = facts_of(config, plan.layout, replace(batch, local_size=largest), half=half)
     lower = "float16" if config.train.precision == "float16" else "bfloat16"
-    kind, note = lower if half else "float32", "CUDA and NCCL come on top" if on_gpu else ""
-    targets = [config.optim._target_, *(rule._target_ for rule in config.optim.rules() if rule._target_)]
-    classes = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
-    if unknown := [name for name in classes if name not in ("AdamW", "Adam", "SGD", "Muon")]:
-        note = "; ".join(filter(None, [note, f"of {', '.join(unknown)}, 2 numbers per parameter are assumed"]))
-    if config.train.param_dtype == "bfloat16" and "AdamW" in classes and config.optim.betas[1] > _LARGEST_BETA2:
-        lost = f"AdamW's second moment hardly falls in bfloat16 with optim.betas[1]={config.optim.betas[1]}; use 0.95"
-        note = "; ".join(filter(None, [note, lost]))
-    # Averages are float32: as many of the parameters' own type.
-    averages = num_averages(config) * FLOAT // param_size(config)
-    if measured is not None and layout.is_replicated:
-        if "trained_bytes" not in measured:
-            return {"memory_note": measured["problem"]}
-        if "activation_bytes" not in measured:
-            note = f"activations are missing: {measured.get('problem', '?')}"
-        trained, other, kept = (measured.get(f"{name}_bytes", 0) for name in ("trained", "other", "activation"))
-        memory = replica_memory(
-            trained=trained,
-            other=other,
-            activations=kept,
-            accumulation=batch.accumulation,
-            optimizer=measured["optimizer_bytes"],
-            averages=averages,
-        )
-        found = {"memory_source": f"measured, {kind}"}
+    kind = lower if half else "float32"
+    notes = _memory_notes(config, on_gpu=on_gpu)
+    if facts is not None:
+        trained = facts.param_size * facts.shape.parameters
+        other = facts.shape.buffer_bytes
+        fields = _computed(plan, facts, kind=kind)
+    elif not plan.layout.is_replicated:
+        return {"memory_note": "no formula for this model in a layout; only the shipped GPT has one"}
+    elif measured is None:
+        return {"memory_note": "`plan --measure` builds your model without its memory and looks"}
+    elif "trained_bytes" not in measured:
+        return {"memory_note": measured["problem"]}
     else:
-        largest = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
-        facts = facts_of(config, layout, replace(batch, local_size=largest), half=half)
-        if facts is None and layout.is_replicated:
-            return {"memory_note": "`plan --measure` builds your model without its memory and looks"}
-        if facts is None:
-            return {"memory_note": "no formula for this model in a layout; only the shipped GPT has one"}
-        trained, other = facts.param_size * facts.shape.parameters, facts.shape.buffer_bytes
-        stage, memory = fullest_rank(facts)
-        rank, sent = f"rank of stage {stage}" if layout.pp > 1 else "rank", []
-        for axis, num_bytes in traffic(facts).items():
-            links = "between" if spans_nodes(layout, plan.world, axis) else "inside"
-            sent.append(f"{byte_size(num_bytes)} along {axis} ({links} nodes)")
-        sends = "" if layout.is_replicated else f"per {rank} and step: {', '.join(sent)} (formula)"
-        found = {"rank": rank, "memory_source": f"formula, {kind}", "sends": sends}
-    copies = layout.is_replicated and config.checkpoint.background and config.checkpoint.every_steps is not None
+        if "activation_bytes" not in measured:
+            notes.append(f"activations are missing: {measured.get('problem', '?')}")
+        trained = measured["trained_bytes"]
+        other = measured["other_bytes"]
+        memory = measured_memory(measured, accumulation=batch.accumulation, averages=_averages_in_kind(config))
+        fields = {"memory": memory, "memory_source": f"measured, {kind}"}
+    copies = plan.layout.is_replicated and config.checkpoint.background and config.checkpoint.every_steps is not None
+    saved = (1 + _averages_in_kind(config)) * trained + fields["memory"].optimizer_bytes + other
     return {
-        "memory": memory,
-        "memory_note": note,
-        "save_bytes": ((1 + averages) * trained + memory.optimizer_bytes + other) * copies,
-        "optimizer": " and ".join(classes),
-        **found,
+        **fields,
+        "memory_note": "; ".join(notes),
+        "save_bytes": saved if copies else 0,
+        "optimizer": " and ".join(_optimizers(config)),
     }
+
+
+def _computed(plan: RunPlan, facts: LayoutFacts, *, kind: str) -> dict[str, Any]:
+    """Returns the fields that formulas give: memory of the fullest rank, and what it sends."""
+    layout = plan.layout
+    stage, memory = fullest_rank(facts)
+    rank = f"rank of stage {stage}" if layout.pp > 1 else "rank"
+    sent = []
+    for axis, num_bytes in traffic(facts).items():
+        links = "between" if spans_nodes(layout, plan.world, axis) else "inside"
+        sent.append(f"{byte_size(num_bytes)} along {axis} ({links} nodes)")
+    sends = "" if layout.is_replicated else f"per {rank} and step: {', '.join(sent)} (formula)"
+    return {"memory": memory, "rank": rank, "memory_source": f"formula, {kind}", "sends": sends}
+
+
+def _memory_notes(config: RunConfig, *, on_gpu: bool) -> list[str]:
+    """Returns what is said behind the numbers."""
+    notes = ["CUDA and NCCL come on top"] if on_gpu else []
+    classes = _optimizers(config)
+    unknown = [name for name in classes if name not in ("AdamW", "Adam", "SGD", "Muon")]
+    if unknown:
+        notes.append(f"of {', '.join(unknown)}, 2 numbers per parameter are assumed")
+    beta2 = config.optim.betas[1]
+    if config.train.param_dtype == "bfloat16" and "AdamW" in classes and beta2 > _LARGEST_BETA2:
+        notes.append(f"AdamW's second moment hardly falls in bfloat16 with optim.betas[1]={beta2}; use 0.95")
+    return notes
+
+
+def _optimizers(config: RunConfig) -> list[str]:
+    """Returns the names of the classes that update parameters, each once."""
+    targets = [config.optim._target_, *(rule._target_ for rule in config.optim.rules() if rule._target_)]
+    return list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
+
+
+def _averages_in_kind(config: RunConfig) -> int:
+    """Returns how many times the parameters averages take: they are float32, whatever the parameters are."""
+    return num_averages(config) * FLOAT // param_size(config)
 
 
 def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None, Preemption | None]:

@@ -1,19 +1,23 @@
-"""How large the shipped GPT is, and how much memory a rank needs at the fullest moment of a step. Imports no torch.
+"""How much memory a rank needs at the fullest moment of a step. Imports no torch.
+
+There is one estimator, `memory_at_fullest`: what a rank holds all through a step, and the fullest of its moments. What
+it adds up comes from formulas for the shipped GPT, in every layout, and from `train.measure` for models without a
+formula, which a rank holds whole. A model has one of the two, never both.
 
 Formulas from the configuration alone. Parameters, gradients and what the optimizer keeps of them are of one type;
-a data-parallel replica is a layout with one axis. Of activations it counts what autograd keeps of a micro-batch until
+a data-parallel replica is a layout with one axis. Of activations they count what autograd keeps of a micro-batch until
 the backward pass has used it, operation by operation as the model's `forward` has them. The way of counting is that of
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.1; the
 numbers differ, since this model is another one (rotary positions, attention that keeps no matrix of positions).
 
-`tests/estimate/test_memory.py` compares with torch's saved tensors, `tests.benchmarks.bench_layout_memory` and
-`bench_memory` with what ranks allocate.
+`tests/estimate/test_memory.py` compares with torch's saved tensors, `tests/train/test_measure.py` the two sources with
+each other, `tests.benchmarks.bench_layout_memory` and `bench_memory` with what ranks allocate.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, NamedTuple
 
@@ -368,75 +372,137 @@ class RankMemory:
         return state + self.gathered_bytes + self.activation_bytes
 
 
-def replica_memory(
-    *, trained: int, other: int, activations: int, accumulation: int, optimizer: int, averages: int = 0
-) -> RankMemory:
-    """Returns what a rank holds that has a whole model.
+@frozen
+class Holdings:
+    """Bytes that a rank holds all through a step: its part of a model, or the whole of it."""
 
-    Args:
-        trained: bytes of the parameters that are trained.
-        other: bytes of buffers and frozen parameters.
-        activations: bytes of one micro-batch, at the peak.
-        accumulation: micro-batches of a step; the gradients of those before the last are held beside DDP's buckets.
-        optimizer: bytes of what the optimizer keeps.
-        averages: averages of the parameters.
-    """
+    trained: int
+    """Parameters that are trained; a copy of their gradients is as large."""
+    other: int
+    """Buffers and frozen parameters."""
+    optimizer: int
+    averages: int
+    is_on_device: bool = True
+    """False where they are kept in host memory (`parallel.cpu_offload`)."""
+
+
+@frozen
+class Moment:
+    """What a rank holds beside that at one moment of a step."""
+
+    activations: float
+    """Bytes that the forward pass keeps, and that the backward pass holds for a moment."""
+    gradient_copies: int
+    gathered: int = 0
+    """Bytes of whole parameters beside shards."""
+
+
+def memory_at_fullest(holdings: Holdings, moments: Sequence[Moment]) -> RankMemory:
+    """Returns what a rank holds at the fullest moment: the one sum of every estimate, computed or measured."""
+    is_here = holdings.is_on_device
+    on_device = holdings.trained if is_here else 0
+
+    def varying_bytes(moment: Moment) -> int:
+        return int(moment.activations) + moment.gathered + moment.gradient_copies * on_device
+
+    fullest = max(moments, key=varying_bytes)
+    offloaded = (1 + fullest.gradient_copies) * holdings.trained + holdings.averages + holdings.optimizer
     return RankMemory(
-        weight_bytes=trained + other,
-        gradient_bytes=trained * (2 if accumulation > 1 else 1),
-        optimizer_bytes=optimizer,
-        average_bytes=averages * trained,
-        activation_bytes=activations,
+        weight_bytes=on_device + holdings.other,
+        gradient_bytes=fullest.gradient_copies * on_device,
+        optimizer_bytes=holdings.optimizer if is_here else 0,
+        average_bytes=holdings.averages if is_here else 0,
+        gathered_bytes=fullest.gathered,
+        activation_bytes=int(fullest.activations),
+        offloaded_bytes=0 if is_here else offloaded,
     )
 
 
-def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
-    """Returns what a rank holds at the fullest of four moments of a step.
+def measured_memory(measured: Mapping[str, Any], *, accumulation: int, averages: int) -> RankMemory:
+    """Returns what a rank holds that has the whole of a model that was measured.
 
-    These are: the loss is differentiated, the backward pass of the head, that of the last block, and the end of the
-    backward pass, when gradients are whole and activations are gone.
+    Args:
+        measured: bytes of the model and of what its forward pass keeps, as `train.measure` gives them.
+        accumulation: micro-batches of a step; the gradients of those before the last are held beside DDP's buckets.
+        averages: how many averages of the parameters there are, in the parameters' type.
+    """
+    holdings = Holdings(
+        trained=measured["trained_bytes"],
+        other=measured["other_bytes"],
+        optimizer=measured["optimizer_bytes"],
+        averages=averages * measured["trained_bytes"],
+    )
+    backward = Moment(activations=measured.get("activation_bytes", 0), gradient_copies=2 if accumulation > 1 else 1)
+    return memory_at_fullest(holdings, [backward])
+
+
+def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:
+    """Returns what a rank of the shipped GPT holds at the fullest moment of a step.
 
     Args:
         facts: model, layout and batch.
         stage: its place in its pipeline, 0 to pp - 1.
     """
-    shape, layout, tokens = facts.shape, facts.layout, facts.tokens
+    layout = facts.layout
+    parameters = facts.param_size * -(-facts.held(stage) // layout.shard_size)
+    optimizer = facts.param_size * -(-facts.kept_by_optimizer(stage) // layout.shard_size)
+    holdings = Holdings(
+        trained=parameters,
+        other=facts.shape.buffer_bytes if layout.is_replicated else 0,
+        optimizer=optimizer,
+        averages=parameters * facts.num_averages * FLOAT // facts.param_size,
+        is_on_device=not facts.settings.cpu_offload,
+    )
+    return memory_at_fullest(holdings, _moments(facts, stage))
+
+
+def _moments(facts: LayoutFacts, stage: int) -> list[Moment]:
+    """Returns the moments of a step of which one is the fullest.
+
+    These are: the last backward pass of a block, the end of the backward pass, when gradients are whole and activations
+    are gone, and on the last stage the moment when the loss is differentiated and the backward pass of the head.
+    """
+    layout, tokens = facts.layout, facts.tokens
     recompute = facts.settings.activation_checkpointing
-    block, before, passing = facts.kept_in_block(recompute), _gradients_before(facts, stage), facts.passing()
+    block = facts.kept_in_block(recompute)
+    before = _gradients_before(facts, stage)
+    passing = facts.passing()
     kept = _kept_in_blocks(facts, stage) + _passed_on(facts, stage)
     if recompute != "none":
         # What one block holds in addition while it is computed again.
         passing += tokens * max(0.0, facts.kept_in_block("none") - (0 if recompute == "full" else block))
-    # Bytes of activations, whole blocks that are gathered, copies of the gradients. In the last block: its parameters,
-    # their gradients and the next one's parameters; at the end also the gradients of the block before, in transit.
-    # A block that is wholly computed again has all of its activations before the first of its gradients is there.
-    early = 1 if recompute == "full" else 0
+    # Whole blocks that are gathered in the last block: its parameters, their gradients and the next one's parameters;
+    # at the end also the gradients of the block before, in transit. A block that is wholly computed again has all of
+    # its activations before the first of its gradients is there.
+    num_gathered = 2 if recompute == "full" else 3
+    casts = facts.casts(stage) if layout.pp > 1 else 0
     moments = [
-        (kept + passing, 3 - early, before),
-        (tokens * block + passing + (facts.casts(stage) if layout.pp > 1 else 0), 4 - early, max(1, before)),
+        Moment(
+            activations=kept + passing,
+            gathered=_gathered(facts, stage, num_blocks=num_gathered),
+            gradient_copies=before,
+        ),
+        Moment(
+            activations=tokens * block + passing + casts,
+            gathered=_gathered(facts, stage, num_blocks=num_gathered + 1),
+            gradient_copies=max(1, before),
+        ),
     ]
     if stage == layout.pp - 1:
         loss, behind = facts.passing_at_end()
-        moments += [(kept + facts.kept_at_end() + loss, 2, before), (kept + behind, 0, before)]
-    own, optimizer = (
-        facts.param_size * -(-numbers // layout.shard_size)
-        for numbers in (facts.held(stage), facts.kept_by_optimizer(stage))
-    )
-    is_here = not facts.settings.cpu_offload
-    on_device, averages = own * is_here, own * facts.num_averages * FLOAT // facts.param_size
-    activations, gathered, copies = max(
-        ((int(kept), _gathered(facts, stage, num_blocks=count), copies) for kept, count, copies in moments),
-        key=lambda moment: moment[0] + moment[1] + moment[2] * on_device,
-    )
-    return RankMemory(
-        weight_bytes=on_device + (shape.buffer_bytes if layout.is_replicated else 0),
-        gradient_bytes=copies * on_device,
-        optimizer_bytes=optimizer * is_here,
-        average_bytes=averages * is_here,
-        gathered_bytes=gathered,
-        activation_bytes=activations,
-        offloaded_bytes=0 if is_here else (1 + copies) * own + averages + optimizer,
-    )
+        moments += [
+            Moment(
+                activations=kept + facts.kept_at_end() + loss,
+                gathered=_gathered(facts, stage, num_blocks=2),
+                gradient_copies=before,
+            ),
+            Moment(
+                activations=kept + behind,
+                gathered=_gathered(facts, stage, num_blocks=0),
+                gradient_copies=before,
+            ),
+        ]
+    return moments
 
 
 def fullest_rank(facts: LayoutFacts) -> tuple[int, RankMemory]:

@@ -115,6 +115,7 @@ def test_a_model_of_ones_own_is_measured_apart(shell: Shell) -> None:
     assert "(measured, float32)" in memory and "activations are missing" not in memory
     memory = rows_of(shell, f"--measure {words}Broken")["memory"]
     assert memory == "not known; the model cannot be measured here: ValueError: no disk"
+    assert "(formula, float32)" in rows_of(shell, "--measure run.processes=1")["memory"]
     (shell.folder / "train.py").touch()
     assert rows_of(shell, "script=[train.py]")["memory"] == "not known; only your own code knows"
 

@@ -19,7 +19,7 @@ from slurm_train.distributed.parallelize import prepare_blocks
 from slurm_train.distributed.pipeline import keep_stages
 from slurm_train.estimate import memory
 from slurm_train.estimate.layouts import traffic
-from slurm_train.estimate.memory import GptShape, LayoutFacts, kept_by_forward, rank_memory, replica_memory
+from slurm_train.estimate.memory import GptShape, LayoutFacts, kept_by_forward, measured_memory, rank_memory
 from slurm_train.models import blocks, head
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
@@ -181,9 +181,23 @@ def test_averages_stay_float32_where_parameters_of_two_bytes_halve_the_rest(layo
 
 
 def test_a_replica_holds_gradients_twice_where_micro_batches_add_up() -> None:
+    measured = {"trained_bytes": 10, "other_bytes": 1, "optimizer_bytes": 20, "activation_bytes": 50}
     for accumulation, gradients in ((1, 10), (4, 20)):
-        found = replica_memory(trained=10, other=1, activations=50, accumulation=accumulation, optimizer=20)
-        assert (found.gradient_bytes, found.total_bytes) == (gradients, 81 + gradients)
+        replica = measured_memory(measured, accumulation=accumulation, averages=2)
+        assert (replica.gradient_bytes, replica.average_bytes) == (gradients, 20)
+        assert replica.total_bytes == 101 + gradients
+
+
+def test_measured_and_computed_numbers_are_added_up_alike() -> None:
+    facts = replace(facts_of(ParallelLayout(dp_replicate=2)), num_averages=1)
+    computed = rank_memory(facts, stage=0)
+    measured = {
+        "trained_bytes": 4 * facts.shape.parameters,
+        "other_bytes": facts.shape.buffer_bytes,
+        "optimizer_bytes": computed.optimizer_bytes,
+        "activation_bytes": computed.activation_bytes,
+    }
+    assert measured_memory(measured, accumulation=facts.batch.accumulation, averages=1) == computed
 
 
 def test_shards_divide_what_a_rank_holds_and_offloaded_ones_are_on_the_host() -> None:
