@@ -74,6 +74,9 @@ def environment(env: Mapping[str, str], *, device: str, site: Path | None) -> di
     found = {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     # A check is no job, also where the machine is a job's.
     found = {name: value for name, value in found.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
+    # torch keeps what it has read of it at the first matrix product for as long as the process lives, so a check that
+    # trains in the default mode and then deterministically needs it from the start.
+    found.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return {**found, "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else found
 
 

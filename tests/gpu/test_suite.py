@@ -110,6 +110,12 @@ def test_the_checks_see_the_repository_the_wheels_and_no_job(tmp_path: Path) -> 
     assert "CUDA_VISIBLE_DEVICES" not in suite.environment(env, device="cuda", site=None)
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])
+def test_cublas_has_a_fixed_workspace_before_the_first_product_of_a_check(given: dict[str, str], expected: str) -> None:
+    # torch reads it once per process, and `resume_bits` trains in the default mode before the deterministic one.
+    assert suite.environment(given, device="cuda", site=None)["CUBLAS_WORKSPACE_CONFIG"] == expected
+
+
 def test_an_empty_folder_of_wheels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no wheels"):
         suite.install(tmp_path, tmp_path / "site")
