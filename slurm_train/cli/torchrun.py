@@ -20,12 +20,12 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
-from slurm_train.launch.placement import visible_gpus
 from slurm_train.rundir.attempts import has_successor, newest_round, was_saved
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import TaskPlace
+from slurm_train.slurm.devices import visible_gpus
 from slurm_train.train.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 
 _LOOK_EVERY_S = 0.5
@@ -82,7 +82,7 @@ def granted_ranks(env: Mapping[str, str], plan: Mapping[str, Any], *, node: int)
     granted = env.get("SLURM_GPUS_ON_NODE", "")
     if granted.isdigit() and int(granted):
         return int(granted)
-    gpus = visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))
+    gpus = visible_gpus(env)
     return len(gpus or ()) or int(plan["world"]["ranks_per_node"][node])
 
 

@@ -20,44 +20,77 @@ import torch.distributed as dist
 
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import PreflightError, RendezvousError
+from slurm_train.slurm.devices import installed_gpus, visible_gpus
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _NUM_TRIED_VALUES = 1 << 18
+# Graphics of a Mac: ranks use the CPU there, as on any machine without a GPU for training.
+_ALSO_WITHOUT_GPU = ("cuda", "mps")
 _KEPT_PER_GROUP = 4
 _KEPT_FIELDS = (
     *("pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "is_p2p"),
 )
 
 
-def choose_device(place: RankPlace, env: Mapping[str, str], *, devices: Path = Path("/dev")) -> torch.device:
+def choose_device(
+    place: RankPlace, env: Mapping[str, str], *, devices: Path = Path("/dev"), sys: Path = Path("/sys")
+) -> torch.device:
     """Returns this rank's device: local rank modulo the visible GPUs, or the CPU where there is none.
 
-    CUDA_VISIBLE_DEVICES is Slurm's to set and stays as it is. It may name devices that are only pretended, so what
-    counts is the driver's files, which `devices` has.
+    torch calls the GPUs of ROCm "cuda", too. CUDA_VISIBLE_DEVICES and its kin are Slurm's to set and stay as they are.
+    They may name devices that are only pretended, so what counts is the files of the drivers.
+
+    Args:
+        place: this rank.
+        env: its environment.
+        devices: where the drivers have their files.
+        sys: where the kernel shows its devices.
 
     Raises:
-        PreflightError: this node has NVIDIA GPUs for this rank that torch cannot use. On the CPU the rank would be
-            slow without a word, and of another backend than its peers.
+        PreflightError: this node has GPUs for this rank that torch cannot use, or that nothing here is written for. On
+            the CPU the rank would be slow without a word, and of another backend than its peers.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
+    names = visible_gpus(env)
     # A job that asked for no GPU finds the files, too, but then Slurm does not name any.
-    visible = env.get("CUDA_VISIBLE_DEVICES", "" if "SLURM_JOB_ID" in env else "0")
-    found = sorted(path.name for path in devices.glob("nvidia[0-9]*"))
-    if found and visible not in ("", "-1", "NoDevFiles"):
-        built = torch.version.cuda
-        wheel, driver = "a build for CPUs", "install a build of torch for CUDA (https://pytorch.org/get-started)"
-        if built is not None:
-            wheel, driver = f"built for CUDA {built}", "compare the driver (`nvidia-smi`) with what that CUDA needs"
+    wants_gpu = "SLURM_JOB_ID" not in env if names is None else bool(names)
+    if not wants_gpu:
+        return torch.device("cpu")
+    otherwise = "to train on CPUs: CUDA_VISIBLE_DEVICES= here, cluster.gpu_flag=none on a cluster"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and accelerator.type not in _ALSO_WITHOUT_GPU:
         raise PreflightError(
-            f"{place.host} has {', '.join(found)}, but torch {torch.__version__} ({wheel}) finds no GPU there",
-            hint=f"{driver}; to train on CPUs: CUDA_VISIBLE_DEVICES= here, cluster.gpu_flag=none on a cluster",
+            f'{place.host} has devices that torch {torch.__version__} calls "{accelerator.type}", and training here '
+            'is written for "cuda" (NVIDIA and ROCm) and the CPU',
+            hint=otherwise,
+        )
+    if gpus := installed_gpus(devices=devices, sys=sys):
+        named = ", ".join(gpu.file for gpu in gpus)
+        vendor = gpus[0].vendor
+        wheel, driver = _advise_build(vendor)
+        raise PreflightError(
+            f"{place.host} has {vendor} GPUs ({named}), but torch {torch.__version__} ({wheel}) finds no GPU there",
+            hint=f"{driver}; {otherwise}",
         )
     return torch.device("cpu")
+
+
+def _advise_build(vendor: str) -> tuple[str, str]:
+    """Returns what this torch was built for, and what to do where it finds no GPU of a vendor."""
+    if vendor == "Intel":
+        return "a build without them", "Intel GPUs cannot be trained on yet"
+    wanted = "CUDA" if vendor == "NVIDIA" else "ROCm"
+    built = torch.version.cuda if vendor == "NVIDIA" else torch.version.hip
+    if built is None:
+        other = f"a build for {'ROCm' if torch.version.hip else 'CUDA' if torch.version.cuda else 'CPUs'}"
+        return other, f"install a build of torch for {wanted} (https://pytorch.org/get-started)"
+    tool = "nvidia-smi" if vendor == "NVIDIA" else "rocm-smi"
+    return f"built for {wanted} {built}", f"compare the driver (`{tool}`) with what that {wanted} needs"
 
 
 def stay_near(device: torch.device, env: Mapping[str, str], *, sys: Path = Path("/sys")) -> frozenset[int]:

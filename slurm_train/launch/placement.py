@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slurm_train.config.batch import BatchPlan
@@ -21,6 +22,7 @@ from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.formatting import shorten
 from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.commands import run_program
+from slurm_train.slurm.devices import installed_gpus, visible_gpus
 
 _LISTING_TIMEOUT_S = 20.0
 _CNN = "slurm_train.models.cnn.CNN"
@@ -86,7 +88,7 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
 
     Args:
         config: the run's configuration.
-        env: environment; CUDA_VISIBLE_DEVICES limits the GPUs of a local run.
+        env: environment; CUDA_VISIBLE_DEVICES and the like limit the GPUs of a local run.
 
     Raises:
         ConfigError: a GPU list that does not name every node, uneven nodes in an allocation of one's
@@ -152,17 +154,22 @@ def _read_nodes(nodes: int | str) -> tuple[int | None, int]:
     return (None if match[1] == match[2] else int(match[1])), int(match[2])
 
 
-def count_local_gpus(env: Mapping[str, str]) -> int:
+def count_local_gpus(env: Mapping[str, str], *, devices: Path = Path("/dev"), sys: Path = Path("/sys")) -> int:
     """Returns the number of GPUs that this machine offers, without importing torch.
+
+    Args:
+        env: environment; CUDA_VISIBLE_DEVICES and the variables of other vendors limit them.
+        devices: where the drivers have their files.
+        sys: where the kernel shows its devices.
 
     Raises:
         ConfigError: nvidia-smi hangs or cannot be started.
     """
-    visible = visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))
+    visible = visible_gpus(env)
     if visible is not None:
         return len(visible)
     if shutil.which("nvidia-smi", path=env.get("PATH")) is None:
-        return 0
+        return sum(gpu.vendor == "AMD" for gpu in installed_gpus(devices=devices, sys=sys))
     try:
         listing = run_program(["nvidia-smi", "-L"], env=env, timeout_s=_LISTING_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as err:
@@ -171,14 +178,6 @@ def count_local_gpus(env: Mapping[str, str]) -> int:
             hint="name them with CUDA_VISIBLE_DEVICES=0,1 (empty: train on the CPU), or reset the hanging driver",
         ) from err
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-
-
-def visible_gpus(setting: str | None) -> list[str] | None:
-    """Returns the devices of CUDA_VISIBLE_DEVICES, None where it is not set; CUDA stops at the first that is none."""
-    if setting is None:
-        return None
-    names = [part.strip() for part in setting.split(",")]
-    return list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
 
 
 # --- the layout: which ranks share what ---

@@ -54,6 +54,8 @@ _DETERMINISTIC = {
 }
 _AUTOCAST = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
 """Types by name; ranks with different devices use the first that one of them needs."""
+# MI300, MI350 and RDNA 4, as torch's own scaled products ask for.
+_FLOAT8_OF_AMD = ("gfx94", "gfx95", "gfx12")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,14 +210,21 @@ def require_float8(device: torch.device) -> None:
         ConfigError: it does not.
     """
     found = "a CPU"
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.version.hip:
+        # ROCm's capabilities are other numbers: (9, 0) is MI250X, which has no float8.
+        architecture = str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+        if architecture.startswith(_FLOAT8_OF_AMD):
+            return
+        found = f"{torch.cuda.get_device_name(device)} ({architecture})"
+    elif device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability >= (8, 9):
             return
         found = f"{torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}"
     raise ConfigError(
         f"train.precision=fp8 was asked, and this rank has {found}",
-        hint="float8 needs compute capability 8.9 (Ada, Hopper and later); train.precision=auto suits every GPU",
+        hint="float8 needs compute capability 8.9 (Ada, Hopper and later) or AMD's MI300 and later; "
+        "train.precision=auto suits every GPU",
     )
 
 

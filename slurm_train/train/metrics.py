@@ -46,9 +46,18 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
     "V100": 125e12,
+    "MI355X": 2500e12,
+    "MI350X": 2300e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI300A": 980e12,
+    "MI250X": 191.5e12,
+    "MI250": 181e12,
+    "MI210": 181e12,
 }
 """Dense bfloat16 peaks per second, from the vendors' data sheets, where half of what is given with sparsity counts. The
-first name of which all words are in the device's own is taken."""
+first name of which all words are in the device's own is taken. ROCm shows a MI250 as two devices, each of half of it.
+"""
 # A table of all pairs of ids: for bytes, not for a vocabulary of words.
 _LARGEST_BIGRAM_VOCABULARY = 1024
 _NOT_PRINTABLE = "\N{REPLACEMENT CHARACTER}"

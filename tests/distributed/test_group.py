@@ -23,6 +23,7 @@ from slurm_train.distributed.group import (
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import PreflightError
 from slurm_train.supervise.hang import read_flights
+from tests.support.devices import make_devices
 from tests.support.ranks import make_rank
 from tests.support.warm_ranks import run_pair
 
@@ -80,26 +81,53 @@ def test_real_ranks_tell_who_has_not_come(tmp_path: Path) -> None:
 IN_JOB = {"SLURM_JOB_ID": "1"}
 
 
+AMD = {"kfd": "", "dri/renderD128": "0x1002 0x120000"}
+INTEL = {"dri/renderD128": "0x8086 0x038000"}
+LAPTOP = {"dri/renderD128": "0x8086 0x030000"}
+
+
 @pytest.mark.parametrize(
-    ("env", "files", "is_refused"),
+    ("env", "files", "refusal"),
     [
-        ({}, ["nvidia0", "nvidia1"], True),
-        ({}, ["nvidiactl", "nvidia-uvm"], False),
-        ({"CUDA_VISIBLE_DEVICES": ""}, ["nvidia0"], False),
-        (IN_JOB, ["nvidia0"], False),
-        ({**IN_JOB, "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ["nvidia0"], False),
-        ({**IN_JOB, "CUDA_VISIBLE_DEVICES": "0,1"}, ["nvidia0"], True),
+        ({}, {"nvidia0": "", "nvidia1": ""}, r"NVIDIA GPUs \(nvidia0, nvidia1\)"),
+        ({}, {"nvidiactl": "", "nvidia-uvm": ""}, None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"nvidia0": ""}, None),
+        (IN_JOB, {"nvidia0": ""}, None),
+        ({**IN_JOB, "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, {"nvidia0": ""}, None),
+        ({**IN_JOB, "CUDA_VISIBLE_DEVICES": "0,1"}, {"nvidia0": ""}, r"NVIDIA GPUs \(nvidia0\)"),
+        ({}, AMD, r"AMD GPUs \(renderD128\)"),
+        ({**IN_JOB, "ROCR_VISIBLE_DEVICES": "0"}, AMD, r"AMD GPUs \(renderD128\)"),
+        (IN_JOB, AMD, None),
+        ({"ROCR_VISIBLE_DEVICES": ""}, AMD, None),
+        ({**IN_JOB, "ZE_AFFINITY_MASK": "0.0"}, INTEL, r"Intel GPUs \(renderD128\)"),
+        ({}, LAPTOP, None),
+        # Pretended GPUs of a test cluster on a laptop.
+        ({**IN_JOB, "CUDA_VISIBLE_DEVICES": "0", "ZE_AFFINITY_MASK": "0"}, LAPTOP, None),
     ],
 )
 def test_no_rank_trains_on_the_cpu_of_a_node_whose_gpus_it_was_given(
-    env: dict[str, str], files: list[str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    env: dict[str, str], files: dict[str, str], refusal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in files:
-        (tmp_path / name).touch()
+    devices, sys = make_devices(tmp_path, files)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused = pytest.raises(PreflightError, match=r"has nvidia0.* torch .* finds no")
-    with refused if is_refused else contextlib.nullcontext():
-        assert choose_device(make_rank().place, env, devices=tmp_path) == torch.device("cpu")
+    refused = contextlib.nullcontext() if refusal is None else pytest.raises(PreflightError, match=refusal)
+    with refused:
+        assert choose_device(make_rank().place, env, devices=devices, sys=sys) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("xpu", True), ("mps", False)])
+def test_devices_that_nothing_is_written_for_are_refused_unless_the_cpu_is_asked_for(
+    kind: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    place = make_rank().place
+    refused = pytest.raises(PreflightError, match=kind) if is_refused else contextlib.nullcontext()
+    with refused:
+        assert choose_device(place, {}, devices=tmp_path, sys=tmp_path) == torch.device("cpu")
+    without = {"ZE_AFFINITY_MASK": ""}
+    assert choose_device(place, without, devices=tmp_path, sys=tmp_path) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,6 +345,20 @@ def test_cards_that_cannot_multiply_in_float8_are_refused(monkeypatch: pytest.Mo
     for kind, found in (("cpu", "a CPU"), ("cuda", r"NVIDIA A100 of compute capability 8\.0")):
         with pytest.raises(ConfigError, match=f"precision=fp8 was asked, and this rank has {found}"):
             require_float8(torch.device(kind))
+
+
+@pytest.mark.parametrize(("architecture", "is_able"), [("gfx942:sramecc+:xnack-", True), ("gfx90a:sramecc+", False)])
+def test_of_amd_only_mi300_and_later_multiply_in_float8(
+    architecture: str, is_able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # ROCm gives MI250X, which is gfx90a, the capability (9, 0).
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "AMD Instinct")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    card = SimpleNamespace(gcnArchName=architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    with contextlib.nullcontext() if is_able else pytest.raises(ConfigError, match=r"AMD Instinct \(gfx90a\)"):
+        require_float8(torch.device("cuda"))
 
 
 def test_a_block_that_stands_in_several_places_is_one_unit() -> None:

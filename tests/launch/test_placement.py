@@ -25,6 +25,7 @@ from slurm_train.launch.placement import (
     table_rows,
     topology_text,
 )
+from tests.support.devices import make_devices
 from tests.support.refusals import refusal
 from tests.support.waiting import wait_for
 
@@ -232,6 +233,14 @@ def test_gpus_are_counted_without_torch(listing: str, count: int, tmp_path: Path
     command.write_text(f"#!/bin/sh\nprintf '{listing}'\n")
     command.chmod(0o755)
     assert count_local_gpus({"PATH": str(tmp_path)}) == count
+
+
+def test_amd_gpus_are_counted_by_their_files_where_there_is_no_nvidia_smi(tmp_path: Path) -> None:
+    card = "0x1002 0x120000"
+    devices, sys = make_devices(tmp_path, {"kfd": "", "dri/renderD128": card, "dri/renderD129": card})
+    env = {"PATH": str(tmp_path)}
+    assert count_local_gpus(env, devices=devices, sys=sys) == 2
+    assert count_local_gpus({**env, "ROCR_VISIBLE_DEVICES": "1"}, devices=devices, sys=sys) == 1
 
 
 def test_a_listing_that_hangs_is_ended_with_all_that_it_has_started(

@@ -146,6 +146,9 @@ def test_a_token_of_llama_8b_costs_what_papers_say(positions: int, billions: flo
         ("NVIDIA GB300", 2500),
         ("NVIDIA B300 SXM6 AC", 2250),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI250", 181),
+        ("AMD Instinct MI300X", 1307),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )

@@ -36,9 +36,9 @@ from slurm_train.distributed.rendezvous import addresses_of
 from slurm_train.errors import DataError
 from slurm_train.launch import snapshot
 from slurm_train.launch.imports import own_paths
-from slurm_train.launch.placement import visible_gpus
 from slurm_train.launch.provenance import read_gpu_software
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.devices import visible_gpus
 from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
 
 _MIB = 1 << 20
@@ -64,7 +64,7 @@ _SLOWDOWNS = {
 
 def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
     """Returns what this rank knows of itself."""
-    task, names = env.get("SLURM_PROCID", ""), visible_gpus(env.get("CUDA_VISIBLE_DEVICES"))
+    task, names = env.get("SLURM_PROCID", ""), visible_gpus(env)
     # Where each task is bound to a single GPU, Slurm knows how many its step has on the node.
     on_node = env.get("SLURM_GPUS_ON_NODE", "")
     of_step = int(on_node) if on_node.isdigit() and len(names or ()) == 1 else 0
@@ -109,7 +109,7 @@ def read_node(
         peer: host name of another node, which decides the route: rank 0's, or any as seen from there.
         probe_port: where this node answers probes.
     """
-    gpus, num_gpus, driver = read_gpus(visible_gpus(env.get("CUDA_VISIBLE_DEVICES")))
+    gpus, num_gpus, driver = read_gpus(visible_gpus(env))
     return NodeFacts(
         node=place.host,
         node_rank=place.node_rank,

@@ -42,6 +42,10 @@ def test_gpus_are_counted_as_cuda_does_and_those_of_the_step_where_a_rank_is_bou
     assert gather.read_rank(PLACE, env).visible_gpus == count
 
 
+def test_gpus_of_other_vendors_are_counted_by_their_own_variables() -> None:
+    assert gather.read_rank(PLACE, {"ROCR_VISIBLE_DEVICES": "0,1,2"}).visible_gpus == 3
+
+
 def test_a_rank_knows_its_cpus_and_slurms_number() -> None:
     facts = gather.read_rank(PLACE, {"SLURM_PROCID": "7", "SLURM_STEP_ID": "0"})
     assert (facts.rank, facts.slurm_rank, facts.visible_gpus) == (1, 7, None)
