@@ -146,6 +146,39 @@ def kernel_variables(env: Mapping[str, str], *, instead: Path) -> dict[str, str]
     return variables
 
 
+def compile_obstacles(env: Mapping[str, str], *, on_gpu: bool) -> list[str]:
+    """Returns why torch cannot compile kernels on this node, e.g. ["no C compiler"]; nothing where it can.
+
+    For each kernel Triton compiles a launcher in C, and Inductor compiles loops for the CPU in C++. Both include
+    Python's headers and load what they have compiled.
+
+    Args:
+        env: of a rank; PATH and CC or CXX say which compiler is used.
+        on_gpu: whether kernels are for a GPU.
+    """
+    import shutil
+    import sysconfig
+    import tempfile
+
+    variable, language, usual = ("CC", "C", ["gcc", "clang"]) if on_gpu else ("CXX", "C++", ["g++"])
+    asked = env.get(variable)
+    # A compiler may be named with its options.
+    programs = usual if asked is None else asked.split()[:1]
+    obstacles = []
+    if not any(shutil.which(program, path=env.get("PATH")) for program in programs):
+        tried = " or ".join(usual) if asked is None else f"{variable}={asked}"
+        obstacles.append(f"no {language} compiler ({tried})")
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").is_file():
+        obstacles.append(f"no Python.h in {headers}")
+    folder = Path(env.get("TRITON_CACHE_DIR" if on_gpu else "TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()))
+    with contextlib.suppress(OSError):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if os.statvfs(there).f_flag & os.ST_NOEXEC:
+            obstacles.append(f"{folder} is mounted noexec")
+    return obstacles
+
+
 def _boot_id() -> str:
     """Returns what tells this boot of the machine from others.
 

@@ -74,7 +74,7 @@ from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.callbacks import Monitor, build_callbacks
-from slurm_train.train.compile_cache import CompileCache
+from slurm_train.train.compile_cache import CompileCache, require_compiler
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.evaluate import Evaluator, continue_texts
 from slurm_train.train.health import Health, position_after_rollbacks
@@ -123,6 +123,7 @@ def train(rank: Rank) -> int:
         SlurmTrainError: the user can correct it; the caller must end the process without tearing the group down.
     """
     rank.enter_device()
+    require_compiler(rank)
     parts = build_parts(rank)
     clock, is_first = rank.clock, rank.place.is_first
     joining_s = clock()

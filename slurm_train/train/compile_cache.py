@@ -1,20 +1,45 @@
-"""What torch has compiled, kept in the run directory, so that an attempt on other nodes does not compile it again.
+"""What torch has compiled, kept in the run directory, so that an attempt on other nodes does not compile it again; and
+whether it can compile at all.
 
 torch has its own cache in /tmp of each node. Here the part of it that the first step has used is one file for each GPU
 of a node and stage of a pipeline, since torch's entries name the device; all nodes use those of the first node that has
 the stage. What was made by another torch, for another card or another graph is not found by its hash, and compiled.
-Nothing of this may end a run: without a file, the step compiles.
+Nothing of the cache may end a run: without a file, the step compiles.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import torch
 
+from slurm_train.errors import PreflightError
 from slurm_train.rundir.files import make_folder, write_atomic
+from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.train.context import Rank
+
+
+def require_compiler(rank: Rank) -> None:
+    """Checks that this rank's node can compile what the run compiles; the preflight has looked at the nodes of Slurm.
+
+    Where compiling was typed the reason is only said: kernels may have been compiled elsewhere.
+
+    Raises:
+        PreflightError: it cannot, and a default has chosen to compile.
+    """
+    train, place = rank.config.train, rank.place
+    obstacles = compile_obstacles(rank.env, on_gpu=rank.device.type != "cpu") if rank.compiles else []
+    if not obstacles:
+        return
+    problem = f"torch cannot compile kernels on {place.host}: {', '.join(obstacles)}"
+    if train.compile == "auto":
+        raise PreflightError(
+            problem, hint="install what is missing (gcc, python3-dev), or train without compiling: train.compile=false"
+        )
+    if place.local_rank == 0:
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
 
 
 class CompileCache:

@@ -6,15 +6,17 @@ import getpass
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from slurm_train.errors import RunError
 from slurm_train.rundir import node_disk
-from slurm_train.rundir.node_disk import kernel_variables, open_private
+from slurm_train.rundir.node_disk import compile_obstacles, kernel_variables, open_private
 from tests.support.command_line import REPOSITORY
 
 KERNELS = f"kernels-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
@@ -158,3 +160,53 @@ def test_ranks_and_scripts_do_not_load_kernels_from_a_strangers_folder(tmp_path:
     (line,) = [line.split() for line in done.stdout.splitlines() if line.startswith("caches ")]
     folder = temporary / f"slurm_train-{os.geteuid()}" / KERNELS
     assert line == ["caches", str(folder / "inductor"), str(folder / "triton"), "none"], done.stderr
+
+
+def make_compiler(folder: Path, name: str) -> dict[str, str]:
+    (folder / name).touch(mode=0o755)
+    return {"PATH": str(folder)}
+
+
+@pytest.fixture
+def with_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Python's headers in a folder of the test."""
+    headers = tmp_path / "include"
+    headers.mkdir()
+    (headers / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(headers)})
+    return headers
+
+
+@pytest.mark.parametrize(
+    ("program", "on_gpu", "env", "obstacles"),
+    [
+        ("gcc", True, {}, []),
+        ("clang", True, {}, []),
+        ("g++", True, {}, ["no C compiler (gcc or clang)"]),
+        ("gcc", False, {}, ["no C++ compiler (g++)"]),
+        ("g++", False, {}, []),
+        ("gcc", True, {"CC": "icx -O2"}, ["no C compiler (CC=icx -O2)"]),
+        ("icx", True, {"CC": "icx -O2"}, []),
+    ],
+)
+def test_torch_compiles_with_the_compiler_of_its_kind_of_kernels(
+    program: str, on_gpu: bool, env: dict[str, str], obstacles: list[str], tmp_path: Path, with_headers: Path
+) -> None:
+    assert compile_obstacles({**make_compiler(tmp_path, program), **env}, on_gpu=on_gpu) == obstacles
+
+
+def test_torch_compiles_only_with_headers_and_a_folder_whose_files_can_be_loaded(
+    tmp_path: Path, with_headers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {**make_compiler(tmp_path, "gcc"), "TRITON_CACHE_DIR": str(tmp_path / "cache" / "triton")}
+    (with_headers / "Python.h").unlink()
+    seen: list[Path] = []
+
+    def noexec(path: Path) -> SimpleNamespace:
+        seen.append(path)
+        return SimpleNamespace(f_flag=os.ST_NOEXEC)
+
+    monkeypatch.setattr(os, "statvfs", noexec)
+    expected = [f"no Python.h in {with_headers}", f"{tmp_path / 'cache' / 'triton'} is mounted noexec"]
+    assert compile_obstacles(env, on_gpu=True) == expected
+    assert seen == [tmp_path], "the nearest folder that is there"

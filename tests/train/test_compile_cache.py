@@ -7,13 +7,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
-from slurm_train.train.compile_cache import CompileCache
+from slurm_train.errors import PreflightError
+from slurm_train.train.compile_cache import CompileCache, require_compiler
 from tests.support.ranks import make_rank
+from tests.support.refusals import refusal
 
 COMPILES = RunConfig(train=TrainSection(compile=True))
 PROGRAM = """
@@ -73,3 +76,20 @@ def test_the_first_node_of_each_stage_writes(tmp_path: Path, monkeypatch: pytest
     for path in tmp_path.glob("rank*/compiled/*"):
         written[int(path.parts[-3].removeprefix("rank"))] = path.name
     assert written == {0: "stage_0_gpu_0", 1: "stage_0_gpu_1", 4: "stage_1_gpu_0", 5: "stage_1_gpu_1"}
+
+
+@pytest.mark.parametrize(("compile_", "kind", "is_refused"), [("auto", "cuda", True), (True, "cpu", False)])
+def test_a_node_that_cannot_compile_is_named_before_the_first_step(
+    compile_: Any, kind: str, is_refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig(train=TrainSection(compile=compile_))
+    # A folder without compilers.
+    rank = make_rank(config=config, device=torch.device(kind), env={"PATH": str(tmp_path)})
+    problem = f"torch cannot compile kernels on {rank.place.host}: no C"
+    if is_refused:
+        assert "train.compile=false" in refusal(PreflightError, require_compiler, rank).hint
+    else:
+        require_compiler(rank)
+        assert f"warning: {problem}" in capsys.readouterr().err
+    require_compiler(make_rank(config=RunConfig(), env=rank.env))
+    assert not capsys.readouterr().err, "the CPU compiles nothing by default"

@@ -113,6 +113,9 @@ class NodeFacts:
     """Folders of the configured data with nothing in them, as a mount point without its mount."""
     disks: list[DiskFacts] = field(default_factory=list)
 
+    compile_obstacles: list[str] = field(default_factory=list)
+    """Why torch cannot compile kernels here though the run wants that, e.g. "no Python.h in /usr/include"."""
+
     lacks_scontrol: bool = False
     """Whether the job's own Slurm has no scontrol here."""
 
@@ -218,6 +221,8 @@ class Job:
     gpus_per_node: int = 0
     """GPUs asked of Slurm, on the node that has most; 0: none."""
     cpus_per_gpu: int | None = None
+    must_compile: bool = False
+    """Whether it was typed that model and loss are compiled; else a default decides."""
     needs_port: bool = False
     """Whether MASTER_PORT itself has to be free, as a script of one's own expects."""
     port: int = 0

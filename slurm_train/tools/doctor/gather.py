@@ -37,8 +37,9 @@ from slurm_train.errors import DataError
 from slurm_train.launch import snapshot
 from slurm_train.launch.imports import own_paths
 from slurm_train.launch.provenance import read_gpu_software
+from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.devices import visible_gpus
+from slurm_train.slurm.devices import installed_gpus, visible_gpus
 from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
 
 _MIB = 1 << 20
@@ -123,9 +124,27 @@ def read_node(
         gpus=gpus,
         num_gpus=num_gpus,
         gpu_errors=logged_errors(),
+        compile_obstacles=read_compile_obstacles(config, env),
         # A container has none, and the supervisor, who calls it, is outside.
         lacks_scontrol="SLURM_JOB_ID" in env and config.container is None and shutil.which("scontrol") is None,
     )
+
+
+def read_compile_obstacles(
+    config: RunConfig, env: Mapping[str, str], *, devices: Path = Path("/dev"), sys: Path = Path("/sys")
+) -> list[str]:
+    """Returns why torch cannot compile here; nothing where it can or the run does not compile.
+
+    Args:
+        config: the run's.
+        env: environment of a rank.
+        devices: where the drivers have their files.
+        sys: where the kernel shows its devices.
+    """
+    # Slurm's variables may name devices that are only pretended.
+    on_gpu = bool(visible_gpus(env)) and bool(installed_gpus(devices=devices, sys=sys))
+    compiles = config.trains and config.train.compiles(on_gpu=on_gpu)
+    return compile_obstacles(env, on_gpu=on_gpu) if compiles else []
 
 
 def read_versions(*, driver: str = "") -> dict[str, str]:

@@ -43,6 +43,8 @@ HINTS = {
     "FS_STALE": "the path is not shared, or its cache is late: see `findmnt -T RUN_DIRECTORY` on both nodes",
     "DISK_FULL": "free some room, lower checkpoint.keep, or name another place",
     "FS_READONLY": "look at the mount, the quota and the permissions there",
+    "NO_COMPILER": 'install it there (gcc, python3-dev), or load it: cluster.setup=["module load gcc"]; a folder for '
+    "kernels: cluster.env.TMPDIR; train.compile=false trains without compiling, and more slowly",
     "GPU_BUSY": "end what is left over there (`nvidia-smi`), or ask for whole nodes: cluster.sbatch.exclusive=true",
     "GPU_SICK": "have the node drained; `nvidia-smi -q` and `dmesg` there say more",
     "SLOW_NODE": "look for other processes and for clock limits there, or leave it out with cluster.exclude",
@@ -358,6 +360,18 @@ def _unwritable_places(job: Job) -> Iterator[Finding]:
 # GPUs and speed.
 
 
+def _obstacles_to_compiling(job: Job) -> Iterator[Finding]:
+    is_possible = any(not node.compile_obstacles for node in job.nodes)
+    for node in job.nodes:
+        if obstacles := node.compile_obstacles:
+            seen = f"torch cannot compile kernels: {', '.join(obstacles)}; the first step would fail"
+            if job.must_compile:
+                # Kernels that were compiled elsewhere may be in a folder that all nodes share.
+                yield warning("NO_COMPILER", node.node, seen)
+            else:
+                yield error("NO_COMPILER", node.node, seen, blames=is_possible)
+
+
 def _faulty_gpus(job: Job) -> Iterator[Finding]:
     for node in job.nodes:
         gpus, name = node.gpus or [], node.node
@@ -452,6 +466,7 @@ _RULES = (
         _odd_nodes,
         _missing_scontrol,
         _unwritable_places,
+        _obstacles_to_compiling,
         _faulty_gpus,
         _slow_gpus,
         slow_nodes,

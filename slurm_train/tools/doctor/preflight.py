@@ -68,7 +68,10 @@ from slurm_train.tools.doctor.node_rules import (
 from slurm_train.tools.doctor.probes import Peer, ProbeServer, describe_error, measure, peers_of, probe
 
 # Found again whatever the nodes are, unless one node alone is to blame.
-_LASTING = {"WRONG_INTERFACE", "RANK_MISMATCH", "GPU_COUNT", "DATA_MISSING", "LIMITS", "FS_READONLY", "DISK_FULL"}
+_LASTING = {
+    *("WRONG_INTERFACE", "RANK_MISMATCH", "GPU_COUNT", "DATA_MISSING", "LIMITS", "FS_READONLY", "DISK_FULL"),
+    "NO_COMPILER",
+}
 # Measured one after the other, since few nodes may share a machine or a switch.
 _FEW_NODES = 8
 _ROUNDS = 3
@@ -182,6 +185,7 @@ class Preflight:
             world_size=self.world_size,
             gpus_per_node=gpus if isinstance(gpus, int) else max(gpus),
             cpus_per_gpu=None if cluster is None else cluster.cpus_per_gpu,
+            must_compile=self.config.train.compile is True,
             needs_port=self.config.script is not None,
             port=self.point.ports[0],
             ranks=[rank],

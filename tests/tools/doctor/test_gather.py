@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from slurm_train.config.schema import CheckpointSection, RunConfig
+from slurm_train.config.schema import CheckpointSection, RunConfig, build_config
 from slurm_train.distributed.place import RankPlace
 from slurm_train.launch.snapshot import index_code
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather
 from slurm_train.tools.doctor.gather import logged_errors, read_gpus
+from tests.support.devices import make_devices
 
 PLACE = RankPlace(rank=1, local_rank=1, node_rank=0, world_size=2, local_world_size=2, host="here")
 
@@ -44,6 +45,25 @@ def test_gpus_are_counted_as_cuda_does_and_those_of_the_step_where_a_rank_is_bou
 
 def test_gpus_of_other_vendors_are_counted_by_their_own_variables() -> None:
     assert gather.read_rank(PLACE, {"ROCR_VISIBLE_DEVICES": "0,1,2"}).visible_gpus == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "compile_", "is_looked_for"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "auto", True),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, False, False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "auto", False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, True, True),
+    ],
+)
+def test_a_compiler_is_looked_for_where_the_run_compiles(
+    env: dict[str, str], compile_: Any, is_looked_for: bool, tmp_path: Path
+) -> None:
+    config = build_config(RunConfig, {"train": {"compile": compile_}})
+    devices, sys = make_devices(tmp_path, {"nvidia0": ""})
+    # A folder without programs.
+    found = gather.read_compile_obstacles(config, {**env, "PATH": str(tmp_path)}, devices=devices, sys=sys)
+    assert any("compiler" in obstacle for obstacle in found) == is_looked_for
 
 
 def test_a_rank_knows_its_cpus_and_slurms_number() -> None:

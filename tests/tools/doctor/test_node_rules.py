@@ -187,6 +187,8 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
     ("GPU_BUSY", WARNING, "node2", gpu(used_mb=3000), "3000 of 81920 MiB of GPU 0 are taken"),
     ("GPU_SICK", BLAMES, "node2", node("node2", gpu_errors=["Xid 79 on 0000:3b:00"]),
      "the driver has logged Xid 79 on 0000:3b:00"),
+    ("NO_COMPILER", BLAMES, "node2", node("node2", compile_obstacles=["no Python.h in /usr/include"]),
+     "torch cannot compile kernels: no Python.h in /usr/include; the first step would fail"),
     ("CODE_DRIFT", BLAMES, "node2", node("node2", code_changes=["train.py"]),
      "sees other code than was submitted: train.py"),
     ("CONFIG_DRIFT", BLAMES, "node2", node("node2", hashes={**HASHES, "config": "01d"}),
@@ -248,6 +250,8 @@ JOBS: dict[str, tuple[Job, list[tuple[str, bool]]]] = {
     "more ranks than CPUs": (both(ranks("node1", cpus=[0, 1]), node("node1", num_cpus=2))(healthy(1, 8)), []),
     "a script needs its port": (job(bound_port=20_002)(healthy(needs_port=True)), [ERROR]),
     "no more GPUs than ranks are needed": (ranks("node2", visible_gpus=1, local_world_size=1)(healthy()), []),
+    "no node can compile": (node(*NODES, compile_obstacles=["no C compiler"])(healthy()), [ERROR]),
+    "compiling was typed": (node("node2", compile_obstacles=["no C"])(healthy(must_compile=True)), [WARNING]),
     "the beginning of an interface": (node("node2", nccl_interface="eth")(healthy()), []),
     "interfaces left out": (node("node2", nccl_interface="^docker,lo")(healthy()), []),
 }
