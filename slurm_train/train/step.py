@@ -389,10 +389,9 @@ class ShardPasses(Passes):
         for number in range(self._accumulation * num_batches, 0, -1):
             tensors = self.take(batches)
             # Shards are reduced in every backward pass, or a whole gradient would have to stay; copies of shards once.
+            # Each pass is closed, too: of one that is not, FSDP prefetches blocks in the next pass that come later.
             if self._sharded is not None:
-                is_last = number == 1
-                self._sharded.set_is_last_backward(is_last)
-                self._sharded.set_requires_all_reduce(is_last)
+                self._sharded.set_requires_all_reduce(number == 1)
             with in_precision(self._device, self._autocast):
                 loss, count = self._objective(tensors)
             loss.backward(self._factor)

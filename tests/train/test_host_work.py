@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -77,18 +80,19 @@ def bare() -> Callable[[], object]:
     return step
 
 
-def ours(model: GPT) -> Callable[[], object]:
+def ours(model: GPT, *, accumulation: int = 1, shards: int = 1) -> Callable[[], object]:
     """This trainer's step over the same shards, everything agreed on and masked."""
-    layout = ParallelLayout()
-    config = RunConfig(optim=OptimSection(grad_clip_norm=1.0))
-    rank = make_rank(config=config, plan=BatchPlan(local_size=2, ranks=1, accumulation=1))
+    layout = ParallelLayout(dp_shard=shards)
+    config = RunConfig(optim=OptimSection(grad_clip_norm=1.0), parallel=ParallelSection(dp_shard=shards))
+    plan = BatchPlan(local_size=2, ranks=shards, accumulation=accumulation)
+    rank = make_rank(config=config, plan=plan, ranks=shards)
     mesh = build_mesh(layout, device=rank.device)
     shard(model, layout=layout, mesh=mesh, roots=[model], settings=ParallelSection(gather_dtype="float32"))
     optimizer = build_optimizer(model, optim=config.optim)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     passes = ShardPasses(rank, model=model, objective=Objective(model), parameters=parameters)
     stepper, batch = Stepper(rank, passes, optimizer), Batch(make_batch())
-    return lambda: stepper.step(StepFacts(1, 2, 1e-3), iter([batch]))
+    return lambda: stepper.step(StepFacts(1, 2, 1e-3), iter([batch] * accumulation))
 
 
 def counted(step: Callable[[], object]) -> Counter[str]:
@@ -106,6 +110,30 @@ def test_a_step_dispatches_hardly_more_than_a_bare_loop(capsys: pytest.CaptureFi
         print(f"\noperations per step: ours {own.total()}, a bare FSDP2 loop {theirs.total()}")
     more = own - theirs
     assert own.total() <= theirs.total() + ALLOWANCE, f"more than the bare loop: {more.most_common(20)}"
+
+
+# In a process of its own: a pretended world of two must not meet another test's group. One rank alone gathers nothing.
+GATHERS = """
+import json
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.train.test_host_work import counted, make_model, ours
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+found = []
+for accumulation in (1, 2, 3):
+    calls = counted(ours(make_model(), accumulation=accumulation, shards=2))
+    found.append(sum(count for name, count in calls.items() if name.startswith("c10d._allgather_base_")))
+print(json.dumps(found))
+"""
+
+
+def test_each_micro_batch_gathers_as_many_blocks_as_the_first() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", GATHERS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    gathers = json.loads(done.stdout.splitlines()[-1])
+    assert gathers[0] >= LAYERS and gathers == [gathers[0], 2 * gathers[0], 3 * gathers[0]]
 
 
 def test_what_a_step_adds_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
