@@ -288,6 +288,14 @@ def accelerate(order: Mapping[str, Any]) -> tuple[Run, Figures]:
     return run, _facts(order)
 
 
+def import_lightning() -> Any:
+    """Returns Lightning's module, which has the same classes under the name that it had first."""
+    import importlib
+    from importlib.util import find_spec
+
+    return importlib.import_module("lightning" if find_spec("lightning") is not None else "pytorch_lightning")
+
+
 def lightning(order: Mapping[str, Any]) -> tuple[Run, Figures]:
     """Builds Lightning's loop around the same module; it runs in a thread that waits between turns."""
     import logging
@@ -295,10 +303,10 @@ def lightning(order: Mapping[str, Any]) -> tuple[Run, Figures]:
     import threading
     import warnings
 
-    import lightning as L
-
+    L = import_lightning()
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for logger in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     asked, done = queue.Queue[int](), queue.Queue[str]()
 
     class Module(L.LightningModule):

@@ -235,7 +235,7 @@ def machine() -> Figures:
     import torch
 
     found: Figures = {"torch": torch.__version__, "python": platform.python_version(), "device": "cpu"}
-    for name in ("triton", "lightning", "accelerate", "transformers"):
+    for name in ("triton", "lightning", "pytorch_lightning", "accelerate", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     if torch.cuda.is_available():
