@@ -6,8 +6,10 @@ state can be loaded at another world size or mesh.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -151,6 +153,8 @@ class StagingBuffers:
         """The tensors are on a GPU, so a save reads copies in any case."""
         self._device = device
         self._can_pin = self.is_remote and can_pin()
+        # Whether the driver has refused to pin a large buffer.
+        self._is_refused = False
         self._buffers: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
         self._stream = torch.cuda.Stream(device) if self._can_pin else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
@@ -235,11 +239,27 @@ class StagingBuffers:
         # torch rounds pinned memory up to a power of two, so large buffers are pinned by themselves. They stay.
         is_large = is_pinned and shape.numel() * dtype.itemsize >= _LARGE
         buffer = torch.empty(shape, dtype=dtype, pin_memory=is_pinned and not is_large)
-        if is_large:
+        if is_large and not self._is_refused:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
-            runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE)
+            code = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE)
+            if int(code) != 0:
+                self._go_on_unpinned(str(code), buffer.nbytes)
         self._buffers[kind].append(buffer)
         return buffer
+
+    def _go_on_unpinned(self, code: str, num_bytes: int) -> None:
+        """Leaves this buffer and later large ones in ordinary memory: copies into them hold up the training thread."""
+        self._is_refused = True
+        print(
+            f"checkpoints: {num_bytes / 2**20:.0f} MiB of host memory could not be pinned ({code}), so training waits "
+            "for the copy of each save; compare `ulimit -l` and the memory limit of the job",
+            file=sys.stderr,
+            flush=True,
+        )
+        # CUDA keeps the error until it is asked for, and torch asks after each kernel: the next one would fail in the
+        # place of this call.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
 
 
 def can_pin() -> bool:

@@ -134,14 +134,36 @@ def test_the_parts_of_the_ranks_make_the_whole_and_what_all_need_is_the_first_on
     assert part_if_alike(state, rank=0, num_ranks=1) == state
 
 
+def pin_with(monkeypatch, register):
+    """Pretends that tensors are on a GPU and that this function pins their buffers; returns what is kept meanwhile."""
+    kept = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(StagingBuffers, "_kind_of", lambda _, tensor: (tensor.shape, tensor.dtype, True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: kept.append(tensor.shape))
+    return kept
+
+
+def test_memory_that_cannot_be_pinned_is_said_once_and_used_as_it_is(buffers, monkeypatch, capsys):
+    asked, cleared, zeros = [], [], torch.zeros
+    pin_with(monkeypatch, lambda *_: asked.append(1) or 2)
+
+    def noted(*size, device=None, **options):
+        cleared.extend([] if device is None else [size])
+        return zeros(*size, **options)
+
+    weights = {"weight": zeros(3, 100_000), "moment": torch.ones(5, 90_000)}
+    monkeypatch.setattr(torch, "zeros", noted)
+    staged = buffers.stage(weights)
+    assert staged["moment"].eq(1).all() and staged["weight"].shape == (3, 100_000)
+    said = capsys.readouterr().err
+    assert said.count("could not be pinned") == 1 and len(asked) == 1, "it is not asked for again"
+    assert cleared == [(1,)], "a kernel takes the error that CUDA has kept"
+
+
 def test_large_buffers_pin_no_more_than_they_need(buffers, monkeypatch):
     """Torch rounds what it pins up to a power of two: an 8B model's moments would take up to twice their size."""
     pinned = []
-    runtime = SimpleNamespace(cudaHostRegister=lambda _, size, flags: pinned.append((size, flags)))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(StagingBuffers, "_kind_of", lambda _, tensor: (tensor.shape, tensor.dtype, True))
-    kept = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: kept.append(tensor.shape))
+    kept = pin_with(monkeypatch, lambda _, size, flags: pinned.append((size, flags)) or 0)
     buffers.stage({"weight": torch.zeros(3, 100_000), "moment": torch.zeros(5, 90_000)})
     assert pinned == [(4 * 300_000, 1), (4 * 450_000, 1)]
     # Their memory is not given to others before they are copied.
