@@ -109,6 +109,8 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
         parent: id of the process that has started this one.
     """
     closes = False
+    # A plain torchrun starts ranks without an attempt's number, which they agree on then.
+    is_watched = _ATTEMPT in env
     try:
         _prepare_torch()
         if is_under_torchrun(env):
@@ -122,7 +124,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
         if _ATTEMPT in env:
             _watch_orphan(run, env, parent)
         try:
-            code = _work(run, env, stop)
+            code = _work(run, env, stop, is_watched=is_watched)
         except SystemExit as err:
             code = err.code if isinstance(err.code, int) else EXIT_DONE if err.code is None else EXIT_FAILURE
         leave(_leave_restart(run, int(env[_ATTEMPT]), code, closes=closes) if is_under_torchrun(env) else code)
@@ -203,7 +205,7 @@ def _watch_orphan(run: RunDirectory, env: Mapping[str, str], parent: int) -> Non
     )
 
 
-def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:
+def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watched: bool) -> int:
     """Returns the exit code of what the configuration names: the trainer, a task, or a script."""
     place = RankPlace.from_env(env)
     _require_visible(run, place.host)
@@ -258,6 +260,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag) -> int:
         attempt=attempt,
         stop=stop,
         env=env,
+        is_watched=is_watched,
         heartbeat=heartbeat,
     )
     if config.task is not None:

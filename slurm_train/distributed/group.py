@@ -6,11 +6,14 @@ hours. The error path is traceback, flush, `os._exit`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import PreflightError, RendezvousError
+from slurm_train.errors import EXIT_FAILURE, PreflightError, RendezvousError
 from slurm_train.slurm.devices import installed_gpus, visible_gpus
 
 if TYPE_CHECKING:
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 _NUM_TRIED_VALUES = 1 << 18
 # Graphics of a Mac: ranks use the CPU there, as on any machine without a GPU for training.
 _ALSO_WITHOUT_GPU = ("cuda", "mps")
+_COLLECTIVE_HINT = (
+    "the sockets were fine: compare the MTU of the nodes (`ip link`), and the interface that is used "
+    "(cluster.env.NCCL_DEBUG=INFO); see docs/troubleshooting.md#collective"
+)
 _KEPT_PER_GROUP = 4
 _KEPT_FIELDS = (
     *("pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes", "input_dtypes", "is_p2p"),
@@ -127,27 +134,70 @@ def stay_near(device: torch.device, env: Mapping[str, str], *, sys: Path = Path(
     return frozenset(near)
 
 
-def init_group(place: RankPlace, store: Store, *, device: torch.device, timeout_s: float) -> None:
+def init_group(
+    place: RankPlace, store: Store, *, device: torch.device, timeout_s: float, say_after_s: float = 60.0
+) -> None:
     """Opens the default process group: gloo for tensors on the host, NCCL for those on a GPU. Collective.
 
     Args:
         place: this rank.
         store: what `rendezvous.open_store` gave.
         device: what `choose_device` gave.
-        timeout_s: seconds a collective may take until `use_timeout`.
+        timeout_s: seconds that this, and a collective until `use_timeout`, may take.
+        say_after_s: seconds after which it is said that the ranks have not come together.
+
+    Raises:
+        RendezvousError: NCCL or gloo could not connect the ranks.
     """
     has_gpu = device.type == "cuda"
     # A group that is bound to a device is split for the groups of a mesh. torch 2.8 and 2.9 cannot split one with two
     # backends (pytorch issue 159200, pull request 162424), and 2.7 leaves gloo out of its parts.
     can_split = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if has_gpu and can_split else None,
-    )
+    library, began_s = "NCCL" if has_gpu else "gloo", time.monotonic()
+    opening = f"COLLECTIVE {place.host}: opening {library} between {place.world_size} ranks"
+    with _noticed(opening, say_after_s=say_after_s, timeout_s=timeout_s):
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if has_gpu and can_split else None,
+            )
+        except RuntimeError as err:
+            problem = f"failed after {time.monotonic() - began_s:.0f} s: {str(err).splitlines()[0]}"
+            raise RendezvousError(f"{opening} {problem}", hint=_COLLECTIVE_HINT) from err
+
+
+@contextlib.contextmanager
+def _noticed(opening: str, *, say_after_s: float, timeout_s: float) -> Iterator[None]:
+    """Says that a piece of work takes long, and ends the process where it takes longer than it may.
+
+    A group that is bound to its GPU connects NCCL's ranks at once, in a call that no exception reaches; where the
+    network drops packets it tries again for an hour.
+    """
+
+    def say(text: str) -> None:
+        print(f"{opening} {text}; {_COLLECTIVE_HINT}", file=sys.stderr, flush=True)
+
+    def end() -> None:
+        say(f"took longer than {timeout_s:.0f} s: this rank ends")
+        os._exit(EXIT_FAILURE)
+
+    timers = [
+        threading.Timer(min(say_after_s, timeout_s), say, [f"has taken {say_after_s:.0f} s so far"]),
+        # A supervisor that watches the ranks comes first.
+        threading.Timer(timeout_s, end),
+    ]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def open_side_group(timeout_s: float) -> dist.ProcessGroup:
@@ -184,8 +234,7 @@ def exchange_once(place: RankPlace, *, device: torch.device, timeout_s: float) -
     if problem:
         raise RendezvousError(
             f"COLLECTIVE {place.host}: the first all_reduce of 1 MiB over {place.world_size} ranks {problem}",
-            hint="the sockets were fine: compare the MTU of the nodes (`ip link`), and the interface that is used "
-            "(cluster.env.NCCL_DEBUG=INFO); see docs/troubleshooting.md#collective",
+            hint=_COLLECTIVE_HINT,
         )
 
 

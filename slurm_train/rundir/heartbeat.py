@@ -129,8 +129,8 @@ class Beat:
     marks: int
     """Counts every change of phase: while it does not change, the rank makes no progress."""
     phase: str
-    """"start", "data", "step", "evaluate", "gather" (the exchange after an evaluation), "save", or "end": everything
-    after the last save."""
+    """"start", "group" (NCCL or gloo connect the ranks), "data", "step", "evaluate", "gather" (the exchange after an
+    evaluation), "save", or "end": everything after the last save."""
     settled: bool
     """Whether the rank has done its first step."""
     beats: int

@@ -146,7 +146,12 @@ _EXCHANGES = {
     "init_process_group": "the rendezvous",
 }
 _INNERMOST = 8
-_IN_WORDS = {"data": "data loading", "evaluate": "the evaluation", "gather": "the exchange after the evaluation"}
+_IN_WORDS = {
+    "group": "the first connection of NCCL or gloo (COLLECTIVE)",
+    "data": "data loading",
+    "evaluate": "the evaluation",
+    "gather": "the exchange after the evaluation",
+}
 """What a phase is called in a message, where it is not its own name."""
 
 

@@ -78,6 +78,8 @@ class Rank:
     """Set by the signal handlers, which are installed already."""
     env: Mapping[str, str]
     """The process's environment."""
+    is_watched: bool = False
+    """Whether a supervisor watches the heartbeats, and ends the ranks where they hang."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """What this rank says about its progress."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -121,7 +123,7 @@ class Rank:
         return SequencePart(layout.coordinates(self.place.rank).cp, layout.cp) if layout.cp > 1 else None
 
     def collective_timeout_s(self, timeout_s: float) -> float:
-        """Returns the time-out of collectives: a week where the supervisor's watchdog watches the ranks.
+        """Returns the time-out of collectives: a week where a supervisor's watchdog watches the ranks.
 
         The watchdog names the rank that hangs; a short time-out would blame whoever waits for it. And the watchdog
         knows of suspended jobs; gloo and NCCL take the time in which they were stopped for a peer that is silent.
@@ -129,7 +131,8 @@ class Rank:
         Args:
             timeout_s: without a watchdog.
         """
-        return timeout_s if limits_of(self.config) is None else max(timeout_s, _LONGEST_SUSPENSION_S)
+        has_watchdog = self.is_watched and limits_of(self.config) is not None
+        return max(timeout_s, _LONGEST_SUSPENSION_S) if has_watchdog else timeout_s
 
     def enter_device(self) -> None:
         """Sets deterministic kernels and torch's threads, and makes this rank's device the current one.
@@ -163,7 +166,15 @@ class Rank:
         check_gloo_address(self.place, self.env)
         store, _ = open_store(self.place, self.point)
         timeout_s = self.collective_timeout_s(self.config.train.start_timeout_s)
-        init_group(self.place, store, device=self.device, timeout_s=timeout_s)
+        self.heartbeat.mark("group")
+        init_group(
+            self.place,
+            store,
+            device=self.device,
+            timeout_s=timeout_s,
+            say_after_s=self.config.preflight.collective_timeout_s,
+        )
+        self.heartbeat.mark("start")
         self.heartbeat.record = newest_collectives
         if self.config.train.precision == "auto" and self.device.type == "cuda":
             self.precision = min(gather(native_precision(self.device)), key=list(_AUTOCAST).index)

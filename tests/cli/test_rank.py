@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from slurm_train.cli import rank
 from slurm_train.cli.rank import allocator_environment, message_of, place_of
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.ranks import WAITS
+from slurm_train.train.signals import StopFlag
 from tests.support.command_line import REPOSITORY
 from tests.support.waiting import wait_for
 
@@ -76,3 +79,32 @@ def test_a_rank_in_waiting_has_nothing_to_save(tmp_path: Path) -> None:
         wait_for(lambda: "libtorch_python" in maps.read_text(), within_s=60, what="torch in a rank in waiting")
         process.terminate()
         assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+class LeftError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("env", "is_watched"),
+    [({"SLURM_TRAIN_ATTEMPT": "3"}, True), ({"TORCHELASTIC_RUN_ID": "by hand", "RANK": "1"}, False)],
+    ids=["a supervisor", "a plain torchrun"],
+)
+def test_only_a_supervisors_ranks_rely_on_its_watchdog(
+    env: dict[str, str], is_watched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+
+    def leaves(*_: Any, **__: Any) -> None:
+        raise LeftError
+
+    monkeypatch.setattr(rank, "_work", lambda *_, is_watched: seen.append(is_watched) or 0)
+    monkeypatch.setattr(rank, "_join_restart", lambda _run, env: {**env, "SLURM_TRAIN_ATTEMPT": "3"})
+    for name in ("_prepare_torch", "_require_visible", "_watch_orphan", "_leave_restart"):
+        monkeypatch.setattr(rank, name, lambda *_, **__: 0)
+    for name in ("leave", "_fail"):
+        monkeypatch.setattr(rank, name, leaves)
+    whole = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **env}
+    with pytest.raises(LeftError):
+        rank.run_rank(RunDirectory(tmp_path), whole, StopFlag(), parent=1)
+    assert seen == [is_watched]

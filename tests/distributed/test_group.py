@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from slurm_train.distributed import group
 from slurm_train.distributed.group import (
     choose_device,
     init_group,
@@ -21,10 +23,12 @@ from slurm_train.distributed.group import (
     use_timeout,
 )
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import PreflightError
+from slurm_train.errors import PreflightError, RendezvousError
 from slurm_train.supervise.hang import read_flights
 from tests.support.devices import make_devices
 from tests.support.ranks import make_rank
+from tests.support.refusals import refusal
+from tests.support.waiting import wait_for
 from tests.support.warm_ranks import run_pair
 
 # Rank 1 stays away from the third all-reduce until rank 0 has told what it knows.
@@ -176,6 +180,42 @@ def test_a_group_is_bound_to_its_gpu_where_torch_can_split_one_of_two_backends(
     for device, expected in ((torch.device("cuda", 0), is_bound), (torch.device("cpu"), False)):
         init_group(place, store, device=device, timeout_s=1.0)
         assert given["device_id"] == (device if expected else None)
+
+
+PAIR = RankPlace.from_env({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(("kind", "library"), [("cuda", "NCCL"), ("cpu", "gloo")])
+def test_ranks_that_a_network_keeps_apart_say_so_while_they_wait(
+    kind: str, library: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said, ended = "", threading.Event()
+
+    def connects_never(*_: Any, **__: Any) -> None:
+        nonlocal said
+        wait_for(ended.is_set, within_s=10, what="the end of the rank", poll_s=0.01)
+        said = capfd.readouterr().err
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", connects_never)
+    monkeypatch.setattr(group.os, "_exit", lambda _code: ended.set())
+    store: Any = None
+    init_group(PAIR, store, device=torch.device(kind), timeout_s=0.1, say_after_s=0.01)
+    first, last = said.splitlines()
+    opening = f"COLLECTIVE {PAIR.host}: opening {library} between 2 ranks"
+    assert first.startswith(f"{opening} has taken 0 s so far; ") and "NCCL_DEBUG=INFO" in first
+    assert last.startswith(f"{opening} took longer than 0 s: this rank ends; ")
+
+
+def test_a_group_that_cannot_be_opened_has_the_code_of_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.distributed.DistBackendError("NCCL error: remote process exited\nmore")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fails)
+    store: Any = None
+    error = refusal(RendezvousError, init_group, PAIR, store, device=torch.device("cuda"), timeout_s=9.0)
+    assert error.message.startswith(
+        f"COLLECTIVE {PAIR.host}: opening NCCL between 2 ranks failed after 0 s: NCCL error"
+    )
 
 
 def test_groups_of_a_mesh_get_the_same_time_out_and_those_of_saves_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

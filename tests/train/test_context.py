@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurm_train.config.schema import RunConfig, TrainSection
+from slurm_train.config.schema import HealthSection, RunConfig, TrainSection
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError, RendezvousError
 from slurm_train.train.context import TaskContext, run_task
@@ -67,6 +67,17 @@ def test_ranks_with_gpus_need_an_address_for_gloo_as_well(monkeypatch: pytest.Mo
     rank = replace(make_rank(device=torch.device("cuda")), place=place)
     with pytest.raises(RendezvousError, match="other nodes could not reach it"):
         rank.join()
+
+
+@pytest.mark.parametrize(
+    ("is_watched", "hang_timeout_s", "timeout_s"),
+    [(True, 300.0, 7 * 86400.0), (True, None, 60.0), (False, 300.0, 60.0)],
+)
+def test_collectives_have_a_time_out_of_their_own_where_nobody_watches_the_ranks(
+    is_watched: bool, hang_timeout_s: float | None, timeout_s: float
+) -> None:
+    config = RunConfig(health=HealthSection(hang_timeout_s=hang_timeout_s))
+    assert make_rank(config=config, is_watched=is_watched).collective_timeout_s(60.0) == timeout_s
 
 
 def test_deterministic_settings_reach_every_library_and_leave_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
