@@ -47,7 +47,7 @@ END
     # shellcheck disable=SC2086  # lists of words
     if "$venv/bin/python" -c 'import torch' 2>/dev/null; then
         echo "== Python $version, $versions packages: $("$venv/bin/python" -c 'from importlib.metadata import version
-print(*(f"{name} {version(name)}" for name in ("torch", "numpy", "submitit", "hydra-core", "omegaconf", "xxhash", "safetensors", "rich")), sep=", ")')"
+print(*(f"{name} {version(name)}" for name in ("torch", "numpy", "submitit", "hydra-core", "omegaconf", "xxhash", "safetensors", "rich", "shtab")), sep=", ")')"
         # Other versions of packages warn of what they do themselves.
         [ "$versions" = pinned ] && strict= || strict="-o filterwarnings=default"
         "$venv/bin/python" -m pytest -q --numprocesses "$workers" $strict $main

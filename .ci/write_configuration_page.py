@@ -1,7 +1,7 @@
-"""Writes docs/configuration.md and what TAB completes, from the schema's docstrings and the shipped YAML files.
+"""Writes docs/configuration.md from the schema's docstrings and the shipped YAML files.
 
-    python .ci/write_configuration_page.py            # writes the page, and slurm_train/tools/completion.json
-    python .ci/write_configuration_page.py --check    # says whether they are up to date
+    python .ci/write_configuration_page.py            # writes the page
+    python .ci/write_configuration_page.py --check    # says whether it is up to date
 
 Meanings and types come from slurm_train/config/schema.py, defaults from conf/: what a person gets who sets nothing.
 """
@@ -14,18 +14,12 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 import yaml
 
-from slurm_train.config.schema import RunConfig, all_keys
-from slurm_train.config.words import FLAG_CHOICES, FLAGS
-from slurm_train.status.run_status import RunState
-from slurm_train.tools.trackers import NAMES
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "configuration.md"
-TABLE = REPOSITORY / "slurm_train" / "tools" / "completion.json"
 CONF = REPOSITORY / "conf"
 SCHEMA = REPOSITORY / "slurm_train" / "config" / "schema.py"
 IDENTITY = REPOSITORY / "slurm_train" / "config" / "frozen.py"
@@ -306,59 +300,16 @@ def _group(path: Path) -> str:
     return f"### `{sign}{path.parent.name}={path.stem}`\n\n{textwrap.fill(about, 118)}\n\n```yaml\n{body}\n```\n"
 
 
-# What flags of settings take, by their target.
-FLAGS_TAKE = {"config_dir": "path", "config_path": "path", "config_name": "primary file", "accept": "changes"}
-# Keys that hold a path, which the schema calls a text.
-PATH_KEYS = ("run.root", "checkpoint.local_dir", "data.path", "cluster.python")
-HYDRA = {
-    "hydra.job.name": "",
-    "hydra.mode": "RUN|MULTIRUN",
-    "hydra.searchpath": "",
-    "hydra/sweeper": "basic",
-}
-
-
-def render_table() -> str:
-    """Returns what TAB completes in settings, see `Table` in slurm_train/tools/completion.py."""
-    meanings = {key.name: key.meaning for section in read_sections() for key in section.keys}
-    kinds, flags = all_keys(RunConfig), {}
-    for flag, one in sorted(FLAGS.items()):
-        takes = "|".join(FLAG_CHOICES.get(flag, ())) or FLAGS_TAKE.get(one.name, "")
-        flags[flag] = ("-" if one.default is False else takes, "")
-    keys = {
-        name: (_takes(name, kind), meanings.get(name, "").replace("`", ""))
-        for name, kind in kinds.items()
-        if not any(other.startswith(f"{name}.") for other in kinds)
-    }
-    keys |= {name: (takes, "a setting of Hydra's") for name, takes in HYDRA.items()}
-    states = ",".join([*(state.value for state in RunState), "missing"])
-    lists = {"states": (states, ""), "trackers": (",".join(NAMES), "")}
-    return json.dumps({"flags": flags, "keys": keys, "lists": lists}, indent=1) + "\n"
-
-
-def _takes(name: str, kind: object) -> str:
-    if name in PATH_KEYS:
-        return "path"
-    options = [kind, *get_args(kind)]
-    literals = [str(value) for option in options if get_origin(option) is Literal for value in get_args(option)]
-    if not literals and any(get_origin(option) is dict for option in options):
-        return "open"
-    if bool in options:
-        return "true|false"
-    return "|".join([*literals, "null"] if literals and type(None) in options else literals)
-
-
 def main() -> int:
-    """Writes the files, or checks them; returns the exit code."""
-    texts = {PAGE: render(), TABLE: render_table()}
+    """Writes the page, or checks it; returns the exit code."""
+    text = render()
     if "--check" not in sys.argv[1:]:
-        for path, text in texts.items():
-            path.write_text(text, encoding="utf-8")
+        PAGE.write_text(text, encoding="utf-8")
         return 0
-    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        print(f"{path} is out of date: run python .ci/write_configuration_page.py", file=sys.stderr)
-    return 1 if stale else 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{PAGE} is out of date: run python .ci/write_configuration_page.py", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The command line: one table of verbs, from which dispatch, parsers, `--help` and completion are made.
 
 A bare first word is a verb, everything else are settings of a run. A verb's module is named in the table and imported
-when the verb is called, so each costs only what it needs, and nothing imports a tool but its verb. This module is
-imported at every TAB: it imports nothing slow.
+when the verb is called, so each costs only what it needs, and nothing imports a tool but its verb. `complete` is called
+at a TAB: this module imports nothing slow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Argument:
             attribute, and its name in `--help`: "runs RUN".
         about: its line in `--help`.
         takes: what completion offers for its value where its name does not say it: "a|b" one of these, "a,b" a list
-            of these, a kind of `completion` such as "trackers".
+            of these, a kind of `completion` such as "run".
         options: what else argparse is given.
     """
 
@@ -268,7 +268,9 @@ VERBS = {
         [
             Argument("run RUN", _RUN),
             _ROOT,
-            Argument("--only NAMES", "some of its trackers, e.g. wandb,mlflow", takes="trackers"),
+            Argument(
+                "--only NAMES", "some of its trackers, e.g. wandb,mlflow", takes="tensorboard|wandb|mlflow|trackio"
+            ),
             # What the supervisor calls: follow the run until stdin ends.
             Argument("--beside"),
         ],
@@ -402,7 +404,7 @@ The same command again starts what is missing, waits for what runs, and prints t
         "cli.doctor",
         "what this cluster does to a run; with +cluster=NxG: are its nodes and its network fit?",
         [
-            Argument("settings key=value", "+cluster=NxG and other settings of a run", nargs="*"),
+            Argument("settings key=value", "+cluster=NxG and other settings of a run", takes="settings", nargs="*"),
             _JSON,
         ],
         examples="""\
@@ -490,11 +492,11 @@ The same command again starts what is missing, waits for what runs, and prints t
     ),
     "completion": Verb(
         "tools.completion",
-        "print the script that completes words in bash, zsh or fish",
+        "print the script that completes slurm-train in bash, zsh or fish",
         [Argument("shell", "your shell", choices=("bash", "fish", "zsh"))],
         examples="""\
-  source <(python -m slurm_train completion bash)      now, in this shell; in ~/.bashrc for ever
-  source <(python -m slurm_train completion zsh)       in ~/.zshrc after compinit
+  eval "$(python -m slurm_train completion bash)"      now, in this shell; in ~/.bashrc for ever
+  eval "$(python -m slurm_train completion zsh)"       in ~/.zshrc after compinit
   python -m slurm_train completion fish | source       in ~/.config/fish/config.fish
   complete -F _slurm_train train                       bash: for an alias `train` of yours
 """,

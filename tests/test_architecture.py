@@ -81,7 +81,7 @@ SIGNAL_HANDLERS = {
     *("tools.trackers.follow", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.
-ENVIRONMENT_READERS = ("cli.", "verbs", "__main__", "tools.completion", "train.script_main")
+ENVIRONMENT_READERS = ("cli.", "verbs", "__main__", "train.script_main")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.context"}
 MESH_MAKERS = {"distributed.parallelize"}

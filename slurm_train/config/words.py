@@ -84,7 +84,7 @@ class Words:
 
 _NO_FLAGS = ("overrides", "search_path", "after")
 FLAGS = {f"--{one.name.replace('_', '-')}": one for one in fields(Words) if one.name not in _NO_FLAGS}
-_SHORT = {
+SHORT = {
     "-cd": "--config-dir",
     "-cp": "--config-path",
     "-cn": "--config-name",
@@ -143,7 +143,7 @@ def read_words(words: Sequence[str]) -> Words:
 def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
     """Adds what a flag says to `values`; takes its own value from `rest` where it is the next word."""
     typed, _, value = word.partition("=")
-    flag = _SHORT.get(typed, typed)
+    flag = SHORT.get(typed, typed)
     if flag in _REFUSED:
         raise ConfigError(f"Hydra's flag {typed} is not one of this program", hint=_REFUSED[flag])
     known, choices = FLAGS.get(flag), FLAG_CHOICES.get(flag)

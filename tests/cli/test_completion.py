@@ -1,4 +1,4 @@
-"""What a TAB offers: as values, and by real shells."""
+"""What a TAB offers: the words of the scripts, and what real shells make of them."""
 
 from __future__ import annotations
 
@@ -13,159 +13,100 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from slurm_train.tools.completion import candidates
-from slurm_train.verbs import PUBLIC_VERBS
-from tests.support.command_line import Person, write
+from slurm_train.tools.completion import settings_words
+from slurm_train.tools.trackers import NAMES
+from slurm_train.verbs import PUBLIC_VERBS, VERBS
+from tests.support.command_line import Person
+
+RUNS = "3f9a1c07 44aa1c07 55aa1c07 9b1c44e0 gpt-stdlib mine odd"
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with runs of two names, a sweep, and configurations of its own."""
-    for run in ("gpt-stdlib/3f9a1c07", "gpt-stdlib/44aa1c07", "mine/55aa1c07", "sweeps/9b1c44e0"):
+    """A folder with runs of several names, one of them with an id that shells would expand, and a sweep."""
+    for run in ("gpt-stdlib/3f9a1c07", "gpt-stdlib/44aa1c07", "mine/55aa1c07", "sweeps/9b1c44e0", "odd/$(reboot)"):
         (tmp_path / "runs" / run).mkdir(parents=True)
-    (tmp_path / "runs" / "odd" / "$(reboot)").mkdir(parents=True)
-    (tmp_path / "other" / "far" / "66aa1c07").mkdir(parents=True)
-    own = {"study.yaml": "", "model/own.yaml": "_target_: x\nhidden: 3\n", "cluster/jupiter.yaml": ""}
-    write(tmp_path / "site", own)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def offered(line: str) -> list[str]:
-    """Returns what a line ending at the cursor is completed to, e.g. for "status 3f"."""
-    *words, current = line.split(" ")
-    return [text for text, _ in candidates(words, current)]
+def test_settings_that_are_offered_are_accepted() -> None:
+    """No key or value is offered that the configuration does not have."""
+    from slurm_train.config.compose import compose
+    from slurm_train.config.words import read_words
 
-
-RUNS = "3f9a1c07 44aa1c07 55aa1c07 gpt-stdlib mine"
-OFFERS = {
-    "che": "checkpoint checkpoint.",
-    "checkpoint ": "diff export gc ls verify",
-    "checkpoint verify ": "3f9a1c07 44aa1c07 55aa1c07 gpt-stdlib mine odd $(reboot)",
-    "status gpt-stdlib/": "gpt-stdlib/3f9a1c07 gpt-stdlib/44aa1c07",
-    "status --": "--help --json --last --root --since --state --watch --where",
-    "status --state running,fai": "running,failed",
-    "status --root other ": "66aa1c07 far",
-    "status --root ot": "other/",
-    "logs 3f9a1c07 ": "",
-    "resume 9": "9b1c44e0",
-    "resume 9b1c44e0 --only failed,mi": "failed,missing",
-    "resume 9b1c44e0 --only=failed,mi": "--only=failed,missing",
-    "resume 3f9a1c07 optim.b": "optim.betas=",
-    "resume 3f9a1c07 --accept code,da": "code,data",
-    "collate ": "9b1c44e0",
-    "scaling --st": "--steps",
-    "scaling +cl": "+cluster=",
-    "devcluster k": "kill-node",
-    "nonsense xyz": "",
-    "optim.sch": "optim.schedule=",
-    "plan optim.schedule=c": "optim.schedule=constant optim.schedule=cosine",
-    "-m optim.schedule=cosine,c": "optim.schedule=cosine,constant",
-    "opti": "optim. optim=",
-    "optim=": "optim=adamw optim=custom optim=muon optim=sgd",
-    "optim=sgd optim.m": "optim.min_lr_ratio= optim.momentum=",
-    "optim._": "optim._target_=",
-    "checkpoint.every_steps=": "checkpoint.every_steps=auto checkpoint.every_steps=null",
-    "mod": "model. model=",
-    "model=": "model=cnn model=custom model=gpt model=gpt2-124m model=hf model=llama3-70b model=llama3-8b",
-    "model=cnn model.fe": "model.features=",
-    "--config-dir site model=own model.h": "model.hidden=",
-    "--config-dir site +cluster=j": "+cluster=jupiter",
-    "--config-dir site --config-name s": "study",
-    "+cluster=4": "+cluster=4x8",
-    "cluster.en": "cluster.env.",
-    "+experiment=": "+experiment=digits",
-    "~mod": "~model ~model.",
-    "hydra/s": "hydra/sweeper=",
-    "--cfg ": "all hydra job",
-    "--info defaults": "defaults defaults-tree",
-}
-
-
-@pytest.mark.parametrize("line", OFFERS)
-def test_a_tab_offers(line: str, project: Path) -> None:
-    assert sorted(offered(line)) == sorted(OFFERS[line].split())
+    words = settings_words()
+    assert {"optim.lr=", "optim.schedule=cosine", "model=gpt", "+cluster=1x8", "cluster.env.", "model.width="} <= {
+        *words
+    }
+    values: dict[str, list[str]] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if value and not key.startswith("hydra"):
+            values.setdefault(key, []).append(word)
+    # All keys at once, each with its first value, then each with its last.
+    for place in (0, -1):
+        settings = [group[place] for key, group in values.items() if "." in key]
+        compose(read_words(["+cluster=1x1", "container=pyxis", "container.image=x", *settings]))
 
 
 def test_sites_are_those_of_the_persons_own_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(project / "home"))
     (project / "home" / ".config" / "slurm_train" / "site").mkdir(parents=True)
     (project / "home" / ".config" / "slurm_train" / "site" / "jupiter.yaml").touch()
-    assert offered("plan site=") == ["site=jupiter", "site=none"]
-    assert offered("plan container=") == ["container=apptainer", "container=pyxis"]
-    assert offered("plan launch=in") == ["launch=interactive"]
+    assert {"site=jupiter", "site=none"} <= {*settings_words()}
 
 
-def test_an_empty_word_offers_verbs_groups_and_sections(project: Path) -> None:
-    found = offered("")
-    assert {*PUBLIC_VERBS, "+cluster=", "model=", "data=", "+experiment=", "optim.", "train."} <= set(found)
-    assert len(found) < 60, "a screen"
-    assert offered("status --root nowhere x") == []
-
-
-def test_what_is_offered_is_accepted(shell: Any) -> None:
-    """No section, key or value is offered that the configuration does not have."""
-    from slurm_train.config.compose import compose
-    from slurm_train.config.words import read_words
-
-    keys = [word for head in offered("") if head.endswith(".") for word in offered(head)]
-    for key in keys:
-        values = offered(key) if key.endswith("=") and not key.startswith(("hydra", "run.root", "data.path")) else []
-        for word in values:
-            needed = {"cluster": ["+cluster=1x1"], "container": ["container=pyxis", "container.image=x"]}
-            if not word.startswith("cluster.python"):
-                compose(read_words([*needed.get(word.partition(".")[0], []), word]))
-    assert len(keys) > 80
+def test_all_trackers_are_offered() -> None:
+    (only,) = [argument for argument in VERBS["track"].arguments or () if argument.names == ("--only",)]
+    assert sorted(only.takes.split("|")) == sorted(NAMES)
 
 
 MEASURE = """
 import json, resource, sys
 from slurm_train.verbs import run
-run(["complete", "zsh", *sys.argv[1:]])
+run(["complete"])
 user_s = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-heavy = sorted({"torch", "hydra", "omegaconf", "yaml", "argparse", "subprocess"} & set(sys.modules))
+heavy = sorted({"torch", "hydra", "omegaconf", "yaml", "argparse", "subprocess", "shtab"} & set(sys.modules))
 print(json.dumps({"user_s": user_s, "heavy": heavy}), file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("words", [["status", ""], ["optim.l"], ["+cluster="], ["model=cnn", "model."]])
-def test_an_answer_is_quick_and_imports_nothing_heavy(words: list[str], project: Path) -> None:
-    done = Person(project).runs(sys.executable, "-c", MEASURE, *words)
+def test_runs_are_named_quickly_and_nothing_heavy_is_imported(project: Path) -> None:
+    done = Person(project).runs(sys.executable, "-c", MEASURE)
     facts = json.loads(done.err)
-    assert facts["heavy"] == [] and facts["user_s"] < 0.15 and done.out
+    assert facts["heavy"] == [] and facts["user_s"] < 0.15
+    assert sorted(done.out.split()) == RUNS.split()
 
 
 # Real shells
 
 
-# Answers a TAB; what a person sends off is only repeated.
+# What a person sends off is only repeated.
 PROGRAM = """#!/bin/sh
-case " $* " in *" complete "*|*" completion "*) exec {python} {module} "$@";; esac
 echo "typed:" "$@"
 """
 
 
 @pytest.fixture
 def programs(project: Path) -> dict[str, str]:
-    """An environment in which slurm-train and python are found."""
+    """An environment in which slurm-train is found."""
     folder = project / "bin"
     folder.mkdir()
-    for name, module in (("slurm-train", "-m slurm_train"), ("python", "")):
-        program = folder / name
-        program.write_text(PROGRAM.format(python=sys.executable, module=module))
-        program.chmod(0o755)
+    program = folder / "slurm-train"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
     person = Person(project).environment()
     return person | {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(project), "TERM": "xterm"}
 
 
-def script_of(shell_name: str, folder: Path, env: dict[str, str]) -> Path:
-    path = folder / f"completion.{shell_name}"
-    path.write_text(subprocess.check_output(["slurm-train", "completion", shell_name], text=True, env=env, cwd=folder))
-    return path
+def write_script(shell_name: str, folder: Path, env: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "slurm_train", "completion", shell_name]
+    script = subprocess.check_output(command, text=True, env=env, cwd=folder)
+    (folder / f"completion.{shell_name}").write_text(script)
 
 
 def require(shell_name: str) -> None:
@@ -173,49 +114,55 @@ def require(shell_name: str) -> None:
         pytest.skip(f"{shell_name} is not installed")
 
 
+# Prints what bash would offer at the end of each line.
 BASH_DRIVER = """
-source completion.bash
-COMP_LINE=$1 COMP_POINT=${#1} COMP_WORDBREAKS=$' \\t\\n"\\'><=;|&(:'
-read -ra COMP_WORDS <<<"$1"
-[[ $1 == *' ' ]] && COMP_WORDS+=("")
-COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-function=$(complete -p "${COMP_WORDS[0]}" | sed 's/.*-F \\([^ ]*\\).*/\\1/')
-$function "${COMP_WORDS[0]}" "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"
-printf '%s\\n' "${COMPREPLY[@]}"
+eval "$(<completion.bash)"
+complete -F _slurm_train learn
+for COMP_LINE in "$@"; do
+  COMP_POINT=${#COMP_LINE} COMP_WORDBREAKS=$' \\t\\n"\\'><=;|&(:'
+  read -ra COMP_WORDS <<<"${COMP_LINE//=/ = }"
+  [[ $COMP_LINE == *' ' ]] && COMP_WORDS+=("")
+  COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+  function=$(complete -p "${COMP_WORDS[0]}" | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+  $function "${COMP_WORDS[0]}" "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}" 2>/dev/null
+  printf '%s ' "${COMPREPLY[@]}"
+  echo
+done
 """
-
-
-def complete_in_bash(line: str, folder: Path, env: dict[str, str], *, before: str = "") -> list[str]:
-    """Returns what bash would offer; `before` is run before the line is typed, or before the script is sourced."""
-    script_of("bash", folder, env)
-    command = ["bash", "--norc", "-c", before + BASH_DRIVER, "bash", line]
-    return sorted(subprocess.check_output(command, cwd=folder, env=env, text=True).splitlines())
-
-
 IN_BASH = {
-    "slurm-train sta": ["status "],
-    "slurm-train +cluster=4": ["4x8 "],
-    "slurm-train optim.sch": ["optim.schedule="],
-    "slurm-train resume 9b1c44e0 --only=failed,mi": ["failed,missing "],
+    "slurm-train sta": "status",
+    "learn sta": "status",
+    "slurm-train optim.sch": " ".join(
+        f"optim.schedule={name}" for name in ("constant", "cosine", "inverse_sqrt", "linear", "wsd")
+    ),
+    "slurm-train optim.schedule=co": "constant cosine",
+    "slurm-train optim.schedule=cosine parallel.d": "parallel.dp_replicate= parallel.dp_shard=",
+    "slurm-train -m +cluster=4": "4x8",
+    "slurm-train plan optim.l": "optim.lr= optim.lr_global_size= optim.lr_retune=linear optim.lr_retune=none "
+    "optim.lr_retune=sqrt",
+    "slurm-train optim.lr=3e-4 --mu": "--multirun",
+    "slurm-train --cfg ": "all hydra job",
     # Without `$(reboot)`.
-    "slurm-train checkpoint verify ": [f"{name} " for name in (*RUNS.split(), "odd")],
-    "python -m slurm_train status 3": ["3f9a1c07 "],
-    'slurm-train "optim.schedule=co': ['optim.schedule=constant" ', 'optim.schedule=cosine" '],
+    "slurm-train checkpoint verify ": RUNS,
+    "slurm-train status 3": "3f9a1c07",
+    "slurm-train resume 9b1c44e0 optim.b": "optim.betas=",
+    "slurm-train resume 9b1c44e0 --only fa": "failed",
+    "slurm-train doctor +cl": "+cluster=1x1 +cluster=1x4 +cluster=1x8 +cluster=2x8 +cluster=4x8 +cluster=8x8",
+    "slurm-train devcluster k": "kill-node",
+    "slurm-train nonsense xyz": "",
+    'slurm-train "optim.w': "optim.warmup_samples= optim.weight_decay=",
 }
 
 
-@pytest.mark.parametrize("line", IN_BASH)
-def test_bash_completes(line: str, project: Path, programs: dict[str, str]) -> None:
-    assert complete_in_bash(line, project, programs) == IN_BASH[line]
-
-
-def test_bash_completes_an_alias_and_leaves_other_words_to_python_s_own(
-    project: Path, programs: dict[str, str]
-) -> None:
-    alias = "source completion.bash; complete -F _slurm_train learn; "
-    assert complete_in_bash("learn sta", project, programs, before=alias) == ["status "]
-    theirs = "_before() { COMPREPLY=(theirs); }; complete -F _before python; "
-    assert complete_in_bash("python scri", project, programs, before=theirs) == ["theirs"]
+def test_bash_completes(project: Path, programs: dict[str, str]) -> None:
+    write_script("bash", project, programs)
+    command = ["bash", "--norc", "-c", BASH_DRIVER, "bash", *IN_BASH]
+    lines = subprocess.check_output(command, cwd=project, env=programs, text=True).splitlines()
+    offers = {line: " ".join(sorted(words.split())) for line, words in zip(IN_BASH, lines, strict=True)}
+    wanted = {line: " ".join(sorted(words.split())) for line, words in IN_BASH.items()}
+    assert offers == wanted
+    first_words = subprocess.check_output([*command[:5], "slurm-train "], cwd=project, env=programs, text=True)
+    assert {*PUBLIC_VERBS, "optim.lr="} <= {*first_words.split()}
 
 
 def _without_colours(text: str) -> str:
@@ -265,13 +212,14 @@ def terminals() -> Iterator[list[Terminal]]:
 
 
 SHELLS = [
-    ("bash", ["bash", "--norc", "--noprofile", "-i"], "PS1='rea''dy> '; source completion.bash\n"),
-    ("zsh", ["zsh", "-f", "-i"], "PS1='rea''dy> '; autoload -Uz compinit; compinit -u; source completion.zsh\n"),
+    ("bash", ["bash", "--norc", "--noprofile", "-i"], "PS1='rea''dy> '; eval \"$(<completion.bash)\"\n"),
+    ("zsh", ["zsh", "-f", "-i"], "PS1='rea''dy> '; autoload -Uz compinit; compinit -u; eval \"$(<completion.zsh)\"\n"),
 ]
 # What is typed before each TAB, and what the shell adds.
 KEYS = (
     [("sta", "tus"), ("3f", "9a1c07"), ("--j", "son")],
-    [("plan optim.sch", "edule="), ("cos", "ine"), ("+cluster=4", "x8")],
+    [("plan optim.sch", "edule="), ("cos", "ine"), ("+cluster=4", "x8"), ("--ran", "ks")],
+    [("-m optim.grad", "_clip_norm="), ("0.5 train.max_s", "teps=")],
 )
 
 
@@ -285,35 +233,36 @@ def test_a_person_types_tab(
     terminals: list[Terminal],
 ) -> None:
     require(name)
-    program = "python -m slurm_train"
-    script_of(name, project, programs)
+    write_script(name, project, programs)
     terminal = Terminal(argv, project, programs)
     terminals.append(terminal)
     terminal.types(start)
     terminal.waits_for("ready> ")
     for line in KEYS:
-        terminal.types(f"{program} ")
+        terminal.types("slurm-train ")
         for typed, added in line:
             terminal.types(f"{typed}\t")
             terminal.waits_for(added)
         terminal.types("\n")
         words = " ".join(typed + added for typed, added in line).replace("= ", "=")
-        terminal.waits_for(f"typed: {program.partition(' ')[2]} {words}".replace("  ", " "))
+        terminal.waits_for(f"typed: {words}")
         terminal.waits_for("ready> ")
 
 
-@pytest.mark.parametrize(
-    ("line", "texts"),
-    [
-        ("slurm-train sta", ["status"]),
-        ("slurm-train status 3", ["3f9a1c07"]),
-        ("python -m slurm_train resume 9b1c44e0 --only fa", ["failed"]),
-        ("slurm-train +cluster=4", ["+cluster=4x8"]),
-    ],
-)
-def test_fish_completes(line: str, texts: list[str], project: Path, programs: dict[str, str]) -> None:
+IN_FISH = {
+    "slurm-train sta": "status",
+    "slurm-train status 3": "3f9a1c07",
+    "slurm-train resume 9b1c44e0 --only fa": "failed",
+    "slurm-train +cluster=4": "+cluster=4x8",
+    "slurm-train -m seed=3 optim.schedule=c": "optim.schedule=constant optim.schedule=cosine",
+    "slurm-train plan seed=3 optim.b": "optim.betas=",
+}
+
+
+def test_fish_completes(project: Path, programs: dict[str, str]) -> None:
     require("fish")
-    script_of("fish", project, programs)
-    command = f"source completion.fish; complete -C '{line}'"
-    out = subprocess.check_output(["fish", "--no-config", "-c", command], text=True, env=programs, cwd=project)
-    assert [text.partition("\t")[0] for text in out.splitlines()] == texts
+    write_script("fish", project, programs)
+    for line, words in IN_FISH.items():
+        command = f"source completion.fish; complete -C '{line}'"
+        out = subprocess.check_output(["fish", "--no-config", "-c", command], text=True, env=programs, cwd=project)
+        assert [text.partition("\t")[0] for text in out.splitlines()] == words.split()

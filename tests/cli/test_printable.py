@@ -34,9 +34,7 @@ WORDS = (
     "cancel theirs",
     "resume theirs",
     "report theirs",
-    "complete zsh status ''",
-    "complete fish logs ''",
-    "complete bash 'slurm-train logs ' ' '",
+    "complete",
 )
 
 
