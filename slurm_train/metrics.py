@@ -12,12 +12,12 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from slurm_train.formatting import clock as countdown
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import open_file, read_lines, write_all
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ _CHUNK = 4096
 _HUGE = 1e100
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Series:
     """The lines of a run that count, in step order, by column."""
 

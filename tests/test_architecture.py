@@ -20,7 +20,7 @@ PACKAGE = "slurm_train"
 
 LAYERS = [
     {"formatting"},
-    {"errors", "assets", "__init__", "frozen_class"},
+    {"errors", "assets", "__init__"},
     {"verbs"},
     {"config"},
     {"slurm", "rundir"},
@@ -42,7 +42,6 @@ TORCH_FREE_MODULES = (
     "errors",
     "assets",
     "formatting",
-    "frozen_class",
     "verbs",
     "__main__",
     "data.prepare",

@@ -44,7 +44,6 @@ from slurm_train.checkpoint.manifest import (
 )
 from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest
 from slurm_train.errors import CheckpointError
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import publishing
 from slurm_train.rundir.files import for_each, fsync_directory, make_folder, rename
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, CheckpointName, list_checkpoints, name_of, parse_name
@@ -82,7 +81,7 @@ class Pruned:
                 self.problems.append(f"cannot remove {path}: {err}")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """A directory of checkpoints as one attempt changes it: the run's; a node's is a `local.NodePlace`.
 

@@ -37,7 +37,6 @@ from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, co
 from slurm_train.checkpoint.save import Records, Saved, fill
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.errors import CheckpointError
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.lineage import Stretch, is_on_line, read_line, read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
@@ -45,7 +44,7 @@ from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 _LOST_HINT = "the newest checkpoint in the run directory counts; checkpoint.local_keep keeps more on the nodes"
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlace(Place):
     """One node's folder of checkpoints, as one rank of that node uses it; each node's leader changes its names."""
 

@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -23,7 +23,6 @@ from typing import Any, get_origin, get_type_hints
 import xxhash
 
 from slurm_train.errors import CheckpointError
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import for_each, is_shared, open_file, write_all
 
 FORMAT_VERSION = 1
@@ -41,7 +40,7 @@ _LATER_KEYS: dict[str, Any] = {"parent": "", "weights": {}}
 _CHUNK_BYTES = 8 << 20
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class FileRecord:
     """Size and hash of one file.
 
@@ -60,7 +59,7 @@ class FileRecord:
             raise CheckpointError(f"no file record: {self.bytes} bytes, hash {self.xxh3_128!r}", hint=DAMAGED_HINT)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointHeader:
     """The facts of the moment a checkpoint was taken.
 
@@ -122,7 +121,7 @@ class CheckpointHeader:
             )
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(CheckpointHeader):
     """A header together with the record of every file, by plain file name."""
 

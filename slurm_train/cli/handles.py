@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from slurm_train.cli.run import begin
 from slurm_train.cli.selection import build_surveyor
 from slurm_train.cli.terminal import quiet
 from slurm_train.errors import RunError, TimedOutError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import find_run, root_of
@@ -33,7 +33,7 @@ from slurm_train.verbs import DEFAULT_ROOT
 _POLL_S = 5.0
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Run:
     """A run that was submitted at some time."""
 
@@ -108,7 +108,7 @@ class Run:
         return RunDirectory(self.path)
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """The runs of one `-m`, in the order of their values; its methods do what those of `Run` do, for all of them."""
 

@@ -9,12 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.attempts import ledger_entry
 from slurm_train.rundir.files import change_times, size_of
 from slurm_train.rundir.jobs import has_ended, read_job
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class ChosenLog:
     """A file and the attempt that it belongs to."""
 

@@ -19,7 +19,7 @@ from slurm_train.config.compose import Point, read_points, unquoted
 from slurm_train.config.words import Words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, RunError
 from slurm_train.launch.plan import SweepPlan, plan_sweep
-from slurm_train.launch.snapshot import SourceState, names_own_code, read_source
+from slurm_train.launch.snapshot import names_own_code, read_source
 from slurm_train.launch.write import require_writable
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
@@ -33,7 +33,7 @@ _SHOWN_VALUES = 3
 
 
 class _Stopped(Exception):
-    """A person has asked for a stop while a sweeper waited for its values."""
+    """Stopped by a person while a sweeper waited for the values of its runs."""
 
 
 def multirun(
@@ -43,7 +43,6 @@ def multirun(
     settings: HydraSettings,
     env: Mapping[str, str],
     cwd: Path,
-    git: Callable[[], SourceState],
     check: Callable[[RunConfig], None] | None = None,
 ) -> tuple[int, SweepDirectory | None]:
     """Submits or trains the runs of a sweep; prints `<array job id> <sweep directory>` per array.
@@ -56,7 +55,6 @@ def multirun(
         settings: what it says to Hydra itself.
         env: the environment.
         cwd: where it was typed.
-        git: gives what git says about that folder.
         check: refuses the configuration of a run; then a sweeper that waits for values is refused as well.
 
     Raises:
@@ -65,7 +63,8 @@ def multirun(
     if check is not None and settings.sweeper_needs_values:
         hint = "type the words behind `python -m slurm_train`, or sweep given values: -m optim.lr=1e-3,3e-4"
         raise ConfigError("this sweeper waits for the values of its runs, which may take days", hint=hint)
-    num_before, study_id = 0, settings.study_id if settings.sweeper_needs_values else None
+    num_before = 0
+    study_id = settings.study_id if settings.sweeper_needs_values else None
 
     def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
         nonlocal num_before
@@ -74,8 +73,9 @@ def multirun(
         if check is not None:
             check(plan.plans[0].config)
         # A run that needs the code of the submitting directory, if there is one.
-        one = next((one for one in plan.plans if names_own_code(one.config)), plan.plans[0])
-        source = read_source(one.run, one.config, cwd, git(), env=env)
+        with_own_code = [candidate for candidate in plan.plans if names_own_code(candidate.config)]
+        example = with_own_code[0] if with_own_code else plan.plans[0]
+        source = read_source(example.run, example.config, cwd, env=env)
         say_source(source)
         return Start(words=words, env=env, after=flags.after).sweep(plan, source, wait=wait), plan
 
@@ -85,13 +85,14 @@ def multirun(
     fixed = settings.fixed_keys()
 
     def launch(batch: list[list[str]]) -> list[Any]:
-        points = {tuple(one): _point(one, fixed) for one in batch}
+        points = {tuple(point_words): _point(point_words, fixed) for point_words in batch}
         code, plan = carry_out(list(points.values()), wait=True)
         if code == EXIT_REQUEUE:
             # Not a failure of the runs, which a study may allow.
             raise _Stopped
         plans = dict(zip(points, plan.plans, strict=True))
-        return [_returned(one, plans[tuple(one)].run, plan.plans[0].config.sweep.objective) for one in batch]
+        objective_key = plan.plans[0].config.sweep.objective
+        return [_returned(point_words, plans[tuple(point_words)].run, objective_key) for point_words in batch]
 
     try:
         settings.drive_sweeper(launch)
@@ -141,14 +142,14 @@ def plan_points(
     composed = settings.compose_points([point.overrides for point in points], first=first)
     plan = plan_sweep(points, composed, cwd=cwd, env=env, sweep_id=sweep_id)
     seen = set[str]()
-    for one in plan.plans:
-        config = one.config
+    for planned in plan.plans:
+        config = planned.config
         inputs = json.dumps(
             [config.model, config.data, config.task, config.script, config.train.init_from], default=str
         )
         if inputs not in seen:
             seen.add(inputs)
-            take(one, cwd=cwd)
+            take(planned, cwd=cwd)
     require_writable(RunDirectory(plan.sweep.path), share=plan.plans[0].config.run.share)
     for name, text in sweep_rows(plan):
         note(f"  {name:<13}  {text}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from slurm_train.formatting import shorten
 from slurm_train.launch.hub import fetch_hub_files
 from slurm_train.launch.placement import CAUSAL_LM, layout_rows
 from slurm_train.launch.plan import RunPlan
-from slurm_train.launch.snapshot import Source, SourceState, read_source
+from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.write import require_writable
 from slurm_train.models.pretrained_names import num_token_ids, require_effect, require_source
 from slurm_train.slurm.job_variables import exported
@@ -44,7 +44,6 @@ def read_settings_of(flags: Words) -> HydraSettings:
 
 def look_at(
     plan: RunPlan,
-    git: Callable[[], SourceState],
     *,
     env: Mapping[str, str],
     cwd: Path,
@@ -55,7 +54,6 @@ def look_at(
 
     Args:
         plan: the run.
-        git: gives what git says about the folder.
         env: the environment.
         cwd: the folder that the words were typed in.
     """
@@ -64,7 +62,7 @@ def look_at(
     tell_of_another(plan)
     print_rows(plan_rows(plan))
     warn_unexported_keys(plan.config, env)
-    source = read_source(plan.run, plan.config, cwd, git(), env=env)
+    source = read_source(plan.run, plan.config, cwd, env=env)
     say_source(source)
     return source
 

@@ -1,30 +1,26 @@
-"""Default command: submit or train a run. With a cluster it is submitted, without one it is trained here; `write`
-starts nothing.
-
-What a start needs is imported while git runs.
-"""
+"""The default command: submits a run to Slurm if it has a cluster, else trains it here. `write` starts nothing."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from slurm_train.cli.drift import changed_files
+from slurm_train.cli.multirun import multirun
+from slurm_train.cli.preview import look_at, read_settings_of
+from slurm_train.cli.start import Start
 from slurm_train.cli.terminal import answer, note, working_folder
+from slurm_train.config.compose import Composer
+from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError, require_all
-from slurm_train.launch.snapshot import ask_git
+from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.rundir.files import read_json
-
-if TYPE_CHECKING:
-    from slurm_train.config.schema import RunConfig
-    from slurm_train.launch.plan import RunPlan
-    from slurm_train.rundir.paths import RunDirectory
-    from slurm_train.rundir.sweep import SweepDirectory
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.sweep import SweepDirectory
 
 
 def main(words: Sequence[str]) -> int:
@@ -45,15 +41,10 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     if flag := next((f"--{name}" for name in ("json", "measure", "suggest") if getattr(flags, name)), ""):
         raise ConfigError(f"{flag} goes with `plan`", hint=f"write `plan {flag} ...` to look at the run first")
     if flags.only_prints:
-        from slurm_train.config.compose import Composer
-
         if only_submits:
             raise ConfigError("--cfg and --info print something and submit nothing", hint="leave them out")
         Composer(flags).show()
         return EXIT_DONE, None
-    git = ask_git(cwd, env)
-    from slurm_train.cli.preview import look_at, read_settings_of
-
     settings = read_settings_of(flags)
     flags = settings.words
     if flags.wait and not flags.multirun:
@@ -61,13 +52,8 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     if flags.ranks:
         raise ConfigError("--ranks prints where the ranks would run", hint="put `plan` in front: nothing is run then")
     if flags.multirun:
-        from slurm_train.cli.multirun import multirun
-
         check = require_submission if only_submits else None
-        return multirun(flags, words, settings=settings, env=env, cwd=cwd, git=git, check=check)
-    from slurm_train.cli.start import Start
-    from slurm_train.launch.plan import plan_run
-
+        return multirun(flags, words, settings=settings, env=env, cwd=cwd, check=check)
     plan = plan_run(settings.compose(), cwd=cwd, env=env)
     if only_submits:
         require_submission(plan.config)
@@ -75,7 +61,7 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     if os.path.exists(plan.run.result):  # noqa: PTH110
         _show_result(plan, cwd)
         return EXIT_DONE, plan.run
-    source = look_at(plan, git, env=env, cwd=cwd)
+    source = look_at(plan, env=env, cwd=cwd)
     start = Start(words=words, env=env, accept=flags.accept, after=flags.after)
     return start.run(plan, source), plan.run
 
@@ -94,14 +80,15 @@ def require_submission(config: RunConfig) -> None:
 
 
 def _show_result(plan: RunPlan, cwd: Path) -> None:
-    from slurm_train.cli.drift import changed_files
-
-    run, result = plan.run, read_json(plan.run.result)
+    run = plan.run
+    result = read_json(run.result)
     if result is None:
         raise RunError(f"{run.result} cannot be read", hint="move it away to have the run continue")
     note(f"{run.name}/{run.run_id} is finished: {run.path}")
-    names = (f"{run.name}-{number}" for number in itertools.count(2))
-    name = next(name for name in names if not (run.path.parent.parent / name).exists())
+    number = 2
+    while (run.path.parent.parent / f"{run.name}-{number}").exists():
+        number += 1
+    name = f"{run.name}-{number}"
     if changed := changed_files(run, plan.config, cwd):
         note(f"your files have changed since: {changed}; to train with them, from the first step: add run.name={name}")
     else:
@@ -140,11 +127,6 @@ def write(words: Sequence[str]) -> int:
         raise ConfigError("`write` is for one run", hint="drop -m and give each key one value")
     env = dict(os.environ)
     cwd = working_folder(env)
-    git = ask_git(cwd, env)
-    from slurm_train.cli.preview import look_at, read_settings_of
-    from slurm_train.cli.start import Start
-    from slurm_train.launch.plan import plan_run
-
     settings = read_settings_of(flags)
     flags = settings.words
     plan = plan_run(settings.compose(), cwd=cwd, env=env)
@@ -162,7 +144,7 @@ def write(words: Sequence[str]) -> int:
             ),
         ]
     )
-    source = look_at(plan, git, env=env, cwd=cwd)
+    source = look_at(plan, env=env, cwd=cwd)
     Start(words=["write", *words], env=env, accept=flags.accept).write(plan, source)
     run = plan.run
     note(f"written; on each machine that sees it:\n  cd {run.code}")

@@ -7,14 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import Words, read_words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, require_all
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.jobs import read_job
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.tools.scaling import Point, Size, measure, plan_points, render_page, render_text, sort_study
@@ -115,7 +114,7 @@ _OWN_KEYS = (
 """Keys that each run sets itself."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """The study as it was asked for."""
 

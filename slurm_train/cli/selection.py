@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import count
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import find_runs, root_of
@@ -34,7 +34,7 @@ _UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """What was typed to choose runs by."""
 

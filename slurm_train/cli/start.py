@@ -11,10 +11,8 @@ run's own lock held.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,12 +136,8 @@ class Start:
             if "SLURM_JOB_ID" in self.env:
                 return attend(run, ["bash", str(run.submit_script)], env=self.env)
             return attend(run, salloc_words(plan, self._left_out(script, run)), env=scrubbed(self.env))
-        # Importing submitit takes 30 ms; sbatch --test-only waits as long for the controller meanwhile.
-        importing = threading.Thread(target=import_module, args=("slurm_train.launch.submission",))
-        importing.start()
         with submitting(run, self.commands):
             script = self._write(plan, source)
-            importing.join()
             job_id = self.submit(run, config, script, flags=[f"--dependency={depends}"] if depends else ())
         note(f"submitted; next:\n  python -m slurm_train status {run.run_id}")
         note(f"  python -m slurm_train logs -f {run.run_id}\n  python -m slurm_train cancel {run.run_id}")
@@ -218,6 +212,7 @@ class Start:
         Raises:
             ClusterError: sbatch refused it.
         """
+        # A run that is trained here needs no submitit.
         from slurm_train.launch.submission import submit_script
 
         flags = [*flags, *(self._left_out(script, run) if avoids else ())]

@@ -15,13 +15,12 @@ import bisect
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig
 from slurm_train.errors import BatchError, Check, require_all
 from slurm_train.formatting import shorten
-from slurm_train.frozen_class import frozen
 
 LEAST_SHARE = 4
 """A batch by length has at least a fourth of the mean number of samples, however long they are."""
@@ -29,7 +28,7 @@ _BATCHES_PER_STAGE = 4
 _NODES_NAMED = 6
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """A consistent cut of the global batch."""
 

@@ -8,13 +8,14 @@ truth later on: `resume RUN key=value` composes nothing again but a group that i
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
-import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import yaml
@@ -59,7 +60,6 @@ from slurm_train.config.words import (
 )
 from slurm_train.config.yaml_files import FaithfulLoader
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen_positional
 
 TASK_NAME = "slurm_train"
 """What Hydra takes for the name of a job that is given none."""
@@ -72,7 +72,7 @@ _FIRST_GROUPS = ("cluster", "site", "container")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Composed:
     """A composed configuration: the typed value and the plain mapping it was built from."""
 
@@ -84,7 +84,7 @@ class Composed:
     """Keys of `cluster` that neither words nor files set, those of a site among them; None: it was not composed."""
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Merged:
     """What Hydra composes, before it is checked."""
 
@@ -95,7 +95,7 @@ class Merged:
     """Keys of `cluster` that neither words nor files set: they have the defaults of the schema."""
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Point:
     """One run of a sweep."""
 
@@ -172,8 +172,7 @@ class Composer:
         parsed = self.parse(prepared)
         ConfigLoaderImpl.validate_sweep_overrides_legal(overrides=parsed, run_mode=RunMode.RUN, from_shell=True)
         groups, values = self.split(parsed)
-        # A copy in a third of the time that copy.deepcopy takes: there is one for each point of a sweep.
-        full: DictConfig = pickle.loads(pickle.dumps(self.base(groups)))
+        full = copy.deepcopy(self.base(groups))
         typed = {one.key_or_group for one in values}
         filled = _fill_cluster(full)
         ConfigLoaderImpl._apply_overrides_to_config(values, full)
@@ -288,7 +287,8 @@ class Composer:
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Turns what Hydra does not accept into errors in the user's terms; leaves no global state of Hydra's."""
-        # OmegaConf reads files with a subclass of it.
+        # OmegaConf derives the loader of each file from it, and has no setting for another. Only so a text in a file
+        # arrives as it is written.
         common_loader = yaml.SafeLoader
         yaml.SafeLoader = FaithfulLoader  # type: ignore[misc]
         try:

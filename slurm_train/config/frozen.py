@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,6 @@ from slurm_train.assets import asset_dir
 from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, flat, nested, to_mapping
 from slurm_train.config.synonyms import REMOVED_KEYS, REMOVED_VALUES, RENAMED_KEYS
 from slurm_train.errors import RunError
-from slurm_train.frozen_class import frozen_positional
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -197,7 +197,7 @@ def config_hash(config: RunConfig, *, global_size: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Change:
     """One key that is not what it was."""
 
@@ -335,7 +335,7 @@ def _pairs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> 
             yield f"{prefix}{key}", was, now
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One key of a run's configuration."""
 

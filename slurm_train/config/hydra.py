@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,6 @@ from slurm_train.config.frozen import NOT_IDENTITY, is_below
 from slurm_train.config.schema import flat
 from slurm_train.config.words import Words, prepare_overrides, split_word
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _WORKING = ("mode", "sweeper", "searchpath", "job.name", "job.config")
@@ -95,7 +94,7 @@ _DEFAULTS = ("", "none", "null", "false", "[]", "{}", ".", "basic", "disabled")
 _NUMBERS_OF_POINTS = ("n_trials", "n_jobs", "max_failure_rate")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HydraSettings:
     """Hydra's own configuration, as the words and a person's own files have it."""
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from slurm_train.config.schema import ParallelSection
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 
 
 class Coordinates(NamedTuple):
@@ -30,7 +30,7 @@ class Coordinates(NamedTuple):
 AXES = Coordinates._fields
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
     """The degree of each axis; their product is the world size."""
 

@@ -16,12 +16,11 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from slurm_train.config.synonyms import REMOVED_VALUES, advise
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ KEYWORDS = "keywords"
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     """Where a run is stored, and its name."""
 
@@ -78,7 +77,7 @@ class RunSection:
     """Further folders to copy, e.g. ["../mylib"], for packages that are outside of the current directory."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSection:
     """Batch arithmetic: global = local x ranks x accumulation. Set any of them, the rest is computed."""
 
@@ -100,7 +99,7 @@ class BatchSection:
     """With `by_length`: global batches whose samples are sorted together. More: less padding, less mixing."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRule:
     """An entry of `optim.groups`: which parameters, and what is different for them."""
 
@@ -125,7 +124,7 @@ class GroupRule:
         return is_named and (dims is None or not counts or dims in counts)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSection:
     """The optimizer, its schedule, and what happens to the learning rate when the global batch changes."""
 
@@ -184,7 +183,7 @@ class OptimSection:
         return 1 if target == "torch.optim.Muon" else 2
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
     """The training loop."""
 
@@ -240,7 +239,7 @@ class TrainSection:
         return on_gpu if self.compile == "auto" else self.compile
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSection:
     """DistributedDataParallel."""
 
@@ -255,7 +254,7 @@ class DdpSection:
     slightly."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
     """When checkpoints are written and how many are kept."""
 
@@ -277,7 +276,7 @@ class CheckpointSection:
     """Time-out of a save; it must be longer than the save of the slowest rank."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HealthSection:
     """Steps with NaN or spikes, ranks that hang or are slow, replicas that differ."""
 
@@ -303,7 +302,7 @@ class HealthSection:
     """A rank is a straggler if its own part of a step takes this fraction longer than that of the others."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightSection:
     """Checks of nodes and network before the ranks of a Slurm job train."""
 
@@ -321,7 +320,7 @@ class PreflightSection:
     """Hours for which later submissions exclude a bad node; 0: they do not."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequeueSection:
     """Restarts after an interruption."""
 
@@ -342,7 +341,7 @@ class RequeueSection:
     these. A process takes some 0.3 GB of host memory."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSection:
     """Many runs from one command line (`--multirun`)."""
 
@@ -352,7 +351,7 @@ class SweepSection:
     """Key of result.json that a sweeper optimizes; default: eval_loss, or loss without evaluation."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WandbSection:
     """Weights & Biases (extra: wandb)."""
 
@@ -366,7 +365,7 @@ class WandbSection:
     """Tags of the run."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MlflowSection:
     """MLflow (extra: mlflow)."""
 
@@ -376,7 +375,7 @@ class MlflowSection:
     """Server or store; default: MLFLOW_TRACKING_URI, else sqlite:///<run.root>/mlflow.db."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackioSection:
     """trackio (extra: trackio)."""
 
@@ -386,7 +385,7 @@ class TrackioSection:
     """Hugging Face Space that shows it; null: trackio's own folder, see TRACKIO_DIR."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackSection:
     """Trackers: where the lines of metrics.jsonl are also sent."""
 
@@ -401,7 +400,7 @@ class TrackSection:
     """Seconds that a job waits for its trackers after its ranks have ended; missing lines are sent later."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection:
     """Degrees of parallelism; their product is the number of ranks. One may be -1: it is computed."""
 
@@ -438,7 +437,7 @@ class ParallelSection:
     """Frees gathered parameters between forward and backward pass; false: more memory, less traffic."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
     """The request to Slurm, and the environment of the job."""
 
@@ -498,7 +497,7 @@ class ClusterSection:
     """Further srun flags, likewise."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSection:
     """The image in which the Python of the ranks runs; everything else runs on the host. Set by `container=NAME`."""
 
@@ -516,7 +515,7 @@ class ContainerSection:
     """Further words for `apptainer exec`; flags of pyxis are `cluster.srun.container_...`."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The whole configuration of a run. `model`, `data` and `task` are `_target_` mappings for your own code."""
 
@@ -552,7 +551,7 @@ class RunConfig:
 GPT_TARGET = "slurm_train.models.gpt.GPT"
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GptSection:
     """What the shipped GPT takes as `model`; the meanings are those of its constructor's arguments."""
 
@@ -591,7 +590,7 @@ class GptSection:
             )
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingSection:
     """What any `data` may have besides the keywords of its target (`data.build`)."""
 

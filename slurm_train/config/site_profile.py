@@ -9,14 +9,13 @@ the run: no later edit of the file changes a run that exists.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import ClusterSection, build_config
 from slurm_train.config.words import split_word
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 
 GROUP = "site"
 SIZE = ("nodes", "gpus_per_node")
@@ -24,7 +23,7 @@ SIZE = ("nodes", "gpus_per_node")
 _MEMORY = ("memory_gb_per_node", "memory_gb_per_gpu")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SitePartition:
     """A partition: what its nodes have, and what a run in it is asked for with."""
 
@@ -40,7 +39,7 @@ class SitePartition:
     """Values of `cluster.*`."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteQos:
     """A QOS that a run may ask for."""
 
@@ -51,7 +50,7 @@ class SiteQos:
     max_time_min: int | None = None
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFile:
     """A site file, read."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import yaml
@@ -20,7 +20,6 @@ import yaml
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.config.synonyms import OTHER_NAMES, advise
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 from slurm_train.verbs import PUBLIC_VERBS
 
 _OPEN_MAPPINGS = ("cluster.sbatch.", "cluster.srun.", "cluster.env.", "task.", "optim.schedule.", "batch.growth.")
@@ -42,7 +41,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 _OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[\w./@:-]+)(?:=(?P<value>.*))?", re.DOTALL)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
     """A command line taken apart: overrides for Hydra, and the flags that steer it, each a field of its name."""
 

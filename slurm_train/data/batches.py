@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,7 +24,6 @@ from slurm_train.config.batch import LEAST_SHARE
 from slurm_train.data.order import Int64Array, KeyedPermutation, SampleOrder
 from slurm_train.data.source import Batch, Draw, Lengths, SampleSource, StreamingSource
 from slurm_train.errors import DataError
-from slurm_train.frozen_class import frozen
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ _PRECISION = 0.005
 _LOOK_EVERY_S = 0.5
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """How one data-parallel rank shares the global batches."""
 

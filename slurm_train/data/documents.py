@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from slurm_train.data.file_kind import FileKind, kind_of, num_rows, readable, rows_of, text_of
 from slurm_train.data.order import mix64
 from slurm_train.errors import DataError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import read_json
 
 _SAVED_DATASET, _SAVED_DICT = "state.json", "dataset_dict.json"
@@ -27,7 +26,7 @@ _TEXT = FileKind(form="text", compression="", encoding="utf-8")
 _COLUMN_HINT = "name the column of the text: data.text_column=NAME, of `prepare` --text-column NAME"
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Document:
     """A file that holds text, or a part of a text file.
 

@@ -18,11 +18,11 @@ import lzma
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from slurm_train.errors import DataError
-from slurm_train.frozen_class import frozen
 
 _ROWS_AT_ONCE = 1024
 _HEAD_BYTES = 4096
@@ -53,7 +53,7 @@ _ENCODING_HINT = "convert it, e.g. iconv -f latin1 -t utf-8 FILE"
 _DELIMITERS = (",", ";", "\t", "|")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileKind:
     """What a file holds."""
 

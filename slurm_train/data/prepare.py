@@ -19,6 +19,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from slurm_train.data.shards import (
     write_shards,
 )
 from slurm_train.errors import DataError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import fsync_directory, read_json
 from slurm_train.rundir.paths import trusted_owners
 
@@ -52,7 +52,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES_AT_ONCE = 4 * 2**20
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class PrepareOptions:
     """How text becomes shards.
 

@@ -16,11 +16,11 @@ import os
 import platform
 import resource
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from slurm_train.errors import DataError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import fsync_directory, listed, read_json, size_of, write_durable
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _PACKING = ("path", "text_column", "tokenizer", "held_out", "cache")
 Tokens: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Shard:
     """One file of tokens.
 
@@ -56,7 +56,7 @@ class Shard:
     xxh3_128: str
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class SplitIndex:
     """One of the two halves of a corpus.
 
@@ -77,7 +77,7 @@ class SplitIndex:
     replaced: int = 0
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class ShardIndex:
     """The content of `index.json`.
 

@@ -39,7 +39,6 @@ from functools import partial
 from typing import Any
 
 from slurm_train.distributed.place import RankPlace
-from slurm_train.frozen_class import frozen
 
 Target = tuple[str, int]
 """Address and port."""
@@ -49,7 +48,7 @@ _LONGEST_LINE = 1 << 24
 _BLOCK = 1 << 16
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPoint:
     """Where the ranks of one attempt meet, the same on every rank."""
 

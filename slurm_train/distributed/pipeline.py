@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from slurm_train.config.parallel import stage_blocks, stages_of
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 
 _PLAN = ("first", "spread", "last")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -91,7 +91,7 @@ def _sibling(module: nn.Module) -> nn.Module:
     return twin
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """This rank's stages, and its neighbours."""
 

@@ -7,17 +7,16 @@ over a world of one. Imports no torch, so it runs before anything slow does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen
 from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.slurm.job_variables import node_name
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
     """One rank, and its node."""
 

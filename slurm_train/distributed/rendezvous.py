@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.distributed.meeting import Meeting, MeetingPoint, Search, answer_timeout_s, listen
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RendezvousError
-from slurm_train.frozen_class import frozen
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -297,7 +297,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRanks:
     """The ranks that torch's elastic agent starts on one node, and where the nodes' agents meet."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from torch.nn import functional
 
 from slurm_train.distributed.pipeline import model_plan, require_default_loss
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen_positional
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +31,7 @@ POSITIONS_DIM = 1
 """Of the tensors of a batch: (samples, positions, ...)."""
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class SequencePart:
     """Which positions of each sequence a rank has."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -27,7 +27,6 @@ from slurm_train.estimate.memory import (
     param_size,
 )
 from slurm_train.formatting import byte_size, duration, number
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.launch.placement import count_local_gpus, spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import last_lines, read_json
@@ -41,7 +40,7 @@ _MOST_RUNS = 20
 _MOST_LINES = 50
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Speed:
     """A measured step time."""
 
@@ -50,7 +49,7 @@ class Speed:
     """The run it was measured in, e.g. "gpt-stdlib/5d2030c7"."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """Hours of GPUs (of ranks, where there are none)."""
 
@@ -74,7 +73,7 @@ class Cost:
         return "; ".join(parts) or "not known: no time limit is set, and no run like it was measured"
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorstLoss:
     """Steps that have to be done again, at worst."""
 
@@ -121,7 +120,7 @@ class WorstLoss:
         return f"{node} with a lost node; {preempted}; {at_limit}"
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEstimate:
     """What is known of a run before it begins."""
 

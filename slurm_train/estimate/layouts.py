@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slurm_train.config.batch import solve_batch
@@ -19,7 +19,6 @@ from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.estimate.memory import FLOAT, LayoutFacts, facts_of, fullest_rank
-from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import World, check_pipeline, pipeline_bubble, plan_layout, spans_nodes
 
 FLOPS = 400e12
@@ -107,7 +106,7 @@ def tokens_per_s(facts: LayoutFacts, world: World) -> float:
     return tokens / ((compute_s + waits) / (1 - idle))
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
     """A layout that fits."""
 

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, stage_blocks, stages_of
 from slurm_train.config.schema import GPT_TARGET, GptSection, OptimSection, ParallelSection, RunConfig
-from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import positions_of
 
 FLOAT, HALF, INDEX = 4, 2, 8
@@ -43,7 +42,7 @@ class Part(NamedTuple):
     """How many a rank holds."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GptShape(GptSection):
     """What decides how large the shipped GPT is: arguments of its constructor, with their defaults."""
 
@@ -135,7 +134,7 @@ def block_parts(shape: GptShape, tp: int) -> tuple[Part, ...]:
     return tuple(Part(f"blocks.0.{name}", dims, numbers) for name, dims, numbers in parts)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFacts:
     """What memory, traffic and speed of the shipped GPT in a layout are computed from."""
 
@@ -347,7 +346,7 @@ def num_averages(config: RunConfig) -> int:
     return sum(callback.get("_target_") == _EMA for callback in config.callbacks)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
     """Bytes on one rank at the fullest moment of a step."""
 
@@ -372,7 +371,7 @@ class RankMemory:
         return state + self.gathered_bytes + self.activation_bytes
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
     """Bytes that a rank holds all through a step: its part of a model, or the whole of it."""
 
@@ -386,7 +385,7 @@ class Holdings:
     """False where they are kept in host memory (`parallel.cpu_offload`)."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """What a rank holds beside that at one moment of a step."""
 

@@ -18,13 +18,12 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_train.assets import read_template
 from slurm_train.errors import ClusterError
 from slurm_train.formatting import count
-from slurm_train.frozen_class import frozen
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, slurm_verdict
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import for_each, write_atomic
@@ -49,7 +48,7 @@ _DEPENDENCY = re.compile("#SBATCH --dependency=(.*)")
 _OWN_FLAGS = ("#SBATCH --job-name=", "#SBATCH --output=", "#SBATCH --array=")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayPlan:
     """One job array as it would be submitted."""
 

@@ -12,14 +12,13 @@ import functools
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import byte_size
-from slurm_train.frozen_class import frozen
 from slurm_train.launch.placement import CAUSAL_LM
 
 OFFLINE = "HF_HUB_OFFLINE"
@@ -51,7 +50,7 @@ _NEEDED: Mapping[Kind, Sequence[str]] = {
 }
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubFiles:
     """Files of one commit of a repository that a run reads."""
 

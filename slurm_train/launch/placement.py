@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from slurm_train.config.parallel import AXES, ParallelLayout, solve_layout
 from slurm_train.config.schema import GPT_TARGET, RunConfig
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.formatting import shorten
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.commands import run_program
 from slurm_train.slurm.devices import installed_gpus, visible_gpus
 
@@ -32,7 +32,7 @@ CAUSAL_LM = "slurm_train.models.causal_lm.causal_lm"
 # --- the world: ranks on nodes ---
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class NodeGroup:
     """Nodes next to each other in rank order that have equally many ranks."""
 
@@ -40,7 +40,7 @@ class NodeGroup:
     ranks_per_node: int
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class World:
     """Ranks per node, in rank order."""
 

@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
-from slurm_train.frozen_class import frozen
 from slurm_train.launch.hub import HubFiles, pin_hub_files
 from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
 from slurm_train.launch.shell_choices import take_shell_choices
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from slurm_train.config.compose import Composed, Point
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """A run as it would be carried out."""
 
@@ -411,7 +410,7 @@ def check_path(key: str, value: str) -> None:
 # --- a sweep: its runs, each planned as if it were typed alone ---
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan:
     """A sweep as it would be carried out."""
 

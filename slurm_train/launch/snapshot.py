@@ -18,9 +18,8 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -28,7 +27,6 @@ import xxhash
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths
 from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory
@@ -63,7 +61,7 @@ _SECRET_FILES = (
 _EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class SourceState:
     """What git says about a folder: the files that belong to the code, the commit, and the uncommitted difference."""
 
@@ -124,20 +122,6 @@ def _filters(folder: Path | str, env: Mapping[str, str] | None) -> list[str] | N
     return sorted(names) if all(re.fullmatch(r"[A-Za-z0-9_-]+", name) for name in names) else None
 
 
-def ask_git(folder: Path, env: Mapping[str, str]) -> Callable[[], SourceState]:
-    """Starts `read_git` in the background and returns a function that waits for its answer."""
-    found: list[SourceState] = []
-    # A daemon: a command that ends with an error does not wait for git.
-    thread = threading.Thread(target=lambda: found.append(read_git(folder, env)), name="git", daemon=True)
-    thread.start()
-
-    def answer() -> SourceState:
-        thread.join()
-        return found[0]
-
-    return answer
-
-
 def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> SourceState:
     """Returns what git says about a folder, submodules and other repositories inside it included.
 
@@ -183,7 +167,7 @@ _MAX_ENTRIES = 20_000
 _MOST_NAMED = 5
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Source:
     """The code of a submission before it is copied."""
 
@@ -370,7 +354,7 @@ Locate = Callable[[str], Path]
 """Gives the place of a file of the code by its name."""
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Code:
     """One side of a comparison of code."""
 
@@ -391,7 +375,7 @@ class Code:
             return None
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class FileChange:
     """One file that differs."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 
 SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
     """What all blocks of a model have in common; the meanings are those of `GPT`'s arguments."""
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from torch.nn.parameter import is_lazy
 
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import byte_size
-from slurm_train.frozen_class import frozen
 from slurm_train.models.host_memory import available_bytes
 
 Index = tuple[slice, ...]
@@ -337,7 +337,7 @@ def _offsets(tensor: Any) -> Sequence[int]:
     return found
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A tensor in a safetensors file; a `Read` that takes from the file what is asked of it."""
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.frozen_class import frozen
 
-
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
     """Where one version of cgroups keeps its numbers."""
 

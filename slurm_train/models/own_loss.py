@@ -14,14 +14,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 
 IGNORED = -100
 LABELS = "labels"
@@ -29,7 +28,7 @@ _COUNT = "num_items_in_batch"
 _ROUTER_SCALES = ("router_aux_loss_coef", "aux_loss_coef")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLoss:
     """How a model is asked for its own loss."""
 

@@ -7,19 +7,18 @@ nothing is reordered. Imports no torch and no transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import read_json
 
 CONFIG_FILE = "config.json"
 _ROUTER_SWITCH, _ROUTER_SCALES = "output_router_logits", ("router_aux_loss_coef", "aux_loss_coef")
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a parameter lies in the other layout."""
 
@@ -30,7 +29,7 @@ class Place:
     """Whether inputs come before outputs there."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """Names of an architecture of transformers, by ours."""
 

@@ -20,12 +20,11 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import EXIT_FAILURE, RunError
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import first_mark, read_changes
 from slurm_train.rundir.files import (
     append_line,
@@ -44,7 +43,7 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStart:
     """Who opens an attempt, and where."""
 
@@ -279,7 +278,7 @@ def end_publishing(*, within_s: float) -> bool:
     return _under_way.acquire(timeout=within_s)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """What rank 0 writes down when it begins a round."""
 

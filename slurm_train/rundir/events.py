@@ -18,12 +18,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from slurm_train.config.secrets import redact
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.files import (
     append_line,
     append_shared,
@@ -65,7 +64,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedChange:
     """One change that a person accepted."""
 
@@ -163,7 +162,7 @@ Level = Literal["error", "warning", "note"]
 """error: the ranks are not started; warning: they are, and somebody should know; note: how things are here."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One problem of nodes or of a site: the same in logs, ledger, `status` and `doctor --json`."""
 
@@ -237,7 +236,7 @@ def bad_nodes_of(findings: Sequence[Finding]) -> dict[str, str]:
 BAD_NODES_FILE, BAD_NODES_PARTS = "bad_nodes.jsonl", "bad_nodes@*.jsonl"
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BadNode:
     """One node that is to be left out."""
 
@@ -296,7 +295,7 @@ GPU_MEMORY = re.compile(r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memor
 """What torch says of a GPU without memory, in every release."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailureMark:
     """How one rank ended."""
 

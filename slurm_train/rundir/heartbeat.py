@@ -19,12 +19,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.config.schema import RunConfig
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import (
     create_empty,
     listed,
@@ -115,7 +114,7 @@ _FLUSH_EVERY_S = 10.0
 _RECORD_SIZE = 1024
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
     """One reading of a rank's heartbeat."""
 
@@ -141,7 +140,7 @@ class Beat:
     """What its sampled steps were spent on."""
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Limits:
     """How long a rank may make no progress, in seconds."""
 
@@ -339,7 +338,7 @@ _MANY_NODES = 32
 _NOTED_FOR_S = 20.0
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Oldest:
     """What the supervisor leaves for `status`, which would have to read a file per node otherwise."""
 

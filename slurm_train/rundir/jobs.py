@@ -20,12 +20,11 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import RunError
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import (
     change_times,
@@ -41,7 +40,7 @@ from slurm_train.rundir.files import (
 from slurm_train.rundir.paths import RunDirectory
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """The jobs of a run, as `job.json` has them."""
 
@@ -178,7 +177,7 @@ _GUARD_WAIT_S = 10.0
 _LOOK_S = 0.1
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
     """Who holds a run directory: a Slurm job, or a process on a host."""
 

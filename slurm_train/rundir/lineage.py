@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.paths import RunDirectory
 
 _EVENT = "resume"
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """The checkpoint in the run directory that training was loaded from."""
 

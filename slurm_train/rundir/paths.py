@@ -15,11 +15,11 @@ import os
 import pwd
 import re
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.errors import RunError
-from slurm_train.frozen_class import frozen_positional
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 256
@@ -60,7 +60,7 @@ class Below:
         return path
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths below `runs/<name>/<run_id>/`; the disk is not looked at."""
 

@@ -16,16 +16,15 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
 from slurm_train.rundir.paths import Below, RunDirectory, typed_root
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Element:
     """One run, and what its sweep gave to it where it was named by its sweep."""
 
@@ -38,7 +37,7 @@ class Element:
     """Its newest job when the table was written, e.g. "12_3"; None on this machine."""
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class ArrayDirectory:
     """Paths of one job array."""
 
@@ -60,7 +59,7 @@ class ArrayDirectory:
         return int(self.path.name)
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class SweepDirectory:
     """Paths below `<root>/sweeps/<id>/`; the disk is not looked at."""
 

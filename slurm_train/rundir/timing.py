@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.files import (
     append_line,
     last_lines,
@@ -158,7 +157,7 @@ def _add_unbooked(spent: Spent, run: RunDirectory, attempt: int) -> None:
         step = int(line["step"])
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Goodput:
     """How much of the time that nodes were held went into steps that count."""
 
@@ -233,7 +232,7 @@ def warning_lead_s(setting: int | str, run: RunDirectory, *, limit_s: float | No
     return setting if isinstance(setting, int) else math.ceil(lead_s(read_measured(run), limit_s=limit_s))
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """What Slurm knows about a job's end; None for what is not known."""
 
@@ -316,7 +315,7 @@ class Histogram:
         return self.longest_s
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class RankTimes:
     """What one rank's steps took in one attempt."""
 
@@ -397,7 +396,7 @@ class RankPace(NamedTuple):
     """How much the own time differs from step to step for this rank alone."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
     """Why steps take longer than they would have to, in words."""
 
@@ -415,7 +414,7 @@ class Slowdown:
     advice: str
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PaceWindow:
     """One line of the file."""
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen
 
 _Item = TypeVar("_Item", int, str)
 _IN_A_JOB = "run this inside a Slurm job: sbatch run_dir/submit.sh, or salloc first"
 _UNDER_SRUN = "start the process with srun inside the job; a batch script or a login shell has no rank"
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
     """The nodes and task counts of this step, or of the job where there is no step."""
 
@@ -74,7 +74,7 @@ class Allocation:
         return sum(self.tasks_per_node)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPlace:
     """Which task of its step this process is."""
 

@@ -8,8 +8,7 @@ stdout, or many lines above the last one.
 from __future__ import annotations
 
 import re
-
-from slurm_train.frozen_class import frozen_positional
+from dataclasses import dataclass
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])")
 # `sbatch --parsable` prints "26", or "26;lab" for another cluster; without it sbatch prints a sentence.
@@ -41,7 +40,7 @@ def in_words(lines: list[str]) -> str:
     return "".join(f"\n    {line}" for line in lines)
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Submitted:
     """A job that sbatch says it has submitted."""
 

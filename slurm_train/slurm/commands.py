@@ -15,10 +15,10 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm import policy, records
 from slurm_train.slurm.answers import in_words, plain, said
 from slurm_train.slurm.job_variables import command_environment
@@ -55,7 +55,7 @@ class MissingCommand(ClusterError):
     """A command of Slurm is not on this machine, or this user may not run it."""
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A process that has ended."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen
 from slurm_train.slurm.answers import in_words, plain, said
 from slurm_train.slurm.records import split_rows
 
@@ -35,7 +35,7 @@ _DURATION = re.compile(r"(?:(?:(?P<hours>\d+):)?(?P<minutes>\d+):)?(?P<seconds>\
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGTP]?)\+?")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
     """Nodes of one partition that have the same parts and are in the same state."""
 
@@ -56,7 +56,7 @@ class NodeGroup:
         return word in _USABLE
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
     """A partition that this user can see."""
 
@@ -195,7 +195,7 @@ def tres_gpus(tres: str) -> int | None:
     return counts.get("gres/gpu", sum(typed) if typed else None)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Association:
     """An account that a user may charge, on a cluster."""
 
@@ -211,7 +211,7 @@ class Association:
     """What a job gets that asks for none; "" where the site names none."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Qos:
     """A quality of service."""
 
@@ -263,7 +263,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
     """What becomes of a job of one QOS and partition when Slurm wants its nodes for another one."""
 
@@ -431,7 +431,7 @@ _ESTIMATE = re.compile(
 _REFUSED = re.compile(r"(?m)^(?:sbatch: error: )?(?:allocation failure: |Batch job submission failed: )")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TestVerdict:
     """Whether Slurm would take a script now, and when it would start it."""
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import JobState
 
@@ -45,7 +44,7 @@ class _Pace:
         self.due_s = now_s + self._unanswered_s
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """The jobs that somebody asks about."""
 
@@ -56,7 +55,7 @@ class Wanted:
     """Those whose end is known from elsewhere: sacct is not asked about them."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """What is known about jobs."""
 

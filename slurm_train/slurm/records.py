@@ -10,12 +10,11 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen
 from slurm_train.slurm.allocation import parse_nodelist
 
 T = TypeVar("T")
@@ -94,7 +93,7 @@ def phase_of(state: str) -> Phase:
     return _PHASES.get(word, Phase.UNKNOWN)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """One job, or one element of an array, in its newest state."""
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen
 from slurm_train.slurm.allocation import NodeListError, parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import Association, Partition, Preemption, Qos, read_preemption
@@ -20,7 +19,7 @@ from slurm_train.slurm.policy import Association, Partition, Preemption, Qos, re
 T = TypeVar("T")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFacts:
     """The answers; empty where there was none."""
 

@@ -15,10 +15,10 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.files import change_times, listed, make_private
 from slurm_train.rundir.jobs import (
     Holder,
@@ -39,7 +39,7 @@ from slurm_train.slurm.records import JobState
 _SUBMITTER_WAIT_S = 30.0
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Active:
     """What of a run is queued or running; false where nothing is."""
 

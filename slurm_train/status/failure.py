@@ -8,9 +8,9 @@ taken. A traceback is what Python prints, chained ones included; one that was cu
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import ledger_entry
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import change_times, listed, read_tail
@@ -39,7 +39,7 @@ def tracebacks(text: str) -> list[str]:
     return [match[0].rstrip("\n") for match in _CHAIN.finditer(text)]
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """How an attempt failed."""
 

@@ -11,12 +11,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
 from slurm_train.rundir.heartbeat import Beat, read_oldest
@@ -125,7 +124,7 @@ def read_states(text: str, *, option: str, of: tuple[RunState, ...] = tuple(RunS
     return frozenset(known[word] for word in words)
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """What the files of a run say, read once."""
 
@@ -212,7 +211,7 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """The status of a run; what is not known is None. docs/watching.md explains what JSON has as well."""
 
@@ -498,7 +497,7 @@ def _last_words(files: RunFiles, job: JobState) -> str:
     return _FOLDER_OF_SCRIPT.sub("", printable)[:_MOST_SHOWN]
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Survey:
     """What one look at some runs has found."""
 

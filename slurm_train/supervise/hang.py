@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.heartbeat import Beat, Limits
 from slurm_train.supervise.stragglers import ranks_in_words
 
@@ -24,7 +23,7 @@ from slurm_train.supervise.stragglers import ranks_in_words
 _ALL_RANKS = "default_pg"
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Collective:
     """One collective that a rank has begun."""
 
@@ -48,7 +47,7 @@ class Collective:
         return f"{self.name} of {self.elements:,} elements" if self.name in ("all_reduce", "broadcast") else self.name
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Flight:
     """What one rank has begun of one group."""
 
@@ -155,7 +154,7 @@ _IN_WORDS = {
 """What a phase is called in a message, where it is not its own name."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
     """No rank makes progress."""
 

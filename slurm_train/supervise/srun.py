@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +17,6 @@ from typing import BinaryIO
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, NodesError, SilentNodesError
-from slurm_train.frozen_class import frozen
 from slurm_train.launch.batch_script import STEP_NAME
 from slurm_train.rundir.attempts import newest_round
 from slurm_train.rundir.events import (
@@ -204,7 +203,7 @@ class _NextRanks(Task):
             self._start()
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SrunLaunch:
     """Starts the ranks of an attempt; calling it with the attempt's number returns their exit code."""
 

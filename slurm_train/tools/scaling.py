@@ -10,12 +10,12 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
 from slurm_train.config.batch import recut_batch
 from slurm_train.formatting import byte_size, columns, duration, table
-from slurm_train.frozen_class import frozen, frozen_positional
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import read_lines
 from slurm_train.rundir.heartbeat import read_beats
@@ -24,7 +24,7 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 Mode = Literal["local", "global"]
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Size:
     """So many nodes with so many ranks each."""
 
@@ -40,7 +40,7 @@ class Size:
         return f"{self.nodes}x{self.per_node}"
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Point:
     """One run of the study."""
 
@@ -94,7 +94,7 @@ WARM_UP_LINES = 2
 """Lines of metrics at the beginning that are no measure: caches, buckets and clocks are still warming up."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """One run of the study."""
 
@@ -165,7 +165,7 @@ def measure(run: RunDirectory, point: Point) -> Measured | None:
     )
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Model:
     """What an exchange costs."""
 
@@ -219,7 +219,7 @@ _PAYS, _HARDLY = 0.7, 0.5
 _WORTH_A_WORD = 0.1
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """Everything that was measured, sorted."""
 

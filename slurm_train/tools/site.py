@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import yaml
@@ -15,7 +15,6 @@ import yaml
 from slurm_train.config.schema import ClusterSection, all_keys, build_config
 from slurm_train.config.site_profile import SIZE, SiteFile, SitePartition, SiteQos, with_site
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.slurm.flags import Flags, flag_word, resource_flags
 from slurm_train.slurm.policy import (
     Association,
@@ -39,7 +38,7 @@ Ask = Callable[[str], TestVerdict]
 """Gives Slurm's verdict on a script."""
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class Question:
     """What only the person knows."""
 

@@ -38,7 +38,6 @@ from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import EXIT_DONE, ConfigError
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.callbacks import Callback
@@ -246,7 +245,7 @@ def gather(own: Any) -> list[Any]:
     return found
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskContext:
     """What a task function gets in addition to its own keywords."""
 

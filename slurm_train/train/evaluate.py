@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from slurm_train.data.build import build_source
 from slurm_train.data.source import SampleSource, is_nested, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 from slurm_train.models.objective import Objective
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Rank, gather
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _MOST_NUMBERS = 1024
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Measures a model on the held-out samples."""
 

@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from slurm_train.checkpoint.state import local_part
 from slurm_train.config.schema import GroupRule, OptimSection
 from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate
 from slurm_train.errors import ConfigError
-from slurm_train.frozen_class import frozen
 
 _FUSED_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _WARMUP_SHARE, _DECAY_SHARE = 0.05, 0.2
@@ -212,7 +212,7 @@ def _averaging(optimizer: Optimizer) -> list[Any]:
     return [part for part in parts if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))]
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Linear warm-up, then a shape: a function of samples alone, so there is nothing to save or resume."""
 

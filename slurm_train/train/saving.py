@@ -48,7 +48,6 @@ from slurm_train.data.build import ALLOW_WORLD_CHANGE
 from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import CheckpointError, DataError, RunError, SlurmTrainError
-from slurm_train.frozen_class import frozen
 from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import (
@@ -115,7 +114,7 @@ class Position:
         return since_samples + (num_batches(growth, step) - num_batches(growth, since_step)) * global_size
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Continuity:
     """What this attempt trains; every checkpoint holds all of it.
 

@@ -16,10 +16,10 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import write_atomic
 from slurm_train.tools.devcluster import system
 from slurm_train.tools.devcluster.plan import (
@@ -316,7 +316,7 @@ def _sacctmgr(plan: ClusterPlan, *words: str) -> str:
     return run_command(["sacctmgr", "--immediate", "--quiet", *words], extra=plan.environment)
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class ClusterStatus:
     """State of a cluster at one moment."""
 

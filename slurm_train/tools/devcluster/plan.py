@@ -14,12 +14,11 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import read_json
 from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.verbs import DEVCLUSTER_STATE_DIR
@@ -32,7 +31,7 @@ MARK = "SLURM_TRAIN_DEVCLUSTER"
 _SAFE_PATH = re.compile(r"/[A-Za-z0-9._/+-]{1,70}")
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """Shape and place of a one-machine Slurm cluster.
 

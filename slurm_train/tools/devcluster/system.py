@@ -15,10 +15,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError
-from slurm_train.frozen_class import frozen_positional
 from slurm_train.rundir.files import write_atomic
 from slurm_train.slurm.commands import run_program
 from slurm_train.tools.devcluster.plan import CONTROLLER, MARK, ClusterPlan
@@ -87,7 +87,7 @@ def wait_until(is_reached: Callable[[], bool], *, timeout_s: float, poll_s: floa
     return True
 
 
-@frozen_positional
+@dataclass(frozen=True, slots=True)
 class ProcessRecord:
     """A process, named so that no later process can be taken for it."""
 

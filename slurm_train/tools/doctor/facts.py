@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import Finding
 
 _ORDER = ("error", "warning", "note")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
     """One rank, as it sees itself."""
 
@@ -37,7 +36,7 @@ class RankFacts:
     """Soft limit of locked memory in MiB, likewise."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
     """One GPU that the job was given, as NVML sees it before any rank of ours has touched it."""
 
@@ -54,7 +53,7 @@ class GpuFacts:
     """Why it is not at its best, e.g. "slowed down by heat"."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
     """One place that ranks of a node write to."""
 
@@ -72,7 +71,7 @@ class DiskFacts:
     """Whether it was not allowed."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """One node, as its first rank sees it."""
 
@@ -134,7 +133,7 @@ class NodeFacts:
         return self.own_addresses[0] if self.own_addresses else ""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFacts:
     """What one node found when it probed others, once all were there."""
 
@@ -152,7 +151,7 @@ class ProbeFacts:
     clock_error_s: float = 0.0
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedFacts:
     """What one node measured, on request."""
 
@@ -165,7 +164,7 @@ class SpeedFacts:
     """Half a round trip to the nearest node."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpeed:
     """What one GPU measured, on request."""
 
@@ -179,7 +178,7 @@ class GpuSpeed:
     """Read and written by a copy within its memory."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpeeds:
     """What the GPUs of one node measured, on request."""
 
@@ -193,7 +192,7 @@ class GpuSpeeds:
     """Why there are no figures."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
     """Written into a shared file by a node whose ranks cannot connect to rank 0."""
 

@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BufferedRWPair
 from pathlib import Path
 
 from slurm_train.distributed.meeting import AuthenticatedListener, CallerHandshake, Channel, MeetingPoint
-from slurm_train.frozen_class import frozen
 from slurm_train.tools.doctor.facts import ProbeFacts, SpeedFacts
 
 _SERVER_TIMEOUT_S = 20.0
@@ -37,7 +36,7 @@ _WORK_ROUNDS = 9
 _WORK = 400_000
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """Another node, and where it answers."""
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from slurm_train.formatting import duration, shorten
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.events import Finding
 from slurm_train.slurm.policy import Partition, Preemption, duration_s
 from slurm_train.slurm.site import SiteFacts, default_qos, preempting_qos, preemption_in
@@ -29,7 +28,7 @@ _CACHED_S = 60.0
 _CRED_EXPIRE = re.compile(r"(?:^|,)cred_expire=(\d+)")
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
     """The file system that a folder lies on, as this machine has mounted it."""
 
@@ -66,7 +65,7 @@ def mount_of(path: PurePath, mountinfo: str) -> Mount | None:
     return found
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteView:
     """What was asked on a login node, and what came back."""
 

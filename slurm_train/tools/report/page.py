@@ -14,12 +14,12 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from string import Template
 from typing import Any, Literal, TypeAlias
 
 from slurm_train.assets import read_asset
-from slurm_train.frozen_class import frozen
 
 Block: TypeAlias = dict[str, Any]
 Document: TypeAlias = dict[str, Any]
@@ -91,7 +91,7 @@ def as_float(value: Any) -> float | None:
 # Curves and plots.
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """Points that belong together; `low` and `high` are the band around them, empty where there is none."""
 

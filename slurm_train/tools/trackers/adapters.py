@@ -15,13 +15,13 @@ import contextlib
 import math
 import netrc
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from slurm_train.config.schema import TrackSection, WandbSection, flat
 from slurm_train.config.secrets import redact
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.paths import RunDirectory
 
 Outcome = Literal["finished", "failed", "paused"]
@@ -32,7 +32,7 @@ Line = Mapping[str, Any]
 _NOT_CURVES = frozenset({"step", "attempt", "world_size", "time_unix_s", "samples_digest"})
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
     """A run as a tracker gets to know it."""
 

@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -33,7 +33,6 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_WRONG_USE, SlurmTrainError
-from slurm_train.frozen_class import frozen
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import append_event
 from slurm_train.rundir.files import (
@@ -59,7 +58,7 @@ _NICE = 5
 _LONGEST_PROBLEM = 500
 
 
-@frozen
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerState:
     """What trackers/NAME.json holds: one tracker of one run."""
 
