@@ -503,8 +503,8 @@ The same command again starts what is missing, waits for what runs, and prints t
         is_tool=True,
     ),
     "supervise": Verb("cli.supervise"),
-    "torchrun": Verb("cli.torchrun"),
-    "worker": Verb("cli.worker"),
+    "torchrun": Verb("worker.torchrun"),
+    "worker": Verb("worker.main"),
     "complete": Verb("tools.completion:complete", is_tool=True),
     "measure": Verb("train.measure"),
 }

@@ -29,13 +29,14 @@ LAYERS = [
     {"supervise"},
     {"train", "estimate"},
     {"tools"},
+    {"worker"},
     {"cli"},
     {"__main__"},
 ]
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
-    *("config", "slurm", "rundir", "launch", "supervise", "cli", "status", "estimate", "tools"),
+    *("config", "slurm", "rundir", "launch", "supervise", "worker", "cli", "status", "estimate", "tools"),
     *("tools.devcluster", "tools.doctor", "tools.report", "tools.scaling", "tools.site", "tools.completion"),
 )
 TORCH_FREE_MODULES = (
@@ -52,7 +53,6 @@ TORCH_FREE_MODULES = (
     "metrics",
     "tools.trackers.adapters",
     "tools.trackers.follow",
-    "train.script",
     "train.signals",
 )
 
@@ -80,7 +80,7 @@ SIGNAL_HANDLERS = {
     *("tools.trackers.follow", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.
-ENVIRONMENT_READERS = ("cli.", "verbs", "__main__", "train.script_main")
+ENVIRONMENT_READERS = ("cli.", "worker.", "verbs", "__main__")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.context"}
 MESH_MAKERS = {"distributed.parallelize"}

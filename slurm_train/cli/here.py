@@ -23,7 +23,7 @@ from pathlib import Path
 
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.cli.logs import LogPrinter, choose_log
-from slurm_train.cli.terminal import note, outlive_terminal
+from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
@@ -42,6 +42,7 @@ from slurm_train.supervise.ranks import start_local
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, refused_code
 from slurm_train.tools.trackers import build_trackers
+from slurm_train.worker.output import outlive_terminal
 
 _LOOK_S = 0.2
 

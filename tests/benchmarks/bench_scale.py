@@ -335,7 +335,7 @@ def group(size: int, folder: Path) -> Cost:
     import torch
     import torch.distributed as dist
 
-    from slurm_train.cli.rank import gloo_environment
+    from slurm_train.worker.rank import gloo_environment
 
     os.environ.update(gloo_environment(_TARGET))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -369,7 +369,7 @@ import slurm_train
 if stage != "/none":
     from slurm_train.launch.imports import import_from_stage
     import_from_stage(stage)
-import slurm_train.cli.rank, slurm_train.train.build, slurm_train.checkpoint.tensors
+import slurm_train.worker.rank, slurm_train.train.build, slurm_train.checkpoint.tensors
 print(n[0])
 """
 

@@ -343,7 +343,7 @@ from pathlib import Path
 from slurm_train.config.frozen import load_config
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.script import run_script
+from slurm_train.worker.script import run_script
 words = load_config(Path(sys.argv[1])).script
 env = {**os.environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 run_script(words, place=RankPlace.from_env({}), env=env, code_dir=Path.cwd(), run=RunDirectory(Path.cwd()))

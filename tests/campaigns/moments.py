@@ -162,7 +162,7 @@ def main() -> None:
         memory = mmap.mmap(file.fileno(), NOTE.size)
     asked = json.loads(moment)
     note_phases(memory, moment=Moment(*asked) if asked else None, run=Path(run))
-    from slurm_train.cli.worker import main as work
+    from slurm_train.worker.main import main as work
 
     sys.exit(work([run]))
 

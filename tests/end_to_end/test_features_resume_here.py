@@ -48,7 +48,7 @@ import os, signal, sys
 code, stop_at, run = sys.argv[1:]
 os.chdir(code)
 sys.path[0] = code
-from slurm_train.cli.worker import main
+from slurm_train.worker.main import main
 from slurm_train.train.step import Stepper
 
 take_step = Stepper.step

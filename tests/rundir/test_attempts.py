@@ -276,7 +276,7 @@ def test_nothing_is_published_after_it() -> None:
 
 _WORKER = """
 import os, threading
-from slurm_train.cli.rank import leave
+from slurm_train.worker.rank import leave
 from slurm_train.rundir.attempts import publishing
 
 began = threading.Event()

@@ -35,7 +35,7 @@ _WARM = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
-    "slurm_train.cli.rank",
+    "slurm_train.worker.rank",
     "slurm_train.checkpoint.load",
     "slurm_train.checkpoint.tensors",
     "slurm_train.train.build",

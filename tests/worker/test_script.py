@@ -13,8 +13,8 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train import script_main
-from slurm_train.train.script import script_command, torchrun_env
+from slurm_train.worker import script_main
+from slurm_train.worker.script import script_command, torchrun_env
 
 PLACE = RankPlace(rank=5, local_rank=1, node_rank=1, world_size=6, local_world_size=2, host="n1")
 MASTER = {"MASTER_ADDR": "n0", "MASTER_PORT": "12345"}
@@ -51,7 +51,7 @@ def test_the_worker_becomes_the_script_without_torch(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from slurm_train.distributed.place import RankPlace;"
         "from slurm_train.rundir.paths import RunDirectory;"
-        "from slurm_train.train.script import run_script; assert 'torch' not in sys.modules; print(os.getpid());"
+        "from slurm_train.worker.script import run_script; assert 'torch' not in sys.modules; print(os.getpid());"
         "run_script(['show.py', 'a b'], place=RankPlace.from_env({}), code_dir=Path(sys.argv[1]),"
         " run=RunDirectory(Path(sys.argv[1])),"
         " env={'MASTER_ADDR': 'x', 'MASTER_PORT': '1'})"

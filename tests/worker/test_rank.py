@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from slurm_train.cli import rank
-from slurm_train.cli.rank import allocator_environment, message_of, place_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.ranks import WAITS
 from slurm_train.train.signals import StopFlag
+from slurm_train.worker import rank
+from slurm_train.worker.rank import allocator_environment, message_of, place_of
 from tests.support.command_line import REPOSITORY
 from tests.support.waiting import wait_for
 

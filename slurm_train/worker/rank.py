@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slurm_train.checkpoint.verify import newest_committed_step
-from slurm_train.cli.terminal import outlive_terminal
 from slurm_train.config.batch import BatchPlan, recut_batch, solve_batch
 from slurm_train.config.frozen import load_config
 from slurm_train.config.parallel import solve_layout
@@ -54,6 +53,7 @@ from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.activity import live_holder
 from slurm_train.supervise.hang import recording_environment
 from slurm_train.train.signals import NodeLeader, StopFlag, release_continue, start_orphan_watchdog, was_continued
+from slurm_train.worker.output import outlive_terminal
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 # Devices, networks and files fail for a time; tried again, the same program may go on.
@@ -246,7 +246,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     if config.preflight.only:
         return EXIT_DONE
     if config.script is not None:
-        from slurm_train.train.script import run_script
+        from slurm_train.worker.script import run_script
 
         run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
     from slurm_train.train.context import Rank, run_task

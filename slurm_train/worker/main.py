@@ -36,12 +36,12 @@ def main(words: Sequence[str]) -> NoReturn:
     # torch takes them from the environment when it is imported, and a user's script inherits them.
     os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     if WAITS in os.environ:
-        from slurm_train.cli.rank import wait_for_turn
+        from slurm_train.worker.rank import wait_for_turn
 
         # Until then a stop signal ends the process, which has nothing to save.
         wait_for_turn(run)
     stop = StopFlag()
     install(stop)
-    from slurm_train.cli.rank import run_rank
+    from slurm_train.worker.rank import run_rank
 
     run_rank(run, dict(os.environ), stop, parent=parent)

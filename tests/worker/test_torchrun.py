@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.rank import _leave_restart
-from slurm_train.cli.torchrun import children_of, granted_ranks, outcome
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.worker.rank import _leave_restart
+from slurm_train.worker.torchrun import children_of, granted_ranks, outcome
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for
 
