@@ -1,4 +1,4 @@
-"""The shape of the house: layers, cycles, who talks to whom, the torch-free half, the wheel's content.
+"""The shape of the house: layers, circles, length, who talks to whom, the torch-free half, the wheel's content.
 
 Every rule is a function of a source tree, so that the last tests can hand it a small tree that breaks the rule and see
 it found. Loosening a rule needs a reason in the commit.
@@ -7,8 +7,10 @@ it found. Loosening a rule needs a reason in the commit.
 from __future__ import annotations
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +47,7 @@ TORCH_FREE_MODULES = (
     "formatting",
     "verbs",
     "__main__",
+    "data.check",
     "data.prepare",
     "data.shards",
     "checkpoint.verify",
@@ -85,6 +88,20 @@ ENVIRONMENT_READERS = ("cli.", "worker.", "verbs", "__main__")
 ENVIRONMENT_WRITERS = {"train.context"}
 MESH_MAKERS = {"distributed.parallelize"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+# Lines of code: docstrings, comments and blank lines do not count.
+MOST_LINES = 60
+MOST_ATTRIBUTES = 15
+# A docstring with such a sentence says why a function or a class is larger.
+LENGTH_REASON = "Long because "
+WIDTH_REASON = "Wide because "
+LAYOUT_TOKENS = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 
 class Tree:
@@ -160,22 +177,79 @@ def wrong_layers(tree: Tree) -> list[str]:
     return found
 
 
-def cycles(tree: Tree) -> list[str]:
-    """Modules that import each other, directly or by way of others, when they are imported."""
-    edges = {module: set(tree.imports(module, lazy=False)) - {module} for module in tree.paths}
-    found, done = [], set[str]()
+def circles(tree: Tree) -> list[str]:
+    """Modules that import each other, directly or by way of others: at any time, and for type checkers, too."""
+    edges = {module: sorted(set(tree.imports(module)) - {module, "__init__"}) for module in tree.paths}
+    findings: list[str] = []
+    done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         if module in path:
-            found.append(" -> ".join((*path[path.index(module) :], module)))
+            findings.append(" -> ".join((*path[path.index(module) :], module)))
         elif module not in done:
-            for other in sorted(edges[module]):
+            for other in edges[module]:
                 visit(other, (*path, module))
             done.add(module)
 
     for module in edges:
         visit(module, ())
-    return found
+    return findings
+
+
+def long_functions(tree: Tree) -> list[str]:
+    """Functions of more lines of code than `MOST_LINES` whose docstring gives no reason."""
+    findings = []
+    for module, parsed in tree.parsed.items():
+        code = lines_of_code(tree, module)
+        for node in ast.walk(parsed):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            assert node.end_lineno is not None
+            num_lines = len(code & set(range(node.lineno, node.end_lineno + 1)))
+            if num_lines > MOST_LINES and LENGTH_REASON not in (ast.get_docstring(node) or ""):
+                findings.append(f"{module}.{node.name} has {num_lines} lines")
+    return findings
+
+
+def lines_of_code(tree: Tree, module: str) -> set[int]:
+    """Returns the numbers of a module's lines that have code: no docstrings, comments or blank lines."""
+    docstrings: set[int] = set()
+    for node in ast.walk(tree.parsed[module]):
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if is_text:
+            assert node.end_lineno is not None
+            docstrings |= set(range(node.lineno, node.end_lineno + 1))
+    text = tree.paths[module].read_text(encoding="utf-8")
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {token.start[0] for token in tokens if token.type not in LAYOUT_TOKENS} - docstrings
+
+
+def wide_classes(tree: Tree) -> list[str]:
+    """Classes outside `config` of more attributes than `MOST_ATTRIBUTES` whose docstring gives no reason."""
+    findings = []
+    for module, parsed in tree.parsed.items():
+        for node in ast.walk(parsed):
+            if not isinstance(node, ast.ClassDef) or room_of(module) == "config":
+                continue
+            num_attributes = len(attributes_of(node))
+            if num_attributes > MOST_ATTRIBUTES and WIDTH_REASON not in (ast.get_docstring(node) or ""):
+                findings.append(f"{module}.{node.name} has {num_attributes} attributes")
+    return findings
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """Returns the names of a class's fields, and of what its methods set on `self`."""
+    names = set()
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            names.add(field.target.id)
+    for inner in ast.walk(node):
+        is_set = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+        if is_set and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+            names.add(inner.attr)
+    return names
 
 
 def submitit_imports(tree: Tree) -> list[str]:
@@ -304,7 +378,9 @@ def vague_names(tree: Tree) -> list[str]:
 
 RULES: dict[str, Callable[[Tree], list[str]]] = {
     "imports go down only": wrong_layers,
-    "no import cycles": cycles,
+    "no import circles": circles,
+    "a long function says why": long_functions,
+    "a wide class says why": wide_classes,
     "one module imports submitit": submitit_imports,
     "one module runs Slurm's commands": slurm_command_words,
     "one module installs the ranks' signal handlers": signal_handlers,
@@ -392,7 +468,31 @@ BREACHES = [
     ("imports go down only", "train/a.py", "from slurm_train.tools.doctor import x\n", "train.a imports tools.doctor"),
     ("imports go down only", "tools/a/b.py", "from slurm_train.tools.doctor import x\n", "tools.a.b imports tools"),
     ("imports go down only", "novelty/a.py", "", "novelty is in no layer"),
-    ("no import cycles", "config/x.py", "from slurm_train.config import y\n", "config.x -> config.y -> config.x"),
+    ("no import circles", "config/x.py", "from slurm_train.config import y\n", "config.x -> config.y -> config.x"),
+    (
+        "no import circles",
+        "config/x.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from slurm_train.config import y\n",
+        "config.x -> config.y -> config.x",
+    ),
+    (
+        "no import circles",
+        "config/x.py",
+        "def f():\n    from slurm_train.config import y\n",
+        "config.x -> config.y -> config.x",
+    ),
+    (
+        "a long function says why",
+        "train/a.py",
+        'def f():\n    """Long, and\n    no reason."""\n' + "    # why\n    x = 1\n" * 60,
+        "train.a.f has 61 lines",
+    ),
+    (
+        "a wide class says why",
+        "train/a.py",
+        "class A:\n    first: int\n    def f(self):\n" + "".join(f"        self.a{n} = 1\n" for n in range(15)),
+        "train.a.A has 16 attributes",
+    ),
     ("one module imports submitit", "cli/a.py", "def f():\n    import submitit\n", "cli.a imports submitit"),
     ("one module runs Slurm's commands", "cli/a.py", "run(['squeue', '-j', x])\n", "cli.a runs squeue"),
     (
@@ -442,7 +542,7 @@ def test_a_breach_is_found(rule: str, file: str, text: str, finding: str, tmp_pa
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     found = RULES[rule](Tree(root))
-    assert any(one.startswith(finding) for one in found), found
+    assert any(text.startswith(finding) for text in found), found
 
 
 def test_a_clean_small_tree_has_no_breach(tmp_path: Path) -> None:
@@ -450,6 +550,9 @@ def test_a_clean_small_tree_has_no_breach(tmp_path: Path) -> None:
     (root / "slurm").mkdir(parents=True)
     (root / "cli").mkdir()
     (root / "errors.py").write_text("class E(Exception):\n    pass\n")
+    long_function = 'def f():\n    """Returns 1.\n\n    Long because it is a table.\n    """\n' + "    x = 1\n" * 90
+    wide_class = 'class A:\n    """Wide because it is a record."""\n' + "".join(f"    a{n}: int\n" for n in range(16))
+    (root / "slurm" / "large.py").write_text(long_function + wide_class)
     (root / "slurm" / "commands.py").write_text("from slurm_train.errors import E\nargv = ['squeue', '-h']\n")
     (root / "cli" / "a.py").write_text("import os\nfrom slurm_train.slurm import commands\nx = os.environ\n")
     assert {name: rule(Tree(root)) for name, rule in RULES.items()} == {name: [] for name in RULES}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import Change, all_changes, in_words, is_below, load_config, unaccepted
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
-from slurm_train.data.shards import known_fingerprint
+from slurm_train.data.check import known_fingerprint
 from slurm_train.errors import CheckpointError, ConfigError, RunError, SlurmTrainError
 from slurm_train.formatting import shorten
 from slurm_train.launch.plan import RunPlan

@@ -28,7 +28,7 @@ from slurm_train.cli.terminal import answer, note
 from slurm_train.config.compose import Composed, apply_words
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import BatchSection, DdpSection, ParallelSection, RunConfig, RunSection, TrackSection
-from slurm_train.data.shards import known_fingerprint
+from slurm_train.data.check import known_fingerprint
 from slurm_train.errors import EXIT_DONE, CheckpointError, ClusterError, ConfigError, RunError
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan, plan_run

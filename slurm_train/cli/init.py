@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.cli.terminal import note
-from slurm_train.config.site_profile import GROUP, SiteFile, user_config_dir
+from slurm_train.config.site_profile import user_config_dir
+from slurm_train.config.site_schema import GROUP, SiteFile
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.launch.acceptance import require_slurm
 from slurm_train.rundir.files import write_atomic

@@ -12,7 +12,7 @@ from slurm_train.cli.drift import tell_of_another
 from slurm_train.cli.terminal import note
 from slurm_train.config.batch import planned_sizes, sizes_in_words, total_steps
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig, TrackSection
-from slurm_train.data.shards import known_num_samples, require_readable
+from slurm_train.data.check import known_num_samples, require_readable
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
 from slurm_train.launch.hub import fetch_hub_files

@@ -9,62 +9,16 @@ the run: no later edit of the file changes a run that exists.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_train.config.schema import ClusterSection, build_config
+from slurm_train.config.site_schema import GROUP, SIZE, SiteFile, SitePartition
 from slurm_train.config.words import split_word
+from slurm_train.config.yaml_files import read_yaml
 from slurm_train.errors import ConfigError
 
-GROUP = "site"
-SIZE = ("nodes", "gpus_per_node")
-"""Keys of `cluster` that each run is given, and no site."""
 _MEMORY = ("memory_gb_per_node", "memory_gb_per_gpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SitePartition:
-    """A partition: what its nodes have, and what a run in it is asked for with."""
-
-    num_nodes: int | None = None
-    gpus_per_node: int | None = None
-    max_time_min: int | None = None
-    """Longest time limit; None if unlimited."""
-    preemption: str | None = None
-    """What becomes of a preempted job: never, requeued, cancelled or suspended."""
-    grace_s: float | None = None
-    """From the first TERM of a preemption to the last."""
-    cluster: dict[str, Any] = field(default_factory=dict)
-    """Values of `cluster.*`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteQos:
-    """A QOS that a run may ask for."""
-
-    preempted_by: list[str] = field(default_factory=list)
-    """QOS whose jobs may take its nodes."""
-    preemption: str | None = None
-    grace_s: float | None = None
-    max_time_min: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteFile:
-    """A site file, read."""
-
-    slurm_version: str = ""
-    requeue: str = ""
-    """How a run comes back here, in words."""
-    refuses_requeue: bool = False
-    """Whether a submit filter refuses --requeue: runs here have requeue.enabled=false."""
-    kill_wait_s: float | None = None
-    """From the last TERM to KILL."""
-    cluster: dict[str, Any] = field(default_factory=dict)
-    """Values of `cluster.*` for every partition."""
-    partitions: dict[str, SitePartition] = field(default_factory=dict)
-    qos: dict[str, SiteQos] = field(default_factory=dict)
 
 
 def user_config_dir() -> Path:
@@ -181,7 +135,4 @@ def _default_site() -> tuple[Any, str | None]:
     chosen = [file for file in files if file.stem == "default"] or files
     if len(chosen) != 1:
         return None, None
-    # Reading needs the keys that are defined here.
-    from slurm_train.config.yaml_files import read_yaml
-
     return read_yaml(chosen[0]) or {}, chosen[0].resolve().stem

@@ -18,8 +18,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from slurm_train.config.schema import ClusterSection, RunConfig, to_mapping
-from slurm_train.config.site_profile import GROUP as SITE
-from slurm_train.config.site_profile import SIZE, SiteFile, SitePartition
+from slurm_train.config.site_schema import GROUP as SITE
+from slurm_train.config.site_schema import SIZE, SiteFile, SitePartition
 from slurm_train.config.words import is_time, minutes
 from slurm_train.errors import ConfigError
 

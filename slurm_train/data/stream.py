@@ -67,6 +67,8 @@ class StreamOrder(SampleOrder):
 class StreamSource:
     """Adapts a stream, e.g. torchdata's StatefulDataLoader or an IterableDataset.
 
+    Wide because it keeps apart what was read, what was consumed and what is to be passed over after a resume.
+
     Args:
         stream: gives samples; where it has a `batch_size`, whole micro-batches of as many.
         collate: makes a micro-batch of a list of samples; None as for map-style data sets.

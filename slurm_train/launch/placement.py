@@ -186,6 +186,8 @@ def count_local_gpus(env: Mapping[str, str], *, devices: Path = Path("/dev"), sy
 def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
     """Returns the degree of each axis of parallelism, checked against world and model.
 
+    Long because it is a table of refusals, each of which is read by itself.
+
     Args:
         config: the run's configuration.
         world: how many ranks run on which node.

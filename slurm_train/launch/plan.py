@@ -264,7 +264,10 @@ def default_name(composed: Composed) -> str:
 
 
 def _conflicts(config: RunConfig) -> Iterator[Check]:
-    """Yields what cannot be run: several ways of running at once, settings that exclude each other."""
+    """Yields what cannot be run: several ways of running at once, settings that exclude each other.
+
+    Long because it is a table of refusals, each of which is read by itself.
+    """
     script = config.script
     ddp = config.ddp
     yield (

@@ -69,7 +69,10 @@ CAUSES = (
 
 @dataclass(slots=True, kw_only=True)
 class Spent:
-    """Rank 0's sums."""
+    """Rank 0's sums.
+
+    Wide because it is a record of a file: one number for each use of the time.
+    """
 
     begin_unix_s: float
     """When rank 0 was ready to meet the others; time in which it was suspended before is taken out."""

@@ -213,7 +213,10 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The status of a run; what is not known is None. docs/watching.md explains what JSON has as well."""
+    """The status of a run; what is not known is None. docs/watching.md explains what JSON has as well.
+
+    Wide because `status --json` prints it as it is, one key for each field.
+    """
 
     subject: Element
     state: RunState

@@ -54,7 +54,7 @@ from slurm_train.supervise.decision import (
     starts_without_progress,
     used_up,
 )
-from slurm_train.supervise.evidence import Diagnosis, Surroundings, diagnose, read_evidence
+from slurm_train.supervise.evidence import Diagnosis, Evidence, Surroundings, diagnose, read_evidence
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.scheduler import Scheduler, wait_for_the_end
 
@@ -287,8 +287,6 @@ class Supervisor:
             head_node=scheduler.start.nodes[0],
         )
         diagnosis = diagnose(evidence, around, has_failed=exit_code not in (EXIT_DONE, EXIT_REQUEUE))
-        earlier_ends = evidence.earlier_ends
-        lacks_progress = not evidence.has_progress
         outcome = Outcome(
             exit_code=diagnosis.exit_code,
             is_finished=is_finished,
@@ -304,27 +302,32 @@ class Supervisor:
                 can_relaunch=self._can_relaunch(diagnosis),
             ),
             nodes=self._nodes_for(around.lost_nodes, diagnosis.to_avoid),
-            course=Course(
-                failures_without_progress=earlier_ends["failed"] + 1 if lacks_progress else 0,
-                earlier_ends=earlier_ends if lacks_progress and self._committed_step is not None else None,
-                is_repeated=diagnosis.is_repeated,
-                summary=course_of(
-                    {
-                        "time_unix_s": evidence.start_unix_s,
-                        **evidence.seconds,
-                        "end_time_unix_s": evidence.end_unix_s,
-                    }
-                ),
-            ),
+            course=self._course(evidence, is_repeated=diagnosis.is_repeated),
         )
         return _End(
             attempt=attempt,
             outcome=outcome,
             facts=evidence.facts,
-            earlier_ends=earlier_ends,
+            earlier_ends=evidence.earlier_ends,
             failed_on=diagnosis.failed_on,
             lacks_room=diagnosis.lacks_room,
             not_saved=best_effort("the event of the stop", lambda: evidence.not_saved, ""),
+        )
+
+    def _course(self, evidence: Evidence, *, is_repeated: bool) -> Course:
+        """Returns how the attempts went, up to the one that has ended."""
+        lacks_progress = not evidence.has_progress
+        earlier_ends = evidence.earlier_ends
+        times = {
+            "time_unix_s": evidence.start_unix_s,
+            **evidence.seconds,
+            "end_time_unix_s": evidence.end_unix_s,
+        }
+        return Course(
+            failures_without_progress=earlier_ends["failed"] + 1 if lacks_progress else 0,
+            earlier_ends=earlier_ends if lacks_progress and self._committed_step is not None else None,
+            is_repeated=is_repeated,
+            summary=course_of(times),
         )
 
     def _is_finished(

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from slurm_train.config.schema import ClusterSection, all_keys, build_config
-from slurm_train.config.site_profile import SIZE, SiteFile, SitePartition, SiteQos, with_site
+from slurm_train.config.site_profile import with_site
+from slurm_train.config.site_schema import SIZE, SiteFile, SitePartition, SiteQos
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.flags import Flags, flag_word, resource_flags
 from slurm_train.slurm.policy import (

@@ -32,8 +32,6 @@ from slurm_train.checkpoint.load import (
     load_rank_state,
     load_tensors,
     require_fit,
-    saved_weights,
-    weights_digest,
 )
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import Manifest
@@ -71,11 +69,12 @@ from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import SaveLog, append_event
 from slurm_train.rundir.node_disk import open_private
-from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints
 from slurm_train.rundir.timing import Spent, StepTimes
-from slurm_train.train.callbacks import Monitor, build_callbacks
+from slurm_train.train.callbacks import Callback, Monitor, build_callbacks
 from slurm_train.train.compile_cache import CompileCache, require_compiler
 from slurm_train.train.context import Parts, Rank, gather
+from slurm_train.train.ending import end_training, write_result
 from slurm_train.train.evaluate import Evaluator, continue_texts
 from slurm_train.train.health import Health, position_after_rollbacks
 from slurm_train.train.loss_scale import LossScale
@@ -84,10 +83,6 @@ from slurm_train.train.metrics import (
     Recorder,
     flops_per_token,
     format_measures,
-    say_finished,
-    say_stopped,
-    say_text,
-    write_result,
 )
 from slurm_train.train.optimizer import (
     begin_state,
@@ -97,7 +92,8 @@ from slurm_train.train.optimizer import (
     require_rules_fit,
     to_training,
 )
-from slurm_train.train.saving import Checkpointer, Position, build_continuity, build_save_pace
+from slurm_train.train.position import Position
+from slurm_train.train.saving import Checkpointer, build_continuity, build_save_pace
 from slurm_train.train.step import (
     Passes,
     PipelinePasses,
@@ -125,6 +121,7 @@ def train(rank: Rank) -> int:
     rank.enter_device()
     require_compiler(rank)
     parts = build_parts(rank)
+    callbacks = build_callbacks(rank.config.callbacks)
     clock, is_first = rank.clock, rank.place.is_first
     joining_s = clock()
     spent = Spent(begin_unix_s=time.time() - clock.away_s)
@@ -137,7 +134,7 @@ def train(rank: Rank) -> int:
         return evaluate_checkpoint(parts, Path(rank.config.train.evaluate_from))
     display = open_display(sys.stderr, max_steps=rank.config.train.max_steps, env=rank.env) if is_first else None
     loading_s = clock()
-    trainer = build_trainer(parts, display=display, spent=spent)
+    trainer = build_trainer(parts, callbacks=callbacks, display=display, spent=spent)
     spent.add("load_s", clock() - loading_s)
     try:
         finished = trainer.run()
@@ -145,7 +142,7 @@ def train(rank: Rank) -> int:
     finally:
         if trainer.recorder is not None:
             trainer.recorder.close()
-    _end(trainer, parts, display, finished=finished)
+    end_training(trainer, parts, display, finished=finished)
     shutdown()
     return EXIT_DONE if finished else EXIT_REQUEUE
 
@@ -251,7 +248,6 @@ def build_parts(rank: Rank) -> Parts:
             note=partial(print, file=sys.stderr) if rank.place.is_first else lambda _text: None,
         ),
         flops_per_token=flops_per_token(model, positions=getattr(train_data, "context", 0)),
-        callbacks=build_callbacks(config.callbacks),
     )
 
 
@@ -422,30 +418,26 @@ def apply_parallelism(parts: Parts) -> None:
         begin_state(parts.optimizer)
 
 
-def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Trainer:
+def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: Display | None, spent: Spent) -> Trainer:
     """Returns the trainer at the newest checkpoint's position. Collective over all ranks.
+
+    Long because it lists the trainer's parts in the order in which one needs the other.
 
     Args:
         parts: model, optimizer and data.
+        callbacks: by the names of their states, in the order of their calls.
         display: rank 0's; None on the others.
         spent: what the start of this rank was spent on.
     """
     rank, config, layout = parts.rank, parts.rank.config, parts.rank.layout
-    objective, compile_cache = Objective(parts.model), CompileCache(rank)
+    objective = Objective(parts.model)
+    compile_cache = CompileCache(rank)
     compile_cache.load()
-    if layout.is_replicated and rank.compiles:
-        # In place, so parameter names stay. The model by itself is what evaluation calls.
-        objective.compile()
-        parts.model.compile()
-    elif rank.compiles:
-        # Blocks have been compiled one by one; what follows them is left.
-        objective.default_loss = torch.compile(default_loss)
-        for module in parts.model.modules():
-            if isinstance(module, Head):
-                module.compile()
+    if rank.compiles:
+        _compile(parts.model, objective, is_whole=layout.is_replicated)
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
-    checkpointer = build_checkpointer(parts, peak_lr=peak_lr)
-    for callback in parts.callbacks.values():
+    checkpointer = build_checkpointer(parts, callbacks=callbacks, peak_lr=peak_lr)
+    for callback in callbacks.values():
         callback.attach(parts)
     position, notes = checkpointer.resume()
     saved_samples = position.samples
@@ -459,17 +451,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
     if display is not None:
         for note in notes:
             display.say(note)
-        spent.first_step, display.max_steps = position.step, parts.max_steps
-        recorder = Recorder(
-            rank,
-            display=display,
-            source=parts.train_data,
-            spent=spent,
-            flops_per_token=parts.flops_per_token,
-            max_steps=None if config.train.max_epochs is None else parts.max_steps,
-        )
-        if layout.is_replicated:
-            _write_sent_bytes(rank, parts.model)
+        recorder = _build_recorder(parts, display, spent, first_step=position.step)
     sizes = None
     if not isinstance(config.batch.shares, str) and rank.plan.ranks > 1 and position.step < parts.max_steps:
         sizes = _weighted_sizes(rank, config.batch.shares, display=display)
@@ -480,9 +462,10 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         sizes=sizes,
     )
     if isinstance(parts.train_data, StreamSource):
-        if display is not None and parts.train_data.reads_again:
-            display.say(_note_reading_again(parts.train_data, is_resumed=checkpointer.stream_state is not None))
-        parts.train_data.begin(
+        stream = parts.train_data
+        if display is not None and stream.reads_again:
+            display.say(_note_reading_again(stream, is_resumed=checkpointer.stream_state is not None))
+        stream.begin(
             samples=position.samples,
             state=checkpointer.stream_state,
             num_skipped=split.share_of(position.samples - saved_samples),
@@ -495,17 +478,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
         loss_scale=position.loss_scale,
     )
     passes = stepper.passes
-    evaluator = None
-    if parts.heldout is not None and config.train.evaluate:
-        evaluator = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
-    _check_measures(parts, evaluator)
-    if evaluator is not None and not evaluator.gives_loss():
-        evaluator = None
-        if display is not None:
-            display.say(
-                f"{type(parts.model).__name__} gives predictions and no loss in evaluation mode: held-out samples are "
-                "not evaluated (define evaluation_sums(batch) on the model)"
-            )
+    evaluator = _build_evaluator(parts, objective, callbacks, display=display)
     global_size, growth = rank.plan.global_size, config.batch.growth
     total_samples = position.samples_at(parts.max_steps, global_size=global_size, growth=growth)
     step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
@@ -541,7 +514,7 @@ def build_trainer(parts: Parts, *, display: Display | None, spent: Spent) -> Tra
             data_wait_s=lambda: passes.data_wait_s,
             on_device=rank.device.type != "cpu",
         ),
-        callbacks=parts.callbacks,
+        callbacks=callbacks,
         compile_cache=compile_cache,
     )
 
@@ -564,7 +537,64 @@ def _weighted_sizes(rank: Rank, weights: Sequence[float], *, display: Display | 
     return sizes
 
 
-def _check_measures(parts: Parts, evaluator: Evaluator | None) -> None:
+def _compile(model: nn.Module, objective: Objective, *, is_whole: bool) -> None:
+    """Compiles model and loss, in place, so that names of parameters stay.
+
+    Args:
+        model: this rank's; evaluation calls it by itself.
+        objective: the loss around it.
+        is_whole: whether a rank holds the whole model; the blocks of any other have been compiled one by one.
+    """
+    if is_whole:
+        objective.compile()
+        model.compile()
+        return
+    objective.default_loss = torch.compile(default_loss)
+    for module in model.modules():
+        if isinstance(module, Head):
+            module.compile()
+
+
+def _build_recorder(parts: Parts, display: Display, spent: Spent, *, first_step: int) -> Recorder:
+    """Returns what records the steps of this attempt. Rank 0 only."""
+    rank = parts.rank
+    spent.first_step = first_step
+    display.max_steps = parts.max_steps
+    if rank.layout.is_replicated:
+        _write_sent_bytes(rank, parts.model)
+    return Recorder(
+        rank,
+        display=display,
+        source=parts.train_data,
+        spent=spent,
+        flops_per_token=parts.flops_per_token,
+        max_steps=None if rank.config.train.max_epochs is None else parts.max_steps,
+    )
+
+
+def _build_evaluator(
+    parts: Parts, objective: Objective, callbacks: Mapping[str, Callback], *, display: Display | None
+) -> Evaluator | None:
+    """Returns what evaluates held-out samples; None without samples, or without a loss of them. Collective.
+
+    Raises:
+        ConfigError: evaluations do not give what callbacks look at.
+    """
+    evaluator = None
+    if parts.heldout is not None and parts.rank.config.train.evaluate:
+        evaluator = Evaluator(rank=parts.rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
+    _check_measures(parts, callbacks, evaluator)
+    if evaluator is None or evaluator.gives_loss():
+        return evaluator
+    if display is not None:
+        display.say(
+            f"{type(parts.model).__name__} gives predictions and no loss in evaluation mode: held-out samples are "
+            "not evaluated (define evaluation_sums(batch) on the model)"
+        )
+    return None
+
+
+def _check_measures(parts: Parts, callbacks: Mapping[str, Callback], evaluator: Evaluator | None) -> None:
     """Checks, before the first step, that evaluations give what callbacks look at. Collective.
 
     Two samples are evaluated for it where a callback or a model's own evaluation_sums could be at odds.
@@ -572,7 +602,7 @@ def _check_measures(parts: Parts, evaluator: Evaluator | None) -> None:
     Raises:
         ConfigError: there are no held-out samples, or no measure of the name, or sums that are none.
     """
-    monitors = [callback for callback in parts.callbacks.values() if isinstance(callback, Monitor)]
+    monitors = [callback for callback in callbacks.values() if isinstance(callback, Monitor)]
     if evaluator is None:
         if monitors:
             raise ConfigError(
@@ -587,7 +617,7 @@ def _check_measures(parts: Parts, evaluator: Evaluator | None) -> None:
         monitor.read(dict.fromkeys(names, 0.0))
 
 
-def build_checkpointer(parts: Parts, *, peak_lr: float) -> Checkpointer:
+def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_lr: float) -> Checkpointer:
     """Returns what saves and restores this run. Collective over all ranks."""
     rank, run, config, global_size = parts.rank, parts.rank.run, parts.rank.config, parts.rank.plan.global_size
     settings, optim = config.checkpoint, config.optim
@@ -601,6 +631,7 @@ def build_checkpointer(parts: Parts, *, peak_lr: float) -> Checkpointer:
     group = open_side_group(settings.save_timeout_s)
     return Checkpointer(
         parts=parts,
+        callbacks=callbacks,
         continuity=build_continuity(
             run,
             config,
@@ -781,45 +812,3 @@ def _write_sent_bytes(rank: Rank, model: nn.Module) -> None:
     # A file system that refuses costs a figure, never the run.
     with contextlib.suppress(OSError):
         append_event(rank.run, "exchange", attempt=rank.attempt, **facts)
-
-
-def _end(trainer: Trainer, parts: Parts, display: Display | None, *, finished: bool) -> None:
-    """Writes the result and says how the run ended; on rank 0. Collective where ranks hold parts of the weights."""
-    rank, is_whole = parts.rank, parts.rank.layout.is_replicated
-    # Of what is sharded every rank gives its part; a digest of a replica is rank 0's own business.
-    takes_part = finished and (display is not None or not is_whole)
-    digest = _digest_weights(parts, step=trainer.position.step) if takes_part else ""
-    if display is None:
-        return
-    if not finished:
-        say_stopped(display.say, trainer)
-        return
-    position = trainer.position
-    facts = {"step": position.step, "samples": position.samples, "loss": position.loss, **trainer.measures}
-    early = {"ended_early": position.ended} if position.ended else {}
-    write_result(rank, {**facts, "weights_digest": digest, **early})
-    if isinstance(parts.train_data, StreamSource) and parts.train_data.num_short:
-        display.say(f"{parts.train_data.num_short} micro-batches of rank 0 were shorter: the last ones of a pass")
-    if trainer.stepper.passes.num_cut:
-        display.say(f"{trainer.stepper.passes.num_cut} samples of rank 0 were cut to the model's positions")
-    say_finished(display.say, trainer, has_heldout=parts.heldout is not None)
-    say_text(
-        display.say,
-        parts.model,
-        train=parts.train_data,
-        heldout=parts.heldout,
-        # One rank alone cannot run a model that is spread over several.
-        num_tokens=rank.config.train.sample_tokens if is_whole else 0,
-    )
-
-
-def _digest_weights(parts: Parts, *, step: int) -> str:
-    """Returns the identity of all weights at the end, on rank 0. Collective where ranks hold parts of them."""
-    if parts.group_names is None:
-        return weights_digest(parts.model.named_parameters())
-    if not parts.rank.place.is_first:
-        return ""
-    # No rank has a way to the parameters of all stages but the checkpoint that was just saved.
-    names = [name for group in parts.group_names for name in group]
-    checkpoints = list_checkpoints(parts.rank.run.checkpoints)
-    return weights_digest(saved_weights(next(path for path in checkpoints if name_of(path).step == step), names))

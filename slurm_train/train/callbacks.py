@@ -14,19 +14,56 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slurm_train.config.target import TARGET, instantiate
 from slurm_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from slurm_train.train.context import Parts
-    from slurm_train.train.trainer import Trainer
+    from slurm_train.train.context import Parts, Rank
+    from slurm_train.train.position import Position
+    from slurm_train.train.step import StepResult
 
 # A best checkpoint whose save failed gives way to the next best that is on disk.
 _NUM_SPARE = 3
+
+
+class Training(Protocol):
+    """What callbacks use of the trainer (`train.trainer.Trainer`)."""
+
+    @property
+    def rank(self) -> Rank:
+        """This rank: the configuration, the run directory, its place."""
+
+    @property
+    def position(self) -> Position:
+        """Where the run is; `position.step` is the step that was just done."""
+
+    @property
+    def newest(self) -> StepResult | None:
+        """The newest result of a step that was read: on a GPU that of the step before. None before the first."""
+
+    @property
+    def measures(self) -> Mapping[str, float]:
+        """The newest evaluation."""
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's model, or its part of it."""
+
+    def say(self, text: str | None) -> None:
+        """Prints a line, if there is one, on rank 0."""
+
+    def end_early(self, reason: str) -> None:
+        """Asks for the end of the run, as finished; one rank is enough."""
+
+    def ask_to_save(self) -> None:
+        """Asks for a checkpoint of this step, on all ranks at the same step."""
+
+    def charge(self, start: float, cause: str) -> None:
+        """Books the time since `start`, a time of `rank.clock`, as no step's."""
 
 
 class Callback:
@@ -40,22 +77,22 @@ class Callback:
     def attach(self, parts: Parts) -> None:
         """Called once, before a checkpoint is loaded: keep `parts.model` here, make the tensors of `state_dict`."""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: Training) -> None:
         """Called once, before the first step of an attempt, when the state of a checkpoint is there."""
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Training) -> None:
         """Called after each optimizer step; must not wait for the GPU at each."""
 
-    def on_evaluation(self, trainer: Trainer, measures: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
         """Called after an evaluation; the measures are the same on every rank, e.g. {"eval_loss": 1.2}."""
 
-    def on_save(self, trainer: Trainer) -> None:
+    def on_save(self, trainer: Training) -> None:
         """Called before each checkpoint; `state_dict` is asked after it."""
 
-    def on_stop(self, trainer: Trainer) -> None:
+    def on_stop(self, trainer: Training) -> None:
         """Called when the ranks have agreed to stop and the run will go on later; a save follows if there is time."""
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: Training) -> None:
         """Called when the run is finished, before its last save."""
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -162,7 +199,7 @@ class EarlyStopping(Monitor):
         self.patience, self.min_delta = patience, min_delta
         self.best, self.best_step, self.num_worse = math.inf, 0, 0
 
-    def on_evaluation(self, trainer: Trainer, measures: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
         """Compares, and asks for the end."""
         value = self.sign * self.read(measures)
         self.num_worse += 1
@@ -196,7 +233,7 @@ class BestCheckpoint(Monitor):
         self.keep = keep
         self.steps: list[list[Any]] = []
 
-    def on_evaluation(self, trainer: Trainer, measures: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
         """Sorts the step in, and asks for a save if it is one to keep."""
         value, step = self.read(measures), trainer.position.step
         if not math.isfinite(value):
@@ -246,13 +283,13 @@ class EMA(Callback):
             one.detach().clone().to(torch.promote_types(one.dtype, torch.float32)) for one in self.parameters
         ]
 
-    def on_start(self, _trainer: Trainer) -> None:
+    def on_start(self, _trainer: Training) -> None:
         """Begins with the parameters as they are, unless a checkpoint had an average."""
         if self.num_updates is None:
             self.num_updates = 0
             _copy(self.average, self.parameters)
 
-    def on_step_end(self, _trainer: Trainer) -> None:
+    def on_step_end(self, _trainer: Training) -> None:
         """Moves the average towards the parameters."""
         import torch
 
@@ -323,11 +360,11 @@ class ProfilerWindow(Callback):
         self.first, self.last, self.ranks = start_step, start_step + steps - 1, ranks
         self._profiler: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: Training) -> None:
         """Opens the window, if the next step is in it."""
         self.on_step_end(trainer)
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Training) -> None:
         """Opens the window before its first step, and closes it after its last."""
         is_inside = self.first <= trainer.position.step + 1 <= self.last
         if self._profiler is not None and not is_inside:
@@ -338,15 +375,15 @@ class ProfilerWindow(Callback):
             self._profiler = torch.profiler.profile()
             self._profiler.start()
 
-    def on_stop(self, trainer: Trainer) -> None:
+    def on_stop(self, trainer: Training) -> None:
         """Closes the window."""
         self._close(trainer)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: Training) -> None:
         """Closes the window."""
         self._close(trainer)
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self, trainer: Training) -> None:
         if self._profiler is None:
             return
         rank, (profiler, self._profiler) = trainer.rank, (self._profiler, None)
@@ -381,12 +418,12 @@ class TextSamples(Callback):
         can_generate = hasattr(parts.model, "generate") and hasattr(parts.train_data, "encoding")
         self.is_possible = can_generate and layout.pp == layout.cp == 1
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: Training) -> None:
         """Says if there will be no samples."""
         if not self.is_possible:
             trainer.say("no text samples: they need prepared text, a model with generate, and no pp or cp")
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Training) -> None:
         """Writes the samples of a step, when they are due."""
         rank, step = trainer.rank, trainer.position.step
         # Of a model that is cut all ranks compute the same.

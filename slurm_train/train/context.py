@@ -40,7 +40,6 @@ from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import EXIT_DONE, ConfigError
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.callbacks import Callback
 from slurm_train.train.signals import StopFlag
 
 _LONGEST_SUSPENSION_S = 7 * 86400.0
@@ -199,8 +198,6 @@ class Parts:
     """Steps of the whole run; known when it was resumed."""
     pipeline: Pipeline | None = None
     """This rank's stages; None where every rank computes all layers."""
-    callbacks: dict[str, Callback] = field(default_factory=dict)
-    """By the names of their states, in the order of their calls."""
 
 
 def native_precision(device: torch.device) -> str:

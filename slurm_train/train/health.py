@@ -24,7 +24,8 @@ from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.context import Rank, gather
-from slurm_train.train.saving import Checkpointer, Position
+from slurm_train.train.position import Position
+from slurm_train.train.saving import Checkpointer
 from slurm_train.train.step import StepResult
 
 _MOST_IDS = 256

@@ -16,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurm_train.data.source import SampleSource
 from slurm_train.metrics import Display, MetricsWriter
-from slurm_train.rundir.attempts import publish_result
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
-from slurm_train.rundir.sweep import sweep_of
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Rank
 from slurm_train.train.preserve import modes_kept
@@ -27,7 +25,6 @@ from slurm_train.train.step import StepResult
 if TYPE_CHECKING:
     from slurm_train.data.prepare import Encoding
     from slurm_train.data.text import TokenSource
-    from slurm_train.train.trainer import Trainer
 
 # A killed attempt loses what it did since its last account.
 _ACCOUNT_EVERY_S = 2.0
@@ -65,6 +62,8 @@ _NOT_PRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 class Recorder:
     """Keeps what a step gave; time spent elsewhere (evaluation, saving) is taken out of the step time. Rank 0 only.
+
+    Wide because it holds the sums of one window of steps, which are reset together.
 
     Args:
         rank: this rank.
@@ -375,49 +374,6 @@ class PaceProbe:
 def format_measures(measures: dict[str, float]) -> str:
     """Returns measures for people, e.g. "eval_loss 1.2345, eval_accuracy 0.9832"."""
     return ", ".join(f"{name} {value:.4f}" for name, value in measures.items())
-
-
-def write_result(rank: Rank, values: Mapping[str, Any]) -> None:
-    """Writes result.json, which says that the run is finished.
-
-    Raises:
-        RunError: a newer attempt has taken over; the result is that attempt's.
-    """
-    facts = {"attempt": rank.attempt, "world_size": rank.place.world_size, "time_unix_s": time.time()}
-    publish_result(rank.run, rank.attempt, {**values, **facts})
-
-
-def say_finished(say: Callable[[str], None], trainer: Trainer, *, has_heldout: bool) -> None:
-    """Prints the held-out numbers, where everything is, and what to do next."""
-    nothing = "nothing was evaluated"
-    if not has_heldout:
-        nothing += ", the data have no held-out samples (set data.heldout, or take a `split`)"
-    say(f"finished step {trainer.position.step}: {format_measures(trainer.measures) or nothing}")
-    if trainer.position.empty_steps:
-        say(f"nothing was learned in {trainer.position.empty_steps} steps in which no item counted")
-    if trainer.position.ended:
-        say(f"ended early: {trainer.position.ended}")
-    say(f"run directory: {trainer.rank.run.path}")
-    if sweep_of(trainer.rank.run) is not None:
-        return  # The sweep says what is next, once.
-    say(f"next: python -m slurm_train status {trainer.rank.run.run_id}")
-    say("      to repeat with another seed: the same words with seed=N or run.name=NAME")
-
-
-def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
-    """Prints where the run stopped and how it goes on."""
-    config, resume = trainer.rank.config, f"python -m slurm_train resume {trainer.rank.run.run_id}"
-    if trainer.not_saved:
-        why = f"{trainer.not_saved}; the run will continue from its newest checkpoint"
-        say(f"stopped at step {trainer.position.step} without a save: {why}")
-    else:
-        say(f"stopped at step {trainer.position.step}; everything is saved in {trainer.rank.run.path}")
-    # The job is requeued after a preemption or a time limit; a rank does not know which it was.
-    if config.cluster is not None and config.requeue.enabled and config.launch != "interactive":
-        say("next: nothing to do after a preemption or at the time limit: the job is requeued automatically")
-        say(f"      after a cancel: {resume}")
-    else:
-        say(f"next: {resume}")
 
 
 def say_text(

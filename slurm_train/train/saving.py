@@ -40,7 +40,6 @@ from slurm_train.checkpoint.state import (
     take_extra_states,
     training_state,
 )
-from slurm_train.config.batch import num_batches
 from slurm_train.config.frozen import trained_settings, training_changes
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
@@ -61,57 +60,16 @@ from slurm_train.rundir.events import (
 from slurm_train.rundir.files import fsync_file, read_json
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory
+from slurm_train.train.callbacks import Callback
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.optimizer import settings_of_groups
+from slurm_train.train.position import Position
 
 _FIRST_AFTER_STEPS = 10
 # A measured cost of nothing would ask for a save at every step.
 _LEAST_COST_S = 0.01
 # The disk should be idle half of the time, or the next save waits for it.
 _LEAST_SAVE_TIMES = 2.0
-
-
-@dataclass(slots=True)
-class Position:
-    """How far a run is: a few integers, counted at the optimizer."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    samples: int = 0
-    """Global samples that they consumed."""
-    items: int = 0
-    """Tokens (or samples) that their losses counted."""
-    empty_steps: int = 0
-    """Steps in which no item counted, so that nothing was learned."""
-    loss: float | None = None
-    """Loss of the newest step that was read."""
-    evaluation_due: bool = False
-    """The evaluation of this step was broken off by a stop."""
-    ended: str = ""
-    """Why the run ends at this step, before its last; "" where it goes on."""
-    recent_losses: list[float] = field(default_factory=list)
-    """Newest losses, oldest first; only kept where spikes are looked for."""
-    loss_scale: list[float] | None = None
-    """State of the loss scale; None without float16."""
-    batch_since: list[int] = field(default_factory=lambda: [0, 0])
-    """Steps and samples done when the global batch got its present size."""
-    bucket_order: list[int] = field(default_factory=list)
-    """Order in which gradients became ready in the run's first step; empty without DDP."""
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Position:
-        """Returns the position that a checkpoint was saved at."""
-        known = {key: value for key, value in manifest.extra.items() if key in cls.__slots__}
-        return cls(step=manifest.step, samples=manifest.samples, **known)
-
-    def as_extra(self) -> dict[str, Any]:
-        """Returns what a manifest keeps of it besides step and samples."""
-        return {key: value for key, value in asdict(self).items() if key not in ("step", "samples")}
-
-    def samples_at(self, step: int, *, global_size: int, growth: Mapping[str, int]) -> int:
-        """Returns the samples that the run will have seen at a step, as planned."""
-        since_step, since_samples = self.batch_since
-        return since_samples + (num_batches(growth, step) - num_batches(growth, since_step)) * global_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +179,14 @@ def build_continuity(
 
 @dataclass(slots=True, kw_only=True)
 class Checkpointer:
-    """Saves and restores one run's training state. All ranks call the same methods in the same order."""
+    """Saves and restores one run's training state. All ranks call the same methods in the same order.
+
+    Wide because a checkpoint holds all of a training: each part of it is a field here.
+    """
 
     parts: Parts
+    callbacks: Mapping[str, Callback]
+    """By the names of their states."""
     continuity: Continuity
     """Settings, code and data: what makes this the same training as the checkpoints'."""
     config_hash: str
@@ -461,7 +424,7 @@ class Checkpointer:
 
     def _callbacks_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the tensors of the callbacks, and a copy of their other values."""
-        return split_state({key: callback.state_dict() for key, callback in self.parts.callbacks.items()})
+        return split_state({key: callback.state_dict() for key, callback in self.callbacks.items()})
 
     @property
     def _share(self) -> tuple[int, int]:
@@ -484,7 +447,7 @@ class Checkpointer:
         rank_state: dict[str, Any] = {"rng": rng_state(), "modules": modules}
         if isinstance(source := self.parts.train_data, StreamSource):
             rank_state["data"] = source.state(position.samples)
-        if self.parts.callbacks and self.parts.rank.place.is_first:
+        if self.callbacks and self.parts.rank.place.is_first:
             rank_state[CALLBACKS] = callback_values
 
         def work() -> Saved:
@@ -545,7 +508,7 @@ class Checkpointer:
         if "rng" in rank_state:
             set_rng_state(rank_state["rng"])
         notes = self._restore_stream(choice.manifest, rank_state.get("data"))
-        if self.parts.callbacks:
+        if self.callbacks:
             notes += self._restore_callbacks(choice, load, stored=described.planner_data or {})
         return notes
 
@@ -567,7 +530,7 @@ class Checkpointer:
             stored: path of each saved tensor and value, by full name.
         """
         saved = (load_rank_state(choice.path, 0) or {}).get(CALLBACKS, {})
-        callbacks, step = self.parts.callbacks, choice.manifest.step
+        callbacks, step = self.callbacks, choice.manifest.step
         tensors, values = self._callbacks_state()
         tensors = {key: value for key, value in tensors.items() if key in saved}
         if saved:  # on all ranks, also on one whose stage has no tensor of theirs
@@ -613,7 +576,7 @@ class Checkpointer:
 
     def _header(self, position: Position, *, weights: dict[str, str]) -> CheckpointHeader:
         rank, place = self.parts.rank, self.parts.rank.place
-        kept = [rule for callback in self.parts.callbacks.values() if (rule := callback.kept_steps()) is not None]
+        kept = [rule for callback in self.callbacks.values() if (rule := callback.kept_steps()) is not None]
         return CheckpointHeader(
             step=position.step,
             samples=position.samples,

@@ -23,14 +23,15 @@ from slurm_train.distributed.seeds import mix
 from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import StepTimes
 from slurm_train.train.buffers import UnsavedState
-from slurm_train.train.callbacks import Callback
+from slurm_train.train.callbacks import Callback, Training
 from slurm_train.train.compile_cache import CompileCache
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.health import Health, check_replicas, refuse
 from slurm_train.train.metrics import PaceProbe, Recorder, format_measures
 from slurm_train.train.optimizer import Schedule, averaged, to_average
-from slurm_train.train.saving import Checkpointer, Position, SavePace
+from slurm_train.train.position import Position
+from slurm_train.train.saving import Checkpointer, SavePace
 from slurm_train.train.step import StepFacts, Stepper, StepResult
 from slurm_train.train.stopping import Stopping
 
@@ -44,7 +45,10 @@ _END_S = 3.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Trainer:
-    """All that one rank of a training holds; runs it from a position to its end or to an agreed stop."""
+    """All that one rank of a training holds; runs it from a position to its end or to an agreed stop.
+
+    Wide because it is the place where the parts of a training meet: each decides one thing, and this orders them.
+    """
 
     rank: Rank
     position: Position
@@ -170,8 +174,9 @@ class Trainer:
         return self.position.step >= self.max_steps or bool(self.position.ended)
 
     def _call(self, hook: str, *values: object) -> None:
+        training: Training = self
         for callback in self.callbacks.values():
-            getattr(callback, hook)(self, *values)
+            getattr(callback, hook)(training, *values)
 
     def _agrees_to_end(self) -> bool:
         """Returns whether the run ends here because a callback of some rank asked for it before now. Collective."""

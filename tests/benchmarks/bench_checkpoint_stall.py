@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.build import build_checkpointer
-from slurm_train.train.saving import Checkpointer, Position
+from slurm_train.train.position import Position
+from slurm_train.train.saving import Checkpointer
 from tests.support.options import read_options
 from tests.support.ranks import make_parts, make_rank
 

@@ -145,4 +145,5 @@ def our_loop(model: Any, source: Any, *, local_size: int, **sections: Any) -> tu
     rank.heartbeat.start(rank.run, 0, rank=number, host="here", limits=Limits(600, 300))
     parts = make_parts(rank, model, build_optimizer(model, optim=config.optim), source)
     display = Display(io.StringIO(), max_steps=10**6, every_s=0.5) if number == 0 else None
-    return build_trainer(parts, display=display, spent=Spent(begin_unix_s=time.time())), rank.heartbeat
+    spent = Spent(begin_unix_s=time.time())
+    return build_trainer(parts, callbacks={}, display=display, spent=spent), rank.heartbeat

@@ -37,7 +37,7 @@ PHASES = {
     "commit": Phase("slurm_train.checkpoint.commit", "Place.commit", 0.005, only_first=True),
     "prune": Phase("slurm_train.checkpoint.commit", "Place.prune", 0.005, only_first=True),
     "finish": Phase("slurm_train.train.saving", "Checkpointer.save", 0.05),
-    "result": Phase("slurm_train.train.build", "write_result", 0.003, only_first=True),
+    "result": Phase("slurm_train.train.ending", "write_result", 0.003, only_first=True),
     "exit": Phase("slurm_train.train.build", "shutdown", 0.005),
 }
 AT_THE_END = ("finish", "result", "exit")

@@ -12,7 +12,7 @@ import pytest
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.config.frozen import load_config
-from slurm_train.data.shards import known_fingerprint
+from slurm_train.data.check import known_fingerprint
 from slurm_train.errors import DataError, RunError
 from slurm_train.rundir.events import read_changes
 from slurm_train.rundir.files import read_json

@@ -14,7 +14,7 @@ import yaml
 
 from slurm_train.config.compose import Composer
 from slurm_train.config.schema import ClusterSection, flat, to_mapping
-from slurm_train.config.site_profile import SIZE
+from slurm_train.config.site_schema import SIZE
 from slurm_train.config.words import Words, read_words
 from tests.support.command_line import write
 

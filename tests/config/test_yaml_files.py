@@ -10,7 +10,8 @@ import pytest
 from slurm_train.config.compose import Composed, compose
 from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.config.schema import RunConfig, all_keys, build_config, flat, nested, to_mapping
-from slurm_train.config.site_profile import SiteFile, SitePartition, SiteQos, read_site
+from slurm_train.config.site_profile import read_site
+from slurm_train.config.site_schema import SiteFile, SitePartition, SiteQos
 from slurm_train.config.words import read_words
 from slurm_train.config.yaml_files import read_yaml
 from slurm_train.errors import ConfigError

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from slurm_train.data import stdlib, text
+from slurm_train.data.check import known_num_samples
 from slurm_train.data.prepare import PrepareOptions, prepare
-from slurm_train.data.shards import check_sizes, known_num_samples, read_index
+from slurm_train.data.shards import check_sizes, read_index
 from slurm_train.data.source import IGNORED
 from slurm_train.data.text import TokenSource
 from slurm_train.errors import DataError

@@ -21,6 +21,7 @@ from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.metrics import Display
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.build import apply_parallelism, build_parts, build_trainer
+from slurm_train.train.callbacks import build_callbacks
 from slurm_train.train.context import Rank
 from slurm_train.train.trainer import Trainer
 from tests.support.ports import free_port, rank_environments
@@ -116,7 +117,8 @@ def build_of(rank: Rank) -> Trainer:
     parts = build_parts(rank)
     apply_parallelism(parts)
     display = Display(io.StringIO(), max_steps=1000) if rank.place.is_first else None
-    return build_trainer(parts, display=display, spent=Spent(begin_unix_s=time.time()))
+    callbacks = build_callbacks(rank.config.callbacks)
+    return build_trainer(parts, callbacks=callbacks, display=display, spent=Spent(begin_unix_s=time.time()))
 
 
 def training_of(sections: Sections, folder: Path, **place: Any) -> Trainer:

@@ -368,8 +368,7 @@ def test_a_measure_that_evaluations_do_not_give_is_named() -> None:
 def test_what_evaluations_do_not_give_is_seen_before_the_first_step(monitor: str, names: Any, said: str) -> None:
     callbacks: Any = {"0": EarlyStopping(monitor=monitor)}
     evaluator: Any = None if names is None else SimpleNamespace(try_out=lambda: names)
-    parts: Any = SimpleNamespace(callbacks=callbacks, model=nn.Linear(1, 1))
+    parts: Any = SimpleNamespace(model=nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=said):
-        _check_measures(parts, evaluator)
-    parts.callbacks = {}
-    _check_measures(parts, evaluator)
+        _check_measures(parts, callbacks, evaluator)
+    _check_measures(parts, {}, evaluator)

@@ -15,7 +15,7 @@ from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.health import Health, digest_of_parameters, find_divergent, position_after_rollbacks
-from slurm_train.train.saving import Position
+from slurm_train.train.position import Position
 from slurm_train.train.step import StepFacts, StepResult
 from tests.support.ranks import make_rank
 from tests.train.small_runs import config_of, result_of, run_to_end, steps_of

@@ -30,6 +30,7 @@ from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Rank
+from slurm_train.train.ending import say_stopped, write_result
 from slurm_train.train.evaluate import _as_numbers, measures
 from slurm_train.train.metrics import (
     GpuReader,
@@ -38,11 +39,9 @@ from slurm_train.train.metrics import (
     flops_per_token,
     peak_flops,
     printable,
-    say_stopped,
     say_text,
-    write_result,
 )
-from slurm_train.train.saving import Position
+from slurm_train.train.position import Position
 from slurm_train.train.step import StepFacts, StepResult
 from tests.support.ranks import make_rank
 from tests.support.warm_ranks import run_pair

@@ -25,7 +25,8 @@ from slurm_train.rundir.lineage import read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
 from slurm_train.train.optimizer import build_optimizer
-from slurm_train.train.saving import Checkpointer, Position, SavePace, failure_every_s, interval_steps
+from slurm_train.train.position import Position
+from slurm_train.train.saving import Checkpointer, SavePace, failure_every_s, interval_steps
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.stopping import Stopping
 from tests.support.ranks import make_rank
@@ -197,12 +198,13 @@ def test_only_statistics_that_are_saved_hold_up_the_next_pass(
     monkeypatch.setattr(Checkpointer, "_work", lambda *_, **__: lambda: Saved(Path(), manifest=None))
     others: Any = dict.fromkeys(("continuity", "config_hash", "lr", "place", "local", "group", "log"))
     optimizer = build_optimizer(model, optim=OptimSection())
-    parts: Any = SimpleNamespace(rank=make_rank(), model=model, optimizer=optimizer, group_names=None, callbacks={})
+    parts: Any = SimpleNamespace(rank=make_rank(), model=model, optimizer=optimizer, group_names=None)
     buffers = StagingBuffers(torch.device("cpu"))
     division = Division(group=None)
-    Checkpointer(parts=parts, division=division, saver=BackgroundSaver(), buffers=buffers, **others).save_soon(
-        Position()
+    checkpointer = Checkpointer(
+        parts=parts, callbacks={}, division=division, saver=BackgroundSaver(), buffers=buffers, **others
     )
+    checkpointer.save_soon(Position())
     assert bool(held) == holds
 
 

@@ -73,7 +73,10 @@ class DiskFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """One node, as its first rank sees it."""
+    """One node, as its first rank sees it.
+
+    Wide because it is a record that ranks exchange: each rule reads the few fields that it needs.
+    """
 
     node: str
     node_rank: int
@@ -212,7 +215,10 @@ class Trouble:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """What a job should be like, and everything that rank 0 knows of it."""
+    """What a job should be like, and everything that rank 0 knows of it.
+
+    Wide because it is the one value that all rules get; each reads the few fields that it needs.
+    """
 
     names: tuple[str, ...]
     """Its nodes in rank order; the first is rank 0's."""

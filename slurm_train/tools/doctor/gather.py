@@ -30,7 +30,8 @@ import xxhash
 
 from slurm_train import __version__
 from slurm_train.config.schema import RunConfig
-from slurm_train.data.shards import check_sizes, known_fingerprint, read_index
+from slurm_train.data.check import known_fingerprint
+from slurm_train.data.shards import check_sizes, read_index
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import addresses_of
 from slurm_train.errors import DataError

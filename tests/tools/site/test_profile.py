@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurm_train.config.site_profile import SiteFile, read_site
+from slurm_train.config.site_profile import read_site
+from slurm_train.config.site_schema import SiteFile
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import Partition, parse_sinfo

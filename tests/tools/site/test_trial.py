@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slurm_train.config.site_profile import SiteFile
+from slurm_train.config.site_schema import SiteFile
 from slurm_train.slurm.policy import Refusal, TestVerdict
 from slurm_train.tools.site import build_profile, trial_script, try_site
 from tests.tools.site.sites import facts_of

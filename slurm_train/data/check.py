@@ -1,0 +1,101 @@
+"""What the login node knows of a data set from its configuration, without its code and without torch.
+
+Text that is prepared has an index on disk: its fingerprint, its size and its token ids are compared before a job is
+submitted. Of any other data set nothing is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurm_train.data.shards import INDEX, PREPARED, Shard, Split, default_path, fingerprint_of
+from slurm_train.errors import DataError
+from slurm_train.rundir.files import read_json
+
+_EMBEDDED = "slurm_train.data.stdlib.build"
+_PACKED = "slurm_train.data.text.build_packed"
+_MIX = "slurm_train.data.mix.build"
+
+
+def known_fingerprint(data: Mapping[str, Any], *, cwd: Path, split: Split = "train") -> str | None:
+    """Returns the fingerprint of the samples if it is known without running the data set's own code, else None.
+
+    Args:
+        data: the `data` mapping of a configuration.
+        cwd: directory that a relative path starts from.
+        split: which samples.
+    """
+    shards, context = _shards_of(data, cwd=cwd, split=split)
+    return fingerprint_of((one.xxh3_128 for one in shards), context=context) if shards else None
+
+
+def known_num_samples(data: Mapping[str, Any], *, cwd: Path) -> int | None:
+    """Returns the number of training samples if it is known without running the data set's own code, else None.
+
+    Args:
+        data: the `data` mapping of a configuration.
+        cwd: directory that a relative path starts from.
+    """
+    shards, context = _shards_of(data, cwd=cwd, split="train")
+    return sum((one.tokens - 1) // context for one in shards) or None
+
+
+def _shards_of(data: Mapping[str, Any], *, cwd: Path, split: Split) -> tuple[list[Shard], int]:
+    """Returns the shards of a split of prepared text and the length of a window; none where there is none."""
+    try:
+        directory = _directory_of(data, cwd=cwd)
+        shards = (read_json(directory / INDEX) or {})["splits"][split]["shards"] if directory else []
+        return [Shard(**one) for one in shards], int(data.get("context", 256))
+    except (DataError, KeyError, TypeError, OSError):
+        return [], 1
+
+
+def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Path) -> None:
+    """Checks on the login node that text is there, and that its token ids are among the model's.
+
+    Other data sets only their own code can check.
+
+    Args:
+        data: the `data` mapping of a configuration.
+        vocab_size: number of token ids of the model, None where it is not known.
+        cwd: directory that a relative path starts from.
+
+    Raises:
+        DataError: there is no text, or none that is prepared where that is asked for, or it has more token ids than
+            the model.
+    """
+    for one in (data.get("sources") or {}).values() if data.get("_target_") == _MIX else ():
+        require_readable({"_target_": PREPARED, **one}, vocab_size=vocab_size, cwd=cwd)
+    directory = _directory_of(data, cwd=cwd)
+    index = read_json(directory / INDEX) if directory else None
+    if data.get("_target_") == PREPARED and index is None:
+        raise DataError(
+            f"data.path={data.get('path')} holds no prepared text: {directory}/{INDEX} is missing or broken",
+            hint=f"make it with `python -m slurm_train prepare TEXT_FILES --out {data.get('path')}`",
+        )
+    found = (index or {}).get("vocab_size")
+    if vocab_size is not None and isinstance(found, int) and found > vocab_size:
+        raise DataError(
+            f"the text has {found} token ids, the model only {vocab_size}",
+            hint=f"set the model's number of token ids to {found} or more (model.vocab_size, or vocab_size in "
+            "model.config), or encode the text with the model's own tokenizer",
+        )
+
+
+def _directory_of(data: Mapping[str, Any], *, cwd: Path) -> Path | None:
+    """Returns where the shards of a data set of ours are or will be, None for any other data set."""
+    target, path = data.get("_target_"), data.get("path")
+    if target == _EMBEDDED and not path:
+        return default_path()
+    if target in (_EMBEDDED, PREPARED):
+        return cwd / Path(str(path)).expanduser()
+    if target == _PACKED:
+        from slurm_train.data.prepare import Packing
+
+        words = {
+            name: value for name, value in data.items() if name not in ("_target_", "context", "split", "prefetch")
+        }
+        return Packing(**words, cwd=cwd).directory
+    return None
