@@ -49,7 +49,7 @@ lint: setup-test  ## ruff, mypy, shellcheck, no large files
 	@sh .ci/large-files.sh
 
 test: setup-test system-packages lint  ## set up everything, Slurm and a browser included, and pass the tests
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --durations=40 --durations-min=8
 	@$(MAKE) --no-print-directory test-platform
 
 test-platform: setup  ## checkpoints and the main path on other Pythons (PLATFORM_PYTHONS: /usr/bin/python3 python3.10 python3.13)
