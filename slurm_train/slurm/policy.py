@@ -396,7 +396,7 @@ _SUBJECTS = {
     r"\breservations?\b": "the reservation (cluster.sbatch.reservation)",
     r"\blicen[sc]es?\b": "the licenses (cluster.sbatch.licenses)",
     r"\bwckeys?\b": "the WCKey (cluster.sbatch.wckey)",
-    r"\bexclusive\b": "whole nodes (cluster.sbatch.exclusive)",
+    r"(?<!mutually )\bexclusive\b": "whole nodes (cluster.sbatch.exclusive)",
     r"\bcomments?\b": "the comment (cluster.sbatch.comment)",
     r"\bjob.?names?\b": "the job's name (run.name)",
     r"\brequeue": "--requeue (requeue.enabled=false)",

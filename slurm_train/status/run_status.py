@@ -475,12 +475,15 @@ def never_began(files: RunFiles, job: JobState) -> str:
     """Returns why a job ended before its attempt began: what its script said last, or that its log was not opened."""
     if words := _last_words(files, job):
         return f"ended before it began: {words}"
+    if not job.nodelist:
+        # Slurm fails a job that waits, e.g. where it finds that a constraint cannot be met.
+        return f"ended before it had nodes: {explain_reason(job.reason) or 'Slurm has no reason on record'}"
     code = job.exit_code.partition(":")[0]
     if job.reason == "NonZeroExitCode" or code not in ("", "0"):
         # The script ran, so its log was opened.
         with_code = f" with exit code {code}" if code not in ("", "0") else ""
         return f"ended before it began{with_code}, and its script said nothing: see cluster.setup in submit.sh"
-    host = parse_nodelist(job.nodelist)[0] if job.nodelist else "its first node"
+    host = parse_nodelist(job.nodelist)[0]
     return f"ended before it began: does {host} see the run directory? (run.root=/shared/path)"
 
 

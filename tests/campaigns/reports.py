@@ -18,8 +18,9 @@ from typing import NamedTuple
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally, only_true
+from tests.fakes.hub import Repository, serving
 from tests.support.command_line import Done, Person
-from tests.support.slurm_runs import command, job_state, wait_for_state
+from tests.support.slurm_runs import command, job_state, wait_for_state, wait_until_finished
 from tests.support.waiting import wait_for
 
 _SCRIPT = "import sys\nimport time\n\ntime.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 1)\n"
@@ -167,6 +168,99 @@ def _no_step(person: Person) -> Iterator[str]:
             "srun's own words are missing": "Invalid generic resource" not in said,
             "there is no STEP_REFUSED": "STEP_REFUSED" not in said,
             "a node is blamed": "NODE_MISSING" in said or "cluster.exclude" in said,
+        }
+    )
+
+
+@contextlib.contextmanager
+def _features(of_nodes: dict[str, str]) -> Iterator[None]:
+    def set_features(node: str, features: str) -> None:
+        command("scontrol", "update", f"NodeName={node}", f"AvailableFeatures={features}", f"ActiveFeatures={features}")
+
+    for node, features in of_nodes.items():
+        set_features(node, features)
+    try:
+        yield
+    finally:
+        for node in of_nodes:
+            set_features(node, "")
+
+
+def _failed_while_it_waited(person: Person) -> Iterator[str]:
+    # sbatch --test-only takes it; Slurm fails the job when it looks for nodes.
+    words = "script=[train.py] +cluster=2x1 run.name=bad 'cluster.sbatch.constraint=first*1&second*1'"
+    with _features({"node1": "first", "node2": "second"}):
+        job, run = _types(person, words).job_and_run
+        _ends(job)
+    status = _status(person, run)
+    if "BadConstraints" not in str(status["note"]):
+        yield f"status says {status['state']}: {status['note']}"
+
+
+def _late_answer(person: Person) -> Iterator[str]:
+    is_test = 'case " $* " in *" --test-only "*) exec $real "$@";; esac'
+    late = f'(sleep 8; $real "$@") > {person.folder}/late 2>&1 < /dev/null &'
+    path = _put_before(person, "sbatch", f"{is_test}\n{late}\necho 'Your request was accepted.'")
+    done = _types(person, "script=[train.py] +cluster=1x1 run.name=late cluster.sbatch.hold=true", PATH=path)
+    if "is not known" not in done.err:
+        yield f"the answer was taken for something: {done.err[-200:]}"
+        return
+    (config,) = (person.folder / "runs" / "late").glob("*/config.yaml")
+    run = RunDirectory(config.parent)
+    before = _status(person, run)
+    if before["state"] != "not_started" or "resume" not in str(before["note"]):
+        yield f"before it is in the queue status says {before['state']}: {before['note']}"
+    job_file = person.folder / "late"
+    wait_for(lambda: job_file.exists() and job_file.read_text().strip(), within_s=_PATIENCE_S, what="the late job")
+    status = _status(person, run)
+    if (status["state"], status["job_id"]) != ("queued", job_file.read_text().strip()):
+        yield f"status says {status['state']} of job {status['job_id']}: {status['note']}"
+
+
+# --- nodes without internet ---
+
+_TOKENS = """
+import os, pathlib, torch
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, split="train"):
+        pathlib.Path("offline").write_text(os.environ.get("HF_HUB_OFFLINE", "unset"))
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        tokens = torch.arange(index, index + 9) % 64
+        return tokens[:-1], tokens[1:]
+"""
+_OF_HUB = (
+    "+cluster=2x1 run.name=hub model=hf model.path=lab/tiny data._target_=mine.Tokens train.max_steps=2 "
+    "train.evaluate=false batch.global_size=4 checkpoint.every_steps=1 train.sample_tokens=0"
+)
+
+
+def _model_of_hub(person: Person) -> Iterator[str]:
+    from slurm_train.models.causal_lm import causal_lm
+
+    (person.folder / "mine.py").write_text(_TOKENS)
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    causal_lm(model_type="llama", config=shape | heads).network.save_pretrained(person.folder.parent / "model")
+    files = {path.name: path.read_bytes() for path in (person.folder.parent / "model").iterdir()}
+    with serving() as hub:
+        hub.repositories["lab/tiny"] = Repository()
+        commit = hub.repositories["lab/tiny"].commit(files)
+        env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(person.folder.parent / "hf")}
+        for words in ("model.path=lab/none", "model.revision=v9"):
+            refused = _types(person, f"{_OF_HUB} {words}", **env)
+            if refused.code != 2 or "Hub" not in refused.err or (person.folder / "runs").exists():
+                yield f"{words}: exit code {refused.code}: {refused.err[-200:]}"
+        _, run = _types(person, _OF_HUB, **env).job_and_run
+    # The Hub is gone before the ranks have started.
+    wait_until_finished(run, within_s=_PATIENCE_S)
+    (pinned,) = json.loads(run.provenance.read_text())["hub"]
+    yield from only_true(
+        {
+            "the commit is not on record": pinned["commit"] != commit,
+            "ranks may have asked the Hub": (person.folder / "offline").read_text() != "1",
         }
     )
 
@@ -370,10 +464,12 @@ SITUATIONS: tuple[Situation, ...] = (
         Situation(f"a job that ends before it begins: {name}", _failing_setup(line, words))
         for name, (line, words) in _SETUP.items()
     ),
+    Situation("a job that Slurm fails while it waits", _failed_while_it_waited),
     Situation("a relative path in cluster.setup, resumed from another folder", _relative_setup),
     Situation("a resume that fails before it begins", _failed_resume),
     Situation("a wrapper that prints sbatch's sentence", _wrapped_run(_NAMED)),
     Situation("a wrapper that prints a sentence of its own", _wrapped_run("Your job no. $id is queued")),
+    Situation("an answer that comes before the job", _late_answer),
     Situation("a wrapper around the sbatch of a sweep", _wrapped_sweep),
     Situation("lines of a site on stdout of sinfo, squeue and scontrol", _lines_of_sinfo),
     Situation("a filter that explains itself on stdout", _refused_with(_QUEUE, 1, "cluster.partition")),
@@ -383,4 +479,5 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("bad nodes of a list of partitions", _bad_node_of_partitions),
     Situation("a home that is a link on the login node alone", _linked_home),
     Situation("a site that prescribes the names of jobs", _prescribed_name),
+    Situation("a model of the Hub, and nodes without internet", _model_of_hub),
 )

@@ -301,5 +301,12 @@ def test_words_of_a_site_point_at_settings(words: str, settings: str) -> None:
         assert all(line.strip() in verdict.message for line in words.splitlines())
 
 
+def test_options_that_exclude_each_other_do_not_point_at_whole_nodes() -> None:
+    words = "sbatch: fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.\n"
+    advice = read_verdict(1, words).advice
+    assert "cluster.memory_gb_per_gpu" in advice and "cluster.sbatch.mem-per-gpu" in advice
+    assert "cluster.sbatch.exclusive" not in advice
+
+
 def test_words_about_nothing_point_at_no_setting() -> None:
     assert read_verdict(1, "sbatch: error: come back tomorrow\n").advice == Refusal.OTHER.value

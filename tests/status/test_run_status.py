@@ -70,12 +70,20 @@ STATES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         *("failed", "ended before it began, and its script said nothing: see cluster.setup in submit.sh"),
     ),
     "failed before it began, with a code": (
-        *(job_state("12", "FAILED", source="sacct", exit_code="3:0"), {}),
+        *(job_state("12", "FAILED", source="sacct", exit_code="3:0", nodelist="node3"), {}),
         *("failed", "ended before it began with exit code 3, and its script said nothing"),
     ),
     "its log could not be opened": (
         *(job_state("12", "FAILED", source="sacct", exit_code="0:53", nodelist="node3"), {}),
         *("failed", "ended before it began: does node3 see the run directory? (run.root=/shared/path)"),
+    ),
+    "failed while it waited": (
+        *(job_state("12", "FAILED", reason="BadConstraints"), {}),
+        *("failed", "ended before it had nodes: no node has what it asks for (BadConstraints)"),
+    ),
+    "failed while it waited, by accounting": (
+        *(job_state("12", "FAILED", source="sacct", exit_code="1:0"), {}),
+        *("failed", "ended before it had nodes: Slurm has no reason on record"),
     ),
     "killed with its node": (job_state("12", "NODE_FAIL"), {"ledger": attempt(0)}, "node_failure", ""),
     "its time ran out, files alone": (None, {"ledger": attempt(0, reason="time_limit", note="n")}, "timeout", "n"),
@@ -107,7 +115,7 @@ NEWEST_JOBS: dict[str, tuple[dict[str, Any], str, float, str, str]] = {
     "an attempt was killed before it": (
         *({"ledger": attempt(0, job_id="11")}, "FAILED", -2, "failed", f"ended before it began: {MODULE}"),
     ),
-    "the log is of an earlier job": ({}, "FAILED", 100, "failed", "ended before it began: does its first node see"),
+    "the log is of an earlier job": ({}, "FAILED", 100, "failed", "ended before it began: does node3 see"),
     "a resume was lost with its node": ({"ledger": CANCELLED}, "NODE_FAIL", -2, "node_failure", "ended before it"),
     "a resume found nothing to do": ({"ledger": CANCELLED}, "COMPLETED", -2, "cancelled", "the job was cancelled"),
     "a resume waits": ({"ledger": CANCELLED}, "PENDING", 100, "queued", ""),
@@ -120,7 +128,8 @@ def test_the_newest_job_counts_and_its_last_words_are_quoted(case: str, has_run:
     logs = {"batch.log": f"slurm_train: attempt 0 of it\n\x1b[31m/var/spool/job12/{MODULE}\x1b[0m\n\n"}
     run = has_run(**{"job_ids": ("11", "12"), "logs": logs} | facts)
     now_s = int(time.time())
-    found = seen(run, look(job_state("12", word, start=str(now_s + start_s), end=str(now_s + start_s))))
+    times = {"start": str(now_s + start_s), "end": str(now_s + start_s)}
+    found = seen(run, look(job_state("12", word, nodelist="node3", **times)))
     assert (found.state.value, found.note[: len(note)]) == (state, note)
 
 
