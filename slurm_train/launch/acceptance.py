@@ -105,6 +105,11 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
         return f"partitions here: {', '.join(one.name for one in partitions)}; set cluster.partition"
     # Of a range of nodes the fewest are enough.
     nodes, gpus = next(plan.world.possible()).num_nodes, max(plan.world.ranks_per_node)
+    if verdict.refusal is Refusal.RESOURCES and any(leaf.startswith("block ") for leaf in commands.topology().values()):
+        general += (
+            "; the network here has blocks (`scontrol show topology`): nodes in cluster.nodelist must be of one block, "
+            "and cluster.sbatch.segment must divide the nodes and fit into a block"
+        )
     if cluster is None or cluster.gpu_flag == "none":
         return general
     if nodes <= part.num_nodes and gpus <= part.gpus_per_node:

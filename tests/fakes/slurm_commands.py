@@ -62,6 +62,7 @@ class FakeSlurmCommands:
         self.ahead: dict[str, int] = {}
         self.scripts: dict[str, str] = {}
         self.names: dict[str, str] = {}
+        self.leaves: dict[str, str] = {}
         self._is_available = is_available
 
     def is_available(self) -> bool:
@@ -86,7 +87,7 @@ class FakeSlurmCommands:
         return dict(self.scripts)
 
     def topology(self) -> dict[str, str]:
-        return {}
+        return dict(self.leaves)
 
     def own_names(self) -> dict[str, str]:
         self._fail_if_told()

@@ -90,6 +90,16 @@ def test_a_refusal_of_several_partitions_is_explained_by_the_largest() -> None:
     assert "partition main has 4 nodes" in refusal(ClusterError, require_acceptable, SCRIPT, commands, plan).hint
 
 
+def test_a_refusal_of_nodes_names_the_blocks_of_the_network() -> None:
+    commands: Any = FakeSlurmCommands()
+    commands.verdict = refused(Refusal.RESOURCES)
+    plan = make_plan(cluster={"nodelist": "node2,node3", "nodes": 2}, batch={})
+    for leaves, has_blocks in (({}, False), ({"node1": "switch a"}, False), ({"node1": "block a"}, True)):
+        commands.leaves = leaves
+        hint = refusal(ClusterError, require_acceptable, SCRIPT, commands, plan).hint
+        assert ("cluster.sbatch.segment" in hint) is has_blocks
+
+
 # --- nodes that were found bad ---
 
 

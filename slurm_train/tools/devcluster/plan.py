@@ -5,7 +5,8 @@ whatever a later step made, also when `up` was killed half way.
 
 A habit of a site is data, too: what other clusters do otherwise, as settings of slurm.conf, lines of other files, names
 of the nodes, and shell lines for what no file of Slurm's can say. Every text may name {state}, {conf}, {controller},
-{nodelist} and {gpus}; a brace of its own is doubled. Several habits are applied in the order in which they are given.
+{nodelist}, {first_half} and {second_half} of the nodes, and {gpus}; a brace of its own is doubled. Several habits are
+applied in the order in which they are given.
 """
 
 from __future__ import annotations
@@ -187,6 +188,8 @@ def configuration(plan: ClusterPlan, *, nsswitch: str = "", slurm: tuple[int, ..
         "address": plan.addresses[CONTROLLER],
         "nodes": nodes,
         "nodelist": nodelist,
+        "first_half": compact_nodelist(list(names.values())[: (plan.nodes + 1) // 2]),
+        "second_half": compact_nodelist(list(names.values())[(plan.nodes + 1) // 2 :]),
         "gpu_nodes": gpu_nodes,
         "gpu_type": f" Type={habit.gpu_type}" if habit.gpu_type else "",
         "gpu_files": compact_nodelist([f"gpu{index}" for index in range(plan.gpus)]),
@@ -489,6 +492,21 @@ HABITS = {
     ),
     "interactive-step": Habit(
         "salloc gives a shell on the first node", settings={"LaunchParameters": "use_interactive_step"}
+    ),
+    "switches": Habit(
+        "Slurm knows the network: half of the nodes on each of two switches",
+        settings={"TopologyPlugin": "topology/tree"},
+        files={
+            "topology.conf": "SwitchName=leaf1 Nodes={first_half}\nSwitchName=leaf2 Nodes={second_half}\n"
+            "SwitchName=spine Switches=leaf[1-2]\n"
+        },
+    ),
+    "blocks": Habit(
+        "Slurm (24.05 or newer) knows the network: half of the nodes in each of two blocks",
+        settings={"TopologyPlugin": "topology/block"},
+        files={
+            "topology.conf": "BlockName=block1 Nodes={first_half}\nBlockName=block2 Nodes={second_half}\nBlockSizes=2\n"
+        },
     ),
     "min-job-age": Habit("Slurm forgets a job 2 s after its end", settings={"MinJobAge": "2"}),
     "other-names": Habit(

@@ -37,3 +37,11 @@ def test_an_unknown_habit_is_refused_with_those_that_there_are():
         combined(["no-grace"])
     with pytest.raises(ClusterError, match="--site fqdn,no-dns: two of them change names"):
         combined(["fqdn", "no-dns"])
+
+
+@pytest.mark.parametrize(("num_nodes", "halves"), [(4, ("node[1-2]", "node[3-4]")), (3, ("node[1-2]", "node3"))])
+def test_switches_and_blocks_have_half_of_the_nodes_each(num_nodes, halves):
+    for habit, key in (("switches", "SwitchName"), ("blocks", "BlockName")):
+        text = configuration(ClusterPlan(nodes=num_nodes, gpus=2, site=(habit,)))["topology.conf"]
+        nodes = [line.partition("Nodes=")[2] for line in text.splitlines() if line.startswith(key) and "Nodes=" in line]
+        assert nodes == list(halves)
