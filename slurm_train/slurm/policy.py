@@ -424,8 +424,9 @@ _OF_FLAG = {
 _SHORT_FLAG = re.compile(r"(?<![\w-])-(?P<name>[AptqCGNc])(?=[ =<\[]|$)", re.MULTILINE)
 _LONG_FLAG = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z0-9]+(?:-[a-z0-9]+)*)")
 _ESTIMATE = re.compile(
-    # A heterogeneous job's line has neither "nodes" nor the partition.
-    r"to start at (?P<start>\S+) using .* on (?:nodes )?(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
+    # A heterogeneous job's line has neither "nodes" nor the partition; that of 26.05 has a word more: "to start at T a
+    # using 2 processors on nodes node[3-4] in partition main".
+    r"to start at (?P<start>\S+) (?:\S+ )?using .* on (?:nodes )?(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
 )
 
 _REFUSED = re.compile(r"(?m)^(?:sbatch: error: )?(?:allocation failure: |Batch job submission failed: )")

@@ -500,14 +500,27 @@ _PHRASES = {
     ),
     "launch failed requeued held": "could not be started on its nodes, so it is held; `scontrol release` tries again",
 }
+_ON_ONE_SWITCH = "waits for enough free nodes on one switch or in one block"
 _BEGINNINGS = {
     "Nodes required for job are": "nodes that it could have are down, drained or kept for other partitions",
+    # Of topology plug-ins (25.11 and newer).
+    "No suitable topology unit found": _ON_ONE_SWITCH,
+    "Insufficient resources in topology unit": _ON_ONE_SWITCH,
+    "Weight-based selection could not satisfy request": _ON_ONE_SWITCH,
+    "No available nodes in topology": _ON_ONE_SWITCH,
+    "Exceeded maximum node limit during topology": _ON_ONE_SWITCH,
+    "Required nodes do not fit topology": "nodes that it names are not on one switch or in one block",
+    "Required nodes lack available resources": "nodes that it names have not enough free",
     "RaisedSignal": "was ended by a signal",
     "BurstBuffer": "waits for the burst buffer",
     "FrontEnd": "waits for a front-end node",
 }
 # These wait for nodes; all others wait for something else and delay no other job.
-_WAITS_FOR_NODES = ("", "None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "Nodes required for job are")
+_WAITS_FOR_NODES = ("", "None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown")
+_WAITS_FOR_NODES_BEGINNINGS = (
+    *("Nodes required for job are", "Required nodes lack available resources"),
+    *(beginning for beginning, phrase in _BEGINNINGS.items() if phrase == _ON_ONE_SWITCH),
+)
 
 _LIMIT = re.compile(
     r"(?P<owner>Assoc|QOS|)(?P<kind>Grp|Max|Min)"
@@ -553,7 +566,8 @@ def explain_reason(reason: str) -> str:
 
 def waits_for_nodes(reason: str) -> bool:
     """Returns whether a job that waits for this reason would start if it had nodes."""
-    return _code_of(reason) in _WAITS_FOR_NODES or reason.startswith(_WAITS_FOR_NODES[-1])
+    code = _code_of(reason)
+    return code in _WAITS_FOR_NODES or code.startswith(_WAITS_FOR_NODES_BEGINNINGS)
 
 
 def _code_of(reason: str) -> str:
