@@ -38,8 +38,10 @@ Batch = tuple[Tensor, ...] | dict[str, Tensor]
 IGNORED = -100
 Tokens = NDArray[np.unsignedinteger[Any]]
 _ALPHA = 0.1
-_TOLERANCE, _LOW_TOLERANCE = 1e-3, 3e-2
-"""Relative differences of a loss that are rounding, in float32 and in types of 16 bits."""
+_TOLERANCE = 1e-3
+"""Relative difference of a loss in float32 that is rounding."""
+_LOW_TOLERANCE = 3e-2
+"""The same in types of 16 bits."""
 _NUM_SHOWN = 3
 # Pairs of tokens counted at once; a block of int64 codes is 8 MB.
 _BLOCK = 2**20
@@ -71,10 +73,13 @@ class Objective(nn.Module):
         self._are_next = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor)."""
-        own = getattr(self.model, "training_loss", None)
-        if own is not None:
-            return self._sum_and_count(own(batch))
+        """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor).
+
+        The first of these that applies: the model's `training_loss`, its losses of lists, its own mean, its scores.
+        """
+        training_loss = getattr(self.model, "training_loss", None)
+        if training_loss is not None:
+            return self._sum_and_count(training_loss(batch))
         if _has_lists(batch):
             scored = self._loss_of_lists(batch)
             if scored is None:
@@ -96,20 +101,14 @@ class Objective(nn.Module):
     def evaluation_sums(self, batch: Batch) -> dict[str, Tensor]:
         """Returns sums over the items of a batch: "loss", "count", "correct" for a classifier, or the model's own.
 
-        Called without gradients, on any number of batches per rank.
+        Called without gradients, on any number of batches per rank. The first that applies, as in `forward`.
         """
-        own = getattr(self.model, "evaluation_sums", None)
-        if own is not None:
-            sums = own(batch)
-            if not isinstance(sums, dict) or not {"loss", "count"} <= set(sums):
-                raise ConfigError(
-                    f"{type(self.model).__name__}.evaluation_sums gave {_kind(sums)}, not a dict with loss and count",
-                    hint='return the sum of the loss over the batch as "loss" and the number of items as "count"',
-                )
-            return {name: one if isinstance(one, Tensor) else torch.tensor(one) for name, one in sums.items()}
-        own_loss = getattr(self.model, "training_loss", None)
-        if own_loss is not None:
-            loss, count = self._sum_and_count(own_loss(batch))
+        evaluation_sums = getattr(self.model, "evaluation_sums", None)
+        if evaluation_sums is not None:
+            return self._checked_sums(evaluation_sums(batch))
+        training_loss = getattr(self.model, "training_loss", None)
+        if training_loss is not None:
+            loss, count = self._sum_and_count(training_loss(batch))
             return {"loss": loss, "count": count}
         if _has_lists(batch):
             scored = self._loss_of_lists(batch)
@@ -118,16 +117,30 @@ class Objective(nn.Module):
                     f"{type(self.model).__name__} gives no loss of held-out samples in evaluation mode",
                     hint="define evaluation_sums(batch) on the model, which returns sums of its loss or of a measure",
                 )
-            return {"loss": scored[0], "count": scored[1]}
+            loss, count = scored
+            return {"loss": loss, "count": count}
         batch = self._within_context(batch)
         outputs = self._call(batch)
         mean = self._own_mean(outputs, batch)
         if mean is None:
             sums = self.sums_of(self._scores_in(outputs), self._targets(batch))
-            return {**sums, "loss": self._with_router(sums["loss"], sums["count"], outputs)}
+            sums["loss"] = self._with_router(sums["loss"], sums["count"], outputs)
+            return sums
         count = self._count(batch)
+        sums = {"loss": _precise(mean) * count, "count": count}
         correct = _num_correct(scores_in(outputs), self.own.aligned(labels_in(batch)))
-        return {"loss": _precise(mean) * count, "count": count, **({} if correct is None else {"correct": correct})}
+        if correct is not None:
+            sums["correct"] = correct
+        return sums
+
+    def _checked_sums(self, sums: Any) -> dict[str, Tensor]:
+        """Returns what the model's `evaluation_sums` gave, plain numbers as tensors."""
+        if not isinstance(sums, dict) or not {"loss", "count"} <= set(sums):
+            raise ConfigError(
+                f"{type(self.model).__name__}.evaluation_sums gave {_kind(sums)}, not a dict with loss and count",
+                hint='return the sum of the loss over the batch as "loss" and the number of items as "count"',
+            )
+        return {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in sums.items()}
 
     @property
     def may_lack_held_out_loss(self) -> bool:
@@ -168,16 +181,12 @@ class Objective(nn.Module):
         if _has_lists(batch):
             self._images_and_targets(batch)
         if isinstance(batch, dict):
-            inputs, targets = batch.get("input_ids"), batch.get(LABELS)
             self._check_names(batch)
-        else:
-            inputs, targets = batch if len(batch) == 2 else (None, None)
-        if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
+        pair = _sequences_in(batch)
+        if pair is None:
             self._repeats = False
             return
-        if inputs.shape != targets.shape or targets.dim() < 2:
-            self._repeats = False
-            return
+        inputs, targets = pair
         counted = targets != IGNORED
         is_same = bool((inputs == targets)[counted].all())
         is_next = bool((inputs[:, 1:] == targets[:, :-1])[counted[:, :-1]].all())
@@ -295,12 +304,13 @@ class Objective(nn.Module):
         )
 
     def _check_names(self, batch: dict[str, Tensor]) -> None:
-        known = inspect.signature(self.model.forward).parameters
-        others = [name for name in batch if name not in known and name != LABELS]
-        if others and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        parameters = inspect.signature(self.model.forward).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        others = [name for name in batch if name not in parameters and name != LABELS]
+        if others and not takes_any:
             raise ConfigError(
                 f"a batch has {', '.join(others)}, which {type(self.model).__name__} does not take "
-                f"(forward takes {', '.join(known)})",
+                f"(forward takes {', '.join(parameters)})",
                 hint="leave them out of the samples, or define training_loss(batch) on the model",
             )
 
@@ -321,7 +331,9 @@ class Objective(nn.Module):
         inputs, targets = batch
         if self.takes_targets:
             return self.model(inputs, targets=targets)
-        return self.model(inputs, **(self.own.words({LABELS: targets}) if self._gives_loss_of_tuples else {}))
+        if self._gives_loss_of_tuples:
+            return self.model(inputs, **self.own.words({LABELS: targets}))
+        return self.model(inputs)
 
     def _loss_of_lists(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Returns the sum of the losses that the model gives for (images, targets) times the images, and their number.
@@ -330,15 +342,13 @@ class Objective(nn.Module):
         """
         images, targets = self._images_and_targets(batch)
         outputs = self.model(images, targets)
+        mean = loss_in(outputs)
         if isinstance(outputs, Mapping) and "loss" not in outputs:
-            losses = [loss for loss in outputs.values() if isinstance(loss, Tensor) and not loss.dim()]
-            is_scored = losses and len(losses) == len(outputs)
-            mean = torch.stack([_precise(loss) for loss in losses]).sum() if is_scored else None
-        else:
-            mean = loss_in(outputs)
+            mean = _sum_of_losses(outputs)
         if mean is None:
             return None
-        return _precise(mean) * len(images), torch.full((), len(images), device=mean.device)
+        count = torch.full((), len(images), device=mean.device)
+        return _precise(mean) * len(images), count
 
     def _images_and_targets(self, batch: Batch) -> tuple[Any, Any]:
         """Returns the two parts of a batch that has lists.
@@ -370,13 +380,17 @@ class Objective(nn.Module):
 
     def _within_context(self, batch: Batch) -> Batch:
         """Returns a batch whose texts end where the model's table of positions does."""
-        tokens = self._tokens_in(batch) if self.own.context is not None else None
-        if tokens is None or self.own.context is None or tokens.shape[1] <= self.own.context:
+        context = self.own.context
+        if context is None:
             return batch
-        length, context = tokens.shape[1], self.own.context
+        tokens = self._tokens_in(batch)
+        if tokens is None or tokens.shape[1] <= context:
+            return batch
+        length = tokens.shape[1]
 
         def cut(tensor: Tensor) -> Tensor:
-            return tensor[:, :context].contiguous() if tensor.dim() > 1 and tensor.shape[1] == length else tensor
+            has_positions = tensor.dim() > 1 and tensor.shape[1] == length
+            return tensor[:, :context].contiguous() if has_positions else tensor
 
         if isinstance(batch, dict):
             return {name: cut(tensor) for name, tensor in batch.items()}
@@ -413,14 +427,18 @@ class Objective(nn.Module):
         assert labels is not None
         if not isinstance(batch, dict):
             return labels
-        if self._repeats is None and self.own.shifts is None:
-            self.look_at(batch)
-        shifts = self._repeats is not False if self.own.shifts is None else self.own.shifts
+        shifts = self.own.shifts
+        if shifts is None:
+            # The model does not say it, so the batches have to.
+            if self._repeats is None:
+                self.look_at(batch)
+            shifts = self._repeats is not False
         return next_labels(labels) if shifts and labels.dim() > 1 else labels
 
     def _with_router(self, loss: Tensor, count: Tensor, outputs: Any) -> Tensor:
         """Returns a sum of losses with that of a mixture's routers, which is a mean, added to every item."""
-        if not self.own.router_scale or (routers := getattr(outputs, "aux_loss", None)) is None:
+        routers = getattr(outputs, "aux_loss", None)
+        if not self.own.router_scale or routers is None:
             return loss
         return loss + self.own.router_scale * _precise(routers) * count
 
@@ -437,18 +455,41 @@ class Objective(nn.Module):
 
     def _sum_and_count(self, made: Any) -> tuple[Tensor, Tensor]:
         """Returns what the model's own loss gave; a count that is a plain number as a tensor."""
-        if (
-            not isinstance(made, (tuple, list))
-            or len(made) != 2
-            or not (isinstance(made[0], Tensor) and made[0].dim() == 0 and isinstance(made[1], (Tensor, int, float)))
-        ):
+        is_pair = isinstance(made, (tuple, list)) and len(made) == 2
+        has_loss = is_pair and isinstance(made[0], Tensor) and made[0].dim() == 0
+        if not has_loss or not isinstance(made[1], (Tensor, int, float)):
             raise ConfigError(
                 f"{type(self.model).__name__}.training_loss gave {_kind(made)}, not the sum of the loss as a scalar "
                 "tensor and the number of items",
                 hint="return losses.sum(), losses.numel(); of a mean over n items mean * n, n",
             )
         loss, count = made
-        return loss, count if isinstance(count, Tensor) else torch.full((), count, device=loss.device)
+        if not isinstance(count, Tensor):
+            count = torch.full((), count, device=loss.device)
+        return loss, count
+
+
+def _sequences_in(batch: Batch) -> tuple[Tensor, Tensor] | None:
+    """Returns inputs and targets where there is a target for each position of a sequence, else None."""
+    if isinstance(batch, dict):
+        inputs, targets = batch.get("input_ids"), batch.get(LABELS)
+    elif len(batch) == 2:
+        inputs, targets = batch
+    else:
+        return None
+    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
+        return None
+    if inputs.shape != targets.shape or targets.dim() < 2:
+        return None
+    return inputs, targets
+
+
+def _sum_of_losses(outputs: Mapping[str, Any]) -> Tensor | None:
+    """Returns the sum of a dict of losses; None where something else is in it."""
+    losses = [loss for loss in outputs.values() if isinstance(loss, Tensor) and not loss.dim()]
+    if not losses or len(losses) != len(outputs):
+        return None
+    return torch.stack([_precise(loss) for loss in losses]).sum()
 
 
 def labels_in(batch: Batch) -> Tensor | None:

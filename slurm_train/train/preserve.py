@@ -25,8 +25,11 @@ from slurm_train.distributed.seeds import rng_state, set_rng_state
 # What torch keeps of every module: hooks, and flags of its own. The rest of a module's attributes is the user's.
 _OF_TORCH = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}
 # Objects of these packages are functions, or hold threads, files or devices: not the state of a model.
-_FOREIGN = {"torch", "builtins", "functools", "threading", "queue", "multiprocessing", "concurrent", "asyncio"}
-_FOREIGN |= {"logging", "io", "_io", "socket"}
+_FOREIGN = {
+    *("torch", "builtins", "functools"),
+    *("threading", "queue", "multiprocessing", "concurrent", "asyncio"),
+    *("logging", "io", "_io", "socket"),
+}
 # Longer containers are put back, but what their items hold is not looked at: a vocabulary, a list of files.
 _MOST_ITEMS = 10_000
 
@@ -78,9 +81,11 @@ class _Snapshot:
         waiting: list[Any] = [module]
         while waiting:
             value = waiting.pop()
-            if id(value) not in self._seen:
-                self._seen[id(value)] = value
-                waiting.extend(self._record(value))
+            if id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            self._record(value)
+            waiting.extend(_referred_to_by(value))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -88,39 +93,29 @@ class _Snapshot:
         for restore in self._restorers:
             restore()
 
-    def _record(self, value: Any) -> list[Any]:
-        """Records one object; returns the objects that it refers to."""
-        if isinstance(value, (Tensor, np.ndarray)) or _is_generator(value):
-            self._restorers.append(self._restorer_of_numbers(value))
-            return []
-        if isinstance(value, (list, deque, bytearray)):
-            content: Any = value.copy()
-            self._restorers.append(partial(_refill, value, content))
-            return _items(list(value))
-        if isinstance(value, set):
-            self._restorers.append(partial(_refill, value, value.copy()))
-            return []
-        if isinstance(value, dict):
-            self._restorers.append(partial(_refill, value, dict(value)))
-            return _items(list(value.values()))
-        if isinstance(value, tuple):
-            return _items(list(value))
-        attributes = _attributes_of(value)
-        if attributes:
-            self._restorers.append(partial(_put_back, value, attributes))
-        return list(attributes.values())
+    def _record(self, value: Any) -> None:
+        """Records how one object is put back; what it refers to is recorded apart."""
+        restorer = self._restorer_of(value)
+        if restorer is not None:
+            self._restorers.append(restorer)
 
-    def _restorer_of_numbers(self, value: Any) -> Callable[[], None]:
+    def _restorer_of(self, value: Any) -> Callable[[], None] | None:
+        """Returns what puts an object back as it is now; None where there is nothing to put back."""
         if isinstance(value, Tensor):
             return self._restorer_of_tensor(value)
         if isinstance(value, np.ndarray):
             return partial(np.copyto, value, value.copy())
-        if isinstance(value, np.random.Generator):
-            return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-        generator: Any = value
-        if isinstance(value, random.Random):
-            return partial(generator.setstate, generator.getstate())
-        return partial(generator.set_state, generator.get_state())
+        if _is_generator(value):
+            return _restorer_of_generator(value)
+        if isinstance(value, dict):
+            return partial(_refill, value, dict(value))
+        if isinstance(value, (list, deque, bytearray, set)):
+            return partial(_refill, value, value.copy())
+        if isinstance(value, tuple):
+            # It cannot change; its items can.
+            return None
+        attributes = _attributes_of(value)
+        return partial(_put_back, value, attributes) if attributes else None
 
     def _restorer_of_tensor(self, tensor: Tensor) -> Callable[[], None]:
         # An alias of the memory: `parameter.data = other` gives a parameter another one.
@@ -136,6 +131,25 @@ class _Snapshot:
         return restore
 
 
+def _referred_to_by(value: Any) -> list[Any]:
+    """Returns the objects that one refers to and that may have state of their own."""
+    if isinstance(value, (Tensor, np.ndarray, set)) or _is_generator(value):
+        return []
+    if isinstance(value, dict):
+        return _items(list(value.values()))
+    if isinstance(value, (list, deque, bytearray, tuple)):
+        return _items(list(value))
+    return list(_attributes_of(value).values())
+
+
+def _restorer_of_generator(generator: Any) -> Callable[[], None]:
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
+
+
 def _attributes_of(value: Any) -> dict[str, Any]:
     """Returns the attributes to put back: a module's, and those of an object of a user's class."""
     if isinstance(value, nn.Module):
@@ -148,8 +162,10 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 def _put_back(value: Any, attributes: dict[str, Any]) -> None:
     present = vars(value)
     is_module = isinstance(value, nn.Module)
-    for name in [name for name in present if name not in attributes and not (is_module and name in _OF_TORCH)]:
-        del present[name]
+    for name in list(present):
+        is_of_torch = is_module and name in _OF_TORCH
+        if name not in attributes and not is_of_torch:
+            del present[name]
     present.update(attributes)
 
 
