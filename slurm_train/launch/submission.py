@@ -116,8 +116,8 @@ class ScriptExecutor(submitit.SlurmExecutor):
         words = in_words(said(done.stdout, done.stderr)) or "nothing"
         raise UnreadAnswer(
             f"whether Slurm has the job is not known: sbatch ended with exit code {done.return_code} and said: {words}",
-            hint="look for it with `squeue --me -o '%i %j %o'`, and `scancel` it before you submit it again; "
-            f"its script is {file}",
+            hint="`status` looks for it again; if the site gave it another name, `squeue --me -o '%i %j %o'` shows it: "
+            f"cancel it before you submit it again; its script is {file}",
         )
 
     def _look_up(self, file: Path, stdout: str, *, looks: int) -> tuple[Submitted | None, bool]:
