@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -25,7 +25,10 @@ from slurm_train.errors import ConfigError
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PREFIX = "tag:yaml.org,2002:"
-_STR, _INT, _BOOL, _NULL = (f"{_PREFIX}{name}" for name in ("str", "int", "bool", "null"))
+_STR = f"{_PREFIX}str"
+_INT = f"{_PREFIX}int"
+_BOOL = f"{_PREFIX}bool"
+_NULL = f"{_PREFIX}null"
 _NUMBERS = (_INT, f"{_PREFIX}float")
 _BASE_60_OR_8 = re.compile(r".*:.*|[-+]?0[0-7_]+")
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
@@ -45,13 +48,10 @@ _HELD: Mapping[tuple[type, str], Any] = {
     (SiteFile, "cluster"): ClusterSection,
     (SitePartition, "cluster"): ClusterSection,
 }
-
-
 _DEFAULTS = to_mapping(ClusterSection())
-
-
-# Texts of `cluster` that Slurm takes several of, with commas; its flags are others.
+# Keys of a user's own target that are texts everywhere, whatever else it takes.
 _TEXTS = ("_target_", "path", "tokenizer")
+# Texts of `cluster` that Slurm takes several of, with commas; its flags are others.
 _LISTS = ("partition", "nodelist", "exclude")
 
 
@@ -65,12 +65,10 @@ class FaithfulLoader(_Base):  # type: ignore[misc]  # PyYAML's C loader, where l
 
     def construct_document(self, node: yaml.Node) -> Any:
         """Returns the value of a file."""
-        value = super().construct_document(_Rewriter(self.place).rewritten(node, self.holds, ()))
-        if self.place.endswith("/cluster/base.yaml") and isinstance(value, dict):
-            # It gives defaults to every cluster. Where these are those of the schema they say nothing, and must not
-            # replace what a person's primary file or site says.
-            return {key: item for key, item in value.items() if key in SIZE or _DEFAULTS.get(key, ...) != item}
-        return value
+        rewriter = _Rewriter(self.place)
+        value = super().construct_document(rewriter.rewritten(node, self.holds, ()))
+        is_base = self.place.endswith("/cluster/base.yaml") and isinstance(value, dict)
+        return _without_defaults(value) if is_base else value
 
 
 def read_yaml(path: Path) -> Any:
@@ -85,22 +83,44 @@ def read_yaml(path: Path) -> Any:
         return yaml.load(stream, Loader=FaithfulLoader)  # it is a safe loader
 
 
+def _without_defaults(cluster: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `cluster/base.yaml` says beyond the defaults of the schema.
+
+    The file gives defaults to every cluster. Where these are those of the schema they say nothing, and must not replace
+    what a person's primary file or site says.
+    """
+    kept = {}
+    for key, value in cluster.items():
+        is_default = key in _DEFAULTS and _DEFAULTS[key] == value
+        if key in SIZE or not is_default:
+            kept[key] = value
+    return kept
+
+
 def _what_it_holds(stream: Any, place: str) -> Any:
     """Returns the type of what a file holds: of the section that its package or its folder names, else the whole."""
-    match = None
-    if place:
-        match = _PACKAGE.search(stream.read(_HEADER_LENGTH))
-        stream.seek(0)
-    folder = Path(place).parent.name
-    if match is not None and match[1] != "_group_":
-        package = match[1].replace("_global_", "").strip(".")
-        holds: Any = RunConfig
-        for name in package.split(".") if package else ():
+    package = _package_in(stream) if place else None
+    if package is None or package == "_group_":
+        return _what_a_folder_holds(Path(place).parent.name)
+    holds: Any = RunConfig
+    for name in package.replace("_global_", "").strip(".").split("."):
+        if name:
             holds = _child(holds, name)
-        return holds
-    if folder == SITE:
+    return holds
+
+
+def _package_in(stream: Any) -> str | None:
+    """Returns the package that a file's header names, e.g. "_global_"; None where it names none."""
+    match = _PACKAGE.search(stream.read(_HEADER_LENGTH))
+    stream.seek(0)
+    return None if match is None else match[1]
+
+
+def _what_a_folder_holds(name: str) -> Any:
+    """Returns the type of what the files of a folder hold; the whole configuration where it is no group."""
+    if name == SITE:
         return SiteFile
-    return get_type_hints(RunConfig).get(folder, RunConfig)
+    return get_type_hints(RunConfig).get(name, RunConfig)
 
 
 class _Rewriter:
@@ -127,27 +147,28 @@ class _Rewriter:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, hint, path)
         if isinstance(node, yaml.MappingNode):
-            names = {str(key.value) for key, _ in node.value}
-            if ClusterSection in _options(hint) and {"time", "time_limit_min"} <= names:
-                message = f"{self._at(node)}: cluster.time and cluster.time_limit_min both give the time limit"
-                raise ConfigError(message, hint="drop one of the two")
-            pairs = [pair for key, value in node.value for pair in self._pair(key, value, hint, path)]
-            return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+            return self._mapping(node, hint, path)
         assert isinstance(node, yaml.SequenceNode), "YAML has no other nodes"
         if _Flag in _options(hint):
             return self._joined(node)
-        items = [self.rewritten(item, _item(hint), (*path, str(at))) for at, item in enumerate(node.value)]
+        items = []
+        for position, item in enumerate(node.value):
+            items.append(self.rewritten(item, _item(hint), (*path, str(position))))
         return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark)
 
-    def _pair(
-        self, key: yaml.Node, value: yaml.Node, hint: Any, path: tuple[str, ...]
-    ) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+    def _mapping(self, node: yaml.MappingNode, hint: Any, path: tuple[str, ...]) -> yaml.MappingNode:
+        names = {str(key.value) for key, _ in node.value}
+        if ClusterSection in _options(hint) and {"time", "time_limit_min"} <= names:
+            raise ConfigError(
+                f"{self._at(node)}: cluster.time and cluster.time_limit_min both give the time limit",
+                hint="drop one of the two",
+            )
+        pairs = [self._pair(key, value, hint, path) for key, value in node.value]
+        return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+
+    def _pair(self, key: yaml.Node, value: yaml.Node, hint: Any, path: tuple[str, ...]) -> tuple[yaml.Node, yaml.Node]:
         if key.tag == f"{_PREFIX}merge":
-            # "<<: *defaults": what is merged stands at this level.
-            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            rewritten: list[yaml.Node] = [self.rewritten(one, hint, path) for one in merged]
-            yield key, yaml.SequenceNode(f"{_PREFIX}seq", rewritten, value.start_mark, value.end_mark)
-            return
+            return key, self._merged(value, hint, path)
         name = str(key.value)
         if isinstance(key, yaml.ScalarNode) and _child(hint, name) is not None:
             key = _as_text(key)
@@ -160,21 +181,29 @@ class _Rewriter:
                 value = self._minutes(value)
             elif name == "time_limit_min":
                 self._require_minutes(value)
-        yield key, self.rewritten(value, _child(hint, name), (*path, name))
+        return key, self.rewritten(value, _child(hint, name), (*path, name))
+
+    def _merged(self, value: yaml.Node, hint: Any, path: tuple[str, ...]) -> yaml.SequenceNode:
+        """Returns what "<<: *defaults" or "<<: [*a, *b]" merges: it stands at this level."""
+        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        rewritten: list[yaml.Node] = [self.rewritten(part, hint, path) for part in parts]
+        return yaml.SequenceNode(f"{_PREFIX}seq", rewritten, value.start_mark, value.end_mark)
 
     def _scalar(self, node: yaml.ScalarNode, hint: Any, path: tuple[str, ...]) -> yaml.ScalarNode:
         if node.style or node.tag == _STR:
             return node
         options = _options(hint)
+        takes_text = bool(options & {str, _Flag})
         if node.tag == _NULL:
-            if node.value == "~" and types.NoneType not in options and options & {str, _Flag}:
+            if node.value == "~" and takes_text and types.NoneType not in options:
                 raise self._ambiguous(node, path, 'write null for no value, "~" in quotes for the text')
             return node
         if _Flag in options and node.tag == _BOOL:
             if node.value.lower() not in ("true", "false"):
                 raise self._ambiguous(node, path, "write true for a flag without a value; put a text in quotes")
             return node
-        if options & {str, _Flag} and not options & {bool, int, float}:
+        takes_other_words = bool(options & {bool, int, float})
+        if takes_text and not takes_other_words:
             return _as_text(node)
         is_misread = node.tag in _NUMBERS and _BASE_60_OR_8.fullmatch(node.value) is not None
         return _as_text(node) if is_misread else node
@@ -208,8 +237,10 @@ class _Rewriter:
         return ConfigError(f"{self._at(node)}: {key}: {node.value} is a text or a value of YAML's own", hint=hint)
 
     def _at(self, node: yaml.Node) -> str:
-        line = "" if node.start_mark is None else f"line {node.start_mark.line + 1}"
-        return ", ".join(filter(None, (self.place, line))) or "a YAML file"
+        parts = [self.place] if self.place else []
+        if node.start_mark is not None:
+            parts.append(f"line {node.start_mark.line + 1}")
+        return ", ".join(parts) or "a YAML file"
 
 
 def _as_text(node: yaml.ScalarNode) -> yaml.ScalarNode:
@@ -218,11 +249,13 @@ def _as_text(node: yaml.ScalarNode) -> yaml.ScalarNode:
 
 def _options(hint: Any) -> set[Any]:
     """Returns the types that a key takes; an annotated one counts as what it annotates, a list as what it holds."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return set[Any]().union(*map(_options, arguments))
+    if get_origin(hint) in (Union, types.UnionType):
+        options: set[Any] = set()
+        for choice in get_args(hint):
+            options |= _options(choice)
+        return options
     if hasattr(hint, "__metadata__"):
-        return _options(arguments[0])
+        return _options(get_args(hint)[0])
     return {hint}
 
 
@@ -232,10 +265,13 @@ def _child(hint: Any, name: str) -> Any:
         if is_dataclass(option) and isinstance(option, type):
             return _HELD.get((option, name), get_type_hints(option, include_extras=True).get(name))
         if get_origin(option) is dict:
-            # What a user's own target takes is not known, but these are texts everywhere.
             return str if name in _TEXTS else get_args(option)[1]
     return None
 
 
 def _item(hint: Any) -> Any:
-    return next((get_args(option)[0] for option in _options(hint) if get_origin(option) is list), None)
+    """Returns the type of the items of a key's list; None where nothing is known of it."""
+    for option in _options(hint):
+        if get_origin(option) is list:
+            return get_args(option)[0]
+    return None
