@@ -223,6 +223,8 @@ def read_defaults() -> dict[str, Any]:
     groups = {key: value for item in shipped["defaults"] if isinstance(item, dict) for key, value in item.items()}
     flat = {**groups, "cluster": None, "container": None}
     shipped["optim"] = yaml.safe_load((CONF / "optim" / "adamw.yaml").read_text(encoding="utf-8"))
+    # "${oc.select:model._lr_,3.0e-3}": what it is where the model's file says nothing.
+    shipped["optim"]["lr"] = float(shipped["optim"]["lr"].rpartition(",")[2].rstrip("}"))
     for section, values in shipped.items():
         if isinstance(values, dict):
             flat |= _flat(values, f"{section}.")

@@ -39,7 +39,7 @@ def counts() -> dict[str, tuple[int, int, float, float]]:
     found = {}
     for name in MODELS:
         settings = yaml.safe_load((REPOSITORY / "conf" / "model" / f"{name}.yaml").read_text())
-        shape = {key: value for key, value in settings.items() if key != "_target_"}
+        shape = {key: value for key, value in settings.items() if not key.startswith("_")}
         with torch.device("meta"):
             model = GPT(**shape)
         own, papers = flops_per_token(model, positions=shape["context"])

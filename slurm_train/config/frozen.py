@@ -370,6 +370,9 @@ def list_settings(config: Mapping[str, Any]) -> list[Setting]:
         defaults["cluster"] = _read_shipped(conf / "cluster" / "base.yaml")
         del defaults["cluster"]["nodes"], defaults["cluster"]["gpus_per_node"]
     known = {key: value for key, value in flat(defaults).items() if value != "???"}
+    # "${oc.select:model._lr_,3.0e-3}": a model's file may say something else, which then counts as chosen.
+    otherwise = {key: re.fullmatch(r"\$\{oc\.select:[\w.]+,(.+)\}", str(value)) for key, value in known.items()}
+    known |= {key: yaml.load(match[1], Loader=_Loader) for key, match in otherwise.items() if match}
     references = {key: re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for key, value in known.items()}
     known |= {key: values.get(match[1], match[0]) for key, match in references.items() if match}
     return [

@@ -66,6 +66,24 @@ def test_a_target_of_ones_own_takes_the_keywords_that_are_typed_alone() -> None:
     assert composed(*function).config.optim.schedule == apply_words(CONFIG, function).optim.schedule == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "lr"),
+    [
+        ([], 3e-3),
+        (["model=gpt2-124m"], 6e-4),
+        (["model=llama3-8b"], 3e-4),
+        (["model=llama3-70b", "optim=muon"], 1.5e-4),
+        (["model=llama3-8b", "optim.lr=1e-3"], 1e-3),
+        (["model=llama3-8b", "optim=sgd"], 0.1),
+        (["model._target_=my.Model", "model._lr_=0.02"], 0.02),
+    ],
+)
+def test_the_peak_rate_is_the_models_where_none_is_given(words: list[str], lr: float) -> None:
+    config = composed(*words).config
+    assert config.optim.lr == lr
+    assert config.model is not None and "_lr_" not in config.model
+
+
 def test_a_users_files_shadow_ours(tmp_path: Path) -> None:
     files = {
         "cluster/base.yaml": "partition: gpu\naccount: lab\nnodes: 1\n",

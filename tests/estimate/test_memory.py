@@ -148,7 +148,10 @@ def test_stages_hold_the_parameters_that_the_formula_says(pp: int, form: dict[st
 
 
 OPTIMS: dict[str, dict[str, Any]] = {
-    **{name: yaml.safe_load(read_asset("conf/optim", f"{name}.yaml")) for name in ("adamw", "sgd", "muon")},
+    **{
+        name: yaml.safe_load(read_asset("conf/optim", f"{name}.yaml")) | {"lr": 0.01}
+        for name in ("adamw", "sgd", "muon")
+    },
     "plain sgd": {"_target_": "torch.optim.SGD"},
     "rules": {"groups": [{"match": "*attention*", "dims": 2, "_target_": "torch.optim.Muon"}, {"match": "*head*"}]},
 }
