@@ -18,6 +18,7 @@ from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points, unquoted
 from slurm_train.config.words import Words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, RunError
+from slurm_train.estimate.choice import settle_parallel
 from slurm_train.launch.plan import SweepPlan, plan_sweep
 from slurm_train.launch.snapshot import names_own_code, read_source
 from slurm_train.launch.write import require_writable
@@ -140,7 +141,7 @@ def plan_points(
         DataError: data that a run asks for are not there.
     """
     composed = settings.compose_points([point.overrides for point in points], first=first)
-    plan = plan_sweep(points, composed, cwd=cwd, env=env, sweep_id=sweep_id)
+    plan = plan_sweep(points, composed, cwd=cwd, env=env, sweep_id=sweep_id, settle=settle_parallel)
     seen = set[str]()
     for planned in plan.plans:
         config = planned.config

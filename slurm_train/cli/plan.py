@@ -64,7 +64,9 @@ def main(words: Sequence[str]) -> int:
     composed = settings.compose()
     if flags.suggest is not None:
         return _suggest(composed.config, flags.suggest, env)
-    plan = plan_run(composed, cwd=cwd, env=env)
+    from slurm_train.estimate.choice import settle_parallel
+
+    plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel)
     refuse_missing_inputs(plan, cwd=cwd)
     _say_dependency(flags.after, plan, env)
     if flags.ranks:

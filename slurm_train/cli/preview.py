@@ -225,6 +225,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         ]
         per_rank, schedule = config.parallel.stages_per_rank, config.parallel.pipeline_schedule
         rows[2:2] = layout_rows(plan.layout, world, plan.batch, stages_per_rank=per_rank, schedule=schedule)
+        rows[2:2] = [("parallel", plan.chosen)] if plan.chosen else []
     if config.track != TrackSection():
         from slurm_train.tools.trackers import asked_trackers
 

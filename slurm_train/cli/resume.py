@@ -22,6 +22,7 @@ from slurm_train.cli.terminal import working_folder
 from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_names
 from slurm_train.errors import RunError
+from slurm_train.estimate.choice import settle_parallel
 from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_hub_files
 from slurm_train.launch.plan import replan_run
 from slurm_train.launch.snapshot import read_source, require_sealed
@@ -84,7 +85,7 @@ def main(words: Sequence[str]) -> int:
     if any(key.startswith(("model", "data", "train.init_from")) for key in typed):
         # What is typed now may name the Hub; what the run has are paths.
         config, hub = pin_hub_files(config, cwd=Path(facts.get("directory") or Path.cwd()))
-    plan = replace(replan_run(config, facts, run=run, typed=typed, env=env), hub=hub)
+    plan = replace(replan_run(config, facts, run=run, typed=typed, env=env, settle=settle_parallel), hub=hub)
     if "code" in accept:
         here = working_folder(env)
         plan = replace(plan, directory=str(here))

@@ -17,6 +17,7 @@ from slurm_train.config.compose import Composer
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError, require_all
+from slurm_train.estimate.choice import settle_parallel
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
@@ -54,7 +55,7 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     if flags.multirun:
         check = require_submission if only_submits else None
         return multirun(flags, words, settings=settings, env=env, cwd=cwd, check=check)
-    plan = plan_run(settings.compose(), cwd=cwd, env=env)
+    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
     if only_submits:
         require_submission(plan.config)
     # os.path, since Path.exists raises where a folder above may not be entered.
@@ -129,7 +130,7 @@ def write(words: Sequence[str]) -> int:
     cwd = working_folder(env)
     settings = read_settings_of(flags)
     flags = settings.words
-    plan = plan_run(settings.compose(), cwd=cwd, env=env)
+    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
     require_all(
         [
             (

@@ -222,6 +222,7 @@ def _require_something_to_time(plan: RunPlan) -> None:
 def plan_of(flags: Words, *, env: Mapping[str, str], cwd: Path) -> RunPlan:
     """Returns the plan of one run."""
     from slurm_train.config.compose import compose
+    from slurm_train.estimate.choice import settle_parallel
     from slurm_train.launch.plan import plan_run
 
-    return plan_run(compose(flags), cwd=cwd, env=env)
+    return plan_run(compose(flags), cwd=cwd, env=env, settle=settle_parallel)

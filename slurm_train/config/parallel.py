@@ -28,6 +28,8 @@ class Coordinates(NamedTuple):
 
 
 AXES = Coordinates._fields
+AUTO = "auto"
+"""`parallel.dp_shard` where the plan chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +153,14 @@ class ParallelLayout:
 def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
     """Returns the layout that was asked for on so many ranks; one degree may be -1: what is left.
 
+    `dp_shard=auto` is what the plan has chosen (`estimate.choice`), on other ranks the largest part of it that fits.
+
     Raises:
         ConfigError: two degrees are -1, or degrees that do not multiply up to the world.
     """
     degrees = {axis: getattr(asked, axis) for axis in AXES}
+    if degrees["dp_shard"] == AUTO:
+        degrees["dp_shard"] = _automatic_shards(asked, world_size=world_size)
     left = [axis for axis, degree in degrees.items() if degree == -1]
     given = math.prod(degree for degree in degrees.values() if degree != -1)
     if len(left) > 1 or (world_size % given if left else world_size != given):
@@ -165,6 +171,14 @@ def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
             "change a degree, or the ranks (cluster.nodes, cluster.gpus_per_node, run.processes)",
         )
     return ParallelLayout(**degrees | dict.fromkeys(left, world_size // given))
+
+
+def _automatic_shards(asked: ParallelSection, *, world_size: int) -> int:
+    """Returns the shards that the plan has chosen, as far as these ranks have so many."""
+    others = asked.pp, asked.cp, asked.tp
+    if asked.dp_replicate != -1 or -1 in others or world_size % math.prod(others):
+        return 1
+    return math.gcd(world_size // math.prod(others), asked.auto_shards)
 
 
 def stage_blocks(num_blocks: int, *, stage: int, num_stages: int) -> range:

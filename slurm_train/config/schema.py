@@ -406,8 +406,11 @@ class ParallelSection:
 
     dp_replicate: Degree = -1
     """Data-parallel replicas (DDP, or the outer axis of HSDP)."""
-    dp_shard: Degree = 1
-    """Shards of the parameters (FSDP2), whose ranks read different samples."""
+    dp_shard: Degree | Literal["auto"] = "auto"
+    """Shards of the parameters (FSDP2), whose ranks read different samples; auto: 1, unless the included GPT would not
+    fit into the GPUs as whole replicas; then as many as needed, of one node if that is enough."""
+    auto_shards: Count = 1
+    """What `dp_shard=auto` stands for; the plan of a run sets it, anew on other nodes."""
     tp: Degree = 1
     """Tensor parallel: parts of each matrix, on one node."""
     pp: Degree = 1

@@ -33,10 +33,10 @@ _ROWS_AT_HALF_SPEED = 256
 """Positions of a micro-batch at which reading a matrix takes as long as multiplying with it."""
 _HIDDEN = 0.8
 """Part of the computation under which torch can send parameters and gradients."""
-_USABLE = 0.9
+USABLE = 0.9
 """Part of a device's memory that is planned with; torch's allocator, NCCL and kernels take the rest."""
-_RECOMPUTES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-_ALIKE = 0.05
+RECOMPUTES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+ALIKE = 0.05
 """Speeds that differ by less than this part count as equal: the model of them is not better than that."""
 _SAMPLES_PER_RANK = 4
 _TOKENS_PER_STEP = 1 << 24
@@ -76,6 +76,12 @@ def _all_reduce(num_bytes: int, ranks: int) -> int:
     return 2 * num_bytes * (ranks - 1) // ranks
 
 
+def slowness(facts: LayoutFacts) -> float:
+    """Returns how much longer a rank computes than it would with large micro-batches of which nothing is recomputed."""
+    again = _RECOMPUTED[facts.settings.activation_checkpointing]
+    return again * (1 + _ROWS_AT_HALF_SPEED / facts.tokens)
+
+
 def tokens_per_s(facts: LayoutFacts, world: World) -> float:
     """Returns the tokens of all ranks together per second."""
     shape, layout, batch = facts.shape, facts.layout, facts.batch
@@ -84,9 +90,7 @@ def tokens_per_s(facts: LayoutFacts, world: World) -> float:
     # Six operations per number of a matrix; attention's two products look back half a sequence on average.
     operations = tokens * (6 * matrices + 6 * shape.num_layers * facts.positions * shape.width)
     share = facts.blocks(0) * layout.pp / shape.num_layers  # of the stage that has most
-    again = _RECOMPUTED[facts.settings.activation_checkpointing]
-    slower = again * share * (1 + _ROWS_AT_HALF_SPEED / facts.tokens)
-    compute_s = operations * slower / (layout.world_size * FLOPS)
+    compute_s = operations * slowness(facts) * share / (layout.world_size * FLOPS)
     waits, hidden = 0.0, 0.0
     for axis, num_bytes in traffic(facts).items():
         sending_s = num_bytes / INSIDE_NODE
@@ -195,8 +199,8 @@ def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memo
         if layout in ended:
             continue
         needed = fullest_rank(facts)[1].total_bytes
-        if needed > _USABLE * memory_bytes:
-            if facts.settings.activation_checkpointing == _RECOMPUTES[-1]:
+        if needed > USABLE * memory_bytes:
+            if facts.settings.activation_checkpointing == RECOMPUTES[-1]:
                 ended.add(layout)  # larger micro-batches come after this one
             continue
         speed = tokens_per_s(facts, world)
@@ -209,13 +213,13 @@ def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memo
 def _order(one: Suggestion, *, best: float) -> tuple[int, int, float, int, str]:
     """Returns what suggestions are sorted by: of about equally fast ones the simplest, then the fastest."""
     num_axes = sum(degree > 1 for axis, degree in one.facts.layout.as_mapping.items() if axis != "dp_replicate")
-    behind = int((1 - one.tokens_per_s / best) / _ALIKE)
+    behind = int((1 - one.tokens_per_s / best) / ALIKE)
     return behind, num_axes, -float(f"{one.tokens_per_s:.3g}"), one.memory_bytes, one.words
 
 
 def _legal(config: RunConfig, world: World) -> Iterator[tuple[ParallelLayout, LayoutFacts]]:
     """Yields each layout that a run could have, with every way to cut the batch and to compute activations again."""
-    first = _RECOMPUTES.index(config.parallel.activation_checkpointing)
+    first = RECOMPUTES.index(config.parallel.activation_checkpointing)
     for degrees in _degrees(world.size):
         chosen: dict[str, Any] = {**degrees, "sequence_parallel": degrees["tp"] > 1}
         settings = replace(config.parallel, **chosen)
@@ -225,7 +229,7 @@ def _legal(config: RunConfig, world: World) -> Iterator[tuple[ParallelLayout, La
         except ConfigError:
             continue
         for facts in _cuts(asked, layout):
-            for recompute in _RECOMPUTES[first:]:
+            for recompute in RECOMPUTES[first:]:
                 yield layout, replace(facts, settings=replace(settings, activation_checkpointing=recompute))
 
 

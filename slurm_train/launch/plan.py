@@ -10,7 +10,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,8 @@ class RunPlan:
     """Submitting directory; relative paths in a user's code start there."""
     from_shell: tuple[str, ...] = ()
     """Which choices of the shell for all jobs were taken, and which not, in words."""
+    chosen: str = ""
+    """What `parallel.dp_shard=auto` has chosen and why, or that the layout does not fit; "" where it does."""
     hub: tuple[HubFiles, ...] = ()
     """What has to be in the cache of the Hub before the run is started."""
 
@@ -92,6 +94,7 @@ class RunPlan:
                 **({} if self.world.min_nodes is None else {"min_nodes": self.world.min_nodes}),
             },
             "layout": self.layout.as_mapping,
+            **({"chosen": self.chosen} if self.chosen else {}),
             "batch": {
                 "ranks": self.batch.ranks,
                 "global_size": self.batch.global_size,
@@ -111,13 +114,23 @@ class RunPlan:
         }
 
 
-def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPlan:
+Settle = Callable[[RunConfig, World, Mapping[str, str]], tuple[RunConfig, str]]
+"""Gives a configuration with what its automatic settings stand for on some ranks, and why: `settle_parallel`."""
+
+
+def leave_open(config: RunConfig, _world: World, _env: Mapping[str, str]) -> tuple[RunConfig, str]:
+    """Returns a configuration as it is, for what is no training of its own."""
+    return config, ""
+
+
+def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str], settle: Settle = leave_open) -> RunPlan:
     """Returns the plan for a composed configuration; touches nothing. Where it names the Hub, that is asked.
 
     Args:
         composed: configuration and chosen groups.
         cwd: directory that a relative `run.root` starts from.
         env: environment, for counting local GPUs and for the choices of the shell.
+        settle: chooses what is left open.
 
     Raises:
         ConfigError: an impossible batch, world or name; a script or a repository of the Hub that is not there.
@@ -132,6 +145,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
         check_groups(config)
     _check_script(config, cwd)
     world = plan_world(config, env)
+    config, chosen = settle(config, world, env)
     layout = plan_layout(config, world)
     # A user's own function or script has a batch of its own; ours would be a made-up number.
     asked = config.batch if config.trains else BatchSection()
@@ -159,7 +173,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str]) -> RunPla
         run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
     require_room(run)
     plan = _assemble(config, world, layout, batch, run=run, directory=str(cwd))
-    return replace(plan, from_shell=from_shell, hub=hub)
+    return replace(plan, from_shell=from_shell, hub=hub, chosen=chosen)
 
 
 def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world: World) -> BatchPlan:
@@ -172,7 +186,13 @@ def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world
 
 
 def replan_run(
-    config: RunConfig, before: Mapping[str, Any], *, run: RunDirectory, typed: Collection[str], env: Mapping[str, str]
+    config: RunConfig,
+    before: Mapping[str, Any],
+    *,
+    run: RunDirectory,
+    typed: Collection[str],
+    env: Mapping[str, str],
+    settle: Settle = leave_open,
 ) -> RunPlan:
     """Returns the plan for a run that exists and goes on with another configuration; touches nothing.
 
@@ -185,12 +205,14 @@ def replan_run(
         run: where it lies.
         typed: the keys that were typed.
         env: environment, for counting local GPUs.
+        settle: chooses what is left open.
 
     Raises:
         ConfigError: an impossible batch or world.
     """
     require_all(_conflicts(config))
     world = plan_world(config, env)
+    config, chosen = settle(config, world, env)
     layout = plan_layout(config, world)
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
     if config.trains:
@@ -211,7 +233,7 @@ def replan_run(
             tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", old["global_size"]))
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
     plan = _assemble(config, world, layout, batch, run=run, directory=str(before.get("directory", "")))
-    return replace(plan, from_shell=take_shell_choices(config, None, env)[1])
+    return replace(plan, from_shell=take_shell_choices(config, None, env)[1], chosen=chosen)
 
 
 def _assemble(
@@ -445,6 +467,7 @@ def plan_sweep(
     cwd: Path,
     env: Mapping[str, str],
     sweep_id: str | None = None,
+    settle: Settle = leave_open,
 ) -> SweepPlan:
     """Returns the plan of a sweep; touches nothing.
 
@@ -454,6 +477,7 @@ def plan_sweep(
         cwd: directory that a relative `run.root` starts from.
         env: environment, for counting local GPUs.
         sweep_id: the sweep that these points join; None: one of their own.
+        settle: chooses what is left open in each.
 
     Raises:
         ConfigError: a point that is no possible run (with its number and values), two points that are the same run,
@@ -462,7 +486,7 @@ def plan_sweep(
     plans = list[RunPlan]()
     for index, point in enumerate(points):
         try:
-            plans.append(plan_run(next(composed), cwd=cwd, env=env))
+            plans.append(plan_run(next(composed), cwd=cwd, env=env, settle=settle))
         except ConfigError as err:
             if not point.values:
                 raise

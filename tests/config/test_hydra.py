@@ -98,7 +98,8 @@ def test_every_row_of_the_tables_is_tested() -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("--cfg job", "lr: 0.003"),
+        ("--cfg job", "lr: ${oc.select:model._lr_,3.0e-3}"),
+        ("--cfg job --resolve", "lr: 0.003"),
         ("--cfg=hydra", "output_subdir: null"),
         ("--cfg job --package optim optim.lr=0.5", "# @package optim\n_target_: torch.optim.AdamW\nlr: 0.5"),
         ("--cfg job -p model --resolve", "context: 128"),
@@ -113,7 +114,7 @@ def test_the_configuration_and_facts_about_it_are_printed(
     Composer(read_words(words.split())).show()
     out = capsys.readouterr().out
     assert shown in out
-    assert ("max_steps" in out) is (words in ("--cfg job", "--info"))
+    assert ("max_steps" in out) is (words in ("--cfg job", "--cfg job --resolve", "--info"))
 
 
 def test_a_part_that_there_is_not_is_named() -> None:
