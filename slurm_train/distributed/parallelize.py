@@ -18,6 +18,7 @@ import functools
 import itertools
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _BY_IDS = "vocabulary"
 _POSITIONS_GROUP = "_positions_group"
 _REDUCING_GROUPS = "_reducing_groups"
+# Of so many equal blocks: GPT-2's 12 are one graph, those of Llama 3 8B are not.
+_DEEP = 24
 _OWN_METHODS = ("training_loss", "evaluation_sums")
 
 
@@ -285,6 +288,16 @@ def require_equal_parts(model: nn.Module, *, tp: int) -> None:
                 f"parallel.tp={tp} cannot cut {name}={count} into equal parts",
                 hint=f"choose a tp that divides {count}, or set {name} to a multiple of {tp}",
             )
+
+
+def is_deep(model: nn.Module) -> bool:
+    """Returns whether a whole replica is compiled block by block: equal blocks are one graph then.
+
+    A graph of the whole model has all of its blocks one after the other, and torch compiles each of them anew. Fewer
+    blocks are fused with what is around them.
+    """
+    kinds = Counter(map(type, units(model)))
+    return max(kinds.values(), default=0) >= _DEEP
 
 
 def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: bool, has_parts: bool = False) -> None:

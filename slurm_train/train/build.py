@@ -72,7 +72,7 @@ from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.train.callbacks import Callback, Monitor, build_callbacks
-from slurm_train.train.compile_cache import CompileCache, require_compiler
+from slurm_train.train.compile_cache import CompileCache, mark_compilations, require_compiler
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.ending import end_training, write_result
 from slurm_train.train.evaluate import Evaluator, continue_texts
@@ -369,6 +369,7 @@ def apply_parallelism(parts: Parts) -> None:
         build_mesh,
         gathers_in_bfloat16,
         has_own_loss,
+        is_deep,
         parallelize,
         prepare_blocks,
         to_float8,
@@ -384,8 +385,9 @@ def apply_parallelism(parts: Parts) -> None:
         fill_in([model])
         # What is fused depends on the device.
         parts.optimizer = build_optimizer(model, optim=config.optim)
-        if settings.activation_checkpointing != "none":
-            prepare_blocks(model, settings=settings, compiles=False)
+        by_blocks = rank.compiles and is_deep(model)
+        if by_blocks or settings.activation_checkpointing != "none":
+            prepare_blocks(model, settings=settings, compiles=by_blocks)
         if config.ddp.find_unused_parameters:
             # A checkpoint is asked for the state of every parameter, of one that was never used as well.
             if not can_call_kernel(parts.optimizer):
@@ -429,12 +431,15 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
         display: rank 0's; None on the others.
         spent: what the start of this rank was spent on.
     """
+    from slurm_train.distributed.parallelize import is_deep
+
     rank, config, layout = parts.rank, parts.rank.config, parts.rank.layout
     objective = Objective(parts.model)
     compile_cache = CompileCache(rank)
     compile_cache.load()
     if rank.compiles:
-        _compile(parts.model, objective, is_whole=layout.is_replicated)
+        mark_compilations(rank)
+        _compile(parts.model, objective, is_whole=layout.is_replicated and not is_deep(parts.model))
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
     checkpointer = build_checkpointer(parts, callbacks=callbacks, peak_lr=peak_lr)
     for callback in callbacks.values():
@@ -543,7 +548,7 @@ def _compile(model: nn.Module, objective: Objective, *, is_whole: bool) -> None:
     Args:
         model: this rank's; evaluation calls it by itself.
         objective: the loss around it.
-        is_whole: whether a rank holds the whole model; the blocks of any other have been compiled one by one.
+        is_whole: whether the whole model is one graph; the blocks of any other have been compiled one by one.
     """
     if is_whole:
         objective.compile()

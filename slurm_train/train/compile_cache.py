@@ -42,6 +42,22 @@ def require_compiler(rank: Rank) -> None:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
 
 
+def mark_compilations(rank: Rank) -> None:
+    """Has each graph that torch begins or ends to compile count as progress, which the hang watchdog looks for.
+
+    A model of many blocks is many graphs, and all of them may take longer than one step may.
+    """
+
+    def mark(*_: object) -> None:
+        rank.heartbeat.mark(rank.heartbeat.phase)
+
+    # Private in torch 2.7 to 2.13; without it the first step has to be done within its time-out.
+    handler: Any = getattr(torch._dynamo, "callback_handler", None)
+    with contextlib.suppress(AttributeError):
+        handler.register_start_callback(mark)
+        handler.register_end_callback(mark)
+
+
 class CompileCache:
     """What one rank reads before its first step and may write after it.
 

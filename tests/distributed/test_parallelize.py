@@ -19,6 +19,7 @@ from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
 from slurm_train.distributed.parallelize import (
     gathers_in_bfloat16,
+    is_deep,
     overlap_exchanges,
     prepare_blocks,
     require_dimensions,
@@ -241,6 +242,15 @@ def test_blocks_are_compiled_whatever_they_compute_again(kind: str) -> None:
     prepare_blocks(model, settings=ParallelSection(activation_checkpointing=kind), compiles=True)  # type: ignore[arg-type]
     model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1, "one graph that all blocks share"
+
+
+def test_equal_blocks_from_some_depth_on_are_compiled_one_by_one_in_replicas_too() -> None:
+    with torch.device("meta"):
+        shape = {"width": 8, "num_heads": 1}
+        assert not is_deep(GPT(num_layers=12, **shape)) and is_deep(GPT(num_layers=24, **shape))
+    layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(20))
+    assert is_deep(nn.ModuleDict({"a": layers, "b": nn.ModuleList(nn.Linear(1, 1) for _ in range(4))}))
+    assert not is_deep(nn.ModuleDict({"a": layers, "b": nn.ModuleList(nn.LayerNorm(1) for _ in range(4))}))
 
 
 def test_exchanges_overlap_in_compiled_blocks_on_gpus_alone() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
 from slurm_train.errors import PreflightError
-from slurm_train.train.compile_cache import CompileCache, require_compiler
+from slurm_train.train.compile_cache import CompileCache, mark_compilations, require_compiler
 from tests.support.ranks import make_rank
 from tests.support.refusals import refusal
 
@@ -93,3 +93,17 @@ def test_a_node_that_cannot_compile_is_named_before_the_first_step(
         assert f"warning: {problem}" in capsys.readouterr().err
     require_compiler(make_rank(config=RunConfig(), env=rank.env))
     assert not capsys.readouterr().err, "the CPU compiles nothing by default"
+
+
+def test_each_graph_that_is_compiled_is_progress() -> None:
+    rank = make_rank(config=COMPILES)
+    torch._dynamo.reset()
+    mark_compilations(rank)
+    seen = []
+    for size in (2, 3):
+        # "eager": dynamo has graphs, and no compiler is needed.
+        torch.compile(lambda values, size=size: values * size, backend="eager")(torch.ones(size))
+        seen.append(rank.heartbeat.marks)
+    torch._dynamo.reset()
+    assert seen == [2, 4], "when it begins and when it ends"
+    assert rank.heartbeat.phase == "start"
