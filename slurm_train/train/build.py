@@ -36,7 +36,7 @@ from slurm_train.checkpoint.load import (
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.save import BackgroundSaver
-from slurm_train.checkpoint.state import StagingBuffers, names_of_groups, take_extra_states
+from slurm_train.checkpoint.state import StagingBuffers, can_pin, names_of_groups, take_extra_states
 from slurm_train.checkpoint.verify import share_of, verify
 from slurm_train.config.batch import planned_lr, sizes_by_weight, sizes_in_words, total_steps
 from slurm_train.config.frozen import config_hash
@@ -96,6 +96,7 @@ from slurm_train.train.position import Position
 from slurm_train.train.saving import Checkpointer, build_continuity, build_save_pace
 from slurm_train.train.step import (
     Passes,
+    PinnedBatches,
     PipelinePasses,
     ReplicaPasses,
     ShardPasses,
@@ -787,8 +788,10 @@ def build_stream(
     Raises:
         ConfigError: they cannot be read ahead as asked.
     """
-    stream = BatchStream(source, batches.draws(split, start_samples=start_samples))
+    stream: Iterator[MicroBatch] = BatchStream(source, batches.draws(split, start_samples=start_samples))
     depth = prefetch_depth(rank.config.data or {}, source)
+    if depth and rank.device.type == "cuda" and can_pin():
+        stream = PinnedBatches(stream, device=rank.device)
     return Prefetch(stream, depth=depth) if depth else stream
 
 

@@ -155,7 +155,8 @@ class Passes:
         self.buffers = SharedBuffers(objective)
         """Those that all ranks have alike when a step begins."""
         self._mark, self._clock = rank.heartbeat.mark, rank.heartbeat.clock
-        self._accumulation, self._on_gpu = rank.plan.accumulation, rank.device.type != "cpu"
+        self._accumulation = rank.plan.accumulation
+        self._copies = DeviceCopies(rank.device) if rank.device.type == "cuda" else None
 
     @property
     def bucket_order(self) -> list[int]:
@@ -243,7 +244,7 @@ class Passes:
             self._count_long(tensors)
         if self._part is not None:
             tensors = self._part.cut(tensors)
-        return to_device(tensors, self._device) if self._on_gpu else tensors
+        return tensors if self._copies is None else self._copies(tensors)
 
     def _count_long(self, batch: Batch) -> None:
         """Counts samples that the objective cuts, since the model has no position for their last tokens.
@@ -568,11 +569,69 @@ def sent_bytes(parameters: Sequence[Tensor], *, comm: str) -> float:
     return float(sum(parameter.numel() * min(parameter.element_size(), most) for parameter in parameters))
 
 
+class PinnedBatches:
+    """An iterator over micro-batches that puts their tensors into pinned memory, from which a GPU copies by itself.
+
+    For the thread that reads ahead: pinning copies on the host, and would take its time from the thread that trains.
+
+    Args:
+        batches: micro-batches in host memory; only one thread touches them.
+        device: the GPU that they will be copied to.
+    """
+
+    def __init__(self, batches: Iterator[MicroBatch], *, device: torch.device) -> None:
+        self._batches, self._device = batches, device
+        self._has_entered = False
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        batch = next(self._batches)
+        if not self._has_entered:
+            # A thread begins on GPU 0, and whatever touches CUDA there takes half a GB of it.
+            torch.cuda.set_device(self._device)
+            self._has_entered = True
+        return batch._replace(tensors=map_tensors(_pinned, batch.tensors))
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_cuda else tensor.pin_memory()
+
+
+class DeviceCopies:
+    """Copies micro-batches to a GPU on a stream of their own, beside what it computes.
+
+    On the stream of the computation a copy would begin when all that was launched before it is done.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Returns copies; what is launched from now on waits for them, and the host does not."""
+        with torch.cuda.stream(self._stream):
+            copies = to_device(batch, self._device)
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._stream)
+
+        def keep(tensor: Tensor) -> Tensor:
+            # Their memory belongs to the other stream, which may not give it away while it is computed with.
+            tensor.record_stream(computing)
+            return tensor
+
+        return map_tensors(keep, copies)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Returns copies on a GPU, made while it works; on the CPU the tensors themselves."""
     if device.type == "cpu":
         return batch
-    return map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), batch)
+    return map_tensors(lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
 
 
 def in_precision(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.schema import DdpSection, HealthSection, OptimSection, RunConfig, build_config
+from slurm_train.data.batches import MicroBatch, Prefetch
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.objective import Objective
 from slurm_train.train.build import build_stepper
@@ -26,7 +30,9 @@ from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import Update, build_optimizer, can_call_kernel
 from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import (
+    DeviceCopies,
     Passes,
+    PinnedBatches,
     ReplicaPasses,
     ShardPasses,
     StepFacts,
@@ -546,3 +552,49 @@ def test_sparse_gradients_train_as_dense_ones_do() -> None:
         assert step_of(make_stepper(model, clip_norm=0.01), batch).applied
         weights.append([parameter.detach() for parameter in model.parameters()])
     assert all(map(torch.equal, *weights))
+
+
+def test_a_thread_that_reads_ahead_pins_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, pinned = [], []
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinned.append(threading.current_thread().name)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    device = torch.device("cuda", 3)
+    read = [MicroBatch(np.arange(2), (torch.ones(2), {"boxes": [torch.zeros(2)]})) for _ in range(3)]
+    stream = Prefetch(PinnedBatches(iter(read), device=device), depth=2)
+    given = [next(stream) for _ in range(3)]
+    stream.close()
+    assert entered == [device], "a thread begins on another GPU"
+    assert pinned == ["prefetch"] * 6
+    assert torch.equal(given[0].tensors[1]["boxes"][0], torch.zeros(2))
+
+
+def test_a_batch_is_copied_beside_what_the_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, name: object) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append(f"off {stream.name}")
+
+    computing = Stream("computing")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: Stream("copies"))
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: computing)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: log.append("pinned") or tensor)
+    monkeypatch.setattr(Tensor, "record_stream", lambda _tensor, stream: log.append(f"kept for {stream.name}"))
+    (copy,) = DeviceCopies(torch.device("meta"))((torch.ones(2),))
+    assert copy.device.type == "meta"
+    assert log == ["on copies", "pinned", "off copies", "computing waits for copies", "kept for computing"]
