@@ -61,8 +61,8 @@ from slurm_train.config.words import (
 from slurm_train.config.yaml_files import FaithfulLoader
 from slurm_train.errors import ConfigError
 
-RATE_OF_MODEL = "_lr_"
-"""Key of a model's file: the peak learning rate for AdamW where none is given."""
+ADVICE_OF_MODEL = ("_lr_", "_context_")
+"""Keys of a model's file: the peak learning rate for AdamW and the tokens of a sample, where none are given."""
 TASK_NAME = "slurm_train"
 """What Hydra takes for the name of a job that is given none."""
 # Slurm's controllers hold 10,000 jobs by default; a mistyped range asks for millions.
@@ -156,7 +156,7 @@ class Composer:
             plain = _plain(full, [str(key) for key in full if key != "hydra"], resolve=True)
             open_keys = settle_site(plain, choices, prepared, open_keys=merged.open_keys)
             refuse_secrets(plain)
-            _drop_rate_of_model(plain)
+            _drop_advice_of_model(plain)
             cluster = plain.get("cluster")
             # `cluster.env.X=1` makes the mapping spring up where no cluster was asked for.
             if isinstance(cluster, dict) and choices.get("cluster") is None and "nodes" not in cluster:
@@ -396,10 +396,11 @@ def _read_variable(name: str, *default: Any) -> Any:
     return read_variable(name, *default)
 
 
-def _drop_rate_of_model(mapping: dict[str, Any]) -> None:
-    """Removes `model._lr_`, which only the optimizer's file reads: it is no argument of the model."""
+def _drop_advice_of_model(mapping: dict[str, Any]) -> None:
+    """Removes what only other files read of a model's: it is no argument of the model."""
     if isinstance(mapping.get("model"), dict):
-        mapping["model"].pop(RATE_OF_MODEL, None)
+        for key in ADVICE_OF_MODEL:
+            mapping["model"].pop(key, None)
 
 
 def _settle_launch(mapping: dict[str, Any]) -> None:

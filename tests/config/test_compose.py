@@ -84,6 +84,24 @@ def test_the_peak_rate_is_the_models_where_none_is_given(words: list[str], lr: f
     assert config.model is not None and "_lr_" not in config.model
 
 
+@pytest.mark.parametrize(
+    ("words", "context"),
+    [
+        ([], 128),
+        (["data=text", "data.path=x"], 256),
+        (["model=gpt2-124m"], 1024),
+        (["model=llama3-8b", "data=text", "data.path=x"], 8192),
+        (["model=llama3-8b", "data.context=4096"], 4096),
+    ],
+)
+def test_samples_are_as_long_as_a_published_model_takes_where_no_length_is_given(
+    words: list[str], context: int
+) -> None:
+    config = composed(*words).config
+    assert config.data is not None and config.data["context"] == context
+    assert config.model is not None and "_context_" not in config.model
+
+
 def test_a_users_files_shadow_ours(tmp_path: Path) -> None:
     files = {
         "cluster/base.yaml": "partition: gpu\naccount: lab\nnodes: 1\n",

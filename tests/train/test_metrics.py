@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from slurm_train.assets import read_asset
-from slurm_train.config.compose import RATE_OF_MODEL
+from slurm_train.config.compose import ADVICE_OF_MODEL
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.errors import ConfigError, RunError
@@ -111,10 +111,14 @@ def test_measures_are_sums_by_items(ranks: Any, bytes_per_item: float | None, ex
     assert measures(ranks, bytes_per_item=bytes_per_item) == pytest.approx(expected)
 
 
+def shipped_model(name: str) -> dict[str, Any]:
+    mapping = yaml.safe_load(read_asset("conf/model", f"{name}.yaml"))
+    return {key: value for key, value in mapping.items() if key not in ADVICE_OF_MODEL}
+
+
 @pytest.mark.parametrize("name", ["gpt", "gpt2-124m", "llama3-8b"])
 def test_a_token_costs_what_torch_counts_of_the_matrix_products(name: str) -> None:
-    mapping = yaml.safe_load(read_asset("conf/model", f"{name}.yaml"))
-    mapping.pop(RATE_OF_MODEL, None)
+    mapping = shipped_model(name)
     with torch.device("meta"):
         model = instantiate({**mapping, "num_layers": 2, "context": 16})
         tokens = torch.zeros((2, 16), dtype=torch.int64)
@@ -128,10 +132,8 @@ def test_a_token_costs_what_torch_counts_of_the_matrix_products(name: str) -> No
 
 @pytest.mark.parametrize(("positions", "billions"), [(4096, 54.6), (8192, 61.1), (0, 0.0)])
 def test_a_token_of_llama_8b_costs_what_papers_say(positions: int, billions: float) -> None:
-    mapping = yaml.safe_load(read_asset("conf/model", "llama3-8b.yaml"))
-    del mapping[RATE_OF_MODEL]
     with torch.device("meta"):
-        model = instantiate(mapping)
+        model = instantiate(shipped_model("llama3-8b"))
     assert flops_per_token(model, positions=positions) == pytest.approx((45.0e9, billions * 1e9), rel=2e-3)
 
 
