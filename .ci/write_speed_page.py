@@ -13,6 +13,11 @@ from pathlib import Path
 import torch
 import yaml
 
+from slurm_train.config.compose import compose
+from slurm_train.config.words import Words
+from slurm_train.estimate.choice import settle_parallel
+from slurm_train.estimate.estimate import estimate_run
+from slurm_train.launch.plan import plan_run
 from slurm_train.models.gpt import GPT
 from slurm_train.train.metrics import PEAK_FLOPS, flops_per_token
 
@@ -30,6 +35,30 @@ BANDWIDTH = {
     "B200": 8.0e12,
     "L40S": 0.864e12,
 }
+GPU = " cluster.gpu_type=h100"
+CASES = (
+    (
+        f"model=gpt2-124m +cluster=1x1{GPU}",
+        "32,768 tokens are a hundred times what one weight needs; nothing else to choose",
+    ),
+    (
+        f"model=gpt2-124m +cluster=1x8{GPU}",
+        "replicas fit; more than 4 sequences a rank only with a larger global batch",
+    ),
+    (
+        f"model=llama3-8b +cluster=1x8{GPU}",
+        "state alone is 16 bytes x 8.03 billion / 8; one sequence of 8,192 tokens fits as it is, two do not",
+    ),
+    (f"model=llama3-8b +cluster=2x8{GPU}", "a node's shards are enough: between nodes only gradients go, once a step"),
+    (
+        f"model=llama3-70b +cluster=8x8{GPU}",
+        "the fewest shards that leave room for 80 layers of 8,192 tokens, each computed again",
+    ),
+    (
+        f"model=cnn data=digits +cluster=1x1{GPU}",
+        "no formula and no need: images of 8 x 8; raise batch.global_size for your own",
+    ),
+)
 # float32: the gradient is read; parameter and two moments are read and written.
 UPDATE_BYTES = 4 * (1 + 2 * 3)
 
@@ -68,6 +97,7 @@ def tables() -> dict[str, str]:
     ]
     names = list(MODELS.values())
     return {
+        "defaults": defaults(),
         "operations": _table(
             ["model", "parameters", "context", "`mfu`: GFLOP per token", "`mfu_6n_12ltc`: GFLOP per token", "ratio"],
             operations,
@@ -81,6 +111,39 @@ def tables() -> dict[str, str]:
             memory,
         ),
     }
+
+
+def defaults() -> str:
+    """Returns the table of what a plan chooses where nothing but model and GPUs is typed."""
+    rows = []
+    for words, why in CASES:
+        plan = plan_run(compose(Words(overrides=words.split())), cwd=REPOSITORY, env={}, settle=settle_parallel)
+        memory = estimate_run(plan, facts=None, env={}).memory
+        layout, config, batch = plan.layout, plan.config, plan.batch
+        ways = {(False, False): "one rank", (True, False): "DDP", (False, True): "FSDP2", (True, True): "HSDP"}
+        way = ways[layout.dp_replicate > 1, layout.dp_shard > 1]
+        tokens = batch.local_size * (config.data or {}).get("context", 0)
+        cells = [
+            f"`{words.replace(GPU, '')}`",
+            way if layout.world_size == 1 else f"{way}: {layout}",
+            f"{batch.local_size} x {batch.ranks} x {batch.accumulation}",
+            f"{tokens:,}" if tokens else "-",
+            f"{plan.lr:g}",
+            config.parallel.activation_checkpointing,
+            "-" if memory is None else f"{memory.total_bytes / 2**30:.1f}",
+            why,
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    head = [
+        "words",
+        "layout",
+        "batch: local x ranks x accumulation",
+        "tokens of a micro-batch",
+        "peak lr",
+        "recomputed",
+    ]
+    titles = [*head, "GiB per rank", "why"]
+    return "\n".join([f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows])
 
 
 def _table(head: list[str], rows: list[str]) -> str:
