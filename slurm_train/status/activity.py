@@ -63,7 +63,14 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
     may_have_jobs = has_slurm and any(run.submit_script.exists() for run in runs)
     scripts = commands.own_scripts() if may_have_jobs else {}
     found = jobs_by_script(runs, scripts)
-    ids = {run: _job_ids(run, holders[run], found.get(run, ())) for run in runs}
+    ids = {
+        run: [
+            job_id
+            for job_id in _job_ids(run, holders[run], found.get(run, ()))
+            if not _is_of_another_run(scripts.get(job_id, ""), run)
+        ]
+        for run in runs
+    }
     asked = [job_id for run in runs for job_id in ids[run]]
     states = commands.job_states(asked, ended=False) if asked and has_slurm else {}
     if may_have_jobs:
@@ -79,6 +86,20 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
         if jobs or is_process:
             active[run] = Active(jobs=jobs, process=holder if is_process else None)
     return active
+
+
+def _is_of_another_run(script: str, run: RunDirectory) -> bool:
+    """Returns whether a job's script lies in the directory of another run: Slurm gives out ids again.
+
+    Args:
+        script: "" where it is not known.
+        run: the run that has the job's id on record.
+    """
+    for folder in Path(os.path.realpath(script)).parents if script else ():
+        if RunDirectory(folder).config.is_file():
+            return str(folder) != os.path.realpath(run.path)
+    # A wrapper's copy, or the script of an array.
+    return False
 
 
 def _is_active(job_id: str, states: Mapping[str, JobState]) -> bool:

@@ -52,3 +52,15 @@ def test_nothing_is_written_under_live_ranks(tmp_path: Path) -> None:
         raise AssertionError("must not get here")
     assert find_active([run], commands)[run].jobs == ("11",)  # type: ignore[arg-type]  # the fake
     assert read_job(run) is None
+
+
+def test_a_job_id_that_slurm_has_given_to_another_run_is_left_alone(shell: Shell) -> None:
+    old, new = shell.has_run("old", "aaaa0000", job_ids=("12",)), shell.has_run("new", "bbbb0000", job_ids=("12",))
+    shell.slurm.queue("12", "PENDING")
+    shell.slurm.has_script("12", new.submit_script)
+    shell.refuses("neither queued nor running", "cancel aaaa0000")
+    assert shell.slurm.said("cancelled") is None
+    assert shell.types("resume aaaa0000").job_and_run == ("4711", old)
+    shell.refuses("is active already: Slurm job 12", "resume bbbb0000")
+    shell.types("cancel bbbb0000")
+    assert "12" in (shell.slurm.said("cancelled") or "").split()
