@@ -1,8 +1,9 @@
 """What only a GPU can show, in one command: `python -m tests.gpu --out DIR --budget-s 560`.
 
 Each check is a process of its own with a time limit. The most valuable ones come first; one that no longer fits into
-the budget is listed as left out. After each check `DIR/results.json` and `DIR/summary.md` are written anew, and
-`DIR/log.txt` has what the checks printed. The exit code is 1 if a check failed, 2 if nothing could be checked.
+the budget is listed as left out. All of them need two budgets: `--only A` and `--only B`. After each check
+`DIR/results.json` and `DIR/summary.md` are written anew, and `DIR/log.txt` has what the checks printed. The exit code
+is 1 if a check failed, 2 if nothing could be checked.
 
 `--device cpu` runs the code of every check that has a meaning without a GPU, with small sizes. It shows that the checks
 themselves work; its results are labelled and count for nothing else.
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.catalogue import CHECKS, Check
+from tests.gpu.catalogue import CHECKS, GROUPS, Check
 from tests.support.command_line import REPOSITORY
 
 PASSED, FAILED, TIMED_OUT = "passed", "FAILED", "TIMED OUT"
@@ -48,7 +49,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--budget-s", type=float, default=560.0, help="seconds for everything (560)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="*", choices=[check.name for check in CHECKS], help="these checks alone")
+    names = [*GROUPS, *(check.name for check in CHECKS)]
+    parser.add_argument("--only", nargs="*", choices=names, help="these checks, or all of group A or B, alone")
     parser.add_argument("--wheels", type=Path, help="folder of wheels with packages that this Python lacks")
     asked = parser.parse_args()
     began_s = time.monotonic()
@@ -56,11 +58,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as scratch:
         env = environment(os.environ, device=asked.device, site=install(asked.wheels, Path(scratch, "site")))
         facts = machine(env, device=asked.device)
+        for obstacle in facts.get("compile_obstacles", ()):
+            print(f"nothing can be compiled here: {obstacle}; checks of compiled training will fail", file=sys.stderr)
         if asked.device == "cuda" and not facts.get("gpu"):
             print(f"torch finds no GPU here: {facts}; --device cpu tries the checks themselves", file=sys.stderr)
             return 2
         outcomes: list[Outcome] = []
-        for check in [one for one in CHECKS if not asked.only or one.name in asked.only]:
+        for check in [one for one in CHECKS if not asked.only or {one.name, one.group} & set(asked.only)]:
             left_s = asked.budget_s - (time.monotonic() - began_s)
             outcomes.append(run(check, env, left_s=left_s, out=asked.out, scratch=Path(scratch)))
             write(outcomes, facts, out=asked.out, seconds=time.monotonic() - began_s)
@@ -93,12 +97,14 @@ def install(wheels: Path | None, site: Path) -> Path | None:
 
 
 _MACHINE = """
-import json, platform, torch
+import json, os, platform, torch
 found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
 if torch.cuda.is_available():
     properties = torch.cuda.get_device_properties(0)
     found |= {"gpu": properties.name, "gpus": torch.cuda.device_count(), "gpu_memory_gb": properties.total_memory / 1e9}
     found |= {"cudnn": torch.backends.cudnn.version(), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+from slurm_train.rundir.node_disk import compile_obstacles
+found["compile_obstacles"] = compile_obstacles(os.environ, on_gpu="gpu" in found)
 print(json.dumps(found))
 """
 

@@ -1,5 +1,8 @@
 """The GPU checks in the order of their value, and how one of them is run: `python -m tests.gpu.catalogue NAME FOLDER`.
 
+All of them take some 730 s on one H100, by estimate: more than a machine that is lent for ten minutes has. Group A has
+the most valuable ones, group B the others.
+
 NCCL refuses two ranks on one GPU, so with a single card a check has one rank with NCCL, or two ranks over gloo on the
 same card, or one rank of 64 over torch's fake backend, which computes in earnest and exchanges nothing.
 """
@@ -26,8 +29,10 @@ class Check:
     name: str
     module: str
     """Of `tests.gpu` that has the function of this name."""
+    group: str
+    """"A" or "B": what `--only` takes in place of names. Each group fits into one budget of 560 s."""
     usual_s: float
-    """Seconds that it is expected to take; without so many left it is not begun."""
+    """Seconds that it is expected to take, by estimate for one H100; without so many left it is not begun."""
     limit_s: float
     """Seconds after which it is ended."""
     asserts: str
@@ -35,24 +40,31 @@ class Check:
     """Whether its code has a meaning without a GPU."""
 
 
+GROUPS = ("A", "B")
 CHECKS = (
-    Check("cli_end_to_end", "system_checks", 30, 90, "one command trains over NCCL, stops, saves, resumes, finishes"),
-    Check("no_sync", "training_checks", 15, 90, "no step waits for the device, in six settings"),
-    Check("resume_bits", "training_checks", 40, 150, "deterministic: an interrupted run has the bits of another"),
-    Check("nan_is_masked", "training_checks", 8, 45, "a step with an infinite gradient changes nothing"),
-    Check("save_race", "training_checks", 15, 90, "a background save has the values of its own step"),
-    Check("save_overlaps", "training_checks", 20, 90, "a step that saves takes at most 1.1 times the GPU time"),
-    Check("two_ranks", "two_rank_checks", 40, 120, "DDP equals accumulation; stop, replicas, bf16"),
-    Check("gpt2_quick", "speed_checks", 75, 200, "GPT-2 124M: at least as fast as a tuned plain loop"),
-    Check("fsdp_one_rank", "training_checks", 20, 75, "FSDP in bfloat16 near unsharded; float32 angles; offload"),
-    Check("compiled_everywhere", "training_checks", 40, 180, "graphs for every checkpointing and layout; loss inside"),
-    Check("attention_kernels", "speed_checks", 12, 75, "a fused attention kernel runs; chunks equal the whole"),
-    Check("flight_is_nccl", "system_checks", 8, 45, "NCCL's flight recorder has 8 all_reduces"),
-    Check("device_choice", "system_checks", 15, 75, "device 0, a UUID, none; no silent training on the CPU"),
-    Check("hang_sentence", "two_rank_checks", 25, 90, "the sentence about a hang names the rank whose GPU is busy"),
-    Check("memory_plan", "speed_checks", 45, 150, "peak memory within 10 % of the plan: 8B and 70B, 64 ranks"),
-    Check("nvml", "system_checks", 6, 30, "NVML answers; the card's peak is known", runs_on_cpu=False),
-    Check("loss", "speed_checks", 15, 90, "milliseconds and memory of head and loss, eager and compiled"),
+    Check(
+        "cli_end_to_end", "system_checks", "A", 90, 330, "one command trains over NCCL, stops, saves, resumes, finishes"
+    ),
+    Check("no_sync", "training_checks", "A", 35, 150, "no step waits for the device, in eight settings"),
+    Check("resume_bits", "training_checks", "A", 80, 240, "deterministic: an interrupted run has the bits of another"),
+    Check("nan_is_masked", "training_checks", "A", 12, 60, "a step with an infinite gradient changes nothing"),
+    Check("save_race", "training_checks", "A", 25, 120, "a background save has the values of its own step"),
+    Check("save_overlaps", "training_checks", "A", 30, 120, "a step that saves takes at most 1.1 times the GPU time"),
+    Check("two_ranks", "two_rank_checks", "A", 60, 180, "DDP equals accumulation; stop, replicas, bf16"),
+    Check("gpt2_quick", "speed_checks", "A", 110, 260, "GPT-2 124M: at least as fast as a tuned plain loop"),
+    Check("fsdp_one_rank", "training_checks", "B", 30, 120, "FSDP in bfloat16 near unsharded; float32 angles; offload"),
+    Check(
+        "compiled_everywhere", "training_checks", "B", 80, 240, "graphs for every checkpointing and layout; loss inside"
+    ),
+    Check("attention_kernels", "speed_checks", "B", 15, 90, "a fused attention kernel runs; chunks equal the whole"),
+    Check("flight_is_nccl", "system_checks", "B", 12, 60, "NCCL's flight recorder has 8 all_reduces"),
+    Check("device_choice", "system_checks", "B", 20, 90, "device 0, a UUID, none; no silent training on the CPU"),
+    Check(
+        "hang_sentence", "two_rank_checks", "B", 40, 120, "the sentence about a hang names the rank whose GPU is busy"
+    ),
+    Check("memory_plan", "speed_checks", "B", 60, 200, "peak memory within 10 % of the plan: 8B and 70B, 64 ranks"),
+    Check("nvml", "system_checks", "B", 8, 45, "NVML answers; the card's peak is known", runs_on_cpu=False),
+    Check("loss", "speed_checks", "B", 25, 120, "milliseconds and memory of head and loss, eager and compiled"),
 )
 
 

@@ -25,6 +25,7 @@ from tests.gpu.catalogue import Stage, require
 from tests.gpu.training import SMALL, sections_of
 from tests.support.ranks import leave_group, make_rank
 
+_MOST_UNITS = 4.0
 _FUSED = ("flash", "fmha", "cudnn")
 
 
@@ -55,12 +56,16 @@ def attention_kernels(stage: Stage) -> dict[str, Any]:
         on_device = [event.key for event in fused if event.device_type.name == "CUDA"]
         require(len(on_device) >= 2, f"fused kernels on the device: {on_device}; all fused: {kernels}")
     farthest = max(_chunk_error(stage, heads=heads) for heads in (8, 2))
-    require(farthest < 0.03, f"attention by chunks is up to {farthest:.3g} from the whole")
-    return {"farthest_of_chunks": farthest, "kernels": [name[:100] for name in kernels[:6]]}
+    require(farthest <= _MOST_UNITS, f"attention by chunks is up to {farthest:.1f} units of bfloat16 from the whole")
+    return {"farthest_of_chunks_in_units": farthest, "kernels": [name[:100] for name in kernels[:6]]}
 
 
 def _chunk_error(stage: Stage, *, heads: int) -> float:
-    """Returns how far context parallelism's attention of both of two parts is from the whole, in bfloat16."""
+    """Returns how far context parallelism's attention of both of two parts is from the whole, in units of bfloat16.
+
+    Parts of a sequence are rounded by themselves and joined, so results differ by a few units of the last place. Below
+    1 the unit is that of 1: weights of attention are rounded, too, and do not get smaller with the result.
+    """
     generator = torch.Generator(device=stage.device).manual_seed(1)
     how = {"device": stage.device, "generator": generator, "dtype": torch.bfloat16}
     query = torch.randn(2, 8, 128, 64, **how)  # type: ignore[call-overload]
@@ -76,7 +81,10 @@ def _chunk_error(stage: Stage, *, heads: int) -> float:
             rows = part.positions(128).to(stage.device)
             own = (tensor.index_select(2, rows) for tensor in (query, key, value))
             found = sequence.attend(*own, part=part, mesh=None, is_causal=True, enable_gqa=heads < 8)  # type: ignore[arg-type]
-            farthest = max(farthest, (found - whole.index_select(2, rows)).abs().max().item())
+            expected = whole.index_select(2, rows).float()
+            # A number between 1 and 2 has seven digits after the point.
+            units = (found.float() - expected).abs() * 2**7 / expected.abs().clamp(min=1).log2().floor().exp2()
+            farthest = max(farthest, units.max().item())
         return farthest
     finally:
         sequence._gather_chunks = gather

@@ -35,9 +35,9 @@ def cli_end_to_end(stage: Stage) -> dict[str, Any]:
     env = {**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(stage.folder / "nccl.%p")}
     process = subprocess.Popen([sys.executable, "-m", "slurm_train", *words], env=env, cwd=stage.folder)
     try:
-        run = _await_steps(process, root, count=5, within_s=stage.size(60, 400))
+        run = _await_steps(process, root, count=5, within_s=stage.size(180, 400))
         (run / "STOP").touch()
-        code = process.wait(timeout=stage.size(60, 400))
+        code = process.wait(timeout=stage.size(120, 400))
     finally:
         process.kill()
     require(code == _STOPPED, f"the run was asked to stop and ended with exit code {code}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as suite
-from tests.gpu.catalogue import CHECKS, Check
+from tests.gpu.catalogue import CHECKS, GROUPS, Check
 
-CHECK = Check("no_sync", "training_checks", usual_s=10, limit_s=20, asserts="no step waits")
+CHECK = Check("no_sync", "training_checks", "A", usual_s=10, limit_s=20, asserts="no step waits")
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "device": "cuda"}
 
 
@@ -37,8 +38,20 @@ def test_every_check_has_a_function_a_limit_above_its_usual_time_and_a_name_of_i
         assert check.usual_s < check.limit_s
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_group_fits_into_the_ten_minutes_of_a_machine_that_is_lent(group: str) -> None:
+    usual_s = [check.usual_s for check in CHECKS if check.group == group]
+    # Starting Python and looking at the machine come on top.
+    assert 0 < sum(usual_s) + 5 * len(usual_s) < 560
+
+
+def test_a_machine_without_a_compiler_is_named(tmp_path: Path) -> None:
+    env = {**os.environ, "CC": "no-such-compiler", "CXX": "no-such-compiler", "PYTHONPATH": str(suite.REPOSITORY)}
+    found = suite.machine({**env, "CUDA_VISIBLE_DEVICES": ""}, device="cpu")
+    assert found["compile_obstacles"] == ["no C++ compiler (CXX=no-such-compiler)"]
+
+
 def test_a_check_without_enough_time_is_left_out(tmp_path: Path) -> None:
-    assert sum(check.usual_s for check in CHECKS) < 560
     assert run(tmp_path, left_s=9.0) == suite.Outcome("no_sync", "left out: no budget")
 
 
@@ -69,7 +82,7 @@ def test_a_check_that_takes_too_long_ends_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(tmp_path, monkeypatch, "sleep 300 & sleep 300")
-    found = run(tmp_path, check=Check("no_sync", "training_checks", 0.1, 0.5, ""))
+    found = run(tmp_path, check=Check("no_sync", "training_checks", "A", 0.1, 0.5, ""))
     assert (found.status, found.error) == ("TIMED OUT", "not done within 0 s; see log.txt")
 
 
@@ -96,7 +109,9 @@ def test_results_are_written_after_each_check(tmp_path: Path) -> None:
     assert found["machine"] == MACHINE
     assert [one["status"] for one in found["checks"]] == ["passed", "FAILED"]
     text = (tmp_path / "summary.md").read_text()
-    assert "| `no_sync` | passed | 12 | no step waits for the device, in six settings | steps 9, ratio 1.235 |" in text
+    assert (
+        "| `no_sync` | passed | 12 | no step waits for the device, in eight settings | steps 9, ratio 1.235 |" in text
+    )
     assert "## save_race\n\n```\nstep_3 has other values\n```" in text
     assert "CPU" not in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "summary.md"]

@@ -42,6 +42,9 @@ from tests.gpu.training import (
 
 # Dropout is on, so that random streams are compared as well.
 _DROPPING = {**SMALL, "dropout": 0.1}
+# With eight sequences of 128 tokens these are more scores than are computed at once: the head works in chunks.
+_MANY_IDS = {**SMALL, "vocab_size": 8192}
+_MANY_IDS_DROPPING = {**_DROPPING, "vocab_size": 8192}
 _ROPE = {**SMALL, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied": False}
 
 
@@ -54,6 +57,8 @@ def no_sync(stage: Stage) -> dict[str, Any]:
         "two micro-batches": {"batch": {"accumulation": 2}},
         "dropout": {"model": _DROPPING},
         "compiled": {"train": {"compile": True}},
+        "scores in chunks": {"model": _MANY_IDS},
+        "scores in chunks, compiled": {"model": _MANY_IDS, "train": {"compile": True}},
     }
     for name, changes in settings.items():
         trainer = training_of(sections_of(**changes), stage.folder / name.replace(" ", "_"))
@@ -87,7 +92,8 @@ def resume_bits(stage: Stage) -> dict[str, Any]:
         ("deterministic, compiled", {"deterministic": True, "compile": True}),
     ):
         steps = {"max_steps": stage.size(20, 6), "log_every_steps": 1}
-        sections = sections_of({**_DROPPING, "num_layers": stage.size(2, 1)}, train={**steps, **train})
+        model = {**_MANY_IDS_DROPPING, "num_layers": stage.size(2, 1)}
+        sections = sections_of(model, train={**steps, **train})
         folder = stage.folder / name.replace(", ", "_")
         whole = _train(sections, folder / "whole")
         _train(sections, folder / "parts", stop_at=stage.size(10, 3))
