@@ -224,7 +224,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         "every fault of nodes and network that has a code is caused on a real Slurm, and named in one line "
         "within 30 s of the job's start",
         "preflight:faulty",
-        36,
+        37,
     ),
     "preflight-healthy": Campaign(
         "runs on healthy nodes get no finding",

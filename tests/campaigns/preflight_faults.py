@@ -133,6 +133,10 @@ def _refusing_srun(scratch: Path) -> tuple[str, ...]:
     return (f'cluster.setup=["export PATH={scratch}/bin:$PATH"]',)
 
 
+def _without_compiler(scratch: Path) -> tuple[str, ...]:
+    return (broken.task_prolog(scratch, "node2", *_exports(CXX="/nowhere/g++")),)
+
+
 def _stopped_ranks(scratch: Path) -> tuple[str, ...]:
     """A task that is stopped before it becomes the rank could not be killed, and Slurm would drain the node."""
     text = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -338,6 +342,14 @@ FAULTS: tuple[Fault, ...] = (
         "node2: has no scontrol: a run that is preempted goes on as another job",
         is_error=False,
         cause=lambda _: broken.mounted_over("node2", Path("/usr/bin/scontrol"), "--bind", "/dev/null"),
+    ),
+    Fault(
+        "NO_COMPILER",
+        "node2 names a C++ compiler that is not there, and the run compiles",
+        "node2: torch cannot compile kernels: no C++ compiler (CXX=/nowhere/g++)",
+        is_error=False,
+        prepared=_without_compiler,
+        words=("train.compile=true",),
     ),
     Fault(
         "DATA_MISSING",
