@@ -85,11 +85,11 @@ def duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 60:
-        size, unit = next((one for one in ((1.0, "s"), (1e-3, "ms")) if abs(seconds) >= one[0]), (1e-6, "us"))
+        size, unit = next((unit for unit in ((1.0, "s"), (1e-3, "ms")) if abs(seconds) >= unit[0]), (1e-6, "us"))
         return f"{seconds / size:.3g} {unit}" if seconds else "0 s"
     whole = round(seconds)
     units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
-    size, unit, part_size, part = next(one for one in units if whole >= one[0])
+    size, unit, part_size, part = next(unit for unit in units if whole >= unit[0])
     rest = whole % size // part_size
     return f"{whole // size:,} {unit}" + (f" {rest} {part}" if rest else "")
 

@@ -682,7 +682,7 @@ def parse(name: str, words: Sequence[str]) -> Namespace:
                 f"unrecognized arguments: {' '.join(rest)} (settings are key=value, without dashes: optim.lr=3e-4)"
             )
         # A path may have an equals sign, too; no key begins like one.
-        arguments.settings = [one for one in arguments.words if "=" in one and not one.startswith(("/", ".", "~/"))]
+        arguments.settings = [word for word in arguments.words if "=" in word and not word.startswith(("/", ".", "~/"))]
         runs = [word for word in arguments.words if word not in arguments.settings]
         if len(runs) != 1:
             required = "the following arguments are required: RUN"
@@ -715,11 +715,11 @@ def build_parser(name: str) -> ArgumentParser:
 def _add_arguments(parser: ArgumentParser, verb: Verb) -> None:
     from argparse import SUPPRESS
 
-    for one in verb.arguments or ():
-        if verb.settings == "after" and not one.is_flag:
+    for argument in verb.arguments or ():
+        if verb.settings == "after" and not argument.is_flag:
             # Settings may be typed on either side of the run and the flags.
-            parser.add_argument("words", nargs="*", metavar=one.options["metavar"], help=one.about)
+            parser.add_argument("words", nargs="*", metavar=argument.options["metavar"], help=argument.about)
             flags = " ".join(f"[{flag.names[-1]} ...]" for flag in verb.arguments or () if flag.is_flag and flag.about)
             parser.usage = f"%(prog)s RUN [key=value ...] {flags}"
         else:
-            parser.add_argument(*one.names, help=one.about or SUPPRESS, **one.options)
+            parser.add_argument(*argument.names, help=argument.about or SUPPRESS, **argument.options)

@@ -229,7 +229,9 @@ def require_fit(
             f"the weights in {path.name} do not fit the model as it is now: {', '.join(rows)}{more}",
             hint="take the change of the model back, or start another run with run.name=NAME",
         )
-    tensors = ((one, key) for one, own in (kept or {}).items() for key, value in own.items() if hasattr(value, "shape"))
+    tensors = (
+        (entry, key) for entry, own in (kept or {}).items() for key, value in own.items() if hasattr(value, "shape")
+    )
     for parameter, key in tensors:
         if f"optimizer.state.{parameter}.{key}" not in stored:
             raise RunError(
@@ -402,23 +404,23 @@ def export_to(target: Path, write: Callable[[Path], int]) -> int:
     return result
 
 
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[tuple[str, str]]:
+def differences(entry: dict[str, Tensor], other: dict[str, Tensor]) -> list[tuple[str, str]]:
     """Gives name and kind of difference for each tensor that is not equal bit for bit, e.g. ("head.weight", "..")."""
-    found = [(name, "only in the first") for name in sorted(one.keys() - other.keys())]
-    found += [(name, "only in the second") for name in sorted(other.keys() - one.keys())]
-    for name in sorted(one.keys() & other.keys()):
-        if text := _difference(one[name], other[name]):
+    found = [(name, "only in the first") for name in sorted(entry.keys() - other.keys())]
+    found += [(name, "only in the second") for name in sorted(other.keys() - entry.keys())]
+    for name in sorted(entry.keys() & other.keys()):
+        if text := _difference(entry[name], other[name]):
             found.append((name, text))
     return found
 
 
-def _difference(one: Tensor, other: Tensor) -> str:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return f"{tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"
-    if one.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8)):
+def _difference(tensor: Tensor, other: Tensor) -> str:
+    if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        return f"{tuple(tensor.shape)} {tensor.dtype} and {tuple(other.shape)} {other.dtype}"
+    if tensor.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8)):
         return ""
-    gap = (one.double() - other.double()).abs()
-    return f"{int((gap != 0).sum())} of {one.numel()} values, at most {gap.max().item():.3g} apart"
+    gap = (tensor.double() - other.double()).abs()
+    return f"{int((gap != 0).sum())} of {tensor.numel()} values, at most {gap.max().item():.3g} apart"
 
 
 def weights_digest(named_parameters: Iterable[tuple[str, Any]]) -> str:

@@ -102,7 +102,7 @@ def newest_reachable(
     """Returns the newest local checkpoint that the nodes hold completely, among those that are wanted. Collective."""
     texts: dict[Held, str] = {}
     held = on_every_rank(group, lambda: held_here(place, wanted, texts))
-    return choose_reachable(held, lambda one, rank: on_rank(rank, group, lambda: texts[one]))
+    return choose_reachable(held, lambda candidate, rank: on_rank(rank, group, lambda: texts[candidate]))
 
 
 def held_here(place: NodePlace, wanted: Callable[[Manifest], bool], texts: dict[Held, str]) -> dict[Held, list[int]]:
@@ -117,9 +117,9 @@ def held_here(place: NodePlace, wanted: Callable[[Manifest], bool], texts: dict[
     for path, manifest in survey(place.root, read_manifest):
         if isinstance(manifest, Manifest) and wanted(manifest):
             text, names = manifest.to_json(), sorted(manifest.files)
-            one = Held(manifest.step, manifest.attempt, digest_of(text.encode()).decode())
-            texts[one] = text
-            found[one] = [n for n, name in enumerate(names) if _has(path / name, manifest.files[name])]
+            candidate = Held(manifest.step, manifest.attempt, digest_of(text.encode()).decode())
+            texts[candidate] = text
+            found[candidate] = [n for n, name in enumerate(names) if _has(path / name, manifest.files[name])]
     return found
 
 
@@ -132,11 +132,13 @@ def choose_reachable(
         held: what each rank's node holds, in rank order, see `held_here`.
         fetch: gives the text of a manifest that a rank's node has; called alike on all ranks.
     """
-    for one in sorted({one for of_rank in held for one in of_rank}, reverse=True):
-        manifest = Manifest.from_json(fetch(one, next(rank for rank, of_rank in enumerate(held) if one in of_rank)))
+    for candidate in sorted({candidate for of_rank in held for candidate in of_rank}, reverse=True):
+        manifest = Manifest.from_json(
+            fetch(candidate, next(rank for rank, of_rank in enumerate(held) if candidate in of_rank))
+        )
         able: list[list[int]] = [[] for _ in manifest.files]
         for rank, of_rank in enumerate(held):
-            for number in of_rank.get(one, ()):
+            for number in of_rank.get(candidate, ()):
                 able[number].append(rank)
         if all(able):
             # Where two nodes hold a file, the first and the last of its ranks are on different ones.

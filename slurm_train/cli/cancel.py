@@ -121,9 +121,9 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
         ClusterError: Slurm refused, or does not answer.
     """
     subjects = read_table(sweep)
-    active = find_active([one.run for one in subjects], commands)
-    meant = [one.run for one in filter_where(subjects, where) if one.run in active]
-    if not where and any(one.process is not None for one in active.values()):
+    active = find_active([subject.run for subject in subjects], commands)
+    meant = [run.run for run in filter_where(subjects, where) if run.run in active]
+    if not where and any(run.process is not None for run in active.values()):
         sweep.stop_file.touch()
     if not meant:
         raise RunError(
@@ -136,7 +136,7 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
             cancel(run, commands)
     if in_slurm:
         own = {array_job_id(array) for array in existing_arrays(sweep)}
-        spared = [job_id for run, one in active.items() if run not in meant for job_id in one.jobs]
+        spared = [job_id for run, active_run in active.items() if run not in meant for job_id in active_run.jobs]
         jobs = [job_id for run in in_slurm for job_id in active[run].jobs]
         job_ids = job_ids_of(jobs, spared=spared, own_arrays=own)
         for job_id in job_ids:

@@ -90,8 +90,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     from slurm_train.checkpoint.load import differences, read_model
 
     paths = [find_checkpoint(word, root=arguments.root) for word in (arguments.first, arguments.second)]
-    (one, tensors), (other, other_tensors) = (read_model(path) for path in paths)
-    mine, theirs = asdict(one), asdict(other)
+    (header, tensors), (other, other_tensors) = (read_model(path) for path in paths)
+    mine, theirs = asdict(header), asdict(other)
     changed = [key for key in mine if key != "files" and mine[key] != theirs[key]]
     if changed:
         print(table(("FACT", "FIRST", "SECOND"), [(key, str(mine[key]), str(theirs[key])) for key in changed]))

@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     statuses = look_once(read_table(sweep), os.environ)
     rows = collate(statuses)
     _put_out(rows, arguments.format, arguments.out)
-    if line := best_line(rows, [one.subject.overrides for one in statuses]):
+    if line := best_line(rows, [status.subject.overrides for status in statuses]):
         note(line)
     return 0
 
@@ -46,7 +46,9 @@ def _find(root: Path, word: str) -> SweepDirectory:
         if len(found) > 1:
             note(f"{len(found)} sweeps are named {word}; this is the newest, {found[0].sweep_id}")
         return found[0]
-    names = {one.sweep_id: dict.fromkeys(run.run.name for run in read_table(one)) for one in list_sweeps(root)[:8]}
+    names = {
+        sweep.sweep_id: dict.fromkeys(run.run.name for run in read_table(sweep)) for sweep in list_sweeps(root)[:8]
+    }
     known = ", ".join(f"{sweep_id} ({', '.join(its)})" for sweep_id, its in names.items()) or "none"
     hint = f"sweeps there: {known}; `status RUN` and `report RUN` show one run"
     closed = closed_places(root)
@@ -66,7 +68,7 @@ def best_line(rows: Sequence[Cells], given: Sequence[Mapping[str, str]]) -> str:
         valued = [(row[key], number) for number, row in enumerate(rows) if row.get(key) is not None]
         if valued:
             value, number = min(valued)
-            row, words = rows[number], " ".join(f"{name}={one}" for name, one in given[number].items())
+            row, words = rows[number], " ".join(f"{name}={status}" for name, status in given[number].items())
             step, run = row[f"{key}_step"], f"run {row['index']}, {row['run']}"
             return f"best {metric}: {value:.5g} at step {step} of {run}: {words}"
     return ""
@@ -74,23 +76,23 @@ def best_line(rows: Sequence[Cells], given: Sequence[Mapping[str, str]]) -> str:
 
 def collate(statuses: Sequence[RunStatus]) -> list[Cells]:
     """Returns one mapping per run; a column that a run has no value for is None, and all have the same columns."""
-    found = [_cells(one) for one in statuses]
+    found = [_cells(status) for status in statuses]
     columns = list(dict.fromkeys(name for cells in found for name in cells))
     return [{name: cells.get(name) for name in columns} for cells in found]
 
 
-def _cells(one: RunStatus) -> Cells:
-    ledger = read_ledger(one.run)
+def _cells(status: RunStatus) -> Cells:
+    ledger = read_ledger(status.run)
     return {
-        "index": one.subject.index,
-        "run": one.label,
-        **{key: _number(value) for key, value in one.subject.overrides.items()},
-        "state": one.state.value,
-        **_metrics(one.run),
+        "index": status.subject.index,
+        "run": status.label,
+        **{key: _number(value) for key, value in status.subject.overrides.items()},
+        "state": status.state.value,
+        **_metrics(status.run),
         "attempts": len(ledger),
         "gpu_hours": round(sum(held_s(entry) * int(entry.get("world_size", 1)) for entry in ledger) / 3600, 4),
         "goodput": round(goodput(ledger).share, 4),
-        "note": one.note,
+        "note": status.note,
     }
 
 

@@ -150,7 +150,7 @@ def _lines(old: RunDirectory, new: RunDirectory | None, found: Mapping[str, Any]
     if (config := found.get("config")) is not None:
         yield _heading("config", config)
         width = max((len(change["key"]) for change in config), default=0)
-        for change in sorted(config, key=lambda one: (not one["trains"], one["key"])):
+        for change in sorted(config, key=lambda change: (not change["trains"], change["key"])):
             remark = "" if change["trains"] else "  (does not change what is trained)"
             yield f"  {change['key']:<{width}}  {in_words(change['old'])} -> {in_words(change['new'])}{remark}"
     if (code := found.get("code")) is not None:

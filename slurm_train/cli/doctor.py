@@ -181,6 +181,6 @@ def _print_record(run: RunDirectory, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(record, indent=2))
     else:
-        print(*record.get("table", []), *(f"{one.level}: {one.line}" for one in findings), sep="\n")
+        print(*record.get("table", []), *(f"{finding.level}: {finding.line}" for finding in findings), sep="\n")
         note(f"{len(findings)} findings in {record.get('seconds', 0):g} s")
     return EXIT_FAILURE if errors_of(findings) else EXIT_DONE

@@ -123,7 +123,7 @@ class Sweep:
     @property
     def runs(self) -> list[Run]:
         """Its runs; `status()[i].subject.overrides` says what run i was given."""
-        return [Run(one.run.path) for one in self._subjects]
+        return [Run(subject.run.path) for subject in self._subjects]
 
     def status(self) -> list[RunStatus]:
         """Returns the status of each run."""
@@ -135,7 +135,7 @@ class Sweep:
 
     def result(self, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """Waits, and returns the final measures of each run; the first that has none is an error."""
-        return [_result_of(one) for one in self.wait(timeout_s=timeout_s)]
+        return [_result_of(status) for status in self.wait(timeout_s=timeout_s)]
 
     def cancel(self) -> None:
         """Ends the jobs of all runs that are active."""
@@ -167,7 +167,7 @@ def submit(words: Sequence[str], *, after: Sequence[Run | Sweep] = (), verbose: 
         RunError: the run is active already, or would not be the same training.
     """
     with nullcontext() if verbose else quiet():
-        _, directory = begin([*words, *(f"after={one.path}" for one in after)], only_submits=True)
+        _, directory = begin([*words, *(f"after={run.path}" for run in after)], only_submits=True)
     assert directory is not None, "what was submitted has a directory"
     return Run(directory.path) if isinstance(directory, RunDirectory) else Sweep(directory.path)
 
@@ -200,7 +200,7 @@ def _wait(subjects: Sequence[Element], timeout_s: float | None) -> list[RunStatu
 
     statuses: Sequence[RunStatus] = ()
     for survey in until_over(lambda: surveyor.look(subjects), every_s=_POLL_S, sleep=sleep):
-        statuses, active = survey.statuses, [one for one in survey.statuses if one.is_active]
+        statuses, active = survey.statuses, [status for status in survey.statuses if status.is_active]
         if not survey.is_over and time.monotonic() >= deadline_s:
             which = f"{active[0].label} is {active[0].state.label}" if active else "Slurm does not answer"
             raise TimedOutError(

@@ -60,7 +60,7 @@ def _name_of(given: str | None, facts: SiteFacts) -> str:
 
 def _ask_all(facts: SiteFacts) -> dict[str, str]:
     answers: dict[str, str] = {}
-    while left := [one for one in open_questions(facts, answers) if one.key not in answers]:
+    while left := [question for question in open_questions(facts, answers) if question.key not in answers]:
         answers[left[0].key] = _ask(left[0])
     return answers
 
@@ -86,7 +86,7 @@ def _tried(site: SiteFile, facts: SiteFacts, commands: SlurmCommands) -> tuple[S
         return slurm_verdict(script, commands)
 
     try:
-        site, problems = try_site(site, {one.name: one for one in facts.partitions}, ask)
+        site, problems = try_site(site, {partition.name: partition for partition in facts.partitions}, ask)
     except ClusterError as err:
         problems = [f"what Slurm would take: {err.message}"]
     for problem in problems:

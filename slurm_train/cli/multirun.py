@@ -162,7 +162,7 @@ def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:
     axes = " x ".join(f"{key} ({len({element.overrides[key] for element in plan.elements})})" for key in plan.keys)
     rows = [("sweep", f"{len(plan.plans)} runs" + (f": {axes}" if axes else "")), ("directory", str(plan.sweep.path))]
     seen: dict[str, dict[str, None]] = {}
-    for name, text in (row for one in plan.plans for row in plan_rows(one)):
+    for name, text in (row for run_plan in plan.plans for row in plan_rows(run_plan)):
         seen.setdefault(name, {})[text] = None
     del seen["run"]
     for name, texts in seen.items():

@@ -187,16 +187,16 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
         f"  {num_legal:,} legal layouts of {world.size:,} ranks; speed by a simple model: {machine}, "
         f"{BETWEEN_NODES / 1e9:.0f} GB/s between nodes"
     )
-    fastest = max(one.tokens_per_s for one in found if one.world == world)
+    fastest = max(estimate.tokens_per_s for estimate in found if estimate.world == world)
     rows = [
         (
-            one.label,
-            f"{one.world.num_nodes}x{one.world.ranks_per_node[0]}",
-            byte_size(one.memory_bytes),
-            share(one.tokens_per_s / fastest),
-            one.words,
+            estimate.label,
+            f"{estimate.world.num_nodes}x{estimate.world.ranks_per_node[0]}",
+            byte_size(estimate.memory_bytes),
+            share(estimate.tokens_per_s / fastest),
+            estimate.words,
         )
-        for one in found
+        for estimate in found
     ]
     print(table(("WHAT", "NODES", "MEMORY", "SPEED", "WORDS"), rows))
     return 0
@@ -218,7 +218,7 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
         return 0
     commands = SlurmCommands(env)
     site = commands.show_config() if commands.is_available() else {}
-    scripts = [(one.run, render_script(one)) for one in plan.plans]
+    scripts = [(run_plan.run, render_script(run_plan)) for run_plan in plan.plans]
     arrays = cut_arrays(scripts, max_size=max_array_size(site), max_parallel=plan.max_parallel)
     with contextlib.suppress(ClusterError):
         if commands.is_available() and refuses_arrays(arrays[0], plan.sweep, commands):

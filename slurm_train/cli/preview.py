@@ -155,7 +155,11 @@ def _check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
         raise ConfigError(
             "callbacks are called by the built-in trainer, not by a task or a script", hint="leave callbacks out"
         )
-    shipped = [one for one in config.callbacks if str(one.get("_target_", "slurm_train.")).startswith("slurm_train.")]
+    shipped = [
+        callback
+        for callback in config.callbacks
+        if str(callback.get("_target_", "slurm_train.")).startswith("slurm_train.")
+    ]
     compares = any(isinstance(callback, Monitor) for callback in build_callbacks(shipped).values())
     if compares and not (config.train.evaluate and config.train.eval_every_steps):
         raise ConfigError(

@@ -36,8 +36,8 @@ def main(words: Sequence[str]) -> int:
             note(f"the newest run, one of a sweep; all of it: `report {of.sweep_id}`")
         from slurm_train.tools.report.run import run_document
 
-        (one,) = look_once([Element(run=run)], os.environ)
-        facts = {"state": one.state.label, "note": one.note, "nodelist": one.nodelist or ""}
+        (status,) = look_once([Element(run=run)], os.environ)
+        facts = {"state": status.state.label, "note": status.note, "nodelist": status.nodelist or ""}
         document, default = run_document(run, **facts, now_unix_s=time.time()), run.report
     _put_out(document, Path(arguments.out) if arguments.out else default, is_shared=bool(arguments.out))
     if png:
@@ -61,8 +61,8 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
     elements, now = read_table(sweep), time.time()
     rows = look_once(elements, os.environ)
     trials = [
-        read_trial(element, cells, state=one.state.label, note=one.note, is_active=one.is_active, now_unix_s=now)
-        for element, one, cells in zip(elements, rows, collate(rows), strict=True)
+        read_trial(element, cells, state=row.state.label, note=row.note, is_active=row.is_active, now_unix_s=now)
+        for element, row, cells in zip(elements, rows, collate(rows), strict=True)
     ]
     return sweep_document(sweep, elements, trials, metric=metric, now_unix_s=now)
 

@@ -86,8 +86,9 @@ def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
 
     measured = []
     for point, plan in plans.items():
-        if plan.run.result.exists() and (one := measure(plan.run, point)) is not None:
-            measured.append(one)
+        measurement = measure(plan.run, point) if plan.run.result.exists() else None
+        if measurement is not None:
+            measured.append(measurement)
         else:
             note(f"nothing is known of {point}; `status {plan.run.run_id}` may say why")
     study = sort_study(measured, comm=series.comms[0])
@@ -98,7 +99,9 @@ def _report(series: Series, plans: Mapping[Point, RunPlan]) -> int:
     folder = series.plan.run.path.parents[1] / series.name
     make_private(folder)
     stem = folder / f"scaling_{series.size}"
-    write_atomic(stem.with_suffix(".json"), json.dumps([asdict(one) for one in measured], indent=1) + "\n")
+    write_atomic(
+        stem.with_suffix(".json"), json.dumps([asdict(measurement) for measurement in measured], indent=1) + "\n"
+    )
     title = f"{series.plan.run.name}: from 1 rank to {series.size.nodes} nodes x {series.size.per_node}"
     write_atomic(stem.with_suffix(".html"), render_page(study, title=title))
     note(f"the same as a page: {stem.with_suffix('.html')}")

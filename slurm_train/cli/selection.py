@@ -65,12 +65,16 @@ class Selection:
             else:
                 found += read_table(sweep)
         # A run that is named twice is shown once, as it was named first.
-        by_run = {one.run: one for one in reversed(found)}
-        found = filter_where([one for one in found if by_run[one.run] is one], self.where)
+        by_run = {candidate.run: candidate for candidate in reversed(found)}
+        found = filter_where([candidate for candidate in found if by_run[candidate.run] is candidate], self.where)
         if self.since_unix_s or self.last is not None:
-            active_s = {one.run: _active_unix_s(one.run) for one in found}
+            active_s = {candidate.run: _active_unix_s(candidate.run) for candidate in found}
             newest = set(sorted(active_s, key=lambda run: active_s[run], reverse=True)[: self.last])
-            found = [one for one in found if one.run in newest and active_s[one.run] >= self.since_unix_s]
+            found = [
+                candidate
+                for candidate in found
+                if candidate.run in newest and active_s[candidate.run] >= self.since_unix_s
+            ]
         return found
 
     def keeps(self, status: RunStatus) -> bool:
@@ -90,7 +94,9 @@ def find_root(arguments: argparse.Namespace) -> None:
     arguments.root, default = Path(arguments.root), Path(DEFAULT_ROOT)
     if arguments.root == default:
         named = [getattr(arguments, name, None) for name in _NAMED]
-        for word in (word for one in named for word in ([one] if isinstance(one, str) else one or [])):
+        for word in (
+            word for candidate in named for word in ([candidate] if isinstance(candidate, str) else candidate or [])
+        ):
             arguments.root = root_of(word.partition("@")[0], default, os.environ)
             if arguments.root != default:
                 note(f"{word} is below {arguments.root}")
@@ -182,11 +188,11 @@ def _value_of(subject: Element, key: str) -> str | None:
     return "null" if value is None else str(value)
 
 
-def _is_same(one: str, other: str) -> bool:
+def _is_same(text: str, other: str) -> bool:
     try:
-        return float(one) == float(other)
+        return float(text) == float(other)
     except ValueError:
-        return one.lower() == other.lower() if one.lower() in ("true", "false", "null") else one == other
+        return text.lower() == other.lower() if text.lower() in ("true", "false", "null") else text == other
 
 
 def build_surveyor(env: Mapping[str, str]) -> Surveyor:
@@ -204,5 +210,5 @@ def look_once(subjects: Sequence[Element], env: Mapping[str, str]) -> tuple[RunS
 
 def summary(statuses: Sequence[RunStatus]) -> str:
     """Returns how many runs there are of each state, e.g. "24 runs: 20 finished, 3 running, 1 failed"."""
-    states = Counter(one.state.label for one in statuses).most_common()
+    states = Counter(status.state.label for status in statuses).most_common()
     return ": ".join(filter(None, [count(len(statuses), "run"), ", ".join(f"{num} {label}" for label, num in states)]))

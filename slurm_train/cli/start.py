@@ -94,7 +94,7 @@ class Start:
         for name in self.after:
             place = root_of(name, root, self.env)
             sweep = find_sweep(place, name)
-            runs += [find_run(place, name)] if sweep is None else [one.run for one in read_table(sweep)]
+            runs += [find_run(place, name)] if sweep is None else [element.run for element in read_table(sweep)]
         active, jobs = find_active(runs, self.commands), dict[str, None]()
         # The result is looked for last: a run that has ended meanwhile is not active any more.
         for run in (run for run in runs if not run.result.exists()):
@@ -264,16 +264,18 @@ class Start:
         if plan.uses_cluster:
             require_slurm(commands, self.env)
             warn_unexported_keys(plan.plans[0].config, self.env)
-            scripts = {one.run: render_script(one) for one in plan.plans}
+            scripts = {run_plan.run: render_script(run_plan) for run_plan in plan.plans}
         with contextlib.ExitStack() as held:
             # A sweep that Slurm refuses leaves no directory, so a new one is made and held afterwards.
             if is_known := sweep.table.exists():
                 held.enter_context(submitting_sweep(sweep))
                 if plan.uses_cluster:
                     find_lost_arrays(sweep, commands)
-            runs = {one.run for one in plan.plans}
+            runs = {run_plan.run for run_plan in plan.plans}
             finished = {run for run in runs if run.result.exists()}
-            active = set(find_active([one.run for one in plan.plans if one.run not in finished], commands))
+            active = set(
+                find_active([run_plan.run for run_plan in plan.plans if run_plan.run not in finished], commands)
+            )
             missing = runs - finished - active
             if len(missing) < len(runs):
                 note(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
@@ -289,15 +291,15 @@ class Start:
             planned = write_table_of(plan, words=self.words)
             code = write_shared_code(sweep, source) if missing else None
 
-            def write(one: RunPlan) -> None:
+            def write(plan: RunPlan) -> None:
                 # A run without a directory cannot be active, and there may be thousands of them.
-                with writing(one.run, commands) if one.run.config.exists() else contextlib.nullcontext():
+                with writing(plan.run, commands) if plan.run.config.exists() else contextlib.nullcontext():
                     # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
-                    is_trained = one.run.code.exists() and bool(list_checkpoints(one.run.checkpoints))
-                    write_run(one, None if is_trained else code, script=scripts.get(one.run))
+                    is_trained = plan.run.code.exists() and bool(list_checkpoints(plan.run.checkpoints))
+                    write_run(plan, None if is_trained else code, script=scripts.get(plan.run))
 
-            for_each(write, (one for one in plan.plans if one.run in missing))
-            elements = [one for one in planned if one.run in missing]
+            for_each(write, (run_plan for run_plan in plan.plans if run_plan.run in missing))
+            elements = [element for element in planned if element.run in missing]
             first = plan.plans[0].config
             ended = self._carry_out(sweep, elements, todo, arrays, first, code=code, source=source, depends=depends)
         if not plan.uses_cluster:
@@ -332,8 +334,8 @@ class Start:
                 find_lost_arrays(sweep, commands)
             elements = read_table(sweep)
             named, rows = filter_where(elements, where), read_statuses(elements, commands)
-            meant = [one for one in rows if one.subject in named and (only is None or one.state in only)]
-            runs = [one.run for one in meant if not one.is_finished and not one.is_active]
+            meant = [row for row in rows if row.subject in named and (only is None or row.state in only)]
+            runs = [plan.run for plan in meant if not plan.is_finished and not plan.is_active]
             if not runs:
                 raise RunError(
                     f"no run of sweep {sweep.sweep_id} is to be continued: {summary(rows)}", hint="see `status`"

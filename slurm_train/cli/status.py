@@ -73,11 +73,11 @@ def main(words: Sequence[str]) -> int:
         surveyor = build_surveyor(os.environ)
         return watch(selection, surveyor, every_s=every_s, as_json=arguments.json, env=os.environ)
     found = look_once(selection.subjects(), os.environ)
-    statuses = [one for one in found if selection.keeps(one)]
+    statuses = [status for status in found if selection.keeps(status)]
     if not statuses:
         _note_nothing(selection, num_runs=len(found))
     if arguments.json:
-        print(json.dumps([one.as_json() for one in statuses], indent=2))
+        print(json.dumps([status.as_json() for status in statuses], indent=2))
     elif statuses:
         _print_table(statuses, selection, os.environ)
     return 0
@@ -121,24 +121,24 @@ def table_lines(
         of_sweep: the runs are those of one sweep: with their numbers and values in front.
         in_colour: paint headings and states.
     """
-    keys = list(dict.fromkeys(key for one in statuses for key in one.subject.overrides)) if of_sweep else []
-    rows = [_cells(one, keys, now_unix_s=now_unix_s, of_sweep=of_sweep) for one in statuses]
+    keys = list(dict.fromkeys(key for status in statuses for key in status.subject.overrides)) if of_sweep else []
+    rows = [_cells(status, keys, now_unix_s=now_unix_s, of_sweep=of_sweep) for status in statuses]
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
     for name in (*_LEAST_IMPORTANT, *(["RUN", *keys] if of_sweep else [])):
-        if width is not None and name in columns and sum(widths[one] + 2 for one in columns) - 2 > width:
+        if width is not None and name in columns and sum(widths[column] + 2 for column in columns) - 2 > width:
             columns.remove(name)
     cells = [[row[name] or "-" for name in columns] for row in rows]
     lines = [line[:width] for line in table(columns, cells).splitlines()]
     if in_colour:
         begin = sum(widths[name] + 2 for name in columns[: columns.index("STATE")])
         lines[0] = painted(lines[0], BOLD)
-        for number, one in enumerate(statuses, start=1):
-            line, end = lines[number], begin + len(one.state.label)
-            lines[number] = line[:begin] + painted(line[begin:end], _STYLES.get(one.state, _TROUBLE)) + line[end:]
+        for number, status in enumerate(statuses, start=1):
+            line, end = lines[number], begin + len(status.state.label)
+            lines[number] = line[:begin] + painted(line[begin:end], _STYLES.get(status.state, _TROUBLE)) + line[end:]
     if "NOTE" not in columns:
-        for one, row in zip(statuses, rows, strict=True):
-            name = f"run {one.subject.index}" if of_sweep else one.label
+        for status, row in zip(statuses, rows, strict=True):
+            name = f"run {status.subject.index}" if of_sweep else status.label
             lines += _wrapped(f"  {name}: {row['NOTE']}", width) if row["NOTE"] else []
     return lines
 
@@ -147,42 +147,42 @@ def _wrapped(text: str, width: int | None) -> list[str]:
     return [text] if width is None else textwrap.wrap(text, width, subsequent_indent="    ")
 
 
-def _cells(one: RunStatus, keys: Sequence[str], *, now_unix_s: float, of_sweep: bool) -> dict[str, str]:
+def _cells(status: RunStatus, keys: Sequence[str], *, now_unix_s: float, of_sweep: bool) -> dict[str, str]:
     """Returns the texts of a row by column, "" for what is not known."""
-    speeds = ((one.tokens_per_s, "tok/s"), (one.samples_per_s, "samples/s"))
-    front = {"RUN": one.label}
+    speeds = ((status.tokens_per_s, "tok/s"), (status.samples_per_s, "samples/s"))
+    front = {"RUN": status.label}
     if of_sweep:
-        values = {key: one.subject.overrides.get(key, "") for key in keys}
-        front = {"#": str(one.subject.index), **values, "RUN": one.run.run_id}
+        values = {key: status.subject.overrides.get(key, "") for key in keys}
+        front = {"#": str(status.subject.index), **values, "RUN": status.run.run_id}
     return front | {
-        "JOB": one.job_id or "",
-        "STATE": one.state.label,
-        "STEP": f"{one.step}/{one.max_steps}" if one.max_steps else "",
-        "LOSS": "" if one.loss is None else f"{one.loss:.4f}",
+        "JOB": status.job_id or "",
+        "STATE": status.state.label,
+        "STEP": f"{status.step}/{status.max_steps}" if status.max_steps else "",
+        "LOSS": "" if status.loss is None else f"{status.loss:.4f}",
         "SPEED": next((f"{value:,.0f} {unit}" for value, unit in speeds if value is not None), ""),
-        "MFU": "" if one.mfu is None else f"{one.mfu:.1%}",
-        "ETA": "" if one.time_left_s is None else clock(one.time_left_s),
-        "ATTEMPTS": str(one.attempts),
-        "HEARTBEAT": "" if one.heartbeat_age_s is None else f"{duration(int(one.heartbeat_age_s))} ago",
-        "NODES": one.nodelist or "",
-        "OWNER": "" if is_own(one.run) else owner_of(one.run.path),
-        "NOTE": note_of(one, now_unix_s=now_unix_s),
+        "MFU": "" if status.mfu is None else f"{status.mfu:.1%}",
+        "ETA": "" if status.time_left_s is None else clock(status.time_left_s),
+        "ATTEMPTS": str(status.attempts),
+        "HEARTBEAT": "" if status.heartbeat_age_s is None else f"{duration(int(status.heartbeat_age_s))} ago",
+        "NODES": status.nodelist or "",
+        "OWNER": "" if is_own(status.run) else owner_of(status.run.path),
+        "NOTE": note_of(status, now_unix_s=now_unix_s),
     }
 
 
-def note_of(one: RunStatus, *, now_unix_s: float) -> str:
+def note_of(status: RunStatus, *, now_unix_s: float) -> str:
     """Returns why a run waits or ended, its place in the queue, and which rank is silent; "" for none of these."""
-    parts = [one.note]
-    if one.jobs_ahead is not None:
-        parts.append(f"{count(one.jobs_ahead, 'job')} ahead")
-    if one.expected_start_unix_s is not None:
-        left_s = one.expected_start_unix_s - now_unix_s
+    parts = [status.note]
+    if status.jobs_ahead is not None:
+        parts.append(f"{count(status.jobs_ahead, 'job')} ahead")
+    if status.expected_start_unix_s is not None:
+        left_s = status.expected_start_unix_s - now_unix_s
         form = "%H:%M" if left_s < 43200 else "%a %d %b %H:%M"
         in_time = f", in {duration(int(left_s))}" if left_s > 0 else ""
-        parts.append(f"expected start {datetime.fromtimestamp(one.expected_start_unix_s):{form}}{in_time}")
-    if one.heartbeat_age_s is not None and one.heartbeat_age_s > SILENT_AFTER_S:
-        age = duration(int(one.heartbeat_age_s))
-        parts.append(f"no heartbeat of rank {one.heartbeat_rank} on {one.heartbeat_host} for {age}")
+        parts.append(f"expected start {datetime.fromtimestamp(status.expected_start_unix_s):{form}}{in_time}")
+    if status.heartbeat_age_s is not None and status.heartbeat_age_s > SILENT_AFTER_S:
+        age = duration(int(status.heartbeat_age_s))
+        parts.append(f"no heartbeat of rank {status.heartbeat_rank} on {status.heartbeat_host} for {age}")
     return "; ".join(filter(None, parts))
 
 
@@ -199,25 +199,25 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
     print("\n".join([*lines, *after]))
     if sweep is None and len(statuses) > 1:
         # The table of a sweep also has what each run was given.
-        runs = {one.run for one in statuses}
+        runs = {status.run for status in statuses}
         for other in list_sweeps(selection.root)[:_MOST_SWEEPS]:
-            if (num := len({one.run for one in read_table(other)} & runs)) > 1:
+            if (num := len({element.run for element in read_table(other)} & runs)) > 1:
                 note(f"{num} of them are a sweep: `status {other.sweep_id}` shows the values of each")
 
 
 def _attempt_lines(run: RunDirectory) -> list[str]:
     """Returns how the last attempts of a run ended that has had several: what the newest state does not say."""
     ledger, stopped = read_ledger(run), {event.get("attempt"): event["step"] for event in read_events(run, "stop")}
-    ended = [one for one in ledger if "end_time_unix_s" in one] if len(ledger) > 1 else []
+    ended = [entry for entry in ledger if "end_time_unix_s" in entry] if len(ledger) > 1 else []
     lines = []
-    for one in ended[-_MOST_ATTEMPTS:]:
-        reason = str(one.get("reason", "unknown"))
-        why = f": {one.get('note', '')}" if reason == "failed" else ""
+    for entry in ended[-_MOST_ATTEMPTS:]:
+        reason = str(entry.get("reason", "unknown"))
+        why = f": {entry.get('note', '')}" if reason == "failed" else ""
         end = "finished" if reason == "done" else reason.replace("_", " ")
         # The steps of a script of the user's own are not counted.
-        last_step = stopped.get(one["attempt"], one.get("last_step"))
+        last_step = stopped.get(entry["attempt"], entry.get("last_step"))
         step = f", step {last_step}" if last_step else ""
-        lines.append(f"attempt {one['attempt']}: {end} after {held_s(one):,.0f} s{step}{why}")
+        lines.append(f"attempt {entry['attempt']}: {end} after {held_s(entry):,.0f} s{step}{why}")
     return lines
 
 
@@ -264,14 +264,14 @@ def watch(
         nonlocal num_runs
         survey = surveyor.look(selection.subjects())
         num_runs = len(survey.statuses)
-        return Survey(tuple(one for one in survey.statuses if selection.keeps(one)), survey.look)
+        return Survey(tuple(status for status in survey.statuses if selection.keeps(status)), survey.look)
 
     try:
         for kept in until_over(look, every_s=every_s, sleep=sleep):
             if not kept.statuses:
                 _note_nothing(selection, num_runs=num_runs)
             elif as_json:
-                print(json.dumps([one.as_json() for one in kept.statuses]), flush=True)
+                print(json.dumps([status.as_json() for status in kept.statuses]), flush=True)
             else:
                 screen.show(kept, now_unix_s=time.time(), of_sweep=selection.sweep() is not None)
         return 0
@@ -306,7 +306,9 @@ class Screen:
             redraw(self._stream, "\n".join(lines), num_lines=self._num_drawn)
             self._num_drawn = len(lines)
             return
-        facts: list[object] = [(one.run, one.state, one.step, one.attempts, one.note) for one in statuses]
+        facts: list[object] = [
+            (status.run, status.state, status.step, status.attempts, status.note) for status in statuses
+        ]
         facts.append(bool(survey.look.problem))
         if facts != self._shown:
             self._shown = facts

@@ -176,14 +176,17 @@ class Composer:
         ConfigLoaderImpl.validate_sweep_overrides_legal(overrides=parsed, run_mode=RunMode.RUN, from_shell=True)
         groups, values = self.split(parsed)
         full = copy.deepcopy(self.base(groups))
-        typed = {one.key_or_group for one in values}
+        typed = {value.key_or_group for value in values}
         filled = _fill_cluster(full)
         ConfigLoaderImpl._apply_overrides_to_config(values, full)
         # A word may give the whole section: cluster={nodes: 2, partition: gpu}.
         filled += _fill_cluster(full)
         open_keys = [key for key in _still_default(full, filled) if f"cluster.{key}" not in typed]
-        tasks, shape = [one for one in parsed if not one.is_hydra_override()], full.hydra.job.config.override_dirname
-        full.hydra.overrides.task = [one.input_line for one in tasks]
+        tasks, shape = (
+            [override for override in parsed if not override.is_hydra_override()],
+            full.hydra.job.config.override_dirname,
+        )
+        full.hydra.overrides.task = [task.input_line for task in tasks]
         full.hydra.job.override_dirname = get_overrides_dirname(
             tasks, kv_sep=shape.kv_sep, item_sep=shape.item_sep, exclude_keys=shape.exclude_keys
         )
@@ -208,10 +211,10 @@ class Composer:
         """Returns the words that choose groups or set Hydra itself, and those that set single values."""
         first: list[Override] = []
         values: list[Override] = []
-        for one in parsed:
+        for override in parsed:
             # Hydra's own rule: a group may also be a key, to which a mapping can be given.
-            is_group = self._is_group(one.key_or_group) and not isinstance(one.value(), dict)
-            (first if is_group or one.is_hydra_override() else values).append(one)
+            is_group = self._is_group(override.key_or_group) and not isinstance(override.value(), dict)
+            (first if is_group or override.is_hydra_override() else values).append(override)
         return first, values
 
     def base(self, groups: Sequence[Override], *, mode: RunMode = RunMode.RUN) -> DictConfig:
@@ -220,11 +223,11 @@ class Composer:
         Raises:
             HydraException: what Hydra itself would say.
         """
-        single = [one for one in groups if not one.is_sweep_override()]
+        single = [group for group in groups if not group.is_sweep_override()]
         # Hydra merges added groups in the order of the words; what an experiment says of the cluster is meant for the
         # one that is chosen, before or after it.
-        single.sort(key=lambda one: one.key_or_group not in _FIRST_GROUPS)
-        words = [str(one.input_line) for one in single]
+        single.sort(key=lambda override: override.key_or_group not in _FIRST_GROUPS)
+        words = [str(override.input_line) for override in single]
         key = (mode, "\n".join(words))
         if key not in self._bases:
             self._store_sizes(words)
@@ -241,17 +244,19 @@ class Composer:
 
         Hydra has to be given the right one of the two; composing without the groups shows which ones that file chooses.
         """
-        plain = [one for one in groups if re.fullmatch(r"\+?\w+=.*", str(one.input_line))]
+        plain = [group for group in groups if re.fullmatch(r"\+?\w+=.*", str(group.input_line))]
         try:
-            chosen = self._load([str(one.input_line) for one in groups if one not in plain], mode).hydra.runtime.choices
+            chosen = self._load(
+                [str(group.input_line) for group in groups if group not in plain], mode
+            ).hydra.runtime.choices
         except ConfigCompositionException:
-            return [str(one.input_line) for one in groups]
+            return [str(group.input_line) for group in groups]
         words = []
-        for one in groups:
-            word, group = str(one.input_line), one.key_or_group
-            if one in plain and group in chosen:
+        for override in groups:
+            word, group = str(override.input_line), override.key_or_group
+            if override in plain and group in chosen:
                 word = word.lstrip("+")
-            elif one in plain and group in _GROUPS:
+            elif override in plain and group in _GROUPS:
                 # The file may have a section in its place.
                 word = f"+{word.lstrip('+')}"
             words.append(word)
@@ -655,7 +660,9 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
         return chosen
 
     # A group first: settings of its parts are meant for what was chosen.
-    for override in sorted(overrides, key=lambda one: (*_GROUPS, one.key_or_group).index(one.key_or_group)):
+    for override in sorted(
+        overrides, key=lambda override: (*_GROUPS, override.key_or_group).index(override.key_or_group)
+    ):
         key, value, cluster = override.key_or_group, override.value(), mapping["cluster"]
         if override.is_sweep_override():
             raise ConfigError(f"{key} has several values; a run that exists has one", hint=f"give one: {key}=VALUE")

@@ -362,7 +362,7 @@ def list_settings(config: Mapping[str, Any]) -> list[Setting]:
     for group in ("model", "data", "optim"):
         target = chosen.get("_target_") if isinstance(chosen := config.get(group), Mapping) else None
         files = {path.stem: _read_shipped(path) for path in sorted((conf / group).glob("*.yaml"))}
-        defaults[group] = next((one for one in files.values() if one["_target_"] == target), files["custom"])
+        defaults[group] = next((file for file in files.values() if file["_target_"] == target), files["custom"])
     # Of the schema's own keys a file may leave out what its class does not take.
     defaults["optim"] = to_mapping(OptimSection()) | defaults["optim"]
     if config.get("cluster"):

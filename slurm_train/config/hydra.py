@@ -268,7 +268,7 @@ def _compose(composer: Composer, prepared: list[str]) -> tuple[DictConfig, bool]
     parsed = composer.parse(prepared)
     groups, _ = composer.split(parsed)
     is_multirun = composer.words.multirun
-    mode = RunMode.MULTIRUN if is_multirun or any(one.is_sweep_override() for one in parsed) else RunMode.RUN
+    mode = RunMode.MULTIRUN if is_multirun or any(override.is_sweep_override() for override in parsed) else RunMode.RUN
     try:
         config = composer.base(groups, mode=mode)
     except ConfigCompositionException:

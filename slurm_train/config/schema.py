@@ -171,11 +171,13 @@ class OptimSection:
         Raises:
             ConfigError: a value that does not fit.
         """
-        return [build_config(GroupRule, one, path=f"optim.groups[{index}].") for index, one in enumerate(self.groups)]
+        return [
+            build_config(GroupRule, group, path=f"optim.groups[{index}].") for index, group in enumerate(self.groups)
+        ]
 
     def num_kept(self, name: str, *, dims: int) -> int:
         """Returns how many numbers the optimizer keeps for each one of a parameter; two where it is not known."""
-        rule = next((one for one in self.rules() if one.fits(name, dims=dims)), GroupRule())
+        rule = next((rule for rule in self.rules() if rule.fits(name, dims=dims)), GroupRule())
         target = rule._target_ or self._target_
         own = self.keywords if target == self._target_ else {}
         if target == "torch.optim.SGD":
@@ -696,7 +698,7 @@ def unknown_key_error(key: str, known: Iterable[str], *, value: object = None) -
     hint = advise(key, value)
     # "callbacks.mine._target_": lists of mappings are the parts that other tools let one name.
     lists = (name for name, kind in all_keys(RunConfig).items() if kind == list[dict[str, Any]])
-    if not hint and (name := next((one for one in lists if key.startswith(f"{one}.")), "")):
+    if not hint and (name := next((list for list in lists if key.startswith(f"{list}.")), "")):
         hint = f'{name} is a list of mappings: "{name}=[{{...}}]"'
     if not hint:
         nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)

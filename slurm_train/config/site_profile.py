@@ -39,7 +39,9 @@ def read_site(mapping: Mapping[str, Any], *, name: str) -> SiteFile:
     where = f"{GROUP} {name}: "
     # A section with nothing below it is null in YAML.
     site = build_config(SiteFile, {key: value for key, value in mapping.items() if value is not None}, path=where)
-    settings = {f"partitions.{key}.": one.cluster for key, one in site.partitions.items()} | {"": site.cluster}
+    settings = {f"partitions.{key}.": partition.cluster for key, partition in site.partitions.items()} | {
+        "": site.cluster
+    }
     for label, values in settings.items():
         if not values.keys().isdisjoint(SIZE):
             raise ConfigError(f"{where}{label}cluster gives a size, which is typed for each run", hint="+cluster=4x8")
@@ -87,10 +89,10 @@ def _of_partitions(site: SiteFile, asked: str) -> dict[str, Any]:
     suited: dict[str, Any] = {}
     for key, value in sections[0].items():
         values = [section.get(key) for section in sections]
-        if all(one == value for one in values):
+        if all(item == value for item in values):
             suited[key] = value
-        elif all(isinstance(one, int) for one in values):
-            suited[key] = min(one for one in values if isinstance(one, int))
+        elif all(isinstance(value, int) for value in values):
+            suited[key] = min(value for value in values if isinstance(value, int))
     return suited
 
 

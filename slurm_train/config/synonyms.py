@@ -216,7 +216,7 @@ def advise(name: str, value: object = None) -> str:
     names = [name, key, key.lower()]
     if head.partition(".")[0] not in _OWN_GROUPS:
         names.append(last.lower())
-    answer = next((_ANSWERS[one] for one in names if one in _ANSWERS), "")
+    answer = next((_ANSWERS[name] for name in names if name in _ANSWERS), "")
     if answer not in _SETTINGS:
         return answer
     return "write " + _EXAMPLE.sub(lambda match: f"={_fitting(value, match[1])}", answer)

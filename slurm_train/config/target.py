@@ -261,7 +261,7 @@ def keywords_in_source(target: str, *, search: Sequence[str]) -> set[str] | None
     spec, rest = _find_longest(_split_path(target), search)
     tree = None if spec is None else _source_of(spec)
     signature = None if tree is None or len(rest) != 1 else _read_signature(tree, rest[0])
-    if signature is None or any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+    if signature is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return None
     return set(signature.parameters)
 
@@ -330,7 +330,7 @@ def _imported_from(tree: ast.Module, words: Sequence[str], *, is_package: bool) 
         return []
     above = len(words) - 1 - node.level + is_package
     package = list(words[:above]) if node.level else []
-    (first, *_) = [one.name for one in node.names if (one.asname or one.name) == name]
+    (first, *_) = [statement.name for statement in node.names if (statement.asname or statement.name) == name]
     return [*package, *(node.module.split(".") if node.module else ()), first]
 
 
@@ -342,7 +342,7 @@ def _read_signature(tree: ast.Module, name: str) -> inspect.Signature | None:
     node: ast.AST = found[0]
     is_class = isinstance(node, ast.ClassDef)
     if isinstance(node, ast.ClassDef):
-        made = [one for one in node.body if getattr(one, "name", None) in ("__init__", "__new__")]
+        made = [statement for statement in node.body if getattr(statement, "name", None) in ("__init__", "__new__")]
         if node.decorator_list or node.keywords or len(made) != 1:
             return None
         node = made[0]

@@ -82,7 +82,7 @@ class Words:
 
 
 _NO_FLAGS = ("overrides", "search_path", "after")
-FLAGS = {f"--{one.name.replace('_', '-')}": one for one in fields(Words) if one.name not in _NO_FLAGS}
+FLAGS = {f"--{field_.name.replace('_', '-')}": field_ for field_ in fields(Words) if field_.name not in _NO_FLAGS}
 SHORT = {
     "-cd": "--config-dir",
     "-cp": "--config-path",
@@ -180,7 +180,7 @@ def _hint_for_flag(typed: str, value: str) -> str:
 
 def _is_setting(key: str) -> bool:
     known = all_keys(RunConfig)
-    return key in known and not any(one.startswith(f"{key}.") for one in known)
+    return key in known and not any(word.startswith(f"{key}.") for word in known)
 
 
 def _is_value(word: str) -> bool:
@@ -209,7 +209,7 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
     elif word in PUBLIC_VERBS:
         hint = f"the verb is the first word: python -m slurm_train {word} ..."
     elif word.endswith(".py"):
-        own = ",".join([word, *(one for one in after if not one.startswith("+"))])
+        own = ",".join([word, *(word for word in after if not word.startswith("+"))])
         hint = f'a script of yours runs on every rank with "script=[{own}]"; docs/bring-your-own.md has the other ways'
     elif word.endswith((".yaml", ".yml")):
         folder, _, name = word.rpartition("/")
@@ -404,7 +404,7 @@ def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:
     sizes = []
     for sign, key, value in map(split_word, overrides):
         if key == "cluster" and value and sign != "~":
-            if number := next((one for one in value.split(",") if one.isdigit()), ""):
+            if number := next((word for word in value.split(",") if word.isdigit()), ""):
                 raise ConfigError(
                     f"{sign}cluster={value} does not say what {number} counts",
                     hint=f"write {sign}cluster={number}x8 for {number} nodes with 8 GPUs each, or "

@@ -28,7 +28,7 @@ def known_fingerprint(data: Mapping[str, Any], *, cwd: Path, split: Split = "tra
         split: which samples.
     """
     shards, context = _shards_of(data, cwd=cwd, split=split)
-    return fingerprint_of((one.xxh3_128 for one in shards), context=context) if shards else None
+    return fingerprint_of((shard.xxh3_128 for shard in shards), context=context) if shards else None
 
 
 def known_num_samples(data: Mapping[str, Any], *, cwd: Path) -> int | None:
@@ -39,7 +39,7 @@ def known_num_samples(data: Mapping[str, Any], *, cwd: Path) -> int | None:
         cwd: directory that a relative path starts from.
     """
     shards, context = _shards_of(data, cwd=cwd, split="train")
-    return sum((one.tokens - 1) // context for one in shards) or None
+    return sum((shard.tokens - 1) // context for shard in shards) or None
 
 
 def _shards_of(data: Mapping[str, Any], *, cwd: Path, split: Split) -> tuple[list[Shard], int]:
@@ -47,7 +47,7 @@ def _shards_of(data: Mapping[str, Any], *, cwd: Path, split: Split) -> tuple[lis
     try:
         directory = _directory_of(data, cwd=cwd)
         shards = (read_json(directory / INDEX) or {})["splits"][split]["shards"] if directory else []
-        return [Shard(**one) for one in shards], int(data.get("context", 256))
+        return [Shard(**shard) for shard in shards], int(data.get("context", 256))
     except (DataError, KeyError, TypeError, OSError):
         return [], 1
 
@@ -66,8 +66,8 @@ def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Pa
         DataError: there is no text, or none that is prepared where that is asked for, or it has more token ids than
             the model.
     """
-    for one in (data.get("sources") or {}).values() if data.get("_target_") == _MIX else ():
-        require_readable({"_target_": PREPARED, **one}, vocab_size=vocab_size, cwd=cwd)
+    for source in (data.get("sources") or {}).values() if data.get("_target_") == _MIX else ():
+        require_readable({"_target_": PREPARED, **source}, vocab_size=vocab_size, cwd=cwd)
     directory = _directory_of(data, cwd=cwd)
     index = read_json(directory / INDEX) if directory else None
     if data.get("_target_") == PREPARED and index is None:

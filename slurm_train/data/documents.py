@@ -231,7 +231,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: Collection[st
             )
         if _SAVED_DATASET in files:
             saved = read_json(Path(parent) / _SAVED_DATASET) or {}
-            files = [str(one["filename"]) for one in saved.get("_data_files", ())]
+            files = [str(file["filename"]) for file in saved.get("_data_files", ())]
             folders.clear()
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         for name in files:

@@ -292,7 +292,7 @@ def pad(samples: Sequence[tuple[Tensor, ...]] | Sequence[Mapping[str, Any]]) -> 
     first = samples[0]
     if isinstance(first, Mapping):
         named: Any = samples
-        return {name: _pad_column([_tensor(one, name) for one in named], name == "labels") for name in first}
+        return {name: _pad_column([_tensor(value, name) for value in named], name == "labels") for name in first}
     columns: Any = zip(*samples, strict=True)
     return tuple(_pad_column(list(column), number > 0) for number, column in enumerate(columns))
 

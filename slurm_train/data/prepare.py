@@ -399,8 +399,8 @@ class FileEncoding:
 
     def _encode_some(self, texts: list[str]) -> Iterator[Tokens]:
         # Many at a time: the library spreads them over the cores.
-        for one in self._tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield np.array(one.ids, dtype="<u4")
+        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+            yield np.array(encoding.ids, dtype="<u4")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text, document by document."""

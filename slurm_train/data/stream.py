@@ -383,15 +383,15 @@ def _epoch_setters(stream: Any) -> list[Callable[[int], None]]:
     return [holder.set_epoch for holder in distinct if callable(getattr(holder, "set_epoch", None))]
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(item: Any, other: Any) -> bool:
     """Returns whether two states are equal; they may hold tensors."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(_is_same(*pair) for pair in zip(one, other, strict=True))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(item, dict) and isinstance(other, dict):
+        return item.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in item.items())
+    if isinstance(item, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(item) == len(other) and all(_is_same(*pair) for pair in zip(item, other, strict=True))
+    if isinstance(item, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(item, other)
+    return type(item) is type(other) and bool(item == other)
 
 
 def _digest(batch: Batch) -> str:

@@ -491,7 +491,9 @@ class Meeting:
                 self.send(rank, last)
             # Hanging up before the report was read would reset the connection, and the last value with it.
             self._run(
-                lambda: self._have_all_reported() and not any(one.has_unsent for one in self._channels.values()),
+                lambda: (
+                    self._have_all_reported() and not any(channel.has_unsent for channel in self._channels.values())
+                ),
                 deadline=time.monotonic() + _close_timeout_s(self.world_size),
             )
         finally:
@@ -617,7 +619,7 @@ class Search:
 
     def set_targets(self, targets: Sequence[Target]) -> None:
         """Searches among these from now on, the likeliest first; calls that are under way go on."""
-        known = {one.target: one for one in self._candidates}
+        known = {candidate.target: candidate for candidate in self._candidates}
         # Nor by calling at all the ports where it probably is not.
         most_s = self._place.world_size * len(targets) / _CALLERS_PER_S
         self._rare_pause_s = max(_RARELY * self._longest_pause_s, min(most_s, self._point.timeout_s / _RARELY))
@@ -635,21 +637,21 @@ class Search:
     def run(self, *, until: float) -> tuple[Channel, Target] | None:
         """Returns a channel to rank 0, which has proved itself, and where; None at `until` (`time.monotonic`)."""
         while (now_s := time.monotonic()) < until:
-            for one in self._candidates:
-                self._advance(one, now_s)
-            wakes_s = min([until, *(one.wakes_s for one in self._candidates)])
+            for candidate in self._candidates:
+                self._advance(candidate, now_s)
+            wakes_s = min([until, *(candidate.wakes_s for candidate in self._candidates)])
             for key, _ in self._selector.select(max(0.0, wakes_s - now_s)):
-                one = key.data
-                if one.channel is not None and self._is_found(one):
-                    channel, one.channel = one.channel, None
+                candidate = key.data
+                if candidate.channel is not None and self._is_found(candidate):
+                    channel, candidate.channel = candidate.channel, None
                     self._selector.unregister(channel.connection)
-                    return channel, one.target
+                    return channel, candidate.target
         return None
 
     def close(self) -> None:
         """Gives up all calls."""
-        for one in self._candidates:
-            self._hang_up(one)
+        for candidate in self._candidates:
+            self._hang_up(candidate)
         self._selector.close()
 
     def describe(self) -> str:
@@ -658,67 +660,71 @@ class Search:
 
     @property
     def _likely(self) -> _Candidate | None:
-        return next((one for one in self._candidates if not one.is_doubtful), None)
+        return next((candidate for candidate in self._candidates if not candidate.is_doubtful), None)
 
-    def _advance(self, one: _Candidate, now_s: float) -> None:
+    def _advance(self, candidate: _Candidate, now_s: float) -> None:
         """Gives a call up or begins it where that is due."""
-        if one.channel is not None and now_s >= one.ends_s:
-            self._fail(one, "timed out" if one.handshake is None else "no proof (timed out)", is_doubtful=True)
-        elif one.channel is not None and now_s >= one.began_s + _SLOW_S:
-            one.is_doubtful = True
-        if one is self._likely:
-            one.next_s = min(one.next_s, now_s + self._longest_pause_s)
-        if one.channel is None and now_s >= one.next_s:
-            self._call(one, now_s)
+        if candidate.channel is not None and now_s >= candidate.ends_s:
+            self._fail(
+                candidate, "timed out" if candidate.handshake is None else "no proof (timed out)", is_doubtful=True
+            )
+        elif candidate.channel is not None and now_s >= candidate.began_s + _SLOW_S:
+            candidate.is_doubtful = True
+        if candidate is self._likely:
+            candidate.next_s = min(candidate.next_s, now_s + self._longest_pause_s)
+        if candidate.channel is None and now_s >= candidate.next_s:
+            self._call(candidate, now_s)
 
-    def _call(self, one: _Candidate, now_s: float) -> None:
-        address, port = one.target
-        one.began_s, one.handshake = now_s, None
+    def _call(self, candidate: _Candidate, now_s: float) -> None:
+        address, port = candidate.target
+        candidate.began_s, candidate.handshake = now_s, None
         try:
             connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-            one.channel = Channel(connection)
-            self._selector.register(connection, selectors.EVENT_WRITE, one)
+            candidate.channel = Channel(connection)
+            self._selector.register(connection, selectors.EVENT_WRITE, candidate)
             code = connection.connect_ex((address, port))
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
         except OSError as err:
-            self._fail(one, str(err))
+            self._fail(candidate, str(err))
 
-    def _is_found(self, one: _Candidate) -> bool:
+    def _is_found(self, candidate: _Candidate) -> bool:
         """Goes on with a call; returns whether it has reached rank 0."""
-        assert one.channel is not None
-        connection = one.channel.connection
+        assert candidate.channel is not None
+        connection = candidate.channel.connection
         try:
-            if one.handshake is not None:
-                return one.handshake.is_proved()
+            if candidate.handshake is not None:
+                return candidate.handshake.is_proved()
             if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._fail(one, str(OSError(code, os.strerror(code))))
+                self._fail(candidate, str(OSError(code, os.strerror(code))))
                 return False
-            one.handshake = CallerHandshake(one.channel, self._point, rank=self._place.rank, host=self._place.host)
-            self._selector.modify(connection, selectors.EVENT_READ, one)
+            candidate.handshake = CallerHandshake(
+                candidate.channel, self._point, rank=self._place.rank, host=self._place.host
+            )
+            self._selector.modify(connection, selectors.EVENT_READ, candidate)
         except OSError as err:
-            self._fail(one, f"no proof ({err})", is_doubtful=True)  # rank 0 perhaps, crowded
+            self._fail(candidate, f"no proof ({err})", is_doubtful=True)  # rank 0 perhaps, crowded
         except ValueError as err:
-            self._fail(one, str(err), is_doubtful=True, rarely=True)
+            self._fail(candidate, str(err), is_doubtful=True, rarely=True)
         return False
 
-    def _fail(self, one: _Candidate, answer: str, *, is_doubtful: bool = False, rarely: bool = False) -> None:
-        self._hang_up(one)
-        self.answers[one.target] = answer
-        one.tries += 1
-        one.is_doubtful = is_doubtful
-        one.connect_s = min(one.connect_s * 1.5, _LONGEST_CONNECT_S)
+    def _fail(self, candidate: _Candidate, answer: str, *, is_doubtful: bool = False, rarely: bool = False) -> None:
+        self._hang_up(candidate)
+        self.answers[candidate.target] = answer
+        candidate.tries += 1
+        candidate.is_doubtful = is_doubtful
+        candidate.connect_s = min(candidate.connect_s * 1.5, _LONGEST_CONNECT_S)
         likely = self._likely
-        rarely = rarely or not (is_doubtful or one is likely)
-        pause_s = self._rare_pause_s if rarely else one.pause_s
-        one.next_s = time.monotonic() + pause_s * random.uniform(0.5, 1.5)  # spreads the callers
-        one.pause_s = min(one.pause_s * 1.5, self._longest_pause_s)
+        rarely = rarely or not (is_doubtful or candidate is likely)
+        pause_s = self._rare_pause_s if rarely else candidate.pause_s
+        candidate.next_s = time.monotonic() + pause_s * random.uniform(0.5, 1.5)  # spreads the callers
+        candidate.pause_s = min(candidate.pause_s * 1.5, self._longest_pause_s)
         if is_doubtful and likely is not None and likely.tries == 0:
             likely.next_s = 0.0
 
-    def _hang_up(self, one: _Candidate) -> None:
-        if one.channel is not None:
+    def _hang_up(self, candidate: _Candidate) -> None:
+        if candidate.channel is not None:
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(one.channel.connection)
-            one.channel.close()
-            one.channel = None
+                self._selector.unregister(candidate.channel.connection)
+            candidate.channel.close()
+            candidate.channel = None

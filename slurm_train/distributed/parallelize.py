@@ -228,7 +228,7 @@ def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle], *, grou
 
     def style(name: str, way: str) -> ParallelStyle:
         if way == "gather":
-            return GatherFirst(stays_spread=any(one.startswith(f"{name}.") for one in cut))
+            return GatherFirst(stays_spread=any(cut_name.startswith(f"{name}.") for cut_name in cut))
         return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=own_positions)
 
     key, parts = "parallel.sequence_parallel", dict(model.named_modules())

@@ -343,13 +343,17 @@ def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None
     cluster = config.cluster
     if cluster is None or facts is None:
         return None if cluster is None else cluster.time_limit_min, None
-    name = cluster.partition or next((one.name for one in facts.partitions if one.is_default), "")
+    name = cluster.partition or next((partition.name for partition in facts.partitions if partition.is_default), "")
     # Of several partitions the job starts in any; the first says what preempts it, the longest limit what it may cost.
-    names = [one.strip() for one in name.split(",")]
+    names = [part.strip() for part in name.split(",")]
     name = names[0]
     limit_min = cluster.time_limit_min
     if limit_min is None:
-        limits = [one.default_time_min or one.max_time_min for one in facts.partitions if one.name in names]
+        limits = [
+            partition.default_time_min or partition.max_time_min
+            for partition in facts.partitions
+            if partition.name in names
+        ]
         limit_min = None if None in limits else max((limit for limit in limits if limit is not None), default=None)
     if not facts.settings:
         return limit_min, None
@@ -434,15 +438,15 @@ def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mappin
     most, since past runs are read for each.
     """
     kinds: dict[str, list[RunPlan]] = {}
-    for one in plans:
-        optim = OptimSection(_target_=one.config.optim._target_, groups=one.config.optim.groups)
+    for plan in plans:
+        optim = OptimSection(_target_=plan.config.optim._target_, groups=plan.config.optim.groups)
         work = (
-            replace(one.config, seed=0, run=RunSection(), optim=optim),
-            bool(one.config.optim.keywords.get("momentum")),
-            one.batch,
-            one.world.size,
+            replace(plan.config, seed=0, run=RunSection(), optim=optim),
+            bool(plan.config.optim.keywords.get("momentum")),
+            plan.batch,
+            plan.world.size,
         )
-        kinds.setdefault(repr(work), []).append(one)
+        kinds.setdefault(repr(work), []).append(plan)
     alike = list(kinds.values())
     estimates = [estimate_run(runs[0], facts=facts, env=env) for runs in alike[:_MOST_KINDS]]
     more = f", and {len(kinds) - _MOST_KINDS} more" if len(kinds) > _MOST_KINDS else ""
@@ -455,7 +459,7 @@ def sweep_rows(plans: Sequence[RunPlan], *, facts: SiteFacts | None, env: Mappin
         ("per_attempt_h", "at most {} if each run has one attempt"),
         ("left_h", "about {} for all steps (estimate)"),
     ):
-        hours = [getattr(one.cost, key) for one in estimates]
+        hours = [getattr(estimate.cost, key) for estimate in estimates]
         if None not in hours and not more:
             total_h = sum(each * len(runs) for each, runs in zip(hours, alike, strict=True))
             parts.append(words.format(number(total_h, 2)))

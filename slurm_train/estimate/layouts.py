@@ -181,10 +181,10 @@ def suggest_layouts(
     num_legal = len({layout for layout, _ in legal})
     if not found:
         return num_legal, []
-    fastest = max(found, key=lambda one: one.tokens_per_s)
+    fastest = max(found, key=lambda layout: layout.tokens_per_s)
     best = [*found[: count - 1], fastest] if fastest not in found[:count] else found[:count]
     labels = {id(fastest): "fastest", id(best[0]): "best"}
-    chosen = [replace(one, label=labels.get(id(one), "")) for one in best]
+    chosen = [replace(layout, label=labels.get(id(layout), "")) for layout in best]
     parts = (World(world.ranks_per_node[:nodes]) for nodes in _divisors(world.num_nodes)[:-1])
     fitting = (_fitting(list(_legal(config, part)), part, memory_bytes) for part in parts)
     smallest = next((few[0] for few in fitting if few), None)
@@ -206,15 +206,15 @@ def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memo
         speed = tokens_per_s(facts, world)
         if layout not in found or speed > found[layout].tokens_per_s:
             found[layout] = Suggestion(world=world, facts=facts, memory_bytes=needed, tokens_per_s=speed)
-    best = max((one.tokens_per_s for one in found.values()), default=1.0)
-    return sorted(found.values(), key=lambda one: _order(one, best=best))
+    best = max((layout.tokens_per_s for layout in found.values()), default=1.0)
+    return sorted(found.values(), key=lambda layout: _order(layout, best=best))
 
 
-def _order(one: Suggestion, *, best: float) -> tuple[int, int, float, int, str]:
+def _order(suggestion: Suggestion, *, best: float) -> tuple[int, int, float, int, str]:
     """Returns what suggestions are sorted by: of about equally fast ones the simplest, then the fastest."""
-    num_axes = sum(degree > 1 for axis, degree in one.facts.layout.as_mapping.items() if axis != "dp_replicate")
-    behind = int((1 - one.tokens_per_s / best) / ALIKE)
-    return behind, num_axes, -float(f"{one.tokens_per_s:.3g}"), one.memory_bytes, one.words
+    num_axes = sum(degree > 1 for axis, degree in suggestion.facts.layout.as_mapping.items() if axis != "dp_replicate")
+    behind = int((1 - suggestion.tokens_per_s / best) / ALIKE)
+    return behind, num_axes, -float(f"{suggestion.tokens_per_s:.3g}"), suggestion.memory_bytes, suggestion.words
 
 
 def _legal(config: RunConfig, world: World) -> Iterator[tuple[ParallelLayout, LayoutFacts]]:
@@ -263,4 +263,4 @@ def _degrees(ranks: int) -> Iterator[dict[str, int]]:
 
 @functools.cache
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [layout for layout in range(1, number + 1) if number % layout == 0]

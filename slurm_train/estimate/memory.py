@@ -51,7 +51,7 @@ class GptShape(GptSection):
         """Returns the shape that the `model` part of a configuration asks for; None for any other model."""
         if model.get("_target_") != GPT_TARGET:
             return None
-        return cls(**{one.name: model[one.name] for one in fields(cls) if one.name in model})
+        return cls(**{field_.name: model[field_.name] for field_ in fields(cls) if field_.name in model})
 
     @property
     def keys_width(self) -> int:
@@ -186,7 +186,7 @@ class LayoutFacts:
         """Blocks that a rank at this place in its pipeline holds."""
         per_rank, ranks = self.settings.stages_per_rank, self.layout.pp
         own = stages_of(stage, num_ranks=ranks, per_rank=per_rank)
-        return sum(len(stage_blocks(self.shape.num_layers, stage=one, num_stages=ranks * per_rank)) for one in own)
+        return sum(len(stage_blocks(self.shape.num_layers, stage=stage, num_stages=ranks * per_rank)) for stage in own)
 
     def ends(self, stage: int) -> int:
         """Numbers of embeddings, last norm and head that such a rank holds without sharding."""
@@ -508,7 +508,7 @@ def fullest_rank(facts: LayoutFacts) -> tuple[int, RankMemory]:
     """Returns the stage whose ranks hold most, and what each of them holds."""
     # Between the ends no stage has more blocks, micro-batches or tables than the first.
     stages = ((stage, rank_memory(facts, stage=stage)) for stage in sorted({0, facts.layout.pp - 1}))
-    return max(stages, key=lambda one: one[1].total_bytes)
+    return max(stages, key=lambda stage: stage[1].total_bytes)
 
 
 def kept_by_forward(facts: LayoutFacts, *, stage: int) -> int:
@@ -544,7 +544,7 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
         return 0
     hidden = facts.stream_size * facts.tokens * facts.shape.width
     own = range(stage, ranks * per_rank, ranks)
-    received = sum((one > 0) + (one < ranks * per_rank - 1) for one in own)
+    received = sum((stage > 0) + (stage < ranks * per_rank - 1) for stage in own)
     passed = batches * received * hidden + facts.in_flight(stage) * per_rank * hidden
     if stage < ranks - 1:
         return passed

@@ -100,9 +100,9 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
     partitions = commands.partitions()
     cluster, chosen = plan.config.cluster, _partitions_of(plan, partitions)
     # Of several the job would run in one, so the largest says what is possible.
-    part = max(chosen, key=lambda one: (one.gpus_per_node, one.num_nodes), default=None)
+    part = max(chosen, key=lambda partition: (partition.gpus_per_node, partition.num_nodes), default=None)
     if part is None:
-        return f"partitions here: {', '.join(one.name for one in partitions)}; set cluster.partition"
+        return f"partitions here: {', '.join(partition.name for partition in partitions)}; set cluster.partition"
     # Of a range of nodes the fewest are enough.
     nodes, gpus = next(plan.world.possible()).num_nodes, max(plan.world.ranks_per_node)
     if verdict.refusal is Refusal.RESOURCES and any(leaf.startswith("block ") for leaf in commands.topology().values()):

@@ -241,7 +241,9 @@ def submit_arrays(
         waits = [depends, "" if plan.after is None else f"afterany:{ids[plan.after]}"]
         if any(waits):
             # Words for sbatch win over what the runs' own cluster.sbatch.dependency has put into the script.
-            waits += [" ".join(shlex.split(one[1])) for one in map(_DEPENDENCY.fullmatch, plan.directives) if one]
+            waits += [
+                " ".join(shlex.split(element[1])) for element in map(_DEPENDENCY.fullmatch, plan.directives) if element
+            ]
         flags = [f"--dependency={','.join(filter(None, waits))}"] if any(waits) else []
         flags += exclude_flags(script, plan.runs[0], env)[0]
         try:
@@ -254,7 +256,7 @@ def submit_arrays(
                 shutil.rmtree(array.path)
             if not ids:
                 raise
-            done, left = (sum(len(one.runs) for one in part) for part in (plans[: len(ids)], plans[len(ids) :]))
+            done, left = (sum(len(element.runs) for element in part) for part in (plans[: len(ids)], plans[len(ids) :]))
             raise ClusterError(
                 f"{err.message}; {done} runs are submitted, {left} are not",
                 hint="the same command submits those that are missing; where a limit on jobs is the reason, later",

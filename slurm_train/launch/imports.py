@@ -223,7 +223,9 @@ def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]
     if from_copy:
         lines.insert(0, f"imported from the run's copy of the code: {', '.join(from_copy)}")
     first = [path for path in sys.path if is_below(path, code)]
-    return os.pathsep.join([*first, *(one for one in python_path.split(os.pathsep) if one and one not in first)]), lines
+    return os.pathsep.join(
+        [*first, *(folder for folder in python_path.split(os.pathsep) if folder and folder not in first)]
+    ), lines
 
 
 def copy_of(path: str, copies: Mapping[str, str]) -> str | None:

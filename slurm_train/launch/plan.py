@@ -178,7 +178,7 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str], settle: S
 
 def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world: World) -> BatchPlan:
     """Returns the cut of the batch for the largest world; every smaller one that Slurm may grant has one as well."""
-    sizes = [plan_layout(config, one).data_parallel_size for one in world.possible()] if config.trains else []
+    sizes = [plan_layout(config, size).data_parallel_size for size in world.possible()] if config.trains else []
     if world.min_nodes is not None and asked.global_size is asked.local_size is asked.accumulation is None and sizes:
         unit = math.lcm(*sizes)
         asked = replace(asked, global_size=max(1, round(asked.default_global_size / unit)) * unit)
@@ -259,7 +259,7 @@ def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, s
     """Refuses a global batch that some world that Slurm may grant could not share."""
     if world.min_nodes is None:
         return
-    possible = {one: plan_layout(config, one).data_parallel_size for one in world.possible()}
+    possible = {size: plan_layout(config, size).data_parallel_size for size in world.possible()}
     for smaller, ranks in possible.items():
         try:
             recut_batch(batch.global_size, ranks=ranks, local_size=batch.local_size, stages=stages)
@@ -492,13 +492,13 @@ def plan_sweep(
                 raise
             raise type(err)(f"run {index} ({describe(point.values)}): {err.message}", hint=err.hint) from err
     _refuse_same_runs(points, plans)
-    uneven = next((list(one.world.ranks_per_node) for one in plans if not one.world.is_even), None)
-    roots = sorted({one.config.run.root for one in plans})
+    uneven = next((list(plan.world.ranks_per_node) for plan in plans if not plan.world.is_even), None)
+    roots = sorted({plan.config.run.root for plan in plans})
     require_all(
         [
             (len(roots) > 1, f"the runs of one sweep have several roots: {', '.join(roots)}", "drop run.root"),
             (
-                len({one.config.cluster is None for one in plans}) > 1,
+                len({plan.config.cluster is None for plan in plans}) > 1,
                 "some runs of the sweep ask for a cluster and some do not",
                 "sweep sizes, e.g. +cluster=1x8,2x8",
             ),
@@ -508,12 +508,12 @@ def plan_sweep(
                 "give one number of GPUs for all nodes, or submit the runs one by one",
             ),
             (
-                len({one.config.sweep.max_parallel for one in plans}) > 1,
+                len({plan.config.sweep.max_parallel for plan in plans}) > 1,
                 "sweep.max_parallel differs between the runs of one sweep",
                 "give it one value",
             ),
             (
-                any(one.config.launch == "interactive" for one in plans),
+                any(plan.config.launch == "interactive" for plan in plans),
                 "launch=interactive waits for one run, and this is a sweep",
                 "drop -m, or launch=interactive",
             ),
@@ -521,14 +521,14 @@ def plan_sweep(
     )
     if sweep_id is None:
         # The sweep's name on disk says which runs it has, in whatever order they were typed.
-        names = "\n".join(sorted(f"{one.run.name}/{one.run.run_id}" for one in plans))
+        names = "\n".join(sorted(f"{plan.run.name}/{plan.run.run_id}" for plan in plans))
         sweep_id = hashlib.sha256(names.encode()).hexdigest()[:8]
     sweeps = plans[0].run.path.parent.parent / "sweeps"
     return SweepPlan(
         sweep=SweepDirectory(sweeps / sweep_id),
         elements=tuple(
-            Element(index=index, run=one.run, overrides=point.values)
-            for index, (point, one) in enumerate(zip(points, plans, strict=True))
+            Element(index=index, run=plan.run, overrides=point.values)
+            for index, (point, plan) in enumerate(zip(points, plans, strict=True))
         ),
         plans=tuple(plans),
     )

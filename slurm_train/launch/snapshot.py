@@ -146,7 +146,7 @@ def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> Sourc
         name, inner = name.rstrip("/"), SourceState()  # git ends a repository inside with "/"
         if os.path.lexists(f"{folder}/{name}/.git") and not (folder / name).is_symlink():
             inner = read_git(folder / name, env, prefix=f"{prefix}{name}/")
-        names += [name] if inner.files is None else [f"{name}/{one}" for one in inner.files]
+        names += [name] if inner.files is None else [f"{name}/{file}" for file in inner.files]
         difference += inner.difference
     return SourceState(tuple(names), commit, difference)
 
@@ -194,7 +194,7 @@ def names_own_code(config: RunConfig) -> bool:
     from slurm_train.config.target import targets_in
 
     parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
-    own = (one for one in targets_in(parts) if not one.startswith(("slurm_train.", "torch.")))
+    own = (target for target in targets_in(parts) if not target.startswith(("slurm_train.", "torch.")))
     return config.script is not None or any(own)
 
 

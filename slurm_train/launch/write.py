@@ -60,7 +60,7 @@ def _require_shareable(root: Path) -> None:
     Raises:
         RunError: the root, or the folder that it will be made in, is not prepared for a group of this user.
     """
-    nearest = next(one for one in (root, *root.parents) if one.exists())
+    nearest = next(parent for parent in (root, *root.parents) if parent.exists())
     status = nearest.stat()
     is_mine = status.st_gid in (os.getegid(), *os.getgroups()) or os.geteuid() == 0
     if status.st_mode & 0o2050 != 0o2050 or not is_mine:
@@ -73,10 +73,10 @@ def _require_shareable(root: Path) -> None:
 
 def _share(folder: Path) -> None:
     """Shares the folder of a run or sweep with the group, and those of this user above it up to the root."""
-    for one in (folder.parent.parent, folder.parent, folder):
-        if not is_shared(one) and one.stat().st_uid == os.geteuid() and not one.stat().st_mode & stat.S_IRGRP:
-            os.chown(one, -1, one.parent.stat().st_gid)
-            share_folder(one)
+    for place in (folder.parent.parent, folder.parent, folder):
+        if not is_shared(place) and place.stat().st_uid == os.geteuid() and not place.stat().st_mode & stat.S_IRGRP:
+            os.chown(place, -1, place.parent.stat().st_gid)
+            share_folder(place)
 
 
 def write_run(

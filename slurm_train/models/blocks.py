@@ -130,7 +130,7 @@ class LayerNorm(nn.LayerNorm):
         if not _is_lowered(x_BTC):
             return super().forward(x_BTC)
         with torch.autocast(x_BTC.device.type, enabled=False):
-            weight, bias = (None if one is None else one.to(x_BTC.dtype) for one in (self.weight, self.bias))
+            weight, bias = (None if tensor is None else tensor.to(x_BTC.dtype) for tensor in (self.weight, self.bias))
             return functional.layer_norm(x_BTC, self.normalized_shape, weight, bias, self.eps)
 
 

@@ -53,7 +53,7 @@ class OwnLoss:
         A micro-batch in which no label counts has no mean. It gets one, which then counts no times.
         """
         labels = batch.get(LABELS)
-        words = {name: one for name, one in batch.items() if name != LABELS}
+        words = {name: value for name, value in batch.items() if name != LABELS}
         if labels is None or not self.takes_labels:
             return words
         if labels.is_floating_point():

@@ -250,7 +250,7 @@ def read_ledger(run: RunDirectory) -> list[dict[str, Any]]:
 
 def ledger_entry(run: RunDirectory, attempt: int) -> dict[str, Any]:
     """Returns what the ledger has about an attempt, {} where it has nothing."""
-    return next((one for one in read_ledger(run) if one["attempt"] == attempt), {})
+    return next((entry for entry in read_ledger(run) if entry["attempt"] == attempt), {})
 
 
 # A checkpoint gets its name, its marker and a last look at the fence in one piece, or the process ends before it.

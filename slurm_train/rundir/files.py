@@ -329,15 +329,15 @@ def _decode(kind: Any, value: Any) -> Any:
     if origin is UnionType:
         return None if value is None else _decode(of[0], value)
     if origin in (tuple, list):
-        return origin(_decode(of[0], one) for one in value)
+        return origin(_decode(of[0], item) for item in value)
     if origin in (dict, Mapping):
         # The keys of a JSON object are always text.
-        return {of[0](key): _decode(of[1], one) for key, one in dict(value).items()}
+        return {of[0](key): _decode(of[1], item) for key, item in dict(value).items()}
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _decode(hints[name], value[name]) for name in hints if name in value})
     if hasattr(kind, "_fields"):  # a NamedTuple, which JSON has as an array
-        return kind(*(_decode(one, part) for one, part in zip(_hints(kind).values(), value, strict=True)))
+        return kind(*(_decode(hint, part) for hint, part in zip(_hints(kind).values(), value, strict=True)))
     if kind is float and not (isinstance(value, (int, float)) and math.isfinite(value)):
         raise ValueError(value)
     if kind in (int, str, bool) and not isinstance(value, kind):
@@ -386,7 +386,7 @@ def for_each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     found = list(items)
 
     def work_on(part: Sequence[T]) -> list[R]:
-        return [work(one) for one in part]
+        return [work(value) for value in part]
 
     if len(found) < _MANY_FILES:
         return work_on(found)

@@ -151,7 +151,7 @@ def closed_places(root: Path) -> str:
     """Returns the folders in which runs may lie and which this user may not enter, with their owners; "" for none."""
     root = root.resolve()
     # Not Path.is_dir, which raises where a folder above may not be entered.
-    nearest = next(one for one in (root, *root.parents) if os.path.isdir(one))  # noqa: PTH112
+    nearest = next(parent for parent in (root, *root.parents) if os.path.isdir(parent))  # noqa: PTH112
     names = [name for name in listed(root) if not name.name.startswith(".")]
     places = [nearest, *names, *(run for name in names for run in listed(name))]
     closed = [place for place in places if os.path.isdir(place) and not os.access(place, os.X_OK)]  # noqa: PTH112
@@ -221,7 +221,7 @@ def refuse_unwritable(path: Path, *, hint: str) -> None:
         RunError: the nearest that exists, itself or a folder above, is not writable, or is not a folder.
     """
     # os.path, since Path.exists raises where a folder above may not be entered.
-    existing = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         kind = "is not writable" if existing.is_dir() else "is not a directory"
         raise RunError(f"{path} cannot be made: {existing} {kind}", hint=hint)

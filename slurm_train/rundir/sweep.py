@@ -179,7 +179,7 @@ def list_sweeps(root: Path) -> list[SweepDirectory]:
 def sweep_of(run: RunDirectory) -> SweepDirectory | None:
     """Returns the sweep that a run belongs to, the oldest of several; None for a run that was typed by itself."""
     sweeps = reversed(list_sweeps(run.path.parent.parent))
-    return next((sweep for sweep in sweeps if any(one.run == run for one in read_table(sweep))), None)
+    return next((sweep for sweep in sweeps if any(element.run == run for element in read_table(sweep))), None)
 
 
 def find_sweep(root: Path, word: str) -> SweepDirectory | None:
@@ -199,7 +199,7 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
         ids = ", ".join(sorted(sweep.sweep_id for sweep in found))
         raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
     if not found and word.isdigit():
-        found = [sweep for sweep in sweeps if any(array_job_id(one) == word for one in existing_arrays(sweep))]
+        found = [sweep for sweep in sweeps if any(array_job_id(array) == word for array in existing_arrays(sweep))]
     for path in listed(typed_root(root) / "sweeps") if not found and len(short) >= 4 else ():
         is_closed = not os.access(path, os.X_OK) or (path / "sweep.jsonl").exists()
         if path.name.startswith(short) and is_closed:
@@ -210,7 +210,7 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
 
 def sweeps_named(root: Path, name: str) -> list[SweepDirectory]:
     """Returns the sweeps that have runs of this name, newest first."""
-    return [sweep for sweep in list_sweeps(root) if any(one.run.name == name for one in read_table(sweep))]
+    return [sweep for sweep in list_sweeps(root) if any(element.run.name == name for element in read_table(sweep))]
 
 
 def _sweep_with_name(folder: Path, sweeps: Iterable[SweepDirectory]) -> SweepDirectory | None:
@@ -218,4 +218,4 @@ def _sweep_with_name(folder: Path, sweeps: Iterable[SweepDirectory]) -> SweepDir
     named = {config.parent for config in folder.glob("*/config.yaml")}
     if not named:
         return None
-    return next((sweep for sweep in sweeps if named <= {one.run.path for one in read_table(sweep)}), None)
+    return next((sweep for sweep in sweeps if named <= {element.run.path for element in read_table(sweep)}), None)

@@ -371,7 +371,9 @@ class StepTimes:
     def keep(self) -> None:
         """Writes the counts; a file system that refuses costs a picture, never the run."""
         # Copies, since the loop may add a bucket while this thread writes.
-        step, data_wait = (replace(one, counts=one.counts.copy()) for one in (self._times.step, self._times.data_wait))
+        step, data_wait = (
+            replace(times, counts=times.counts.copy()) for times in (self._times.step, self._times.data_wait)
+        )
         if step.counts:
             with contextlib.suppress(OSError):
                 make_folder(self._path.parent)

@@ -240,13 +240,13 @@ def expand_array_id(text: str) -> list[str]:
         return [text]
     match = _ARRAY.fullmatch(text)
     ranges = [] if match is None else [_INDEX_RANGE.fullmatch(part) for part in match[2].split(",")]
-    found = [one for one in ranges if one is not None and max(int(one[1]), int(one[2] or 0)) <= _MAX_INDEX]
+    found = [match for match in ranges if match is not None and max(int(match[1]), int(match[2] or 0)) <= _MAX_INDEX]
     if match is None or len(found) < len(ranges):
         raise ClusterError(
             f"{text!r} is not a job array as Slurm writes it",
             hint='expected the form "12_[0-3,7%2]"; set SLURM_BITSTR_LEN=0 where Slurm cuts it off',
         )
-    indices = (range(int(one[1]), int(one[2] or one[1]) + 1, int(one[3] or 1)) for one in found)
+    indices = (range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1)) for match in found)
     return [f"{match[1]}_{index}" for part in indices for index in part]
 
 

@@ -37,11 +37,11 @@ class SiteFacts:
 
     def record(self, partition: str) -> Mapping[str, str]:
         """Returns scontrol's fields of a partition, none where it did not answer."""
-        return next((one for one in self.records if one["PartitionName"] == partition), {})
+        return next((record for record in self.records if record["PartitionName"] == partition), {})
 
     def qos_named(self, name: str) -> Qos | None:
         """Returns a QOS, None where accounting does not know it."""
-        return next((one for one in self.qos if one.name == name), None)
+        return next((qos for qos in self.qos if qos.name == name), None)
 
 
 def login_name() -> str:
@@ -73,7 +73,7 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
     associations = ask("accounts", lambda: commands.associations(user)) or []
     # The database writes names in lower case, scontrol as they were configured.
     cluster = settings.get("ClusterName", "").lower()
-    mine = [one for one in associations if one.cluster.lower() == cluster]
+    mine = [association for association in associations if association.cluster.lower() == cluster]
     return SiteFacts(
         settings=settings,
         partitions=partitions,
@@ -96,14 +96,14 @@ def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:
 
 def preempting_qos(facts: SiteFacts, name: str) -> list[str]:
     """Returns the QOS whose jobs may take the nodes of another one."""
-    return [one.name for one in facts.qos if name in one.preempts]
+    return [qos.name for qos in facts.qos if name in qos.preempts]
 
 
 def _higher_partitions(facts: SiteFacts, record: Mapping[str, str]) -> list[str]:
     """Returns the partitions that share nodes with one and come before it."""
     tier, nodes = int(record.get("PriorityTier", "1")), _nodes(record)
-    higher = (one for one in facts.records if int(one.get("PriorityTier", "1")) > tier)
-    return [one["PartitionName"] for one in higher if nodes & _nodes(one)]
+    higher = (record for record in facts.records if int(record.get("PriorityTier", "1")) > tier)
+    return [record["PartitionName"] for record in higher if nodes & _nodes(record)]
 
 
 def _nodes(record: Mapping[str, str]) -> set[str]:
@@ -116,7 +116,13 @@ def _nodes(record: Mapping[str, str]) -> set[str]:
 
 def default_account(associations: Sequence[Association]) -> str:
     """Returns the account that Slurm charges where none is named; "" where it is not known."""
-    return next((one.account for one in sorted(associations, key=lambda one: not one.is_default)), "")
+    return next(
+        (
+            association.account
+            for association in sorted(associations, key=lambda association: not association.is_default)
+        ),
+        "",
+    )
 
 
 def default_qos(facts: SiteFacts, partition: str, *, account: str | None = None) -> str:
@@ -131,8 +137,12 @@ def default_qos(facts: SiteFacts, partition: str, *, account: str | None = None)
         account: the account that it is charged to; None or "" for the one that is charged where none is named.
     """
     account = account or default_account(facts.associations)
-    mine = [one for one in facts.associations if one.account == account and one.partition in (partition, "")]
-    own = max(mine, key=lambda one: bool(one.partition), default=None)
+    mine = [
+        association
+        for association in facts.associations
+        if association.account == account and association.partition in (partition, "")
+    ]
+    own = max(mine, key=lambda record: bool(record.partition), default=None)
     if own is not None and (own.default_qos or len(own.qos) == 1):
         return own.default_qos or own.qos[0]
     may_be_normal = own is None or not own.qos or "normal" in own.qos

@@ -275,7 +275,7 @@ class RunStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Returns a JSON object, always with all keys; numbers that JSON does not have (a loss of NaN) are null."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_IN_JSON}
+        own = {field_.name: getattr(self, field_.name) for field_ in fields(self) if field_.name not in _NOT_IN_JSON}
         job = self.job
         values = own | {
             "run": self.label,
@@ -514,12 +514,12 @@ class Survey:
     @property
     def is_settled(self) -> bool:
         """Whether the files of all of them say that they have ended for good."""
-        return all(one.is_settled and not one.is_active for one in self.statuses)
+        return all(status.is_settled and not status.is_active for status in self.statuses)
 
     @property
     def is_over(self) -> bool:
         """Whether all of them have ended; while Slurm does not answer, a run that it may know counts as active."""
-        if any(one.is_active for one in self.statuses):
+        if any(status.is_active for status in self.statuses):
             return False
         return not self.look.problem or self.is_settled
 
@@ -568,32 +568,32 @@ class Surveyor:
         look = self._view.look(wanted_of(files))
         if not look.problem:
             files = self._with_unrecorded_jobs(files, look)
-            if any(one.unrecorded_jobs for one in files):
+            if any(file.unrecorded_jobs for file in files):
                 look = self._view.look(wanted_of(files))
         now_unix_s = self._now()
         pairs = zip(subjects, files, strict=True)
-        return Survey(tuple(status_of(subject, one, look, now_unix_s=now_unix_s) for subject, one in pairs), look)
+        return Survey(tuple(status_of(subject, status, look, now_unix_s=now_unix_s) for subject, status in pairs), look)
 
     def _with_unrecorded_jobs(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
         """Returns the files of runs, with the jobs that Slurm has of those which nobody seems to run."""
-        idle = [one for one in files if not (one.is_finished or one.runs_here or _has_active_job(one, look))]
+        idle = [file for file in files if not (file.is_finished or file.runs_here or _has_active_job(file, look))]
         if not idle:
             return list(files)
 
         def find(commands: SlurmCommands, scripts: Mapping[str, str]) -> dict[RunDirectory, list[str]]:
-            by_script = jobs_by_script([one.run for one in idle], scripts)
-            jobs = {one.run: _without(one.job_ids, by_script.get(one.run, ())) for one in idle}
+            by_script = jobs_by_script([status.run for status in idle], scripts)
+            jobs = {status.run: _without(status.job_ids, by_script.get(status.run, ())) for status in idle}
             by_name = jobs_by_name([run for run in jobs if not jobs[run]], commands, scripts)
             return jobs | by_name
 
         without_slurm: dict[RunDirectory, list[str]] = {}
         jobs = self._view.search(find, nothing=without_slurm)
         completed = {}
-        for one in idle:
-            others = tuple((jobs or {}).get(one.run, ()))
-            lost = "" if others else _lost_answer(one.run, slurm_answers=jobs is not None)
-            completed[one.run] = replace(one, unrecorded_jobs=others, lost_answer=lost)
-        return [completed.get(one.run, one) for one in files]
+        for status in idle:
+            others = tuple((jobs or {}).get(status.run, ()))
+            lost = "" if others else _lost_answer(status.run, slurm_answers=jobs is not None)
+            completed[status.run] = replace(status, unrecorded_jobs=others, lost_answer=lost)
+        return [completed.get(file.run, file) for file in files]
 
     def read(self, run: RunDirectory) -> RunFiles:
         """Returns what the files of a run say now."""
@@ -608,11 +608,11 @@ class Surveyor:
 
 def wanted_of(files: Sequence[RunFiles]) -> Wanted:
     """Returns what Slurm is to be asked: all jobs of all runs without a result; accounting about the newest only."""
-    open_ones = [one for one in files if one.job_ids and not one.is_finished]
+    open_files = [file for file in files if file.job_ids and not file.is_finished]
     return Wanted(
-        job_ids=[job_id for one in open_ones for job_id in one.job_ids],
-        may_wait=any(not one.is_settled and not one.is_open for one in open_ones),
-        settled=[job_id for one in open_ones for job_id in one.job_ids[: None if one.is_settled else -1]],
+        job_ids=[job_id for file in open_files for job_id in file.job_ids],
+        may_wait=any(not file.is_settled and not file.is_open for file in open_files),
+        settled=[job_id for file in open_files for job_id in file.job_ids[: None if file.is_settled else -1]],
     )
 
 

@@ -60,8 +60,8 @@ class Flight:
     @property
     def waits_in(self) -> Collective | None:
         """The oldest collective that has begun and is not over, None where there is none."""
-        open_ones = [one for one in self.newest if one.number > self.over]
-        return min(open_ones, key=lambda one: one.number, default=None)
+        open_ones = [collective for collective in self.newest if collective.number > self.over]
+        return min(open_ones, key=lambda open_one: open_one.number, default=None)
 
 
 Flights = Mapping[str, Flight]
@@ -108,8 +108,8 @@ def disagreement(flights: Mapping[int, Flights]) -> str:
     begun: dict[tuple[str, int], dict[str, tuple[int, Collective]]] = {}
     for rank, groups in sorted(flights.items()):
         for key, flight in groups.items():
-            for one in flight.newest:
-                begun.setdefault((key, one.number), {}).setdefault(one.kind, (rank, one))
+            for collective in flight.newest:
+                begun.setdefault((key, collective.number), {}).setdefault(collective.kind, (rank, collective))
     for (_, number), kinds in sorted(begun.items()):
         if len(kinds) > 1:
             parts = (f"rank {rank} has begun {kind}" for kind, (rank, _) in kinds.items())
@@ -293,9 +293,13 @@ def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Ma
             if flight.waits_in is not None:
                 furthest[key] = max(furthest.get(key, 0), flight.begun)
     own = {rank: flights.get(rank, {}) for rank in earliest}
-    absent = [rank for rank in earliest if any(one.begun < furthest.get(key, 0) for key, one in own[rank].items())]
+    absent = [
+        rank
+        for rank in earliest
+        if any(collective.begun < furthest.get(key, 0) for key, collective in own[rank].items())
+    ]
     # One that is waited for in a group may itself wait in another.
-    free = [rank for rank in absent if all(one.waits_in is None for one in own[rank].values())]
+    free = [rank for rank in absent if all(collective.waits_in is None for collective in own[rank].values())]
     if absent:
         return sorted(free or absent)
     busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
@@ -307,15 +311,17 @@ def _waiting(others: list[int], stacks: Mapping[int, str], flights: Mapping[int,
         return "; no rank stands out" if len(behind) > 1 else ""
     found = [name for rank in others if rank in stacks and (name := exchange_in(stacks[rank]))]
     waits = {
-        (key, one)
+        (key, flight.waits_in)
         for rank in others
         for key, flight in flights.get(rank, {}).items()
-        if (one := flight.waits_in) is not None
+        if flight.waits_in is not None
     }
     name = max(set(found), key=found.count) if found else None
     if waits:
         # Of several groups, one of those that are behind; there, what the most advanced ranks wait in.
-        theirs = {(key, one) for key, one in waits if any(key in flights.get(rank, {}) for rank in behind)}
+        theirs = {
+            (key, collective) for key, collective in waits if any(key in flights.get(rank, {}) for rank in behind)
+        }
         name = str(max(theirs or waits, key=lambda wait: (wait[1].number, wait[0]))[1])
     verb = "rank waits" if len(others) == 1 else "ranks wait"
     return f"; {len(others)} {verb} for {'them' if len(behind) > 1 else 'it'}" + (f" in {name}" if name else "")

@@ -247,7 +247,7 @@ class SlurmJob(Scheduler):
         # Slurm has no process left that could end the step of a killed slurmstepd (22.05: it stays until the job ends).
         within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
         name = STEP_NAME.format(attempt=first_round(self._run, attempt))
-        return all(end_step(one, name, self.commands, within_s=within_s) for one in self.job_ids)
+        return all(end_step(job_id, name, self.commands, within_s=within_s) for job_id in self.job_ids)
 
     def _has_begun_before(self, attempt: int) -> bool:
         """Returns whether ranks of an earlier attempt were started by this start of the job."""
@@ -268,13 +268,13 @@ class SlurmJob(Scheduler):
         )
         is_requeued = _answer(bring, False, f"job {self.job_id} could not be requeued")
         # Slurm may end this process any moment: attempts, not promises.
-        for one in self.job_ids if is_requeued else ():
+        for job_id in self.job_ids if is_requeued else ():
             if decision.delay_s:
-                put_off = partial(self.commands.put_off, one, decision.delay_s)
-                _answer(put_off, None, f"job {one} may start again at once")
+                put_off = partial(self.commands.put_off, job_id, decision.delay_s)
+                _answer(put_off, None, f"job {job_id} may start again at once")
             if decision.exclude:
-                exclude = partial(keep_off, decision.exclude, one, self.commands)
-                _answer(exclude, None, f"job {one} may get {','.join(decision.exclude)} again")
+                exclude = partial(keep_off, decision.exclude, job_id, self.commands)
+                _answer(exclude, None, f"job {job_id} may get {','.join(decision.exclude)} again")
         return is_requeued
 
     def resubmit(self, decision: Decision) -> str:
@@ -298,8 +298,8 @@ class SlurmJob(Scheduler):
         for step_id in {beat.step_id for beat in beats.values()} - {""}:
             job, _, step = step_id.partition(".")
             # The step has the same number in each component.
-            for one in (job, *(other for other in self.job_ids if job in self.job_ids and other != job)):
-                self.commands.cancel_step(f"{one}.{step}", kill=True)
+            for job_id in (job, *(other for other in self.job_ids if job in self.job_ids and other != job)):
+                self.commands.cancel_step(f"{job_id}.{step}", kill=True)
 
     def notice(self) -> Notice:
         """Returns when the job ends; how the site ends jobs does not change and is asked once.

@@ -75,7 +75,7 @@ def share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> tu
     per_node = (read_json(run.plan) or {}).get("world", {}).get("ranks_per_node") or allocation.tasks_per_node
     nodes = allocation.nodes
     if config.cluster is not None and config.cluster.spare_nodes:
-        bad = {one.node for one in read_bad_nodes(run, now_unix_s=time.time())}
+        bad = {bad_node.node for bad_node in read_bad_nodes(run, now_unix_s=time.time())}
         nodes = tuple(sorted(nodes, key=lambda node: node in bad))
         nodes = tuple(node for node in allocation.nodes if node in nodes[: len(per_node)])
     nodes = nodes[: len(per_node)]
@@ -172,7 +172,7 @@ class _StepsInTheWay(Task):
         self._has_begun = self._has_begun or bool(read_beats(self._run, self._attempt))
         if self._has_begun:
             return
-        steps = {step: name for one in self._job.job_ids for step, name in self._job.commands.steps(one).items()}
+        steps = {step: name for job_id in self._job.job_ids for step, name in self._job.commands.steps(job_id).items()}
         self._has_begun = STEP_NAME.format(attempt=self._attempt) in steps.values()
         left = [step for step, name in steps.items() if name in self._earlier]
         self._looks = self._looks + 1 if left and not self._has_begun else 0

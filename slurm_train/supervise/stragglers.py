@@ -87,7 +87,7 @@ def _rank_pace(late: Beat, early: Beat) -> RankPace:
     number = max(pace.samples, 1)
     seconds = (pace.own_s / number, pace.wait_s / number, pace.data_s / number, pace.uneven_s)
     # Four digits: a line of the file has one of these for each rank.
-    return RankPace(late.rank, late.host, *(float(f"{one:.4g}") for one in seconds))
+    return RankPace(late.rank, late.host, *(float(f"{second:.4g}") for second in seconds))
 
 
 class Judge:

@@ -80,12 +80,12 @@ def plan_points(largest: Size, *, local_size: int, comms: Sequence[str]) -> list
     for size in sizes:
         modes[size, local_size, 1, comms[0]] = ("local",)
     # Three nodes of four do not share every batch.
-    for size in dict.fromkeys(one for one in sizes if whole % one.ranks == 0):
+    for size in dict.fromkeys(size for size in sizes if whole % size.ranks == 0):
         cut = recut_batch(whole, ranks=size.ranks, local_size=local_size)
         key = (size, cut.local_size, cut.accumulation, comms[0])
         modes[key] = (*modes.get(key, ()), "global")
     for comm in comms[1:]:
-        for size in [one for one in sizes if one.nodes > 1] or [largest]:
+        for size in [size for size in sizes if size.nodes > 1] or [largest]:
             modes[size, local_size, 1, comm] = ("local",)
     return [Point(*key, modes=of_key) for key, of_key in modes.items()]
 
@@ -174,9 +174,9 @@ class Model:
     bytes_per_s: float
     """Effective bandwidth; infinity where bytes cost nothing."""
 
-    def comm_s(self, one: Measured, *, ranks: int) -> float:
+    def comm_s(self, measured_size: Measured, *, ranks: int) -> float:
         """Returns what an exchange of as many bytes as in a run takes among so many ranks."""
-        return self.alpha_s * math.log2(max(ranks, 1)) + one.ring_bytes(ranks=ranks) / self.bytes_per_s
+        return self.alpha_s * math.log2(max(ranks, 1)) + measured_size.ring_bytes(ranks=ranks) / self.bytes_per_s
 
 
 def fit(points: Sequence[Measured]) -> Model | None:
@@ -187,11 +187,13 @@ def fit(points: Sequence[Measured]) -> Model | None:
     Args:
         points: runs that exchange in the same way.
     """
-    known = [one for one in points if one.size.ranks > 1 and one.sent_bytes > 0]
-    spanning = [one for one in known if one.size.nodes > 1] or known
+    known = [point for point in points if point.size.ranks > 1 and point.sent_bytes > 0]
+    spanning = [measurement for measurement in known if measurement.size.nodes > 1] or known
     if not spanning:
         return None
-    rows = [(math.log2(one.size.ranks), one.ring_bytes(), one.comm_s) for one in spanning]
+    rows = [
+        (math.log2(measurement.size.ranks), measurement.ring_bytes(), measurement.comm_s) for measurement in spanning
+    ]
     alpha, per_byte = _least_squares(rows)
     return Model(alpha, 1.0 / per_byte if per_byte > 0 else math.inf)
 
@@ -210,7 +212,7 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
         factors[used] = np.linalg.lstsq(scaled[:, used] / norms[used], np.ones(len(rows)), rcond=None)[0] / norms[used]
         if min(factors) >= 0:
             found.append((round(sum((scaled @ factors - 1.0) ** 2), 12), *map(float, factors)))
-    _, alpha, per_byte = min(found, key=lambda one: one[0])
+    _, alpha, per_byte = min(found, key=lambda measurement: measurement[0])
     return alpha, per_byte
 
 
@@ -244,10 +246,14 @@ def sort_study(measured: Sequence[Measured], *, comm: str) -> Study:
         measured: all runs with enough lines; at least one at a fixed local batch.
         comm: the way of exchanging that counts as plain.
     """
-    ordered = sorted(measured, key=lambda one: one.size.ranks)
-    local = tuple(one for one in ordered if one.point.comm == comm and "local" in one.point.modes)
-    whole = tuple(one for one in ordered if one.point.comm == comm and "global" in one.point.modes)
-    others = tuple(one for one in ordered if one.point.comm != comm)
+    ordered = sorted(measured, key=lambda measurement: measurement.size.ranks)
+    local = tuple(
+        measurement for measurement in ordered if measurement.point.comm == comm and "local" in measurement.point.modes
+    )
+    whole = tuple(
+        measurement for measurement in ordered if measurement.point.comm == comm and "global" in measurement.point.modes
+    )
+    others = tuple(measurement for measurement in ordered if measurement.point.comm != comm)
     return Study(local=local, whole=whole, others=others, model=fit(local))
 
 
@@ -256,11 +262,11 @@ def shares(study: Study) -> dict[str, float]:
 
     "crowd" is what computing takes longer than on one rank alone: ranks that share memory, cores or a GPU.
     """
-    one, base = study.largest, study.local[0]
-    crowd_s = min(max(one.compute_s - base.compute_s, 0.0), one.compute_s)
-    parts = {"network": one.comm_s, "uneven": one.uneven_s, "data": one.data_s, "crowd": crowd_s}
-    parts["compute"] = one.compute_s - crowd_s
-    step_s = max(one.step_s, sum(parts.values()), 1e-12)
+    largest, base = study.largest, study.local[0]
+    crowd_s = min(max(largest.compute_s - base.compute_s, 0.0), largest.compute_s)
+    parts = {"network": largest.comm_s, "uneven": largest.uneven_s, "data": largest.data_s, "crowd": crowd_s}
+    parts["compute"] = largest.compute_s - crowd_s
+    step_s = max(largest.step_s, sum(parts.values()), 1e-12)
     return {name: seconds / step_s for name, seconds in parts.items()}
 
 
@@ -280,17 +286,17 @@ _LIMITS = {
 
 
 def _what_limits(study: Study) -> list[str]:
-    one = study.largest
+    largest = study.largest
     found = shares(study)
     losses = {name: share for name, share in found.items() if name != "compute"}
     worst = max(losses, key=lambda name: losses[name])
-    head = f"at {one.size.nodes} nodes x {one.size.per_node} a step takes {duration(one.step_s)}"
+    head = f"at {largest.size.nodes} nodes x {largest.size.per_node} a step takes {duration(largest.step_s)}"
     if losses[worst] < _WORTH_A_WORD:
         return [f"{head}; computing limits ({found['compute']:.0%} of it), and nothing else takes a tenth of it"]
-    limit = _LIMITS["exchange" if worst == "network" and one.size.nodes == 1 else worst]
+    limit = _LIMITS["exchange" if worst == "network" and largest.size.nodes == 1 else worst]
     sentences = [f"{head}; {limit.format(share=losses[worst])}"]
     if worst == "network" and (model := study.model) is not None:
-        sent = one.ring_bytes()
+        sent = largest.ring_bytes()
         sentences.append(
             f"each rank sends {byte_size(sent)} per step at an effective {in_bits(model.bytes_per_s)}, which takes "
             f"{duration(sent / model.bytes_per_s)}; each doubling of the ranks costs {duration(model.alpha_s)} more"
@@ -299,22 +305,22 @@ def _what_limits(study: Study) -> list[str]:
 
 
 def _more_nodes(study: Study) -> list[str]:
-    one, base = study.largest, study.local[0]
-    sentences = [f"efficiency {one.efficiency(base):.0%} of {base.size.ranks} rank at a fixed local batch"]
-    if study.model is None or one.size.nodes < 2:
+    largest, base = study.largest, study.local[0]
+    sentences = [f"efficiency {largest.efficiency(base):.0%} of {base.size.ranks} rank at a fixed local batch"]
+    if study.model is None or largest.size.nodes < 2:
         return sentences
     alone = next((other for other in study.local if other.size.nodes == 1 and other.size != base.size), base)
-    if one.per_s <= alone.per_s:
+    if largest.per_s <= alone.per_s:
         sentences.append(
-            f"{one.size.nodes} nodes are no faster than one: {one.per_s:,.0f} against {alone.per_s:,.0f} per s"
+            f"{largest.size.nodes} nodes are no faster than one: {largest.per_s:,.0f} against {alone.per_s:,.0f} per s"
         )
-    longer_s = study.model.comm_s(one, ranks=2 * one.size.ranks) - one.comm_s
-    gain = 2 * one.step_s / max(one.step_s + longer_s, 1e-12)
-    left = one.efficiency(alone) * gain / 2
+    longer_s = study.model.comm_s(largest, ranks=2 * largest.size.ranks) - largest.comm_s
+    gain = 2 * largest.step_s / max(largest.step_s + longer_s, 1e-12)
+    left = largest.efficiency(alone) * gain / 2
     words = "pay" if left >= _PAYS else "hardly pay" if left >= _HARDLY else "do not pay"
     sentences.append(
-        f"more nodes {words}: {2 * one.size.nodes} would have {gain:.2f}x the throughput of {one.size.nodes}, and each "
-        f"of them {left:.0%} of what one alone has"
+        f"more nodes {words}: {2 * largest.size.nodes} would have {gain:.2f}x the throughput of {largest.size.nodes}, "
+        f"and each of them {left:.0%} of what one alone has"
     )
     return sentences
 
@@ -360,16 +366,16 @@ def _sizes(title: str, points: Sequence[Measured]) -> str:
     head = (title, "ranks", "samples/step", "step", f"{unit}/s", "speed-up", "efficiency", "network", "uneven", "data")
     rows = [
         (
-            str(one.size),
-            str(one.size.ranks),
-            str(one.point.global_size),
-            duration(one.step_s),
-            f"{one.per_s:,.0f}",
-            f"{one.per_s / base.per_s:.2f}x",
-            f"{one.efficiency(base):.0%}",
-            *(f"{seconds / max(one.step_s, 1e-12):.0%}" for seconds in (one.comm_s, one.uneven_s, one.data_s)),
+            str(point.size),
+            str(point.size.ranks),
+            str(point.point.global_size),
+            duration(point.step_s),
+            f"{point.per_s:,.0f}",
+            f"{point.per_s / base.per_s:.2f}x",
+            f"{point.efficiency(base):.0%}",
+            *(f"{seconds / max(point.step_s, 1e-12):.0%}" for seconds in (point.comm_s, point.uneven_s, point.data_s)),
         )
-        for one in points
+        for point in points
     ]
     return table(head, rows, right=True)
 
@@ -377,12 +383,12 @@ def _sizes(title: str, points: Sequence[Measured]) -> str:
 def _bars(points: Sequence[Measured]) -> str:
     """A bar per size: what there is of what perfect scaling would give."""
     base = points[0]
-    perfect = [one.size.ranks * base.per_s / base.size.ranks for one in points]
+    perfect = [point.size.ranks * base.per_s / base.size.ranks for point in points]
     lines = [f"throughput at a fixed local batch ('.' would be perfect scaling from {base.size.ranks} rank)"]
-    for one, ideal in zip(points, perfect, strict=True):
-        filled = round(_BAR * one.per_s / max(perfect[-1], one.per_s))
+    for point, ideal in zip(points, perfect, strict=True):
+        filled = round(_BAR * point.per_s / max(perfect[-1], point.per_s))
         bar = "#" * filled + "." * (round(_BAR * ideal / perfect[-1]) - filled)
-        lines.append(f"  {one.size!s:<6} {bar} {one.per_s:,.0f} {one.unit}/s")
+        lines.append(f"  {point.size!s:<6} {bar} {point.per_s:,.0f} {point.unit}/s")
     return "\n".join(lines)
 
 
@@ -390,11 +396,11 @@ def _exchanges(study: Study) -> str:
     rows = [("exchange", "ranks", "step", "against plain", "sent per step", "bytes / bandwidth", "network")]
     for plain in study.local:
         same_size = [other for other in study.others if other.size == plain.size]
-        for one in (plain, *same_size) if same_size else ():
-            limit = "-" if study.model is None else duration(one.ring_bytes() / study.model.bytes_per_s)
-            gain, sent = f"{one.per_s / plain.per_s:.2f}x", byte_size(one.sent_bytes)
-            name, ranks = f"{one.size} {one.point.comm}", str(one.size.ranks)
-            rows.append((name, ranks, duration(one.step_s), gain, sent, limit, duration(one.comm_s)))
+        for measurement in (plain, *same_size) if same_size else ():
+            limit = "-" if study.model is None else duration(measurement.ring_bytes() / study.model.bytes_per_s)
+            gain, sent = f"{measurement.per_s / plain.per_s:.2f}x", byte_size(measurement.sent_bytes)
+            name, ranks = f"{measurement.size} {measurement.point.comm}", str(measurement.size.ranks)
+            rows.append((name, ranks, duration(measurement.step_s), gain, sent, limit, duration(measurement.comm_s)))
     return columns(rows, right=True)
 
 
@@ -430,13 +436,13 @@ def render_page(study: Study, *, title: str) -> str:
 
 def _steps(runs: Sequence[Measured]) -> str:
     """A bar per run: the parts of a step, in time."""
-    longest = max(sum(getattr(one, name) for name in _PARTS) for one in runs) or 1.0
+    longest = max(sum(getattr(run, name) for name in _PARTS) for run in runs) or 1.0
     rows = []
-    for one in runs:
+    for run in runs:
         parts = "".join(
-            f'<i style="width:{getattr(one, name) / longest:.2%};background:{colour}"></i>'
+            f'<i style="width:{getattr(run, name) / longest:.2%};background:{colour}"></i>'
             for name, (_, colour) in _PARTS.items()
         )
-        name = html.escape(f"{one.size} {one.point.comm}")
-        rows.append(f'<div class="row">{name}<span class="bar">{parts}</span>{duration(one.step_s)}</div>')
+        name = html.escape(f"{run.size} {run.point.comm}")
+        rows.append(f'<div class="row">{name}<span class="bar">{parts}</span>{duration(run.step_s)}</div>')
     return "".join(rows)

@@ -69,14 +69,17 @@ def open_questions(facts: SiteFacts, answers: Mapping[str, str]) -> list[Questio
         answers: those given so far, by key; the account decides the QOS, and the partition the GPUs.
     """
     partitions, found = usable_partitions(facts), []
-    names = tuple(one.name for one in partitions)
+    names = tuple(partition.name for partition in partitions)
     if len(names) > 1:
         found.append(Question("partition", "Which partition do runs go to?", names[0], names))
-    for one in partitions:
-        types = gpu_types(one)
-        if one.name == (answers.get("partition") or names[0]) and len(types) > 1:
-            found.append(Question("gpu_type", f"Which GPUs of partition {one.name}?", types[0], tuple(types)))
-    accounts, account = tuple(dict.fromkeys(one.account for one in facts.associations)), _account(facts, answers)
+    for partition in partitions:
+        types = gpu_types(partition)
+        if partition.name == (answers.get("partition") or names[0]) and len(types) > 1:
+            found.append(Question("gpu_type", f"Which GPUs of partition {partition.name}?", types[0], tuple(types)))
+    accounts, account = (
+        tuple(dict.fromkeys(association.account for association in facts.associations)),
+        _account(facts, answers),
+    )
     if len(accounts) > 1:
         default = default_account(facts.associations)
         found.append(Question("account", "Which account is charged?", default, accounts))
@@ -101,7 +104,11 @@ def _account(facts: SiteFacts, answers: Mapping[str, str]) -> str:
 
 def _qos_names(associations: Sequence[Association], account: str) -> tuple[str, ...]:
     """Returns the QOS that jobs of an account may ask for, as far as accounting says."""
-    return tuple(dict.fromkeys(name for one in associations if one.account == account for name in one.qos))
+    return tuple(
+        dict.fromkeys(
+            name for association in associations if association.account == account for name in association.qos
+        )
+    )
 
 
 def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
@@ -114,7 +121,7 @@ def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
     Raises:
         ConfigError: an answer that is none of the choices, or no number where one is asked; no partition to run in.
     """
-    given = {one.key: one.check(answers.get(one.key, "")) for one in open_questions(facts, answers)}
+    given = {question.key: question.check(answers.get(question.key, "")) for question in open_questions(facts, answers)}
     limit = given["time_limit_min"]
     if not limit.isdigit() or int(limit) < 1:
         raise ConfigError(f"time_limit_min={limit!r} is no number of minutes", hint="e.g. 1440 for a day")
@@ -132,12 +139,13 @@ def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
             partition=partition,
             account=account,
             qos=qos,
-            gpu_flag=gpu_flag if any(one.gpus_per_node for one in partitions) else "none",
+            gpu_flag=gpu_flag if any(partition.gpus_per_node for partition in partitions) else "none",
             network_interface=given["network_interface"],
             setup=[given["setup"]] if given["setup"] else None,
         ),
         partitions={
-            one.name: _partition(facts, one, given.get("gpu_type"), qos=qos, limit_min=int(limit)) for one in partitions
+            partition.name: _partition(facts, partition, given.get("gpu_type"), qos=qos, limit_min=int(limit))
+            for partition in partitions
         },
         qos={name: _qos(facts, name) for name in _qos_names(facts.associations, account) if facts.qos_named(name)},
     )
@@ -146,7 +154,10 @@ def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
 def _known(**values: Any) -> dict[str, Any]:
     """Returns the values that are known; whole numbers without a fraction."""
     known = {key: value for key, value in values.items() if value not in (None, "", [], {})}
-    return {key: int(one) if isinstance(one, float) and one.is_integer() else one for key, one in known.items()}
+    return {
+        key: int(partition) if isinstance(partition, float) and partition.is_integer() else partition
+        for key, partition in known.items()
+    }
 
 
 def _partition(
@@ -158,7 +169,9 @@ def _partition(
     # Another QOS than the site's where the partition does not take that one.
     own_qos, allowed = None, record.get("AllowQos", "ALL").split(",")
     if qos and "ALL" not in allowed and qos not in allowed:
-        own_qos = next((name for one in facts.associations for name in one.qos if name in allowed), None)
+        own_qos = next(
+            (name for association in facts.associations for name in association.qos if name in allowed), None
+        )
     asked = facts.qos_named(own_qos or qos)
     cpus = cpus_per_gpu(shape, record)
     limits = [limit_min, partition.max_time_min, None if asked is None else asked.max_time_min]
@@ -208,17 +221,21 @@ def usable_partitions(facts: SiteFacts) -> list[Partition]:
     Raises:
         ConfigError: there is none.
     """
-    accounts = {one.account for one in facts.associations}
-    is_open = [one for one in facts.partitions if one.state == "up" and one.groups and _admits(facts, one, accounts)]
+    accounts = {association.account for association in facts.associations}
+    is_open = [
+        partition
+        for partition in facts.partitions
+        if partition.state == "up" and partition.groups and _admits(facts, partition, accounts)
+    ]
     if not is_open:
         raise ConfigError("sinfo shows no partition that is up and open to you", hint="run `sinfo` by hand")
-    with_gpus = [one for one in is_open if one.gpus_per_node]
+    with_gpus = [partition for partition in is_open if partition.gpus_per_node]
 
-    def rank(one: Partition) -> tuple[bool, bool, int, str]:
+    def rank(partition: Partition) -> tuple[bool, bool, int, str]:
         # A run that comes back from preemptions is still quicker where there are none.
-        is_preempted = preemption_in(facts, "", one.name).outcome != "never"
-        num_gpus = sum(group.num_nodes * group.gpus_per_node for group in one.groups)
-        return not one.is_default, is_preempted, -num_gpus, one.name
+        is_preempted = preemption_in(facts, "", partition.name).outcome != "never"
+        num_gpus = sum(group.num_nodes * group.gpus_per_node for group in partition.groups)
+        return not partition.is_default, is_preempted, -num_gpus, partition.name
 
     return sorted(with_gpus or is_open, key=rank)
 
@@ -362,11 +379,13 @@ def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> t
         merged = {**partition.cluster, **changes}
         kept = {key: value for key, value in merged.items() if value is not None and site.cluster.get(key) != value}
         found[name] = replace(partition, cluster=kept)
-    flags = {one.cluster.get("gpu_flag", own_flag) for one in found.values()}
+    flags = {partition.cluster.get("gpu_flag", own_flag) for partition in found.values()}
     if len(flags) == 1 and flags != {own_flag}:
         # What each partition has found for itself is the site's own.
-        for name, one in found.items():
-            found[name] = replace(one, cluster={key: one.cluster[key] for key in one.cluster if key != "gpu_flag"})
+        for name, partition in found.items():
+            found[name] = replace(
+                partition, cluster={key: partition.cluster[key] for key in partition.cluster if key != "gpu_flag"}
+            )
         site = replace(site, cluster={**site.cluster, "gpu_flag": flags.pop()})
     return replace(site, partitions=found), problems
 
@@ -395,9 +414,9 @@ def _spellings(site: SiteFile, name: str, partition: Partition | None) -> Iterat
     types = [kind, *sorted(known - {kind})] if kind else [None, *sorted(known)]
     other = "gres" if flag == "gpus-per-node" else "gpus-per-node"
     for spelled in (flag, other, "gpus-per-task"):
-        for one in types[:2]:
-            if (spelled, one) != (flag, kind):
-                yield {"gpu_flag": spelled, "gpu_type": one}
+        for type in types[:2]:
+            if (spelled, type) != (flag, kind):
+                yield {"gpu_flag": spelled, "gpu_type": type}
 
 
 # The file.
@@ -443,8 +462,8 @@ def render_site(site: SiteFile, *, name: str, problems: list[str]) -> str:
     )
     sections = {
         "cluster": site.cluster,
-        "partitions": {key: _known(**asdict(one)) for key, one in site.partitions.items()},
-        "qos": {key: _known(**asdict(one)) for key, one in site.qos.items()},
+        "partitions": {key: _known(**asdict(partition)) for key, partition in site.partitions.items()},
+        "qos": {key: _known(**asdict(qos)) for key, qos in site.qos.items()},
     }
     parts = [_HEAD.format(name=name) + dump(head)]
     parts += [f"{_REMARKS[key]}\n{dump({key: values})}" for key, values in sections.items() if values]

@@ -43,7 +43,7 @@ class SharedBuffers:
         kinds = dict.fromkeys((buffer.device, buffer.dtype) for buffer in buffers if buffer is not None)
         with torch.no_grad():
             for kind in kinds:
-                members = [one for one in buffers if one is not None and (one.device, one.dtype) == kind]
+                members = [buffer for buffer in buffers if buffer is not None and (buffer.device, buffer.dtype) == kind]
                 flat = torch.cat([buffer.reshape(-1) for buffer in members])
                 dist.broadcast(flat, src=0)
                 parts = torch.split(flat, [buffer.numel() for buffer in members])

@@ -280,7 +280,8 @@ class EMA(Callback):
         self.model = parts.model
         self.parameters = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
         self.average = [
-            one.detach().clone().to(torch.promote_types(one.dtype, torch.float32)) for one in self.parameters
+            parameter.detach().clone().to(torch.promote_types(parameter.dtype, torch.float32))
+            for parameter in self.parameters
         ]
 
     def on_start(self, _trainer: Training) -> None:
@@ -297,7 +298,7 @@ class EMA(Callback):
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         average = _local(self.average)
-        now = [one.to(own.dtype) for one, own in zip(_local(self.parameters), average, strict=True)]
+        now = [tensor.to(own.dtype) for tensor, own in zip(_local(self.parameters), average, strict=True)]
         torch._foreach_lerp_(average, now, 1 - decay)
 
     @contextmanager
@@ -321,7 +322,7 @@ class EMA(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the average by the parameters' names."""
-        average = {id(parameter): one for parameter, one in zip(self.parameters, self.average, strict=True)}
+        average = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self.average, strict=True)}
         names = self.model.named_parameters(remove_duplicate=False)
         named = {name: average[id(parameter)] for name, parameter in names if id(parameter) in average}
         return {"num_updates": self.num_updates, "average": named}

@@ -287,11 +287,15 @@ def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> No
     digests = [int(digest) for digest in torch.cat(gathered).tolist()]
     layout = rank.layout
     alike: Any = [range(len(digests))] if layout.is_replicated else layout.groups(("dp_replicate",))
-    divergent = [ranks[number] for ranks in alike for number in find_divergent([digests[one] for one in ranks])]
+    divergent = [
+        ranks[number] for ranks in alike for number in find_divergent([digests[rank_row] for rank_row in ranks])
+    ]
     if not divergent:
         return
     hosts = gather(rank.place.host)
-    names = ", ".join(f"{one} on {hosts[one]}" for one in divergent[:8]) + (", ..." if len(divergent) > 8 else "")
+    names = ", ".join(f"{divergent_rank} on {hosts[divergent_rank]}" for divergent_rank in divergent[:8]) + (
+        ", ..." if len(divergent) > 8 else ""
+    )
     raise SlurmTrainError(
         f"the replicas differ at step {step}: rank {names} holds other parameters than the other "
         f"{len(digests) - len(divergent)}",

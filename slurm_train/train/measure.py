@@ -60,18 +60,18 @@ def measure_model(config: RunConfig, *, batch_size: int, half: bool) -> dict[str
     # Tensors without numbers would not tell what the labels are.
     objective.look_at(batch)
     with mode:
-        trained = [one for one in model.parameters() if one.requires_grad]
-        frozen = [one for one in model.parameters() if not one.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         return {
-            "trained_bytes": sum(one.nbytes for one in trained),
+            "trained_bytes": sum(tensor.nbytes for tensor in trained),
             "optimizer_bytes": sum(
-                one.nbytes * config.optim.num_kept(name, dims=one.dim())
-                for name, one in model.named_parameters()
-                if one.requires_grad
+                tensor.nbytes * config.optim.num_kept(name, dims=tensor.dim())
+                for name, tensor in model.named_parameters()
+                if tensor.requires_grad
             ),
-            "other_bytes": sum(one.nbytes for one in (*frozen, *model.buffers())),
+            "other_bytes": sum(buffer.nbytes for buffer in (*frozen, *model.buffers())),
             **_try_forward(
-                objective, map_tensors(lambda one: torch.zeros(one.shape, dtype=one.dtype), batch), half=half
+                objective, map_tensors(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), batch), half=half
             ),
         }
 
@@ -84,12 +84,12 @@ def _try_forward(objective: Objective, batch: Batch, *, half: bool) -> dict[str,
         return {"problem": f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"}
     # The backward pass goes from the last to the first: what came later is gone by then, and the tensor it is at is
     # there again twice, as a gradient of what comes before and after it.
-    peaks = (so_far + 2 * one for so_far, one in zip(accumulate(kept), kept, strict=True))
+    peaks = (so_far + 2 * tensor for so_far, tensor in zip(accumulate(kept), kept, strict=True))
     return {"activation_bytes": max(peaks, default=0)}
 
 
 def _kept_bytes(objective: Objective, batch: Batch, *, half: bool) -> list[int]:
-    own = {one.untyped_storage()._cdata for one in (*objective.parameters(), *objective.buffers())}
+    own = {parameter.untyped_storage()._cdata for parameter in (*objective.parameters(), *objective.buffers())}
     storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection) -> O
             f"optim.{TARGET}={path} gave a {type(built).__name__}",
             hint="name a class that derives from torch.optim.Optimizer",
         )
-    if any(one.default is one.empty for one in inspect.signature(built.step).parameters.values()):
+    if any(parameter.default is parameter.empty for parameter in inspect.signature(built.step).parameters.values()):
         raise ConfigError(
             f"{path} computes the loss several times in a step, which this trainer does not",
             hint="use an optimizer whose step needs no closure",

@@ -412,7 +412,9 @@ class ShardPasses(Passes):
         found = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         gradients = [local_part(_settled(parameters[number])) for number in found]
         if self._of_positions:
-            of_positions = [one for number, one in zip(found, gradients, strict=True) if number in self._of_positions]
+            of_positions = [
+                gradient for number, gradient in zip(found, gradients, strict=True) if number in self._of_positions
+            ]
             self._add_up(of_positions, groups=[self._positions_group])
         if gradients:
             norms = _norms(gradients).double()
@@ -438,12 +440,12 @@ class ShardPasses(Passes):
     def _add_up(self, gradients: Sequence[Tensor], *, groups: Sequence[str]) -> None:
         """Adds up, in place and in one exchange with each group, gradients of which each rank has a part."""
         # Those that are offloaded are on the host.
-        whole = torch.cat([one.flatten() for one in gradients]).to(self._device)
+        whole = torch.cat([gradient.flatten() for gradient in gradients]).to(self._device)
         for name in groups:
             dist.all_reduce(whole, group=group_named(name))
-        parts = torch.split(whole, [one.numel() for one in gradients])
-        for one, part in zip(gradients, parts, strict=True):
-            one.copy_(part.view_as(one))
+        parts = torch.split(whole, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
     def _no_values(self) -> Tensor:
         return torch.zeros(5, dtype=torch.float64, device=self._device)
@@ -801,7 +803,9 @@ class Stepper:
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             names = {id(parameter): name for name, parameter in self.passes.named_parameters()}
-            raise _changed_error([names[id(one)] for one in self._frozen if one.requires_grad], "requires a gradient")
+            raise _changed_error(
+                [names[id(parameter)] for parameter in self._frozen if parameter.requires_grad], "requires a gradient"
+            )
         groups = self.optimizer.param_groups
         if sum(len(group["params"]) for group in groups) != len(self._update.parameters):
             raise ConfigError(

@@ -424,7 +424,7 @@ def require_free_place(plan: ClusterPlan) -> None:
     names = system.namespaces() | system.links() | system.names_of_others(hosts)
     taken = ", ".join(sorted(names & {*plan.addresses, *plan.hosts, system.BRIDGE}))
     route = system.overlapping_route(plan)
-    closed = [str(one) for one in state_dir.parents if one.exists() and not one.stat().st_mode & 0o001]
+    closed = [str(parent) for parent in state_dir.parents if parent.exists() and not parent.stat().st_mode & 0o001]
     obstacles = (
         (
             others,

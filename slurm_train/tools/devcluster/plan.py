@@ -560,14 +560,14 @@ def combined(names: Sequence[str]) -> Habit:
     if unknown := [name for name in names if name not in HABITS]:
         raise ClusterError(f"--site {','.join(unknown)}: no such habit", hint=f"one of {', '.join(HABITS)}")
     found = [HABITS[name] for name in names]
-    merged: dict[str, object] = {"about": "; ".join(one.about for one in found)}
+    merged: dict[str, object] = {"about": "; ".join(habit.about for habit in found)}
     for field, plain in Habit._field_defaults.items():
-        values = [getattr(one, field) for one in found if getattr(one, field) != plain]
+        values = [getattr(habit, field) for habit in found if getattr(habit, field) != plain]
         if field == "settings":
-            merged[field] = {key: text for one in values for key, text in one.items()}
+            merged[field] = {key: text for value in values for key, text in value.items()}
         elif field == "files":
-            files = dict.fromkeys(name for one in values for name in one)
-            merged[field] = {name: "".join(one.get(name, "") for one in values) for name in files}
+            files = dict.fromkeys(name for value in values for name in value)
+            merged[field] = {name: "".join(value.get(name, "") for value in values) for name in files}
         elif field in ("partitions", "before", "on_node", "after", "ended"):
             merged[field] = type(plain)().join(values) if isinstance(plain, str) else sum(values, ())
         elif len(values) > 1:

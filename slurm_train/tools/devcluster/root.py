@@ -246,18 +246,18 @@ def install_words(suite: str, *, target: Path, libc: tuple[int, ...]) -> list[st
             of the suite, and all else of the first one after it that has such a libc.
     """
     later = list(SUITES)[list(SUITES).index(suite) :]
-    base = next((one for one in later if SUITES[one][1] >= libc), later[-1])
+    base = next((suite for suite in later if SUITES[suite][1] >= libc), later[-1])
     pins = {"slurm* libslurm*": suite} if base != suite else {}
     if base in ("trixie", "sid"):
         # slurmdbd ends at the first answer of MariaDB's client library 11.8.9, which both have since November 2026.
         pins["mariadb* libmariadb*"] = "bookworm"
     options = ["--variant=minbase", f"--include={','.join([*PACKAGES.values(), *_FURTHER_PACKAGES])}"]
     if pins:
-        preferences = "".join(_PIN.format(*one) for one in pins.items())
+        preferences = "".join(_PIN.format(*item) for item in pins.items())
         options.append(f"--setup-hook=printf '{preferences}' >\"$1/etc/apt/preferences\"")
     # A mirror of a suite that changes or is archived may be older than its list of packages is valid.
     options += ['--aptopt=Acquire::Check-Valid-Until "false"', "--dpkgopt=path-exclude=/usr/share/doc/*"]
-    sources = [f"deb {_MIRROR} {one} main" for one in dict.fromkeys((base, *pins.values()))]
+    sources = [f"deb {_MIRROR} {pin} main" for pin in dict.fromkeys((base, *pins.values()))]
     return ["mmdebstrap", *options, base, str(target), *sources]
 
 

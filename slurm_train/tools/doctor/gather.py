@@ -238,7 +238,7 @@ def _interface_in_table(address: str) -> str:
     for name, target, *fields in _rows("/proc/net/route")[1:]:
         mask = int(fields[5], 16)
         if wanted & mask == int(target, 16):
-            best = max(best, (mask.bit_count(), name), key=lambda one: one[0])
+            best = max(best, (mask.bit_count(), name), key=lambda pair: pair[0])
     return best[1]
 
 
@@ -438,7 +438,7 @@ def _read(nvml: Any, name: str) -> GpuFacts:
         name=name,
         total_mb=int(memory.total) // _MIB,
         used_mb=int(memory.used) // _MIB,
-        holders=[f"pid {one.pid} ({(one.usedGpuMemory or 0) // _MIB} MiB)" for one in holders],
+        holders=[f"pid {holder.pid} ({(holder.usedGpuMemory or 0) // _MIB} MiB)" for holder in holders],
         errors=[text for text, is_so in errors.items() if is_so],
         warnings=[text for text, is_so in warnings.items() if is_so],
     )

@@ -175,13 +175,13 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
         seen = f"no other node reaches rank 0 at {first.address}:{first.port}: {first.error}"
         yield error("PORT_BLOCKED", master, seen + ("; they reach each other" if reach else ""), blames=reach)
         return
-    for one in blocked:
-        others = f"; it reaches {shorten(one.reached)}" if one.reached else ""
-        others += f"; it does not reach {shorten(one.unreached)}" if one.unreached else ""
+    for trouble in blocked:
+        others = f"; it reaches {shorten(trouble.reached)}" if trouble.reached else ""
+        others += f"; it does not reach {shorten(trouble.unreached)}" if trouble.unreached else ""
         # Another node has connected to rank 0, and this one reaches none.
-        is_alone = bool({rank.node for rank in job.ranks} - {master, one.node}) and not one.reached
-        seen = f"does not reach rank 0 at {one.address}:{one.port} ({master}): {one.error}{others}"
-        yield error("PORT_BLOCKED", one.node, seen, blames=is_alone)
+        is_alone = bool({rank.node for rank in job.ranks} - {master, trouble.node}) and not trouble.reached
+        seen = f"does not reach rank 0 at {trouble.address}:{trouble.port} ({master}): {trouble.error}{others}"
+        yield error("PORT_BLOCKED", trouble.node, seen, blames=is_alone)
 
 
 def _taken_port(job: Job) -> Iterator[Finding]:
@@ -311,7 +311,7 @@ def _other_files(job: Job) -> Iterator[Finding]:
         if missing := node.data_missing:
             yield error("DATA_MISSING", node.node, f"the data: {shorten(missing, most=3)}", blames=seen_by_some)
         # A folder that is empty on every node may be meant so.
-        empty = [path for path in node.data_empty if any(path not in one.data_empty for one in job.nodes)]
+        empty = [path for path in node.data_empty if any(path not in other.data_empty for other in job.nodes)]
         if empty:
             seen = f"sees nothing in {shorten(empty, most=3)}, where other nodes see something"
             yield error("DATA_MISSING", node.node, seen, blames=True)
@@ -339,7 +339,7 @@ def _missing_scontrol(job: Job) -> Iterator[Finding]:
 
 
 def _unwritable_places(job: Job) -> Iterator[Finding]:
-    for node, disk in ((one.node, disk) for one in job.nodes for disk in one.disks):
+    for node, disk in ((facts.node, disk) for facts in job.nodes for disk in facts.disks):
         full_mb, low_mb = _FULL_MB.get(disk.role, (0, 0))
         free_mb = low_mb if disk.free_mb is None else disk.free_mb
         place = f"{disk.path} ({disk.role}): {disk.error or f'{disk.free_mb} MiB and {disk.free_inodes} inodes left'}"
@@ -431,7 +431,7 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
             yield warning("GPU_SICK", found.node, f"DCGM: {found.diagnosis}")
     all_gpus = [(found.node, gpu) for found in job.gpu_speeds for gpu in found.gpus]
     for node, gpu in all_gpus:
-        others = [one for _, one in all_gpus if one is not gpu and one.kind == gpu.kind]
+        others = [node for _, node in all_gpus if node is not gpu and node.kind == gpu.kind]
         if len(others) < _FEW_OTHERS:
             continue
         tflops, copied = (statistics.median(values) for values in zip(*_speeds_of(others), strict=True))
@@ -445,9 +445,11 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
     for found in job.gpu_speeds:
         rate, kinds = found.all_reduce_gb_per_s, [gpu.kind for gpu in found.gpus]
         rates = [
-            one.all_reduce_gb_per_s
-            for one in job.gpu_speeds
-            if one is not found and one.all_reduce_gb_per_s is not None and [gpu.kind for gpu in one.gpus] == kinds
+            gpu_speed.all_reduce_gb_per_s
+            for gpu_speed in job.gpu_speeds
+            if gpu_speed is not found
+            and gpu_speed.all_reduce_gb_per_s is not None
+            and [gpu.kind for gpu in gpu_speed.gpus] == kinds
         ]
         if rate is not None and len(rates) >= _FEW_OTHERS and rate < _SLOW_ALL_REDUCE * statistics.median(rates):
             seen = f"all_reduce between its {len(kinds)} GPUs moves {rate:.0f} GB/s, on the other nodes"
@@ -501,9 +503,9 @@ def common_end(pairs: Collection[tuple[str, str]], *, num_nodes: int) -> str:
         num_nodes: of the job; of two either may be at fault.
     """
     partners: dict[str, set[str]] = defaultdict(set)
-    for one, other in pairs:
-        partners[one].add(other)
-        partners[other].add(one)
+    for node, other in pairs:
+        partners[node].add(other)
+        partners[other].add(node)
     common = [node for node, others in partners.items() if len(others) > 1 and all(node in pair for pair in pairs)]
     return common[0] if len(common) == 1 and num_nodes > 2 else ""
 

@@ -376,7 +376,9 @@ class Preflight:
         missing_ranks = meeting.missing
         meeting.gather_reports(deadline=time.monotonic() + _REPORT_S)
         job.ranks.clear()
-        reports = [one for _, one in sorted({0: self.report, **meeting.reports}.items()) if isinstance(one, dict)]
+        reports = [
+            report for _, report in sorted({0: self.report, **meeting.reports}.items()) if isinstance(report, dict)
+        ]
         job.ranks += to_records(RankFacts, (report.get("rank") for report in reports))
         job.nodes += to_records(NodeFacts, (report.get("node") for report in reports))
         known = {rank.rank for rank in job.ranks} | {*missing_ranks}
@@ -407,7 +409,7 @@ class Preflight:
             )
             for node in nodes
         ]
-        peers = {one.node: [all_peers[other] for other in peers_of(at, len(nodes))] for at, one in enumerate(nodes)}
+        peers = {node.node: [all_peers[other] for other in peers_of(at, len(nodes))] for at, node in enumerate(nodes)}
         leaders = {rank.rank: rank.node for rank in job.ranks if rank.local_rank == 0 and rank.node in peers}
 
         def ask(question: str, names: Mapping[int, str], *, more_s: float = 0.0) -> Iterator[Any]:
@@ -518,8 +520,8 @@ class AbsentNodes:
 
 def better(new: SpeedFacts, old: SpeedFacts) -> SpeedFacts:
     """Returns the best of two measurements of a node."""
-    rates = [one.mb_per_s for one in (new, old) if one.mb_per_s is not None]
-    latencies = [one.latency_us for one in (new, old) if one.latency_us is not None]
+    rates = [report.mb_per_s for report in (new, old) if report.mb_per_s is not None]
+    latencies = [report.latency_us for report in (new, old) if report.latency_us is not None]
     return SpeedFacts(
         node=new.node,
         work_ms=min(new.work_ms, old.work_ms),

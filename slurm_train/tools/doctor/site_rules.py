@@ -41,7 +41,7 @@ class Mount:
 
     def option(self, name: str) -> str | None:
         """Returns the value of an option, "" for one without, None where it is not set."""
-        found = [one.partition("=")[2] for one in self.options if one.partition("=")[0] == name]
+        found = [option.partition("=")[2] for option in self.options if option.partition("=")[0] == name]
         return found[-1] if found else None
 
 
@@ -93,7 +93,7 @@ class SiteView:
     def usual(self) -> Partition | None:
         """The partition of a job that names none."""
         parts = self.facts.partitions
-        return next((one for one in parts if one.is_default), parts[0] if parts else None)
+        return next((part for part in parts if part.is_default), parts[0] if parts else None)
 
     @property
     def qos(self) -> str:

@@ -113,20 +113,20 @@ def _plot(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    return next((one for one in ((3600.0, "h"), (60.0, "min")) if seconds >= 2 * one[0]), (1.0, "s"))
+    return next((attempt for attempt in ((3600.0, "h"), (60.0, "min")) if seconds >= 2 * attempt[0]), (1.0, "s"))
 
 
 def _timeline(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
-    begins = [one["time_unix_s"] - one["seconds"].get("queue_s", 0.0) for one in block["attempts"]]
+    begins = [attempt["time_unix_s"] - attempt["seconds"].get("queue_s", 0.0) for attempt in block["attempts"]]
     first = min(begins)
-    size, unit = _unit(max(one["end_time_unix_s"] for one in block["attempts"]) - first)
+    size, unit = _unit(max(attempt["end_time_unix_s"] for attempt in block["attempts"]) - first)
     named = set()
-    for one, begin in zip(block["attempts"], begins, strict=True):
+    for attempt, begin in zip(block["attempts"], begins, strict=True):
         left = (begin - first) / size
         for cause, name in block["names"].items():
-            if width := one["seconds"].get(cause, 0.0) / size:
+            if width := attempt["seconds"].get(cause, 0.0) / size:
                 label, hatch = None if cause in named else name, "////" if cause == "lost_work_s" else None
-                axes.barh(str(one["attempt"]), width, left=left, color=colours[cause], label=label, hatch=hatch)
+                axes.barh(str(attempt["attempt"]), width, left=left, color=colours[cause], label=label, hatch=hatch)
                 named.add(cause)
                 left += width
     axes.invert_yaxis()

@@ -157,7 +157,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 def read_settings(run: RunDirectory, *, leave_out: Collection[str] = ()) -> list[Fact]:
     """Returns the settings of a run but for some keys: key, value, default, and whether it was chosen."""
     config = read_config(run.config)
-    return [asdict(one) for one in list_settings(config) if one.key not in leave_out] if config else []
+    return [asdict(setting) for setting in list_settings(config) if setting.key not in leave_out] if config else []
 
 
 def provenance(value: Any) -> Any:
@@ -230,7 +230,7 @@ def _save_plot(saves: Sequence[Fact]) -> Block:
             for step, seconds in [(as_float(save.get("step")), as_float(save.get(key)))]
             if step is not None and seconds is not None
         )
-        x, y, labels = ([one[place] for one in points] for place in range(3))
+        x, y, labels = ([point[place] for point in points] for place in range(3))
         curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))  # type: ignore[arg-type]
     return plot("saves", "Time of a save", curves, unit="s", from_zero=True)
 
@@ -273,8 +273,8 @@ def _close(run: RunDirectory, entry: Fact, step_before: float, until_unix_s: flo
     entry["reason"] = "running"
     if end is None:
         times = [(read_json(run.account(attempt)) or {}).get("end_unix_s")]
-        times += [one.get("time_unix_s") for one in last_lines(run.metrics) if one.get("attempt") == attempt]
-        end = max((known for one in times if (known := as_float(one)) is not None), default=start)
+        times += [record.get("time_unix_s") for record in last_lines(run.metrics) if record.get("attempt") == attempt]
+        end = max((known for moment in times if (known := as_float(moment)) is not None), default=start)
         entry["reason"] = "no end on record"
     entry["end_time_unix_s"] = end
     with contextlib.suppress(*_DAMAGE):
@@ -324,29 +324,29 @@ def _ranks(run: RunDirectory, attempts: Sequence[Fact]) -> Fact | None:
     Times are a list: 5 %, median, 95 %, 99 %, longest.
     """
     records = {entry["attempt"]: read_step_times(run, entry["attempt"]) for entry in attempts}
-    counts = {attempt: max(one.step.num for one in times) for attempt, times in records.items() if times}
+    counts = {attempt: max(time.step.num for time in times) for attempt, times in records.items() if times}
     if not counts:
         return None
-    attempt = max(counts, key=lambda one: (counts[one], one))
+    attempt = max(counts, key=lambda number: (counts[number], number))
 
     def times_of(histogram: Histogram) -> list[float]:
         return [*map(histogram.quantile_s, _QUANTILES), histogram.longest_s]
 
     ranks = [
         {
-            "rank": one.rank,
-            "host": one.host,
-            "steps": one.step.num,
-            "step_s": times_of(one.step),
-            "data_s": times_of(one.data_wait),
+            "rank": record.rank,
+            "host": record.host,
+            "steps": record.step.num,
+            "step_s": times_of(record.step),
+            "data_s": times_of(record.data_wait),
         }
-        for one in records[attempt]
+        for record in records[attempt]
     ]
     return {"attempt": attempt, "num_attempts": len(counts), "ranks": ranks}
 
 
 def _rank_plots(ranks: Sequence[Fact]) -> list[Block]:
-    x, hosts = [float(one["rank"]) for one in ranks], [one["host"] for one in ranks]
+    x, hosts = [float(rank_row["rank"]) for rank_row in ranks], [rank_row["host"] for rank_row in ranks]
     nodes = [(host, next(of_host)) for host, of_host in groupby(range(len(hosts)), key=hosts.__getitem__)]
     marks = [(x[first] - 0.5, host, "node") for host, first in nodes] if 1 < len(nodes) <= _MOST_NODE_MARKS else []
     plots = []
@@ -354,7 +354,7 @@ def _rank_plots(ranks: Sequence[Fact]) -> list[Block]:
         ("rank_step_time", "Step time by rank", "step_s"),
         ("rank_data_wait", "Wait for data by rank", "data_s"),
     ):
-        low, middle, high, late, longest = map(list, zip(*(one[name] for one in ranks), strict=True))
+        low, middle, high, late, longest = map(list, zip(*(rank_row[name] for rank_row in ranks), strict=True))
         curves = [
             Curve(name="longest", x=x, y=longest, kind="dots", colour="quiet"),
             Curve(name="99 %", x=x, y=late, kind="dots", colour="two"),
@@ -371,20 +371,25 @@ def _stragglers(windows: Sequence[PaceWindow]) -> Fact | None:
         seconds[window.attempt] += window.end_unix_s - window.begin_unix_s  # type: ignore[assignment]  # of floats
     if not several:
         return None
-    attempt = max(seconds, key=lambda one: (seconds[one], one))
+    attempt = max(seconds, key=lambda number: (seconds[number], number))
     own = [window for window in several if window.attempt == attempt]
     # Ranks do not change within an attempt; a line that says otherwise is damaged.
     own = [window for window in own if len(window.ranks) == len(own[0].ranks)]
     findings = []
     for first, finding in all_findings(windows):
         key = (first.attempt, finding.kind, finding.ranks)
-        last = [one for one in windows for other in one.findings if (one.attempt, other.kind, other.ranks) == key][-1]
+        last = [
+            window
+            for window in windows
+            for other in window.findings
+            if (window.attempt, other.kind, other.ranks) == key
+        ][-1]
         span = {"attempt": first.attempt, "begin_unix_s": first.begin_unix_s, "end_unix_s": last.end_unix_s}
         findings.append(asdict(finding) | span)
     ranks = []
     for rank, pace in enumerate(own[0].ranks):
         paces = [window.ranks[rank] for window in own]
-        means = {name: fmean(getattr(one, name) for one in paces) for name in ("own_s", "wait_s", "data_s")}
+        means = {name: fmean(getattr(pace, name) for pace in paces) for name in ("own_s", "wait_s", "data_s")}
         named = sum(rank in finding.ranks for window in own for finding in window.findings)
         ranks.append({"rank": rank, "host": pace.host, **means, "named": named})
     return {
@@ -406,7 +411,7 @@ def _heat_map(windows: Sequence[PaceWindow]) -> Fact:
     excess = []
     for column in columns:
         own_s = [
-            fmean(of_rank) for of_rank in zip(*([rank.own_s for rank in one.ranks] for one in column), strict=True)
+            fmean(of_rank) for of_rank in zip(*([rank.own_s for rank in point.ranks] for point in column), strict=True)
         ]
         # Of an even number the lower of the two in the middle: of two ranks the quick one is what the other should be.
         middle = sorted(own_s)[(len(own_s) - 1) // 2]
