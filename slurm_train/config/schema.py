@@ -779,7 +779,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             path == "optim.schedule" and "." in value
         ):
             typed = f"{path}._target_={value}"
-        elif near := difflib.get_close_matches(value, asked.split(" or "), n=1, cutoff=0.5):
+        elif near := difflib.get_close_matches(value, asked.replace(",", "").split(" or "), n=1, cutoff=0.5):
             typed = f"{path}={near[0]}"
     hint_text = REMOVED_VALUES.get((path, str(value)), f'for example "{typed}"')
     raise ConfigError(f"{path} must be {asked}, got {value!r}", hint=hint_text)

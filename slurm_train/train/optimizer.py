@@ -264,8 +264,12 @@ def build_schedule(optim: OptimSection, *, peak_lr: float, total_samples: int) -
     Raises:
         ConfigError: a function of the user's own is not there.
     """
-    shares = ((optim.warmup_samples, _WARMUP_SHARE), (optim.decay_samples, _DECAY_SHARE))
-    warmup, decay = (round(total_samples * share) if asked is None else asked for asked, share in shares)
+    warmup = optim.warmup_samples
+    if warmup is None:
+        warmup = round(total_samples * _WARMUP_SHARE)
+    decay = optim.decay_samples
+    if decay is None:
+        decay = round(total_samples * _DECAY_SHARE)
     shape = optim.schedule
     return Schedule(
         peak_lr=peak_lr,

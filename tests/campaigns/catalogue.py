@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from slurm_train.tools.devcluster.root import SUITES
 from tests.campaigns import reports, sites
+from tests.campaigns.preflight_faults import FAULTS
 from tests.campaigns.record import Tally
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
@@ -224,7 +225,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         "every fault of nodes and network that has a code is caused on a real Slurm, and named in one line "
         "within 30 s of the job's start",
         "preflight:faulty",
-        37,
+        len(FAULTS),
     ),
     "preflight-healthy": Campaign(
         "runs on healthy nodes get no finding",

@@ -10,7 +10,6 @@ import pytest
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor.node_rules import HINTS, OTHER_CODES
 from tests.campaigns import arrays, budgets, cancel, hang, split_brain, strikes
-from tests.campaigns.catalogue import CAMPAIGNS
 from tests.campaigns.latency import Stop
 from tests.campaigns.preflight_faults import FAULTS
 from tests.campaigns.record import Tally
@@ -232,5 +231,6 @@ def test_a_stop_that_takes_more_than_two_steps_is_found(stopped_s: float, stoppe
 
 
 def test_the_preflight_campaign_causes_every_code() -> None:
-    assert {fault.code for fault in FAULTS} == {*HINTS, *OTHER_CODES}
-    assert CAMPAIGNS["preflight"].trials == len(FAULTS)
+    missing = {*HINTS, *OTHER_CODES} - {fault.code for fault in FAULTS}
+    assert not missing, "add a Fault for each to tests/campaigns/preflight_faults.py"
+    assert {fault.code for fault in FAULTS} <= {*HINTS, *OTHER_CODES}

@@ -136,7 +136,7 @@ IN_BASH = {
         f"optim.schedule={name}" for name in ("constant", "cosine", "inverse_sqrt", "linear", "wsd")
     ),
     "slurm-train optim.schedule=co": "constant cosine",
-    "slurm-train optim.schedule=cosine parallel.d": "parallel.dp_replicate= parallel.dp_shard=auto",
+    "slurm-train optim.schedule=cosine parallel.dp_r": "parallel.dp_replicate=",
     "slurm-train -m +cluster=4": "4x8",
     "slurm-train plan optim.l": "optim.lr= optim.lr_global_size= optim.lr_retune=linear optim.lr_retune=none "
     "optim.lr_retune=sqrt",

@@ -239,3 +239,9 @@ def test_a_group_is_replaced_and_a_cluster_of_another_size_keeps_what_it_had() -
         (["optim.lr=1,2"], "optim.lr has several values"),
     ):
         assert text in str(refusal(ConfigError, apply_words, local, words))
+
+
+def test_a_choice_that_is_proposed_has_no_comma_of_the_sentence() -> None:
+    with pytest.raises(ConfigError) as err:
+        compose(read_words(["optim.schedule=inv_sqrt"]))
+    assert err.value.hint == 'for example "optim.schedule=inverse_sqrt"'

@@ -62,7 +62,8 @@ _LITTLE_LOCKED_MB = 64
 _PLENTY = 4
 _SKEW_S = 2.0
 _LATE_S = 1.0
-# Free MiB below which a place is called full, or soon full; 0: it only makes some things slower.
+# Free MiB below which a place is full, an error, and below which it is soon full, a warning. Places that a run may do
+# without are never an error: 0.
 _FULL_MB = {
     "run directory": (64, 1024),
     "checkpoint.local_dir": (64, 1024),
@@ -461,18 +462,21 @@ def _speeds_of(gpus: Iterable[GpuSpeed]) -> list[tuple[float, float]]:
 
 
 _RULES = (
-    *(_mismatched_ranks, _scarce_resources, _unreached_rank_0, _taken_port, _absent_nodes, _misleading_interfaces),
-    *(
-        _between_nodes,
-        _other_files,
-        _odd_nodes,
-        _missing_scontrol,
-        _unwritable_places,
-        _obstacles_to_compiling,
-        _faulty_gpus,
-        _slow_gpus,
-        slow_nodes,
-    ),
+    _mismatched_ranks,
+    _scarce_resources,
+    _unreached_rank_0,
+    _taken_port,
+    _absent_nodes,
+    _misleading_interfaces,
+    _between_nodes,
+    _other_files,
+    _odd_nodes,
+    _missing_scontrol,
+    _unwritable_places,
+    _obstacles_to_compiling,
+    _faulty_gpus,
+    _slow_gpus,
+    slow_nodes,
 )
 
 
