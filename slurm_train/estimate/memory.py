@@ -184,9 +184,7 @@ class LayoutFacts:
 
     def blocks(self, stage: int) -> int:
         """Blocks that a rank at this place in its pipeline holds."""
-        per_rank, ranks = self.settings.stages_per_rank, self.layout.pp
-        own = stages_of(stage, num_ranks=ranks, per_rank=per_rank)
-        return sum(len(stage_blocks(self.shape.num_layers, stage=stage, num_stages=ranks * per_rank)) for stage in own)
+        return _num_blocks(self.shape.num_layers, stage, self.layout.pp, self.settings.stages_per_rank)
 
     def ends(self, stage: int) -> int:
         """Numbers of embeddings, last norm and head that such a rank holds without sharding."""
@@ -433,6 +431,14 @@ def measured_memory(measured: Mapping[str, Any], *, accumulation: int, averages:
     )
     backward = Moment(activations=measured.get("activation_bytes", 0), gradient_copies=2 if accumulation > 1 else 1)
     return memory_at_fullest(holdings, [backward])
+
+
+@functools.lru_cache(maxsize=4096)
+def _num_blocks(num_layers: int, rank: int, num_ranks: int, stages_per_rank: int) -> int:
+    """Returns how many blocks a rank of a pipeline holds; asked hundreds of thousands of times by `plan --suggest`."""
+    num_stages = num_ranks * stages_per_rank
+    held_stages = stages_of(rank, num_ranks=num_ranks, per_rank=stages_per_rank)
+    return sum(len(stage_blocks(num_layers, stage=stage, num_stages=num_stages)) for stage in held_stages)
 
 
 def rank_memory(facts: LayoutFacts, *, stage: int) -> RankMemory:

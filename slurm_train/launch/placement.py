@@ -62,7 +62,7 @@ class World:
     @property
     def is_even(self) -> bool:
         """Whether every node has the same number of ranks."""
-        return len(set(self.ranks_per_node)) == 1
+        return self.ranks_per_node.count(self.ranks_per_node[0]) == len(self.ranks_per_node)
 
     @property
     def groups(self) -> tuple[NodeGroup, ...]:
