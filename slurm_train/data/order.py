@@ -61,7 +61,8 @@ class KeyedPermutation:
         self._keys = _round_keys(seed, epoch)
         self._rows = math.isqrt(size - 1) + 1
         self._columns = -(-size // self._rows)
-        self._num_rows, self._num_columns = _bounds(self._rows), _bounds(self._columns)
+        self._num_rows = _bounds(self._rows)
+        self._num_columns = _bounds(self._columns)
         self._table = _shuffled_table(size, self._keys) if size <= _TABLE_SIZE else None
 
     def __call__(self, positions: Int64Array) -> Int64Array:
@@ -172,7 +173,8 @@ class SampleOrder:
         """
         if not len(positions):
             return positions
-        first, last = int(positions[0]) // self.num_samples, int(positions[-1]) // self.num_samples
+        first = int(positions[0]) // self.num_samples
+        last = int(positions[-1]) // self.num_samples
         borders = np.arange(first + 1, last + 1, dtype=np.int64) * self.num_samples
         parts = np.split(positions, np.searchsorted(positions, borders))
         samples = [

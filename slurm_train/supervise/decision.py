@@ -271,7 +271,8 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
     if outcome.job.is_requeued:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
-    if why := _spent(outcome, reason):
+    why = _spent(outcome, reason)
+    if why:
         return Decision(reason, "stop", f"{reason}; {why}")
     is_over = outcome.job.record is not None and is_over_its_limit(outcome.job.record)
     what = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
@@ -283,7 +284,8 @@ def _decide_loss(outcome: Outcome) -> Decision:
     what = outcome.cause
     if not outcome.settings.enabled:
         return Decision("node_failure", "stop", f"{what}; requeue.enabled=false, so the run waits for `resume`")
-    if why := _spent(outcome, "node_failure"):
+    why = _spent(outcome, "node_failure")
+    if why:
         return Decision("node_failure", "stop", f"{what}; {why}")
     nodes = outcome.nodes
     if nodes.spares:
@@ -347,7 +349,8 @@ def advice_on(cause: str) -> str:
 
 def made_progress(entry: Mapping[str, Any]) -> bool:
     """Returns whether an attempt brought the run on: by a commit where checkpoints are known, else by a step."""
-    first, last = entry.get("first_committed"), entry.get("last_committed")
+    first = entry.get("first_committed")
+    last = entry.get("last_committed")
     if first is not None and last is not None:
         # Fewer after a rollback, which has a limit of its own.
         return bool(first != last)
@@ -403,8 +406,8 @@ def starts_without_progress(ledger: Sequence[Mapping[str, Any]], *, job_id: str 
         job_id: the job.
         restart_count: how often Slurm had restarted it when this start began.
     """
-    known = [int(entry.get("restart_count") or 0) for entry in ledger if entry.get("job_id") == job_id]
-    without_trace = restart_count - max(known, default=-1)
+    recorded = [int(entry.get("restart_count") or 0) for entry in ledger if entry.get("job_id") == job_id]
+    without_trace = restart_count - max(recorded, default=-1)
     return max(without_trace, 0) + ends_without_progress(ledger)["file_system"]
 
 

@@ -62,7 +62,7 @@ class Training(Protocol):
     def ask_to_save(self) -> None:
         """Asks for a checkpoint of this step, on all ranks at the same step."""
 
-    def charge(self, start: float, cause: str) -> None:
+    def book_time(self, start: float, cause: str) -> None:
         """Books the time since `start`, a time of `rank.clock`, as no step's."""
 
 
@@ -442,4 +442,4 @@ class TextSamples(Callback):
             with rank.run.samples.open("a", encoding="utf-8") as file:
                 for prompt, text in zip(self.prompts, found, strict=True):
                     print(json.dumps({"step": step, "prompt": prompt, "text": text}), file=file)
-        trainer.charge(start, "evaluate_s")
+        trainer.book_time(start, "evaluate_s")

@@ -326,7 +326,7 @@ class Checkpointer:
         if self.log is not None:
             self.log.stalled(position.step, stall_s)
         if outcome is not None:
-            self._take(outcome)
+            self._note_outcome(outcome)
         return outcome
 
     def prepare(self) -> None:
@@ -354,7 +354,7 @@ class Checkpointer:
             SlurmTrainError: it, or one before it, failed in a way that ends the run.
         """
         if (outcome := self.saver.wait()) is not None:
-            self._take(outcome)
+            self._note_outcome(outcome)
         if self.fatal is not None:
             raise self.fatal
 
@@ -370,7 +370,7 @@ class Checkpointer:
     def news(self) -> list[str]:
         """Returns notes for the user about saves, each once; costs next to nothing."""
         if (outcome := self.saver.poll()) is not None:
-            self._take(outcome)
+            self._note_outcome(outcome)
         news, self._news = self._news, []
         return news if self.local is None else [*news, *self.local.take_news()]
 
@@ -385,7 +385,7 @@ class Checkpointer:
         if self.local is not None:
             self.local.close()
 
-    def _take(self, outcome: Outcome) -> None:
+    def _note_outcome(self, outcome: Outcome) -> None:
         """Records how a save ended."""
         result = outcome.result
         num_bytes, error = (0, str(result)) if isinstance(result, Exception) else (result.num_bytes, "")

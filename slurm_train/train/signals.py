@@ -97,7 +97,8 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
             flag.requested = 1
             # A warning may be followed by the TERM of the limit, which comes twice.
             if flag.signal_number != number:
-                flag.signal_number, flag.signal_at = number, time.monotonic()
+                flag.signal_number = number
+                flag.signal_at = time.monotonic()
 
     for number in signals:
         signal.signal(number, set_flag)
@@ -159,7 +160,7 @@ class NodeLeader:
     def leads(self) -> bool:
         """Returns whether this process is to do it now; to be asked each time."""
         if self._held is None:
-            self._held = self._take()
+            self._held = self._take_lead()
         if self._held is None:
             return not self._another_leads()
         with contextlib.suppress(OSError):
@@ -173,7 +174,7 @@ class NodeLeader:
             self._held.close()
             self._held = None
 
-    def _take(self) -> socket.socket | None:
+    def _take_lead(self) -> socket.socket | None:
         held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             held.bind(self._name)

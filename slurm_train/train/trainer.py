@@ -98,7 +98,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         """Looks up what every step needs."""
-        rank, config = self.rank, self.rank.config
+        rank = self.rank
+        config = rank.config
         self._clock = rank.clock
         self._stops = bool(self.position.ended)
         by_positions = config.parallel.sequence_parallel
@@ -116,7 +117,7 @@ class Trainer:
         if self.position.evaluation_due or self._is_over:
             self._evaluate()
         if not self._is_over:
-            self._arrange()
+            self._look_at_first_batch()
         try:
             self.advance(self.max_steps)
             self._read_pending()
@@ -139,7 +140,7 @@ class Trainer:
             self._before_save()
             self.checkpointer.save(self.position)
             self._pass_on_news()
-            self.charge(start, "checkpoint_stall_s")
+            self.book_time(start, "checkpoint_stall_s")
         if finished:
             self.checkpointer.close()
         return finished
@@ -195,33 +196,42 @@ class Trainer:
             start = self._clock()
             self.checkpointer.finish_within(max(0.0, (left_s or 0.0) - _END_S))
             self._pass_on_news()
-            self.charge(start, "checkpoint_stall_s")
+            self.book_time(start, "checkpoint_stall_s")
         return not self.not_saved
 
-    def _arrange(self) -> None:
+    def _look_at_first_batch(self) -> None:
         # The first micro-batch is looked at, not consumed: it is the first step's as well.
         start = self._clock()
         first = next(self.batches)
         self.say(self.stepper.passes.arrange(first.tensors, bucket_order=self.position.bucket_order))
-        self.charge(start, "compile_s")
+        self.book_time(start, "compile_s")
         batches = chain((first,), self.batches)
         self.batches = self._add_digests(batches) if self.rank.config.train.samples_digest else batches
 
     def _step(self) -> None:
         position = self.position
-        step, samples, growth = position.step + 1, position.samples, self.rank.config.batch.growth
+        step = position.step + 1
+        samples = position.samples
+        growth = self.rank.config.batch.growth
         num_taken = num_batches(growth, step) - num_batches(growth, step - 1)
         for _ in range(num_taken):
             samples += self.global_batches.size_at(samples)
         # Dropout is keyed by the step, so a resumed run draws what an uninterrupted one would have drawn.
         _reseed(mix(self.rank.config.seed, step, self._random_stream))
-        limit, lr = self.health.loss_limit(position), self.schedule.lr_at(samples)
-        facts = StepFacts(step, samples, lr, limit, size=samples - position.samples, num_batches=num_taken)
+        facts = StepFacts(
+            step,
+            samples,
+            self.schedule.lr_at(samples),
+            self.health.loss_limit(position),
+            size=samples - position.samples,
+            num_batches=num_taken,
+        )
         self.rank.heartbeat.step = step
         self._digest = 0
         self.probe.begin()
         passes = self.stepper.passes
-        start, waited_s = self._clock(), passes.data_wait_s
+        start = self._clock()
+        waited_s = passes.data_wait_s
         result = self.stepper.step(facts, self.batches)
         if self._settled:  # an attempt's first step is not counted, its time is start-up
             self.step_times.add(self._clock() - start, passes.data_wait_s - waited_s)
@@ -230,14 +240,16 @@ class Trainer:
             owns_samples = self.rank.layout.owns_samples(self.rank.place.rank)
             self._digests[step] = _sum_over_ranks(self._digest if owns_samples else 0)
             self.probe.exchange_s += self._clock() - start
-        position.step, position.samples = step, samples
+        position.step = step
+        position.samples = samples
         if result is not None:
-            self._take(result)
+            self._read_result(result)
         self.probe.end()
 
-    def _take(self, result: StepResult) -> None:
+    def _read_result(self, result: StepResult) -> None:
         """Reads a step's reduced values; on a GPU they are the previous step's, on every rank alike."""
-        step, self.newest = result.facts.step, result
+        step = result.facts.step
+        self.newest = result
         self.health.take(result, self.position)
         if result.applied:
             self.position.items += result.num_items
@@ -252,12 +264,13 @@ class Trainer:
         self.stopping.look()
 
     def _after_step(self) -> None:
-        step, eval_every = self.position.step, self.rank.config.train.eval_every_steps
+        step = self.position.step
+        eval_every = self.rank.config.train.eval_every_steps
         self.checkpointer.move_on()
         if self.callbacks:
             self._call("on_step_end")
         if not self._settled:
-            self._settle()
+            self._end_start_up()
         else:
             collect_garbage(step)
         evaluates = step == self.max_steps or bool(eval_every and step % eval_every == 0)
@@ -277,13 +290,13 @@ class Trainer:
             self._saves_now = False
             costs = self.checkpointer
             self.say(self.save_pace.saved(step, blocked_s=costs.blocked_s, save_s=costs.last_save_s))
-            self.charge(start, "checkpoint_stall_s")
+            self.book_time(start, "checkpoint_stall_s")
 
     def _read_pending(self) -> bool:
         """Reads the values still under way; returns whether one of them took the run back."""
         result = self.stepper.drain()
         if result is not None:
-            self._take(result)
+            self._read_result(result)
         return self._rolled_back()
 
     def _rolled_back(self) -> bool:
@@ -296,14 +309,15 @@ class Trainer:
         self.rank.heartbeat.mark("start")
         step_before = self.position.step
         self.position = self.health.roll_back(samples=self.position.samples)
-        if (scale := self.stepper.scale) is not None:
+        scale = self.stepper.scale
+        if scale is not None:
             scale.restore(self.position.loss_scale)
-        self.charge(start, "load_s")
+        self.book_time(start, "load_s")
         if self.recorder is not None:
             self.recorder.spent.rolled_back_steps += step_before - self.position.step
         return True
 
-    def _settle(self) -> None:
+    def _end_start_up(self) -> None:
         """After the first step everything that stays is there: take it out of the collector's sight.
 
         From now on garbage is collected at the same step on all ranks; one rank's pause would be everyone's.
@@ -335,13 +349,14 @@ class Trainer:
             )
 
     def _evaluate(self) -> None:
-        evaluator, recorder = self.evaluator, self.recorder
+        evaluator = self.evaluator
+        recorder = self.recorder
         if evaluator is None:
             return
         start = self._clock()
         contexts = [averaged(self.stepper.optimizer), *(callback.evaluating() for callback in self.callbacks.values())]
         measures = evaluator.evaluate(within=contexts)
-        self.charge(start, "evaluate_s")
+        self.book_time(start, "evaluate_s")
         if measures is None:
             self._stops = self.position.evaluation_due = True
             return
@@ -371,7 +386,8 @@ class Trainer:
 
     def _pass_on_news(self) -> None:
         """Passes on what became of background saves; one that ends the run asks for a stop, which all agree on."""
-        checkpointer, recorder = self.checkpointer, self.recorder
+        checkpointer = self.checkpointer
+        recorder = self.recorder
         for line in checkpointer.news():
             self.say(line)
         if recorder is not None:
@@ -384,14 +400,15 @@ class Trainer:
         if text is not None and self.recorder is not None:
             self.recorder.display.say(text)
 
-    def charge(self, start: float, cause: str) -> None:
+    def book_time(self, start: float, cause: str) -> None:
         """Books the time since `start`, which was no step's."""
         if self.recorder is not None:
             self.recorder.skip(self._clock() - start, cause)
 
     def _waited(self) -> float:
         """Returns the seconds that steps waited for data since this was last asked."""
-        before, self._waited_s = self._waited_s, self.stepper.passes.data_wait_s
+        before = self._waited_s
+        self._waited_s = self.stepper.passes.data_wait_s
         return self._waited_s - before
 
     def _add_digests(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
