@@ -18,6 +18,7 @@ from slurm_train.distributed.meeting import CallerHandshake, Channel, MeetingPoi
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import host_meeting, join_meeting
 from slurm_train.errors import RendezvousError
+from tests.support.ports import free_port
 
 
 def place(rank: int, world: int) -> RankPlace:
@@ -27,11 +28,10 @@ def place(rank: int, world: int) -> RankPlace:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in sockets]
-    for server in sockets:
-        server.close()
-    return ports
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def point(ports: list[int], *, run: str = "run", attempt: int = 0, timeout_s: float = 20.0) -> MeetingPoint:

@@ -13,6 +13,7 @@ from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import agree_on_attempt, check_gloo_address, open_store, resolve_master
 from slurm_train.errors import RendezvousError, RunError
+from tests.support.ports import free_port
 
 
 def place(*, rank: int, node_rank: int = 0, world: int = 2, local_world: int = 2) -> RankPlace:
@@ -45,8 +46,7 @@ def test_gloo_needs_an_address_that_others_reach(monkeypatch: pytest.MonkeyPatch
 def test_the_store_is_shared_on_the_port_of_the_handshake_and_on_one_node_nobody_outside_reaches_it(
     secret: str,
 ) -> None:
-    with socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     point = MeetingPoint(master_addr="127.0.0.1", ports=[port], run_id="run", attempt=0, timeout_s=20, secret=secret)
     with ThreadPoolExecutor(2) as pool:
         (first, *ports), (second, *more) = pool.map(lambda rank: open_store(place(rank=rank), point), range(2))

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +38,7 @@ from slurm_train.supervise.monitor import (
 )
 from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
 from tests.support.faulty_files import FaultyFiles
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import start_rank
 from tests.train.small_runs import RANK_PROGRAM, config_of
@@ -359,8 +359,7 @@ def test_a_rank_whose_data_come_late_is_named_and_a_healthy_run_is_not(tmp_path:
         data={"_target_": "small_training.LateData", "late_while": str(late)},
         health={"pace_every_steps": 2},
     )
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        orders = {"run": str(run.path), "config": config, "port": probe.getsockname()[1], "attempt": 0, "beats": True}
+    orders = {"run": str(run.path), "config": config, "port": free_port(), "attempt": 0, "beats": True}
     env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [
         start_rank(RANK_PROGRAM, json.dumps(orders), env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.metrics import read_metrics
+from tests.support.ports import free_port
 from tests.support.warm_ranks import WarmRank, start_rank
 
 RANK_PROGRAM = Path(__file__).with_name("training_rank.py")
@@ -59,9 +59,7 @@ def start(
         disks: $NODE_DISK of rank r is the folder "node<r>" in it.
     """
     run.mkdir(parents=True, exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    facts = {"run": str(run), "config": config, "port": port, "attempt": attempt, "fault": fault or {}}
+    facts = {"run": str(run), "config": config, "port": free_port(), "attempt": attempt, "fault": fault or {}}
     env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     started = []
     for rank in range(ranks):

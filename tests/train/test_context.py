@@ -18,6 +18,7 @@ from slurm_train.config.schema import HealthSection, RunConfig, TrainSection
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError, RendezvousError
 from slurm_train.train.context import TaskContext, run_task
+from tests.support.ports import free_port
 from tests.support.ranks import leave_group, make_rank
 
 SEEN: list[tuple[TaskContext, float]] = []
@@ -39,8 +40,7 @@ def task(*, context: TaskContext, answer: Any = None) -> Any:
 
 def call(tmp_path: Path, answer: Any) -> int:
     sys.modules["context_task"] = sys.modules[__name__]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     config = RunConfig(
         task={"_target_": "context_task.task", "answer": answer}, train=TrainSection(threads=torch.get_num_threads())
     )

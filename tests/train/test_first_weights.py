@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from slurm_train.models.gpt import GPT
+from tests.support.ports import free_port
 from tests.support.warm_ranks import start_rank
 from tests.train.small_runs import finish
 
@@ -43,8 +43,7 @@ def test_every_layout_begins_with_the_weights_of_one_rank(tmp_path: Path) -> Non
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     orders = {
         "port": port,
         "run": str(tmp_path / "run"),

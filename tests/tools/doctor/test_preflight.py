@@ -20,13 +20,9 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor import gather, probes
 from slurm_train.tools.doctor.facts import Job, NodeFacts, Trouble
 from slurm_train.tools.doctor.preflight import AbsentNodes, Preflight
+from tests.support.ports import free_port
 
 WORLD = 3
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture
