@@ -151,6 +151,7 @@ def test_where_names_are_not_kept_the_run_directory_has_the_kernels(tmp_path: Pa
 
 @pytest.mark.timeout(300)
 def test_ranks_and_scripts_do_not_load_kernels_from_a_strangers_folder(tmp_path: Path, temporary: Path) -> None:
+    pytest.importorskip("torch")
     make_open(temporary / f"torchinductor_{getpass.getuser()}")
     (tmp_path / "caches.py").write_text(PRINT_CACHES)
     typed = [sys.executable, "-W", "ignore", "-m", "slurm_train", "script=[caches.py]", "run.name=caches"]
