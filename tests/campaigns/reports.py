@@ -18,7 +18,7 @@ from typing import NamedTuple
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally, only_true
-from tests.fakes.hub import Repository, serving
+from tests.fakes.hub import TOKENS_MODULE, Repository, serving
 from tests.support.command_line import Done, Person
 from tests.support.slurm_runs import command, job_state, wait_for_state, wait_until_finished
 from tests.support.waiting import wait_for
@@ -219,18 +219,6 @@ def _late_answer(person: Person) -> Iterator[str]:
 
 # --- nodes without internet ---
 
-_TOKENS = """
-import os, pathlib, torch
-
-class Tokens(torch.utils.data.Dataset):
-    def __init__(self, split="train"):
-        pathlib.Path("offline").write_text(os.environ.get("HF_HUB_OFFLINE", "unset"))
-    def __len__(self):
-        return 64
-    def __getitem__(self, index):
-        tokens = torch.arange(index, index + 9) % 64
-        return tokens[:-1], tokens[1:]
-"""
 _OF_HUB = (
     "+cluster=2x1 run.name=hub model=hf model.path=lab/tiny data._target_=mine.Tokens train.max_steps=2 "
     "train.evaluate=false batch.global_size=4 checkpoint.every_steps=1 train.sample_tokens=0"
@@ -240,7 +228,7 @@ _OF_HUB = (
 def _model_of_hub(person: Person) -> Iterator[str]:
     from slurm_train.models.causal_lm import causal_lm
 
-    (person.folder / "mine.py").write_text(_TOKENS)
+    (person.folder / "mine.py").write_text(TOKENS_MODULE)
     shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
     causal_lm(model_type="llama", config=shape | heads).network.save_pretrained(person.folder.parent / "model")

@@ -13,7 +13,7 @@ import yaml
 
 from slurm_train.models.causal_lm import causal_lm
 from slurm_train.rundir.paths import RunDirectory
-from tests.fakes.hub import Hub, Repository, serving
+from tests.fakes.hub import TOKENS_MODULE, Hub, Repository, serving
 from tests.support.command_line import Done, Person
 from tests.support.extras import NEEDS_TRANSFORMERS
 
@@ -24,19 +24,6 @@ SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidd
 WORDS = ("run.name=hub", "model=hf", "model.path=lab/tiny", "data._target_=mine.Tokens", "train.max_steps=2",
          "train.evaluate=false", "batch.global_size=4", "run.processes=1", "checkpoint.every_steps=1",
          "train.sample_tokens=0")  # fmt: skip
-# Notes what the rank's own environment says.
-MODULE = """
-import os, pathlib, torch
-
-class Tokens(torch.utils.data.Dataset):
-    def __init__(self, split="train"):
-        pathlib.Path("offline").write_text(os.environ.get("HF_HUB_OFFLINE", "unset"))
-    def __len__(self):
-        return 64
-    def __getitem__(self, index):
-        tokens = torch.arange(index, index + 9) % 64
-        return tokens[:-1], tokens[1:]
-"""
 TOKEN = "hf_" + "secretsecret"
 
 
@@ -60,7 +47,7 @@ class Typist:
 
     def __init__(self, folder: Path, url: str) -> None:
         folder.mkdir()
-        (folder / "mine.py").write_text(MODULE)
+        (folder / "mine.py").write_text(TOKENS_MODULE)
         self.person = Person(folder)
         self.env = {"HF_ENDPOINT": url, "HF_HOME": str(folder.parent / "hf"), "HF_TOKEN": TOKEN}
 

@@ -11,6 +11,20 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+TOKENS_MODULE = """
+import os, pathlib, torch
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, split="train"):
+        pathlib.Path("offline").write_text(os.environ.get("HF_HUB_OFFLINE", "unset"))
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        tokens = torch.arange(index, index + 9) % 64
+        return tokens[:-1], tokens[1:]
+"""
+"""A person's data set of 64 token ids; notes in the file "offline" what a rank's own environment says of the Hub."""
+
 
 @dataclass(slots=True)
 class Repository:
