@@ -39,7 +39,7 @@ class _Way:
 
 
 def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> tuple[RunConfig, str]:
-    """Returns the configuration with what `parallel.dp_shard=auto` stands for, and the reason in words.
+    """Returns the configuration with a number of shards in place of `parallel.dp_shard=auto`, and the reason.
 
     Where a layout was typed it stays, and the words say if it does not fit; "" where there is nothing to say.
 

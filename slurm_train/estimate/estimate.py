@@ -315,7 +315,7 @@ def _computed(plan: RunPlan, facts: LayoutFacts, *, kind: str) -> dict[str, Any]
 
 
 def _memory_notes(config: RunConfig, *, on_gpu: bool) -> list[str]:
-    """Returns what is said behind the numbers."""
+    """Returns the text that `plan` prints after the numbers."""
     notes = ["CUDA and NCCL come on top"] if on_gpu else []
     classes = _optimizers(config)
     unknown = [name for name in classes if name not in ("AdamW", "Adam", "SGD", "Muon")]

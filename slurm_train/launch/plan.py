@@ -115,7 +115,7 @@ class RunPlan:
 
 
 Settle = Callable[[RunConfig, World, Mapping[str, str]], tuple[RunConfig, str]]
-"""Gives a configuration with what its automatic settings stand for on some ranks, and why: `settle_parallel`."""
+"""Replaces automatic settings of a configuration by numbers for a world size, with the reason: `settle_parallel`."""
 
 
 def leave_open(config: RunConfig, _world: World, _env: Mapping[str, str]) -> tuple[RunConfig, str]:

@@ -575,7 +575,7 @@ class Surveyor:
         return Survey(tuple(status_of(subject, status, look, now_unix_s=now_unix_s) for subject, status in pairs), look)
 
     def _with_unrecorded_jobs(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
-        """Returns the files of runs, with the jobs that Slurm has of those which nobody seems to run."""
+        """Returns the files of runs; runs without an active job get the jobs that Slurm has for them."""
         idle = [file for file in files if not (file.is_finished or file.runs_here or _has_active_job(file, look))]
         if not idle:
             return list(files)
