@@ -56,7 +56,9 @@ KEYWORDS = "keywords"
 """Field of a section that takes keys which no other field has; in mappings they are at the same level as the others."""
 
 # Resolving annotations takes a millisecond for each class, and every word is checked against all of them.
-_hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
+type_hints_of: Callable[[Any], dict[str, Any]] = functools.cache(
+    functools.partial(typing.get_type_hints, include_extras=True)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -627,7 +629,7 @@ def check_groups(config: RunConfig) -> None:
 
 
 def _build_known(cls: type[T], values: Mapping[str, Any], *, path: str) -> T:
-    return build_config(cls, {key: value for key, value in values.items() if key in _hints(cls)}, path=path)
+    return build_config(cls, {key: value for key, value in values.items() if key in type_hints_of(cls)}, path=path)
 
 
 def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
@@ -641,7 +643,7 @@ def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or out of its range.
     """
-    hints = dict(_hints(cls))
+    hints = dict(type_hints_of(cls))
     is_open = hints.pop(KEYWORDS, None) is not None
     known = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items() if key in hints}
     others = {key: value for key, value in values.items() if key not in hints}
@@ -710,7 +712,7 @@ def unknown_key_error(key: str, known: Iterable[str], *, value: object = None) -
 def all_keys(cls: type[Any], *, prefix: str = "") -> Mapping[str, Any]:
     """Returns the dotted names of all keys of a dataclass with their types, e.g. {"optim.lr": float}."""
     keys: dict[str, Any] = {}
-    for name, hint in _hints(cls).items():
+    for name, hint in type_hints_of(cls).items():
         if name == KEYWORDS:
             continue
         keys[f"{prefix}{name}"] = hint

@@ -13,11 +13,11 @@ import types
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 
-from slurm_train.config.schema import ClusterSection, RunConfig, to_mapping
+from slurm_train.config.schema import ClusterSection, RunConfig, to_mapping, type_hints_of
 from slurm_train.config.site_schema import GROUP as SITE
 from slurm_train.config.site_schema import SIZE, SiteFile, SitePartition
 from slurm_train.config.words import is_time, minutes
@@ -120,7 +120,7 @@ def _what_a_folder_holds(name: str) -> Any:
     """Returns the type of what the files of a folder hold; the whole configuration where it is no group."""
     if name == SITE:
         return SiteFile
-    return get_type_hints(RunConfig).get(name, RunConfig)
+    return type_hints_of(RunConfig).get(name, RunConfig)
 
 
 class _Rewriter:
@@ -263,7 +263,7 @@ def _child(hint: Any, name: str) -> Any:
     """Returns the type of a key below a key of a type; None where nothing is known of it."""
     for option in _options(hint):
         if is_dataclass(option) and isinstance(option, type):
-            return _HELD.get((option, name), get_type_hints(option, include_extras=True).get(name))
+            return _HELD.get((option, name), type_hints_of(option).get(name))
         if get_origin(option) is dict:
             return str if name in _TEXTS else get_args(option)[1]
     return None

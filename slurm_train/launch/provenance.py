@@ -61,9 +61,11 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
     sources: dict[str, dict[str, Any]] = {}
     # Of a package that lies in two folders the first counts, as it does for Python.
     for item in distributions(path=list(dict.fromkeys(folders))):
-        name = re.sub(r"[-_.]+", "-", item.metadata["Name"] or "").lower()
+        # Each access parses the whole file.
+        metadata = item.metadata
+        name = re.sub(r"[-_.]+", "-", metadata["Name"] or "").lower()
         if name and name not in packages:
-            packages[name] = item.version or "?"
+            packages[name] = metadata["Version"] or "?"
             if source := _source_of(item):
                 sources[name] = source
     models = (_found(r"(?m)^Model:\s*(.+?)\s*$", path) for path in sorted(_DRIVER.glob("gpus/*/information")))
