@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,9 +19,28 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _WANTED = ClusterPlan(nodes=4, gpus=8)
 
 
+# Files whose tests take minutes: begun last, one of them would keep one process busy while the others have ended.
+_LONG = ("tests/train/test_layouts.py", "tests/train/test_compile_cache.py", "tests/worker/test_torchrun.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the tests of the cluster: they take longest, and run beside the others."""
-    items.sort(key=lambda item: not _needs_cluster(item.nodeid))
+    """Begins with the tests of the cluster, which take longest, and with long files, which run beside them."""
+    items.sort(key=lambda item: (not _needs_cluster(item.nodeid), _file_of(item.nodeid) not in _LONG))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Adds the seconds of the slowest files where the slowest tests are asked for: one process has all of a file."""
+    if config.option.durations is None:
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                scope = "tests of the cluster" if _needs_cluster(report.nodeid) else _file_of(report.nodeid)
+                seconds[scope] += report.duration
+    terminalreporter.section(f"{sum(seconds.values()):.0f} s in all; slowest files")
+    for scope, duration_s in seconds.most_common(25):
+        terminalreporter.write_line(f"{duration_s:7.1f}s {scope}")
 
 
 def pytest_collection_finish() -> None:
@@ -41,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "cluster" if _needs_cluster(nodeid) else nodeid.partition("::")[0]
+            return "cluster" if _needs_cluster(nodeid) else _file_of(nodeid)
 
     # Else the scopes with the most tests come first.
     config.option.loadscopereorder = False
@@ -54,7 +74,11 @@ def _has_cluster_tests(path: str) -> bool:
 
 
 def _needs_cluster(nodeid: str) -> bool:
-    return _has_cluster_tests(nodeid.partition("::")[0])
+    return _has_cluster_tests(_file_of(nodeid))
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session", autouse=True)
