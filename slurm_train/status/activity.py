@@ -67,7 +67,7 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
         run: [
             job_id
             for job_id in _job_ids(run, holders[run], found.get(run, ()))
-            if not _is_of_another_run(scripts.get(job_id, ""), run)
+            if not is_of_another_run(scripts.get(job_id, ""), run)
         ]
         for run in runs
     }
@@ -88,7 +88,7 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
     return active
 
 
-def _is_of_another_run(script: str, run: RunDirectory) -> bool:
+def is_of_another_run(script: str, run: RunDirectory) -> bool:
     """Returns whether a job's script lies in the directory of another run: Slurm gives out ids again.
 
     Args:

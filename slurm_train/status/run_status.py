@@ -28,7 +28,7 @@ from slurm_train.slurm.answers import plain
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
-from slurm_train.status.activity import jobs_by_name, jobs_by_script, unread_submission
+from slurm_train.status.activity import is_of_another_run, jobs_by_name, jobs_by_script, unread_submission
 
 SILENT_AFTER_S = 60.0
 """A heartbeat is written twice a second; a network file system may keep it back for half a minute."""
@@ -150,6 +150,8 @@ class RunFiles:
     """What makes the steps of the open attempt longer than they would have to be, and what helps; "" for nothing."""
     unrecorded_jobs: tuple[str, ...] = ()
     """Its jobs that only Slurm knows of: typed by hand, or submitted by somebody who has not learnt the id."""
+    jobs_of_others: tuple[str, ...] = ()
+    """Recorded jobs whose ids Slurm has given to jobs of other runs since."""
     lost_answer: str = ""
     """What is not known of its newest submission, and what helps; "" where its job is known."""
 
@@ -158,7 +160,11 @@ class RunFiles:
         """All jobs that may be active; the one that holds the lock is last, else the newest."""
         recorded = self.record.job_ids if self.record is not None else ()
         held = [self.holder_job] if self.holder_job is not None else []
-        return [*(job_id for job_id in (*recorded, *self.unrecorded_jobs) if job_id not in held), *held]
+        others = (*held, *self.jobs_of_others)
+        return [
+            *(job_id for job_id in (*recorded, *self.unrecorded_jobs) if job_id not in others),
+            *(job_id for job_id in held if job_id not in self.jobs_of_others),
+        ]
 
     @property
     def last_attempt(self) -> Mapping[str, Any]:
@@ -567,12 +573,28 @@ class Surveyor:
         files = for_each(self.read, [subject.run for subject in subjects])
         look = self._view.look(wanted_of(files))
         if not look.problem:
+            files = self._without_jobs_of_others(files, look)
             files = self._with_unrecorded_jobs(files, look)
             if any(file.unrecorded_jobs for file in files):
                 look = self._view.look(wanted_of(files))
         now_unix_s = self._now()
         pairs = zip(subjects, files, strict=True)
         return Survey(tuple(status_of(subject, status, look, now_unix_s=now_unix_s) for subject, status in pairs), look)
+
+    def _without_jobs_of_others(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
+        """Returns the files of runs; those that have stopped for good lose ids which Slurm has given out again."""
+        doubtful = {file.run for file in files if file.is_settled and _has_active_job(file, look)}
+        if not doubtful:
+            return list(files)
+        # Where Slurm does not answer, no script is known, and nothing is left out.
+        scripts = self._view.search(lambda _, scripts: scripts, nothing={}) or {}
+        checked = []
+        for file in files:
+            others: list[str] = []
+            if file.run in doubtful:
+                others = [job_id for job_id in file.job_ids if is_of_another_run(scripts.get(job_id, ""), file.run)]
+            checked.append(replace(file, jobs_of_others=tuple(others)))
+        return checked
 
     def _with_unrecorded_jobs(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
         """Returns the files of runs; runs without an active job get the jobs that Slurm has for them."""

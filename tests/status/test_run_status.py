@@ -289,6 +289,19 @@ def test_an_answer_that_could_not_be_read_is_named_while_no_job_is_found(has_run
     assert "not understood" not in survey_of(run, slurm).note
 
 
+def test_a_job_of_another_run_with_an_id_that_was_given_out_again_is_left_out(has_run: Any) -> None:
+    ended = attempt(0, reason="failed", action="stop", note="a rank failed")
+    run = has_run(job_ids=("12",), submitted_unix_s=0.0, ledger=ended)
+    other = has_run("b4d0e112", job_ids=("12",))
+    slurm = FakeSlurmCommands([job_state("12", "RUNNING")])
+    slurm.scripts = {"12": str(other.submit_script)}
+    old, new = Surveyor(QueueView(slurm)).look([Element(run=run), Element(run=other)]).statuses
+    assert (old.state, old.job, old.is_active) == (RunState.FAILED, None, False)
+    assert (new.state, new.job_id) == (RunState.RUNNING, "12")
+    slurm.scripts = {"12": str(run.submit_script)}
+    assert survey_of(run, slurm).state is RunState.RUNNING, "the run itself was submitted again"
+
+
 def test_a_survey_is_over_when_nothing_is_active_and_slurm_says_so(has_run: Any) -> None:
     stopped = seen(has_run("aaaa0000", job_ids=("1",), submitted_unix_s=1.0, ledger=attempt(0, action="stop")), Look())
     waiting = seen(has_run("bbbb0000", job_ids=("2",)), Look())
