@@ -80,13 +80,20 @@ def main(words: Sequence[str]) -> int:
     script: str | None = None
     slurm: dict[str, Any] | None = None
     rows = [("script", "none: the run would train on this machine (add +cluster=NxG for Slurm)")]
-    if plan.config.cluster is not None:
+    cluster = plan.config.cluster
+    if cluster is not None:
+        from slurm_train.launch.acceptance import without_chosen_cpus
         from slurm_train.launch.batch_script import render_script
 
         script = render_script(plan)
         slurm = _ask_slurm(script, env, plan)
+        bare = without_chosen_cpus(plan)
+        if bare is not None and slurm.get("is_accepted") is False:
+            answer = _ask_slurm(render_script(bare), env, bare)
+            if answer.get("is_accepted"):
+                plan, script, slurm = bare, render_script(bare), answer
         slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), env)
-        rows = [("environment", _environment(plan.config.cluster.export, env)), ("Slurm", slurm["says"])]
+        rows = [("environment", _environment(cluster.export, env)), ("Slurm", slurm["says"])]
         if slurm["topology"]:
             rows.append(("topology", slurm["topology"]))
     if flags.json:

@@ -239,6 +239,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         rows.append(("container", f"{config.container.kind} {config.container.image}"))
     if config.cluster is not None:
         rows += [("site", config.site)] if config.site else []
+        rows += [("CPUs", plan.cpus.why)] if plan.cpus.why else []
         rows += [("shell", "; ".join(plan.from_shell))] if plan.from_shell else []
         if spares := config.cluster.spare_nodes:
             held = plan.num_devices / world.size - 1

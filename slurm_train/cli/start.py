@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,16 @@ from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
-from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, require_slurm, salloc_words
+from slurm_train.launch.acceptance import (
+    acceptable_plan,
+    exclude_flags,
+    require_acceptable,
+    require_room,
+    require_slurm,
+    salloc_words,
+    slurm_verdict,
+    without_chosen_cpus,
+)
 from slurm_train.launch.batch_script import render_script, renewed_warning
 from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
 from slurm_train.launch.rank_command import RankCommand
@@ -169,7 +179,10 @@ class Start:
         if inside is not None:
             require_room(plan, self.commands.show_job(inside))
         elif is_submitted:
-            require_acceptable(script, self.commands, plan)
+            fitting, script = acceptable_plan(plan, self.commands)
+            if fitting is not plan:
+                note(f"  CPUs          {fitting.cpus.why}")
+            plan = fitting
         ranks.make_mount_points()
         with writing(run, self.commands, inside=inside):
             write_run(plan, source, script=script or None, change=change)
@@ -264,6 +277,7 @@ class Start:
         if plan.uses_cluster:
             require_slurm(commands, self.env)
             warn_unexported_keys(plan.plans[0].config, self.env)
+            plan = self._with_possible_cpus(plan)
             scripts = {run_plan.run: render_script(run_plan) for run_plan in plan.plans}
         with contextlib.ExitStack() as held:
             # A sweep that Slurm refuses leaves no directory, so a new one is made and held afterwards.
@@ -363,6 +377,17 @@ class Start:
         if config.cluster is not None:
             note(f"submitted {len(runs)} runs again; each continues from its newest verified checkpoint")
         return ended
+
+    def _with_possible_cpus(self, plan: SweepPlan) -> SweepPlan:
+        """Returns a sweep whose first run Slurm takes: without CPUs of our choice, if those are all that it refuses."""
+        first = plan.plans[0]
+        bare = [without_chosen_cpus(run_plan) or run_plan for run_plan in plan.plans]
+        if bare[0] is first or slurm_verdict(render_script(first), self.commands).is_accepted:
+            return plan
+        if not slurm_verdict(render_script(bare[0]), self.commands).is_accepted:
+            return plan
+        note(f"  CPUs          {bare[0].cpus.why}")
+        return replace(plan, plans=tuple(bare))
 
     def _replace_code(self, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source) -> Path:
         """Gives runs of a sweep other code, which it returns the place of; all are compared before one is changed."""

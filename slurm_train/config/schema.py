@@ -458,8 +458,8 @@ class ClusterSection:
     """What starts the ranks: srun, or one torchrun per node, which can restart its ranks."""
     max_restarts: Whole = 3
     """Largest number of restarts of failed ranks by torchrun before the step ends; only with `launcher=torchrun`."""
-    cpus_per_gpu: Count | None = None
-    """CPU cores for each rank; default: what Slurm gives."""
+    cpus_per_gpu: Count | Literal["auto"] | None = "auto"
+    """CPUs for each rank; auto: its GPU's equal part of the node, as far as Slurm tells; null: what Slurm gives."""
     memory_gb_per_node: Whole | None = None
     """Memory of a node in GiB; 0: all of it; default: that of the partition."""
     memory_gb_per_gpu: Whole | None = None

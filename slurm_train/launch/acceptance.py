@@ -10,18 +10,20 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from slurm_train.errors import ClusterError
-from slurm_train.launch.batch_script import sbatch_components
+from slurm_train.launch.batch_script import render_script, sbatch_components
+from slurm_train.launch.cpu_share import CpuShare
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.flags import check_flag_name
-from slurm_train.slurm.policy import Partition, Refusal, TestVerdict, tres_gpus
+from slurm_train.slurm.policy import Partition, Refusal, TestVerdict, chosen_partitions, tres_gpus
 
 # Of a batch script alone; salloc does not know them, and an allocation is not run again.
 _OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
@@ -90,6 +92,30 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
         raise ClusterError(f"Slurm would not take this job: {verdict.message}", hint=hint)
     if plan is not None and (error := too_long(plan, commands)) is not None:
         raise error
+
+
+def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, str]:
+    """Returns a plan that Slurm takes, and its script: without CPUs of our choice, if those are all that it refuses.
+
+    Raises:
+        ClusterError: as `require_acceptable`.
+    """
+    script = render_script(plan)
+    try:
+        require_acceptable(script, commands, plan)
+    except ClusterError:
+        bare = without_chosen_cpus(plan)
+        if bare is None or not slurm_verdict(render_script(bare), commands).is_accepted:
+            raise
+        return bare, render_script(bare)
+    return plan, script
+
+
+def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
+    """Returns a plan that leaves the number of CPUs to Slurm; None where it was not chosen here."""
+    if plan.config.cluster is None or plan.config.cluster.cpus_per_gpu != "auto" or plan.cpus.number is None:
+        return None
+    return replace(plan, cpus=CpuShare(None, f"as Slurm gives them: it refuses {plan.cpus.number} per rank"))
 
 
 def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) -> str:
@@ -175,17 +201,6 @@ def _partitions_of(plan: RunPlan, partitions: Sequence[Partition]) -> list[Parti
     cluster = plan.config.cluster
     asked = "" if cluster is None else cluster.partition or str(cluster.sbatch.get("partition", ""))
     return chosen_partitions(asked, partitions)
-
-
-def chosen_partitions(asked: str, partitions: Sequence[Partition]) -> list[Partition]:
-    """Returns the partitions that a job may start in.
-
-    Args:
-        asked: what it asks for, as Slurm takes it: "gpu", "gpu,long"; "" for the default.
-        partitions: those of the cluster.
-    """
-    names = {name.strip() for name in asked.split(",")} - {""}
-    return [part for part in partitions if (part.name in names if names else part.is_default)]
 
 
 # --- nodes that were found bad lately ---
@@ -279,7 +294,7 @@ def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
     have = {"nodes": job.get("NumNodes", ""), "CPUs": job.get("NumCPUs", "")}
     if cluster.gpu_flag != "none" and tres:
         have["GPUs"] = str(tres_gpus(tres) or 0)
-    asked = {"nodes": world.num_nodes, "GPUs": world.size, "CPUs": world.size * (cluster.cpus_per_gpu or 1)}
+    asked = {"nodes": world.num_nodes, "GPUs": world.size, "CPUs": world.size * (plan.cpus_per_rank or 1)}
     # "2-4" of a job that waits; a running one has one number.
     missing = [
         f"{have[name]} {name}, {number} asked"

@@ -223,11 +223,10 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
     rest = iter(hosts or ())
     components = []
     for index, group in enumerate(groups):
-        sized = replace(cluster, cpus_per_gpu=_cpus_per_task(cluster, group))
         flags: Flags = {} if index else {"job-name": job_name(plan)}
         spares = cluster.spare_nodes
         flags |= _size_flags(plan, replace(group, num_nodes=group.num_nodes + spares))
-        flags |= resource_flags(sized, per_node=group.ranks_per_node)
+        flags |= resource_flags(cluster, per_node=group.ranks_per_node, cpus_per_task=_cpus_per_task(plan, group))
         if spares:
             # Without it Slurm ends the whole job with the first node that is lost.
             flags["no-kill"] = True
@@ -281,11 +280,11 @@ def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
     }
 
 
-def _cpus_per_task(cluster: ClusterSection, group: NodeGroup) -> int | None:
-    if cluster.launcher == "torchrun":
+def _cpus_per_task(plan: RunPlan, group: NodeGroup) -> int | None:
+    if _cluster(plan.config).launcher == "torchrun":
         # One task has all ranks of its node; Slurm's default would be one core for it.
-        return (cluster.cpus_per_gpu or 1) * group.ranks_per_node
-    return cluster.cpus_per_gpu
+        return (plan.cpus_per_rank or 1) * group.ranks_per_node
+    return plan.cpus_per_rank
 
 
 def renewed_warning(config: RunConfig, run: RunDirectory) -> list[str]:
@@ -349,7 +348,7 @@ def srun_flags(plan: RunPlan) -> Flags:
         # The components' tasks have different numbers of cores, and srun takes one number.
         flags["cpu-bind"] = "none"
     else:
-        cpus = _cpus_per_task(cluster, groups[0])
+        cpus = _cpus_per_task(plan, groups[0])
         if cpus is not None:
             # srun inherits it in some releases only (not from 22.05 to 23.02), so it is said again.
             flags["cpus-per-task"] = str(cpus)

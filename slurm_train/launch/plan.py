@@ -29,6 +29,7 @@ from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
+from slurm_train.launch.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
 from slurm_train.launch.hub import HubFiles, pin_hub_files
 from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
 from slurm_train.launch.shell_choices import take_shell_choices
@@ -36,6 +37,7 @@ from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
 from slurm_train.rundir.paths import RunDirectory, require_room
 from slurm_train.rundir.sweep import Element, SweepDirectory
+from slurm_train.slurm.commands import SlurmCommands
 
 if TYPE_CHECKING:
     from slurm_train.config.compose import Composed, Point
@@ -60,6 +62,8 @@ class RunPlan:
     """Which choices of the shell for all jobs were taken, and which not, in words."""
     chosen: str = ""
     """What `parallel.dp_shard=auto` has chosen and why, or that the layout does not fit; "" where it does."""
+    cpus: CpuShare = LEFT_TO_SLURM
+    """What `cluster.cpus_per_gpu=auto` has chosen."""
     hub: tuple[HubFiles, ...] = ()
     """What has to be in the cache of the Hub before the run is started."""
 
@@ -74,6 +78,12 @@ class RunPlan:
         """GPUs that the job holds, those of spare nodes included; on CPUs ranks."""
         spares = 0 if self.config.cluster is None else self.config.cluster.spare_nodes
         return self.world.size + spares * self.world.ranks_per_node[0]
+
+    @property
+    def cpus_per_rank(self) -> int | None:
+        """CPUs that the job asks for, for each rank; None: what Slurm gives."""
+        typed = None if self.config.cluster is None else self.config.cluster.cpus_per_gpu
+        return self.cpus.number if typed == "auto" else typed
 
     @property
     def num_samples(self) -> int | None:
@@ -95,6 +105,7 @@ class RunPlan:
             },
             "layout": self.layout.as_mapping,
             **({"chosen": self.chosen} if self.chosen else {}),
+            **({"cpus_per_rank": self.cpus_per_rank} if self.cpus_per_rank else {}),
             "batch": {
                 "ranks": self.batch.ranks,
                 "global_size": self.batch.global_size,
@@ -123,14 +134,24 @@ def leave_open(config: RunConfig, _world: World, _env: Mapping[str, str]) -> tup
     return config, ""
 
 
-def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str], settle: Settle = leave_open) -> RunPlan:
+def plan_run(
+    composed: Composed,
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    settle: Settle = leave_open,
+    shares: NodeShares | None = None,
+) -> RunPlan:
     """Returns the plan for a composed configuration; touches nothing. Where it names the Hub, that is asked.
+
+    Slurm is asked what a node has, where `cluster.cpus_per_gpu` is "auto".
 
     Args:
         composed: configuration and chosen groups.
         cwd: directory that a relative `run.root` starts from.
         env: environment, for counting local GPUs and for the choices of the shell.
         settle: chooses what is left open.
+        shares: what Slurm has said about nodes, if several runs are planned.
 
     Raises:
         ConfigError: an impossible batch, world or name; a script or a repository of the Hub that is not there.
@@ -173,7 +194,21 @@ def plan_run(composed: Composed, *, cwd: Path, env: Mapping[str, str], settle: S
         run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
     require_room(run)
     plan = _assemble(config, world, layout, batch, run=run, directory=str(cwd))
-    return replace(plan, from_shell=from_shell, hub=hub, chosen=chosen)
+    cpus = _share_cpus(config, world, env, shares)
+    return replace(plan, from_shell=from_shell, hub=hub, chosen=chosen, cpus=cpus)
+
+
+def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares: NodeShares | None) -> CpuShare:
+    """Returns what `cluster.cpus_per_gpu=auto` means for a run."""
+    if config.cluster is None or config.cluster.cpus_per_gpu != "auto":
+        return LEFT_TO_SLURM
+    shares = node_shares(env) if shares is None else shares
+    return shares.share_of(config.cluster, world, is_interactive=config.launch == "interactive")
+
+
+def node_shares(env: Mapping[str, str]) -> NodeShares:
+    """Returns what Slurm says about nodes; it is asked when that is needed."""
+    return NodeShares(SlurmCommands(env), in_allocation="SLURM_JOB_ID" in env)
 
 
 def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world: World) -> BatchPlan:
@@ -233,7 +268,8 @@ def replan_run(
             tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", old["global_size"]))
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
     plan = _assemble(config, world, layout, batch, run=run, directory=str(before.get("directory", "")))
-    return replace(plan, from_shell=take_shell_choices(config, None, env)[1], chosen=chosen)
+    cpus = _share_cpus(config, world, env, None)
+    return replace(plan, from_shell=take_shell_choices(config, None, env)[1], chosen=chosen, cpus=cpus)
 
 
 def _assemble(
@@ -484,9 +520,10 @@ def plan_sweep(
             or runs that cannot be in one sweep.
     """
     plans = list[RunPlan]()
+    shares = node_shares(env)
     for index, point in enumerate(points):
         try:
-            plans.append(plan_run(next(composed), cwd=cwd, env=env, settle=settle))
+            plans.append(plan_run(next(composed), cwd=cwd, env=env, settle=settle, shares=shares))
         except ConfigError as err:
             if not point.values:
                 raise

@@ -34,12 +34,13 @@ _READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS"
 _CHARACTERS = {"\n": "a line break", "\r": "a carriage return", "\0": "a NUL", "\t": "a tab"}
 
 
-def resource_flags(cluster: ClusterSection, *, per_node: int) -> Flags:
+def resource_flags(cluster: ClusterSection, *, per_node: int, cpus_per_task: int | None = None) -> Flags:
     """Returns the sbatch flags for GPUs, CPUs, memory and a place in the queue, by their long names without dashes.
 
     Args:
         cluster: the settings, e.g. of partition "gpu": {"gpus-per-node": "8", "partition": "gpu"}.
         per_node: ranks, and so GPUs, of each node.
+        cpus_per_task: CPUs of each task; None: what Slurm gives.
     """
     # Under torchrun one task has all ranks of its node.
     per_task = per_node if cluster.launcher == "torchrun" else 1
@@ -53,7 +54,7 @@ def resource_flags(cluster: ClusterSection, *, per_node: int) -> Flags:
         "gres": f"gpu:{gpus}" if cluster.gpu_flag == "gres" else None,
         "gpus-per-node": gpus if cluster.gpu_flag == "gpus-per-node" else None,
         "gpus-per-task": task_gpus if cluster.gpu_flag == "gpus-per-task" else None,
-        "cpus-per-task": cluster.cpus_per_gpu,
+        "cpus-per-task": cpus_per_task,
         # --mem=0 means all memory of the node; a unit would be wrong there.
         "mem": None if memory_gb is None else f"{memory_gb}G" if memory_gb else "0",
         "partition": cluster.partition,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -137,6 +137,17 @@ def parse_sinfo(text: str) -> list[Partition]:
             )
         )
     return found
+
+
+def chosen_partitions(asked: str, partitions: Sequence[Partition]) -> list[Partition]:
+    """Returns the partitions that a job may start in.
+
+    Args:
+        asked: what it asks for, as Slurm takes it: "gpu", "gpu,long"; "" for the default.
+        partitions: those of the cluster.
+    """
+    names = {name.strip() for name in asked.split(",")} - {""}
+    return [part for part in partitions if (part.name in names if names else part.is_default)]
 
 
 def _count(text: str) -> int | None:

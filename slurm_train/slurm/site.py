@@ -14,7 +14,7 @@ from typing import TypeVar
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.allocation import NodeListError, parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.policy import Association, Partition, Preemption, Qos, read_preemption
+from slurm_train.slurm.policy import Association, NodeGroup, Partition, Preemption, Qos, read_preemption
 
 T = TypeVar("T")
 
@@ -147,3 +147,44 @@ def default_qos(facts: SiteFacts, partition: str, *, account: str | None = None)
         return own.default_qos or own.qos[0]
     may_be_normal = own is None or not own.qos or "normal" in own.qos
     return "normal" if may_be_normal and facts.qos_named("normal") is not None else ""
+
+
+def default_cpus_per_gpu(record: Mapping[str, str], settings: Mapping[str, str]) -> int | None:
+    """Returns the CPUs that the site gives with each GPU by itself (DefCpuPerGPU); None where it gives none.
+
+    Args:
+        record: scontrol's fields of the partition, which win.
+        settings: `scontrol show config`.
+    """
+    own = number_or_none(pairs_of(record, "JobDefaults").get("DefCpuPerGPU"))
+    return own or number_or_none(pairs_of(settings, "JobDefaults").get("DefCpuPerGPU"))
+
+
+def cpus_for_jobs(node: NodeGroup, record: Mapping[str, str]) -> int:
+    """Returns how many CPUs of a node jobs of a partition may have.
+
+    Where some CPUs are kept for the system, those that are left: their mean, rounded down. In a partition of different
+    nodes the mean says nothing about the smallest, unless CPUs are kept back at all.
+
+    Args:
+        node: the node, whose CPUs are known.
+        record: scontrol's fields of the partition; empty where they are not known.
+    """
+    counts = pairs_of(record, "TRES")
+    cpus = number_or_none(counts.get("cpu"))
+    nodes = number_or_none(counts.get("node"))
+    total = number_or_none(record.get("TotalCPUs"))
+    left = cpus // nodes if cpus and nodes and total and cpus < total else None
+    limits = [node.cpus_per_node, number_or_none(record.get("MaxCPUsPerNode")), left]
+    return min(limit for limit in limits if limit)
+
+
+def pairs_of(record: Mapping[str, str], name: str) -> dict[str, str]:
+    """Returns a field like "cpu=184,node=4" as a mapping."""
+    pairs = (item.partition("=") for item in record.get(name, "").split(","))
+    return {key: value for key, sign, value in pairs if sign}
+
+
+def number_or_none(text: str | None) -> int | None:
+    """Returns a whole number as Slurm writes it; None for words like "UNLIMITED"."""
+    return int(text) if text and text.isdigit() else None

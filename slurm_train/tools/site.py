@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,7 +26,17 @@ from slurm_train.slurm.policy import (
     duration_s,
     return_in_words,
 )
-from slurm_train.slurm.site import SiteFacts, default_account, default_qos, preempting_qos, preemption_in
+from slurm_train.slurm.site import (
+    SiteFacts,
+    cpus_for_jobs,
+    default_account,
+    default_cpus_per_gpu,
+    default_qos,
+    number_or_none,
+    pairs_of,
+    preempting_qos,
+    preemption_in,
+)
 
 _LONGEST_DEFAULT_MIN = 1440
 # Another spelling or a smaller share helps against these alone.
@@ -285,17 +294,10 @@ def cpus_per_gpu(shape: NodeGroup, record: Mapping[str, str]) -> int | None:
         shape: the node.
         record: scontrol's fields of the partition; empty where they are not known.
     """
-    own = _number(_pairs(record, "JobDefaults").get("DefCpuPerGPU"))
+    own = default_cpus_per_gpu(record, {})
     if own or not shape.gpus_per_node or not shape.cpus_per_node:
         return own
-    # Where some CPUs are kept for the system, those that jobs may have: their mean, rounded down. In a partition of
-    # different nodes the mean says nothing about the smallest, unless CPUs are kept back at all.
-    counts = _pairs(record, "TRES")
-    cpus, nodes = _number(counts.get("cpu")), _number(counts.get("node"))
-    total = _number(record.get("TotalCPUs"))
-    free = math.floor(cpus / nodes) if cpus and nodes and total and cpus < total else None
-    limits = [shape.cpus_per_node, _number(record.get("MaxCPUsPerNode")), free]
-    return max(1, min(limit for limit in limits if limit) // shape.gpus_per_node)
+    return max(1, cpus_for_jobs(shape, record) // shape.gpus_per_node)
 
 
 def memory_gb_per_gpu(
@@ -310,23 +312,13 @@ def memory_gb_per_gpu(
         cpus: CPUs of each GPU's share.
     """
     counts_memory = "MEMORY" in settings.get("SelectTypeParameters", "").upper()
-    if not counts_memory or not shape.gpus_per_node or "DefMemPerGPU" in _pairs(record, "JobDefaults"):
+    if not counts_memory or not shape.gpus_per_node or "DefMemPerGPU" in pairs_of(record, "JobDefaults"):
         return None
-    per_cpu_mb = _number(record.get("MaxMemPerCPU"))
+    per_cpu_mb = number_or_none(record.get("MaxMemPerCPU"))
     # Beyond MaxMemPerCPU Slurm raises the CPUs of a task, and the node has no more of them.
     by_cpus_mb = per_cpu_mb * cpus * shape.gpus_per_node if per_cpu_mb and cpus else None
-    limits = [shape.memory_per_node_mb, _number(record.get("MaxMemPerNode")), by_cpus_mb]
+    limits = [shape.memory_per_node_mb, number_or_none(record.get("MaxMemPerNode")), by_cpus_mb]
     return min(limit for limit in limits if limit) // shape.gpus_per_node // 1024 or None
-
-
-def _pairs(record: Mapping[str, str], name: str) -> dict[str, str]:
-    """Returns a field like "cpu=184,node=4" as a mapping."""
-    pairs = (item.partition("=") for item in record.get(name, "").split(","))
-    return {key: value for key, sign, value in pairs if sign}
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None
 
 
 # The trial.
@@ -344,7 +336,8 @@ def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | No
     settings |= changes or {}
     given = {key: value for key, value in settings.items() if value is not None}
     per_node = site.partitions[partition].gpus_per_node or 1
-    flags = resource_flags(build_config(ClusterSection, given), per_node=per_node)
+    cpus = given.get("cpus_per_gpu")
+    flags = resource_flags(build_config(ClusterSection, given), per_node=per_node, cpus_per_task=cpus)
     returns: Flags = {} if site.refuses_requeue else {"requeue": True}
     flags = {"nodes": "1", "ntasks-per-node": str(per_node), **flags, **returns}
     return "\n".join(["#!/bin/sh", *(f"#SBATCH {flag_word(*flag)}" for flag in flags.items()), "true", ""])

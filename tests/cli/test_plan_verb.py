@@ -145,3 +145,14 @@ def test_suggestions_are_a_table_of_words_to_type(shell: Shell) -> None:
     lines = shell.types("plan --suggest 80 +cluster=2x8 model.tied=false").out.splitlines()
     assert lines[0].split() == ["WHAT", "NODES", "MEMORY", "SPEED", "WORDS"]
     assert lines[1].startswith("best") and '"parallel={dp_replicate:' in lines[1]
+
+
+def test_a_plan_says_what_was_chosen_and_a_run_and_a_sweep_ask_for_it(shell: Shell) -> None:
+    shell.slurm.be_site(RECORDED / "devcluster")
+    done = shell.types("plan +cluster=2x4")
+    assert "per rank: a GPU's part of a node with" in done.err and "#SBATCH --cpus-per-task=8\n" in done.out
+    assert "--cpus-per-task" not in shell.types("plan +cluster=2x4 cluster.cpus_per_gpu=null").out
+    shell.submits("+cluster=2x4")
+    assert "#SBATCH --cpus-per-task=8\n" in (shell.slurm.said("submitted.sh") or "")
+    swept = shell.types("plan -m +cluster=1x2 seed=1,2")
+    assert swept.code == 0 and "#SBATCH --cpus-per-task=8\n" in swept.out

@@ -72,13 +72,13 @@ def test_the_command_line_wins_also_with_a_default() -> None:
 def test_a_typed_partition_brings_its_own_values() -> None:
     cluster = cluster_of("site=big", "cluster.partition=debug")
     assert (cluster.partition, cluster.gpu_type, cluster.time_limit_min) == ("debug", "a100", 30)
-    assert (cluster.cpus_per_gpu, cluster.gpu_flag, cluster.account) == (None, "gpus-per-node", "ml")
+    assert (cluster.cpus_per_gpu, cluster.gpu_flag, cluster.account) == ("auto", "gpus-per-node", "ml")
     assert cluster_of("site=big", "cluster.partition=other").time_limit_min is None
 
 
 def test_several_partitions_bring_what_suits_all_of_them() -> None:
     cluster = cluster_of("site=big", "cluster.partition=a100,debug")
-    assert (cluster.partition, cluster.time_limit_min, cluster.cpus_per_gpu) == ("a100,debug", 30, None)
+    assert (cluster.partition, cluster.time_limit_min, cluster.cpus_per_gpu) == ("a100,debug", 30, "auto")
     # The site's own, since the two differ in it.
     assert cluster.gpu_flag == "gres"
 

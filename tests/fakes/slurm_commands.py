@@ -63,6 +63,8 @@ class FakeSlurmCommands:
         self.scripts: dict[str, str] = {}
         self.names: dict[str, str] = {}
         self.leaves: dict[str, str] = {}
+        self.records: dict[str, dict[str, str]] = {}
+        self.threads: dict[str, int] = {}
         self._is_available = is_available
 
     def is_available(self) -> bool:
@@ -111,7 +113,7 @@ class FakeSlurmCommands:
 
     def show_partition(self, name: str) -> dict[str, str]:
         self._fail_if_told()
-        return {"PartitionName": name, "GraceTime": "0", "PreemptMode": "REQUEUE"}
+        return {"PartitionName": name, "GraceTime": "0", "PreemptMode": "REQUEUE", **self.records.get(name, {})}
 
     def show_qos(self, name: str) -> Qos | None:
         return self.qos.get(name)
@@ -185,6 +187,10 @@ class FakeSlurmCommands:
     def partitions(self) -> list[Partition]:
         self._fail_if_told()
         return list(self.listed_partitions)
+
+    def threads_per_core(self) -> dict[str, int]:
+        self._fail_if_told()
+        return dict(self.threads)
 
     def test_only(self, script: Path) -> TestVerdict:
         self._fail_if_told()

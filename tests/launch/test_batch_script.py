@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from slurm_train.errors import ConfigError
 from slurm_train.launch.batch_script import render_script, sbatch_components, srun_flags
+from slurm_train.launch.cpu_share import CpuShare
 from slurm_train.launch.plan import RunPlan
 from tests.support.plans import make_plan
 from tests.support.refusals import refusal
@@ -42,6 +44,9 @@ EVERYTHING: dict[str, Any] = {
 def plan_named(name: str) -> RunPlan:
     if name == "4x8_default":
         return make_plan("/home/user/project", cluster={"nodes": 4, "gpus_per_node": 8})
+    if name == "4x8_cpus":
+        plan = make_plan("/home/user/project", cluster={"nodes": 4, "gpus_per_node": 8})
+        return replace(plan, cpus=CpuShare(14, "14 per rank"))
     if name == "uneven":
         cluster = EVERYTHING | {"nodes": 3, "gpus_per_node": [4, 2, 2], "nodelist": "node[3,1-2]"}
         return make_plan("/home/user/project", cluster=cluster, batch={"global_size": 32})
@@ -66,7 +71,7 @@ def render(plan: RunPlan) -> str:
     return render_script(plan, default_python="/usr/bin/python3")
 
 
-NAMES = ["4x8_default", "1x2_everything", "uneven", "torchrun_uneven", "torchrun_elastic"]
+NAMES = ["4x8_default", "4x8_cpus", "1x2_everything", "uneven", "torchrun_uneven", "torchrun_elastic"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.distributed.meeting import (
     Channel,
@@ -93,6 +93,15 @@ _NOT_UNDER_TORCHRUN = (
 
 Verdict = dict[str, Any]
 """What rank 0 has decided, as JSON: "findings", and "variables" of the environment by node."""
+
+
+def _asked_cpus(cluster: ClusterSection | None, env: Mapping[str, str]) -> int | None:
+    """Returns how many CPUs were asked for, for each rank; None where Slurm chose."""
+    typed = None if cluster is None else cluster.cpus_per_gpu
+    if typed != "auto":
+        return typed
+    chosen = env.get("SLURM_CPUS_PER_TASK", "")
+    return int(chosen) if chosen.isdigit() else None
 
 
 def run_preflight(
@@ -184,7 +193,7 @@ class Preflight:
             names=self.nodes,
             world_size=self.world_size,
             gpus_per_node=gpus if isinstance(gpus, int) else max(gpus),
-            cpus_per_gpu=None if cluster is None else cluster.cpus_per_gpu,
+            cpus_per_gpu=_asked_cpus(cluster, self.env),
             must_compile=self.config.train.compile is True,
             needs_port=self.config.script is not None,
             port=self.point.ports[0],
