@@ -403,5 +403,5 @@ def test_codes_that_other_rooms_write_are_in_the_registry() -> None:
 
 def test_a_message_that_nobody_says_is_found() -> None:
     templates = message_templates()
-    assert is_said("batch.global_size=... cannot be split over ...", templates)
-    assert not is_said("batch.global_size=... cannot be cut over ...", templates)
+    assert is_said("batch.global_size=... has no sample for each of ...", templates)
+    assert not is_said("batch.global_size=... has no sample for any of ...", templates)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_train.cli.drift import tell_of_another
 from slurm_train.cli.terminal import note
-from slurm_train.config.batch import planned_sizes, sizes_in_words, total_steps
+from slurm_train.config.batch import planned_shares, shares_in_words, total_steps
 from slurm_train.config.schema import BatchSection, OptimSection, RunConfig, TrackSection
 from slurm_train.data.check import known_num_samples, require_readable
 from slurm_train.errors import ConfigError
@@ -251,13 +251,12 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _shares_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    ranks_per_node = plan.world.ranks_per_node
-    sizes = planned_sizes(plan.config, plan.batch, ranks_per_node=ranks_per_node)
-    if sizes is None:
+    if isinstance(plan.config.batch.shares, str):
         return []
+    ranks_per_node = plan.world.ranks_per_node
+    shares = planned_shares(plan.config, plan.batch, ranks_per_node=ranks_per_node)
     nodes = [f"node {number}:" for number in range(1, plan.world.num_nodes + 1)]
-    words = sizes_in_words(sizes, ranks_per_node=ranks_per_node, nodes=nodes)
-    return [("shares", f"{words} of the {sum(sizes)} samples of a micro-batch")]
+    return [("shares", shares_in_words(shares, ranks_per_node=ranks_per_node, nodes=nodes))]
 
 
 def _requeue_text(plan: RunPlan) -> str:

@@ -3,10 +3,11 @@
 Any of local, accumulation and global may be given; the rest is solved. An inconsistent set is refused with the
 nearest ones that work. The learning rate follows a changed global batch by a named rule, or not at all.
 
-Ranks may have unequal parts of a micro-batch, by weights. The global batch, its order and the number of micro-batches
-stay the same; only the borders between the ranks' slices move. A micro-batch takes as long as the slowest rank, so
-samples are assigned one by one, each to the rank that would finish it first. That makes the slowest rank's time as
-short as possible; rounding shares to whole samples would not.
+The global batch need not be a multiple of the ranks: slices of ranks, and micro-batches within them, differ by one
+sample then. Ranks may also have unequal slices by weights. The global batch, its order and the number of micro-batches
+stay the same; only the borders between the ranks' slices move. A step takes as long as the slowest rank, so samples are
+assigned one by one, each to the rank that would finish it first. That makes the slowest rank's time as short as
+possible; rounding shares to whole samples would not.
 """
 
 from __future__ import annotations
@@ -32,36 +33,61 @@ _NODES_NAMED = 6
 class BatchPlan:
     """A consistent cut of the global batch."""
 
+    global_size: int
+    """Samples per optimizer step over all ranks."""
     local_size: int
-    """Samples per rank and micro-batch."""
+    """Samples per rank and micro-batch; where they are not all of one size, of the largest."""
     ranks: int
     """Data-parallel ranks."""
     accumulation: int
     """Micro-batches per optimizer step."""
 
+    @classmethod
+    def equal(cls, *, local_size: int, ranks: int, accumulation: int) -> BatchPlan:
+        """Returns the plan whose micro-batches all have one size."""
+        total = local_size * ranks * accumulation
+        return cls(global_size=total, local_size=local_size, ranks=ranks, accumulation=accumulation)
+
     @property
-    def global_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self.local_size * self.ranks * self.accumulation
+    def is_equal(self) -> bool:
+        """Whether all micro-batches have one size."""
+        return self.global_size == self.local_size * self.ranks * self.accumulation
+
+    def grown(self, factor: int) -> BatchPlan:
+        """Returns the plan of a step that takes so many global batches."""
+        return replace(self, global_size=self.global_size * factor, accumulation=self.accumulation * factor)
 
     def as_sum(self) -> str:
-        """Returns the arithmetic in words, e.g. "64 = 2 local x 32 ranks x 1 accumulation"."""
-        return f"{self.global_size} = {self.local_size} local x {self.ranks} ranks x {self.accumulation} accumulation"
+        """Returns the arithmetic in words.
+
+        For example "64 = 2 local x 32 ranks x 1 accumulation" or "64 = 10 or 11 local x 3 ranks x 2 accumulation".
+        """
+        smallest = self.global_size // (self.ranks * self.accumulation)
+        local = str(self.local_size) if self.is_equal else f"{smallest} or {self.local_size}"
+        return f"{self.global_size} = {local} local x {self.ranks} ranks x {self.accumulation} accumulation"
+
+
+def cut_equally(total: int, num_parts: int) -> tuple[int, ...]:
+    """Returns the sizes of consecutive parts of a whole, which differ by one at most, e.g. (2, 3, 3) of 8."""
+    return tuple((part + 1) * total // num_parts - part * total // num_parts for part in range(num_parts))
 
 
 def solve_batch(asked: BatchSection, *, ranks: int, stages: int = 1) -> BatchPlan:
     """Returns the plan for what was asked on so many data-parallel ranks.
 
     With only the global size given there is one micro-batch per step; with nothing given, the default global size is
-    rounded to what the ranks can share. Through a pipeline flow at least as many micro-batches as it has stages, and
-    where that is left open four times as many: its stages are then idle for a fifth of the time at most.
+    rounded to what the ranks can share equally. Through a pipeline flow at least as many micro-batches as it has
+    stages, all of one size, and where that is left open four times as many: its stages are then idle for a fifth of the
+    time at most.
 
     Raises:
-        BatchError: numbers that do not multiply up, or too few micro-batches for the pipeline.
+        BatchError: numbers that do not multiply up, a micro-batch without a sample, or what does not fill a pipeline.
     """
     if stages > 1:
         asked = _fill_pipeline(asked, ranks, stages)
     plan = _solve(asked, ranks)
+    if stages > 1 and not plan.is_equal:
+        raise _unequal_in_pipeline(plan, stages)
     if plan.accumulation < stages:
         raise BatchError(
             f"a pipeline of {stages} stages needs {stages} micro-batches or more, the batch is {plan.as_sum()}",
@@ -89,20 +115,18 @@ def _solve(asked: BatchSection, ranks: int) -> BatchPlan:
     if total is None:
         if local is accumulation is None:
             local = max(1, round(asked.default_global_size / ranks))
-        return BatchPlan(local_size=local or 1, ranks=ranks, accumulation=accumulation or 1)
+        return BatchPlan.equal(local_size=local or 1, ranks=ranks, accumulation=accumulation or 1)
     if local and accumulation:
-        plan = BatchPlan(local_size=local, ranks=ranks, accumulation=accumulation)
+        plan = BatchPlan.equal(local_size=local, ranks=ranks, accumulation=accumulation)
         if plan.global_size != total:
             raise BatchError(
                 f"batch.global_size={total} was asked, but local x ranks x accumulation is {plan.as_sum()}",
                 hint=f"set batch.global_size={plan.global_size}, or leave one of the three out to have it solved",
             )
         return plan
-    unit = ranks * (local or accumulation or 1)
-    if total % unit:
-        raise _indivisible(total, ranks, unit)
-    rest = total // unit
-    return BatchPlan(local_size=local or rest, ranks=ranks, accumulation=rest if local else accumulation or 1)
+    if local:
+        accumulation = _ceil_div(total, ranks * local)
+    return _cut(total, ranks, accumulation or 1)
 
 
 def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 1) -> BatchPlan:
@@ -111,14 +135,22 @@ def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 
     Args:
         global_size: samples per optimizer step, as before.
         ranks: data-parallel ranks now.
-        local_size: samples of a micro-batch before, which fitted into memory: there are not more now.
-        stages: stages of the pipeline, which needs as many micro-batches.
+        local_size: samples of a micro-batch before, which fitted into memory: there are more now only where some
+            micro-batches would have no sample otherwise.
+        stages: stages of the pipeline, which needs as many micro-batches, all of one size.
 
     Raises:
-        BatchError: the global batch cannot be shared by so many ranks, or fill the pipeline.
+        BatchError: there are more ranks than samples, or the global batch does not fill the pipeline.
     """
+    if stages > 1:
+        return _recut_pipeline(global_size, ranks=ranks, local_size=local_size, stages=stages)
+    accumulation = min(_ceil_div(global_size, ranks * local_size), max(1, global_size // ranks))
+    return _cut(global_size, ranks, accumulation)
+
+
+def _recut_pipeline(global_size: int, *, ranks: int, local_size: int, stages: int) -> BatchPlan:
     if global_size % ranks:
-        raise _indivisible(global_size, ranks, ranks)
+        raise _unequal_in_pipeline(_cut(global_size, ranks, 1), stages)
     share = global_size // ranks
     if share < stages:
         raise BatchError(
@@ -127,14 +159,34 @@ def recut_batch(global_size: int, *, ranks: int, local_size: int, stages: int = 
             hint=f"set batch.global_size={ranks * stages} or more, or a smaller parallel.pp",
         )
     local = max(size for size in range(1, min(local_size, share // stages) + 1) if share % size == 0)
-    return BatchPlan(local_size=local, ranks=ranks, accumulation=share // local)
+    return BatchPlan.equal(local_size=local, ranks=ranks, accumulation=share // local)
 
 
-def _indivisible(total: int, ranks: int, unit: int) -> BatchError:
-    sizes = [str(size) for size in nearest_multiples(total, unit) if size]
-    others = f" x {unit // ranks} (batch.local_size or batch.accumulation)" if unit > ranks else ""
+def _cut(total: int, ranks: int, accumulation: int) -> BatchPlan:
+    """Returns the cut into so many micro-batches; their sizes differ by one at most.
+
+    Raises:
+        BatchError: some micro-batches would have no sample.
+    """
+    num_parts = ranks * accumulation
+    if total < num_parts:
+        fewer = f"batch.accumulation={total // ranks} or a larger batch.local_size, " if total >= ranks else ""
+        raise BatchError(
+            f"batch.global_size={total} has no sample for each of {ranks} ranks x {accumulation} micro-batches",
+            hint=f"set {fewer or 'fewer ranks, '}or batch.global_size={num_parts} or more",
+        )
+    local_size = _ceil_div(total, num_parts)
+    return BatchPlan(global_size=total, local_size=local_size, ranks=ranks, accumulation=accumulation)
+
+
+def _ceil_div(value: int, unit: int) -> int:
+    return -(-value // unit)
+
+
+def _unequal_in_pipeline(plan: BatchPlan, stages: int) -> BatchError:
+    sizes = [str(size) for size in nearest_multiples(plan.global_size, plan.ranks * plan.accumulation) if size]
     return BatchError(
-        f"batch.global_size={total} cannot be split over {ranks} ranks{others}",
+        f"a pipeline of {stages} stages needs micro-batches of one size, the batch is {plan.as_sum()}",
         hint=f"set batch.global_size={' or '.join(sizes)}",
     )
 
@@ -191,7 +243,7 @@ def check_batch(config: RunConfig, plan: BatchPlan, *, layout: ParallelLayout, r
     if not config.trains:
         return
     require_all(_conflicts(config, plan, layout), BatchError)
-    planned_sizes(config, plan, ranks_per_node=ranks_per_node)
+    planned_shares(config, plan, ranks_per_node=ranks_per_node)
 
 
 def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> Iterator[Check]:
@@ -240,45 +292,51 @@ def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> It
     )
 
 
-def assign_samples(total: int, sample_times: Sequence[float]) -> tuple[int, ...]:
-    """Returns how many of `total` samples each rank gets, at least one each, so that the slowest finishes soonest.
+def assign_samples(total: int, sample_times: Sequence[float], *, least: int = 1) -> tuple[int, ...]:
+    """Returns how many of `total` samples each rank gets, so that the slowest finishes soonest.
 
     Args:
-        total: at least one per rank.
+        total: at least `least` per rank.
         sample_times: of each rank, the time of one sample, in any unit.
+        least: samples that every rank gets.
     """
-    assert len(sample_times) <= total, f"{total} samples for {len(sample_times)} ranks"
-    sizes = [1] * len(sample_times)
+    assert least * len(sample_times) <= total, f"{total} samples for {len(sample_times)} ranks x {least}"
+    sizes = [least] * len(sample_times)
     # When each rank would have finished one more sample than it has, soonest first.
-    finish_times = [(2 * sample_time, rank) for rank, sample_time in enumerate(sample_times)]
+    finish_times = [((least + 1) * sample_time, rank) for rank, sample_time in enumerate(sample_times)]
     heapq.heapify(finish_times)
-    for _ in range(total - len(sizes)):
+    for _ in range(total - sum(sizes)):
         _, rank = finish_times[0]
         sizes[rank] += 1
         heapq.heapreplace(finish_times, ((sizes[rank] + 1) * sample_times[rank], rank))
     return tuple(sizes)
 
 
-def planned_sizes(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the samples of a micro-batch, rank by rank; None where all ranks have the same number.
+def planned_shares(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> tuple[int, ...]:
+    """Returns the samples of a global batch, rank by rank: equal but for one sample, or by weights.
+
+    Args:
+        config: says which.
+        plan: the cut of the global batch.
+        ranks_per_node: in rank order; only weights depend on it.
 
     Raises:
         BatchError: the weights do not fit the ranks.
     """
-    shares = config.batch.shares
-    if not config.trains or isinstance(shares, str):
-        return None
-    return sizes_by_weight(shares, plan, ranks_per_node=ranks_per_node)
+    weights = config.batch.shares
+    if not config.trains or isinstance(weights, str):
+        return cut_equally(plan.global_size, plan.ranks)
+    return shares_by_weight(weights, plan, ranks_per_node=ranks_per_node)
 
 
 def largest_local_size(config: RunConfig, plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> int:
     """Returns the samples of the largest micro-batch that a rank computes; its memory must have room for them."""
-    sizes = planned_sizes(config, plan, ranks_per_node=ranks_per_node)
-    return plan.local_size if sizes is None else max(sizes)
+    largest = max(planned_shares(config, plan, ranks_per_node=ranks_per_node))
+    return _ceil_div(largest, plan.accumulation)
 
 
-def sizes_by_weight(weights: Sequence[float], plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> tuple[int, ...]:
-    """Returns the samples of a micro-batch, rank by rank, in proportion to weights.
+def shares_by_weight(weights: Sequence[float], plan: BatchPlan, *, ranks_per_node: Sequence[int]) -> tuple[int, ...]:
+    """Returns the samples of a global batch, rank by rank, in proportion to weights; each micro-batch has one at least.
 
     Args:
         weights: one for each node, which each of its ranks has, or one for each rank.
@@ -304,24 +362,24 @@ def sizes_by_weight(weights: Sequence[float], plan: BatchPlan, *, ranks_per_node
             f"batch.shares={_shown(weights)} has a weight that is not above 0",
             hint="give how fast a rank of each node is, e.g. [2,1]; leave a node that is to have no samples out",
         )
-    return assign_samples(plan.local_size * plan.ranks, [1 / weight for weight in rank_weights])
+    return assign_samples(plan.global_size, [1 / weight for weight in rank_weights], least=plan.accumulation)
 
 
-def sizes_in_words(sizes: Sequence[int], *, ranks_per_node: Sequence[int], nodes: Sequence[str]) -> str:
-    """Returns sizes for a person, e.g. "node1 3+3+3+3, node2 2+2".
+def shares_in_words(shares: Sequence[int], *, ranks_per_node: Sequence[int], nodes: Sequence[str]) -> str:
+    """Returns the ranks' shares for a person, e.g. "node1 6+6+6+6, node2 4+4 of the 32 samples of a global batch".
 
     Args:
-        sizes: rank by rank.
+        shares: rank by rank.
         ranks_per_node: in rank order.
         nodes: their names.
     """
     parts = []
     first_rank = 0
     for node, num_ranks in zip(nodes, ranks_per_node, strict=True):
-        node_sizes = sizes[first_rank : first_rank + num_ranks]
-        parts.append(f"{node} {'+'.join(map(str, node_sizes))}")
+        node_shares = shares[first_rank : first_rank + num_ranks]
+        parts.append(f"{node} {'+'.join(map(str, node_shares))}")
         first_rank += num_ranks
-    return shorten(parts, _NODES_NAMED)
+    return f"{shorten(parts, _NODES_NAMED)} of the {sum(shares)} samples of a global batch"
 
 
 def _shown(weights: Sequence[float]) -> str:

@@ -84,7 +84,7 @@ class BatchSection:
     """Batch arithmetic: global = local x ranks x accumulation. Set any of them, the rest is computed."""
 
     local_size: Count | None = None
-    """Samples per rank and micro-batch."""
+    """Samples per rank and micro-batch, at most."""
     accumulation: Count | None = None
     """Micro-batches per optimizer step (gradient accumulation)."""
     global_size: Count | None = None
@@ -94,7 +94,7 @@ class BatchSection:
     growth: dict[str, Count] = field(default_factory=dict)
     """Global batches of a step, by the steps before it, e.g. {1000: 2, 3000: 4}: two from step 1001 on."""
     shares: Literal["even"] | list[float] = "even"
-    """Samples of a micro-batch per rank: even, or by weights of nodes or ranks, e.g. [2,1]."""
+    """Samples of a global batch per rank: even, or by weights of nodes or ranks, e.g. [2,1]."""
     by_length: bool = False
     """Batches of similar lengths, padded alike (needs `lengths` of the data set); batch sizes become averages."""
     pool: Count = 64

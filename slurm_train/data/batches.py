@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from slurm_train.config.batch import LEAST_SHARE
+from slurm_train.config.batch import LEAST_SHARE, cut_equally
 from slurm_train.data.order import Int64Array, KeyedPermutation, SampleOrder
 from slurm_train.data.source import Batch, Draw, Lengths, SampleSource, StreamingSource
 from slurm_train.errors import DataError
@@ -40,21 +40,34 @@ class Split:
 
     rank: int
     """Place of this rank among the data-parallel ranks, from 0."""
-    ranks: int
     accumulation: int
     """Micro-batches of one optimizer step."""
-    sizes: tuple[int, ...] | None = None
-    """Samples of a micro-batch, rank by rank, where they are not equal; not for batches by length."""
+    shares: tuple[int, ...]
+    """Samples of a global batch, rank by rank; batches by length only take their number of ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return len(self.shares)
 
     @property
     def num_parts(self) -> int:
         """Micro-batches that a global batch is cut into over all ranks."""
         return self.ranks * self.accumulation
 
+    @property
+    def micro_sizes(self) -> tuple[int, ...]:
+        """Samples of this rank's micro-batches of one step; not for batches by length."""
+        return cut_equally(self.shares[self.rank], self.accumulation)
+
+    @property
+    def work(self) -> float:
+        """This rank's samples of a global batch as a multiple of the mean."""
+        return self.shares[self.rank] * self.ranks / sum(self.shares)
+
     def share_of(self, samples: int) -> int:
         """Returns how many samples of whole global batches are this rank's; not for batches by length."""
-        sizes = self.sizes or (1,) * self.ranks
-        return samples * sizes[self.rank] // sum(sizes)
+        return samples * self.shares[self.rank] // sum(self.shares)
 
 
 class GlobalBatches:
@@ -85,10 +98,9 @@ class GlobalBatches:
     def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
         """Yields a rank's micro-batches from a position on, without end; many steps are permuted in one call."""
         global_size = self._global_size
-        sizes = split.sizes or (global_size // split.num_parts,) * split.ranks
-        assert sum(sizes) * split.accumulation == global_size, f"not the whole global batch: {split}"
-        size = sizes[split.rank]
-        share, begin = size * split.accumulation, sum(sizes[: split.rank]) * split.accumulation
+        assert sum(split.shares) == global_size, f"not the whole global batch: {split}"
+        share = split.shares[split.rank]
+        begin = sum(split.shares[: split.rank])
         # No further ahead than one epoch, or a few samples would need the permutations of thousands of epochs at once.
         num_steps = max(1, min(_LOOKAHEAD_INDICES // share, self._order.num_samples // global_size))
         within = np.arange(share, dtype=np.int64) + begin
@@ -96,9 +108,11 @@ class GlobalBatches:
         while True:
             positions = offsets + start_samples
             indices = self._order.at(positions)
-            for start in range(0, len(offsets), size):
+            start = 0
+            for size in split.micro_sizes * num_steps:
                 stop = start + size
                 yield Draw(indices[start:stop], positions[start:stop])
+                start = stop
             start_samples += num_steps * global_size
 
 
@@ -157,7 +171,6 @@ class LengthBatches(GlobalBatches):
 
     def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
         """Yields a rank's micro-batches: parts of about equal cost, neighbours in length."""
-        assert split.sizes is None, "batches by length are shared out by length"
         samples = start_samples
         while True:
             pool, offset = self._find(samples)

@@ -19,7 +19,7 @@ import copy
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,6 +252,24 @@ class StreamSource:
                 f"a {self.name} has no state, and gives other samples each time it is made: a "
                 "resume would not find its place",
                 hint=_SEED_IT,
+            )
+
+    def require_batches_of(self, sizes: Sequence[int]) -> None:
+        """Refuses a stream that makes whole batches where the micro-batches of a step have other sizes.
+
+        Args:
+            sizes: samples of each micro-batch of this rank.
+
+        Raises:
+            DataError: as said.
+        """
+        if self._batch_size is not None and {*sizes} != {self._batch_size}:
+            wanted = " or ".join(map(str, sorted({*sizes})))
+            raise DataError(
+                f"the stream makes batches of {self._batch_size} samples, and a micro-batch of this rank is {wanted}",
+                hint="make the stream with batch_size=None, which leaves batching to the run; or set "
+                f"batch.local_size={self._batch_size}, and a batch.global_size that is a multiple of data-parallel "
+                f"ranks x {self._batch_size}",
             )
 
     def _read_batch(self, first: int, count: int) -> Batch:

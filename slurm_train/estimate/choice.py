@@ -131,7 +131,7 @@ def _way(config: RunConfig, world: World, *, half: bool) -> _Way | None:
 
 
 def _grown(config: RunConfig, batch: BatchPlan) -> BatchPlan:
-    return replace(batch, accumulation=batch.accumulation * max(config.batch.growth.values(), default=1))
+    return batch.grown(max(config.batch.growth.values(), default=1))
 
 
 def _in_words(way: _Way, typed: _Way) -> str:

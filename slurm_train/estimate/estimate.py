@@ -268,7 +268,7 @@ def _memory(plan: RunPlan, *, half: bool, on_gpu: bool, measured: Mapping[str, A
     if not config.trains or config.model is None:
         return {"memory_note": "only your own code knows"}
     growth = max(config.batch.growth.values(), default=1)
-    batch = replace(plan.batch, accumulation=plan.batch.accumulation * growth)
+    batch = plan.batch.grown(growth)
     largest = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
     facts = facts_of(config, plan.layout, replace(batch, local_size=largest), half=half)
     lower = "float16" if config.train.precision == "float16" else "bfloat16"

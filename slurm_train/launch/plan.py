@@ -21,7 +21,7 @@ from slurm_train.config.batch import (
     nearest_multiples,
     num_batches,
     planned_lr,
-    planned_sizes,
+    planned_shares,
     recut_batch,
     solve_batch,
 )
@@ -93,7 +93,7 @@ class RunPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `plan.json` holds."""
-        sizes = planned_sizes(self.config, self.batch, ranks_per_node=self.world.ranks_per_node)
+        shares = planned_shares(self.config, self.batch, ranks_per_node=self.world.ranks_per_node)
         return {
             "config_hash": self.config_hash,
             "directory": self.directory,
@@ -111,7 +111,7 @@ class RunPlan:
                 "global_size": self.batch.global_size,
                 "local_size": self.batch.local_size,
                 "accumulation": self.batch.accumulation,
-                **({} if sizes is None else {"sizes": list(sizes)}),
+                **({} if len(set(shares)) == 1 else {"shares": list(shares)}),
             },
             "lr": {
                 "planned": self.lr,
@@ -170,7 +170,7 @@ def plan_run(
     layout = plan_layout(config, world)
     # A user's own function or script has a batch of its own; ours would be a made-up number.
     asked = config.batch if config.trains else BatchSection()
-    batch = _solve(config, asked, layout, world)
+    batch = solve_batch(asked, ranks=layout.data_parallel_size, stages=layout.pp)
     # What costs a question over the network comes after all that is refused without.
     hub = tuple[HubFiles, ...]()
     if composed.open_keys is not None:
@@ -209,15 +209,6 @@ def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares:
 def node_shares(env: Mapping[str, str]) -> NodeShares:
     """Returns what Slurm says about nodes; it is asked when that is needed."""
     return NodeShares(SlurmCommands(env), in_allocation="SLURM_JOB_ID" in env)
-
-
-def _solve(config: RunConfig, asked: BatchSection, layout: ParallelLayout, world: World) -> BatchPlan:
-    """Returns the cut of the batch for the largest world; every smaller one that Slurm may grant has one as well."""
-    sizes = [plan_layout(config, size).data_parallel_size for size in world.possible()] if config.trains else []
-    if world.min_nodes is not None and asked.global_size is asked.local_size is asked.accumulation is None and sizes:
-        unit = math.lcm(*sizes)
-        asked = replace(asked, global_size=max(1, round(asked.default_global_size / unit)) * unit)
-    return solve_batch(asked, ranks=layout.data_parallel_size, stages=layout.pp)
 
 
 def replan_run(

@@ -587,7 +587,8 @@ class Surveyor:
         if not doubtful:
             return list(files)
         # Where Slurm does not answer, no script is known, and nothing is left out.
-        scripts = self._view.search(lambda _, scripts: scripts, nothing={}) or {}
+        nothing: Mapping[str, str] = {}
+        scripts = self._view.search(lambda _, scripts: scripts, nothing=nothing) or nothing
         checked = []
         for file in files:
             others: list[str] = []

@@ -38,7 +38,7 @@ from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.save import BackgroundSaver
 from slurm_train.checkpoint.state import StagingBuffers, can_pin, names_of_groups, take_extra_states
 from slurm_train.checkpoint.verify import share_of, verify
-from slurm_train.config.batch import planned_lr, sizes_by_weight, sizes_in_words, total_steps
+from slurm_train.config.batch import cut_equally, planned_lr, shares_by_weight, shares_in_words, total_steps
 from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import stages_of
 from slurm_train.config.schema import RunConfig
@@ -458,17 +458,17 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
         for note in notes:
             display.say(note)
         recorder = _build_recorder(parts, display, spent, first_step=position.step)
-    sizes = None
+    shares = cut_equally(rank.plan.global_size, rank.plan.ranks)
     if not isinstance(config.batch.shares, str) and rank.plan.ranks > 1 and position.step < parts.max_steps:
-        sizes = _weighted_sizes(rank, config.batch.shares, display=display)
+        shares = _weighted_shares(rank, config.batch.shares, display=display)
     split = Split(
         rank=layout.data_parallel_index(rank.place.rank),
-        ranks=layout.data_parallel_size,
         accumulation=rank.plan.accumulation,
-        sizes=sizes,
+        shares=shares,
     )
     if isinstance(parts.train_data, StreamSource):
         stream = parts.train_data
+        stream.require_batches_of(split.micro_sizes)
         if display is not None and stream.reads_again:
             display.say(_note_reading_again(stream, is_resumed=checkpointer.stream_state is not None))
         stream.begin(
@@ -519,28 +519,29 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
             every=config.health.pace_every_steps,
             data_wait_s=lambda: passes.data_wait_s,
             on_device=rank.device.type != "cpu",
+            # Weights are meant to make up for the speed of a rank; batches by length are equal work.
+            work=split.work if config.batch.shares == "even" and not config.batch.by_length else 1.0,
         ),
         callbacks=callbacks,
         compile_cache=compile_cache,
     )
 
 
-def _weighted_sizes(rank: Rank, weights: Sequence[float], *, display: Display | None) -> tuple[int, ...]:
-    """Returns the samples of a micro-batch, rank by rank, in proportion to weights. Collective.
+def _weighted_shares(rank: Rank, weights: Sequence[float], *, display: Display | None) -> tuple[int, ...]:
+    """Returns the samples of a global batch, rank by rank, in proportion to weights. Collective.
 
     Raises:
         BatchError: the weights do not fit the nodes and ranks of this attempt; on every rank alike.
     """
     places = gather((rank.place.node_rank, rank.place.host))
     ranks_per_node = Counter(places)
-    sizes = sizes_by_weight(weights, rank.plan, ranks_per_node=list(ranks_per_node.values()))
+    shares = shares_by_weight(weights, rank.plan, ranks_per_node=list(ranks_per_node.values()))
     if display is not None:
         hosts = [host for _, host in ranks_per_node]
-        words = sizes_in_words(sizes, ranks_per_node=list(ranks_per_node.values()), nodes=hosts)
-        sentence = f"{words} of the {sum(sizes)} samples of a micro-batch"
+        sentence = shares_in_words(shares, ranks_per_node=list(ranks_per_node.values()), nodes=hosts)
         display.say(f"shares: {sentence}")
-        append_event(rank.run, "shares", attempt=rank.attempt, sentence=sentence, sizes=list(sizes))
-    return sizes
+        append_event(rank.run, "shares", attempt=rank.attempt, sentence=sentence, sizes=list(shares))
+    return shares
 
 
 def _compile(model: nn.Module, objective: Objective, *, is_whole: bool) -> None:

@@ -304,6 +304,8 @@ class PaceProbe:
             in 64 steps; None: none.
         data_wait_s: gives the seconds that this rank has waited for data so far.
         on_device: whether steps run on a GPU, asynchronously to the host.
+        work: this rank's samples of a step as a multiple of the mean: where slices differ by one sample, a rank with
+            two of them is not slower than one with one. Its own time is divided by it.
     """
 
     def __init__(
@@ -314,6 +316,7 @@ class PaceProbe:
         every: int | Literal["auto"] | None,
         data_wait_s: Callable[[], float],
         on_device: bool,
+        work: float = 1.0,
     ) -> None:
         self.exchange_s = 0.0
         """Seconds of exchanges outside DDP so far, added by whoever makes them: they are waits, too."""
@@ -321,6 +324,7 @@ class PaceProbe:
         self._ddp: Any = ddp
         self._heartbeat = heartbeat
         self._data_wait_s, self._every, self._on_device = data_wait_s, every, on_device
+        self._work = work
         # The interface is a prototype of torch's (2.6 to 2.13): without it, or unasked, nothing is measured.
         can_measure = every is not None and hasattr(ddp, "_set_ddp_runtime_logging_sample_rate")
         self._steps_left = _FIRST_STEP if can_measure else _NEVER
@@ -359,7 +363,7 @@ class PaceProbe:
             # The host runs ahead of the device, so its clock says nothing of one step; the device's timers do.
             computed_ns = facts.get("forward_compute_time", 0) + facts.get("backward_compute_time", 0)
             own_s = computed_ns * _NS + data_s
-        self._heartbeat.pace = self._heartbeat.pace.plus(own_s=own_s, wait_s=wait_s, data_s=data_s)
+        self._heartbeat.pace = self._heartbeat.pace.plus(own_s=own_s / self._work, wait_s=wait_s, data_s=data_s)
 
     def _counters(self) -> tuple[float, ...]:
         return self._heartbeat.clock(), self._data_wait_s(), self.exchange_s

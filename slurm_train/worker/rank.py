@@ -351,7 +351,12 @@ def _batch_plan(config: RunConfig, plan: Mapping[str, Any], place: RankPlace) ->
     """Returns the cut of the global batch for the ranks that there are, which may be fewer than were planned for."""
     batch = plan["batch"]
     if place.world_size == plan["world"]["size"]:
-        return BatchPlan(local_size=batch["local_size"], ranks=batch["ranks"], accumulation=batch["accumulation"])
+        return BatchPlan(
+            global_size=batch["global_size"],
+            local_size=batch["local_size"],
+            ranks=batch["ranks"],
+            accumulation=batch["accumulation"],
+        )
     if not config.trains:
         return solve_batch(BatchSection(), ranks=place.world_size)
     layout = solve_layout(config.parallel, world_size=place.world_size)

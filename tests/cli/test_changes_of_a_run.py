@@ -105,14 +105,19 @@ def test_another_size_keeps_the_global_batch_and_no_more_samples_on_a_rank(shell
     shell.submits(f"resume {run.run_id} cluster=1x6 cluster.partition=small")
     plan = read_json(run.plan)
     found = (plan["world"]["size"], plan["batch"]["local_size"], plan["batch"]["accumulation"])
-    assert found == (6, 2, 8) and plan["batch"]["global_size"] == 96
+    assert found == (6, 3, 6) and plan["batch"]["global_size"] == 96
     assert "--partition=small" in shell.slurm.said("submitted.sh") and read_changes(run) == []
 
 
-def test_a_global_batch_that_must_change_takes_the_learning_rate_along(shell: Shell, run: RunDirectory) -> None:
-    resume = f"resume {run.run_id} cluster=1x7"
-    shell.refuses("batch.global_size=96 cannot be split over 7 ranks", resume)
-    words = f"{resume} batch.global_size=98 optim.lr_retune=linear"
+def test_any_number_of_ranks_keeps_the_global_batch(shell: Shell, run: RunDirectory) -> None:
+    shell.submits(f"resume {run.run_id} cluster=1x7")
+    batch = read_json(run.plan)["batch"]
+    assert batch["global_size"] == sum(batch["shares"]) == 96 and max(batch["shares"]) - min(batch["shares"]) == 1
+    assert batch["local_size"] <= 3 and read_changes(run) == []
+
+
+def test_a_global_batch_that_changes_takes_the_learning_rate_along(shell: Shell, run: RunDirectory) -> None:
+    words = f"resume {run.run_id} cluster=1x7 batch.global_size=98 optim.lr_retune=linear"
     shell.refuses("--accept batch.global_size,", words)
     shell.submits(f"{words} --accept batch.global_size,optim.lr_retune")
     assert read_json(run.plan)["lr"]["planned"] == pytest.approx(0.003 * 98 / 96)

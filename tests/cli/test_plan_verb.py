@@ -124,7 +124,7 @@ def test_shares_growth_and_epochs_are_told(shell: Shell) -> None:
     uneven = "+cluster=2x4 cluster.gpus_per_node=[4,2] batch.global_size=24 batch.shares="
     even, weights = rows_of(shell, f"{uneven}even"), rows_of(shell, f"{uneven}[2,1]")
     assert "shares" not in even
-    assert weights["shares"] == "node 1: 5+5+5+5, node 2: 2+2 of the 24 samples of a micro-batch"
+    assert weights["shares"] == "node 1: 5+5+5+5, node 2: 2+2 of the 24 samples of a global batch"
     assert even["run"] == weights["run"], "the same run, however it is shared out"
     (shell.folder / "book.txt").write_text("a line of a book\n" * 10_000)
     assert shell.types("prepare book.txt --out book").code == 0

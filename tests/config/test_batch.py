@@ -12,9 +12,11 @@ from slurm_train.config.batch import (
     BatchPlan,
     assign_samples,
     check_batch,
+    cut_equally,
     num_batches,
     planned_lr,
-    sizes_by_weight,
+    recut_batch,
+    shares_by_weight,
     solve_batch,
     total_steps,
 )
@@ -45,6 +47,9 @@ def test_what_is_not_given_is_solved() -> None:
     assert solved(8, 3, None, ranks=4) == (8, 3)
     assert solved(2, None, 64, ranks=4) == (2, 8)
     assert solved(None, 4, 64, ranks=4) == (4, 4)
+    assert solved(None, None, 64, ranks=3) == (22, 1), "slices of 21, 21 and 22"
+    assert solved(8, None, 64, ranks=3) == (8, 3), "micro-batches of at most 8"
+    assert solved(None, 2, 64, ranks=3) == (11, 2)
 
 
 EPOCHS = [
@@ -78,7 +83,7 @@ counts = st.none() | st.integers(1, 64)
 
 @settings(deadline=None)
 @given(local=counts, accumulation=counts, total=st.none() | st.integers(1, 4096), ranks=st.integers(1, 300))
-def test_a_plan_multiplies_up_and_keeps_what_was_asked(
+def test_a_plan_covers_the_global_batch_and_keeps_what_was_asked(
     local: int | None, accumulation: int | None, total: int | None, ranks: int
 ) -> None:
     asked = section((local, accumulation, total))
@@ -89,17 +94,39 @@ def test_a_plan_multiplies_up_and_keeps_what_was_asked(
         assert solve_batch(replace(asked, global_size=int(size)), ranks=ranks), "what a refusal names works"
         return
     assert plan.ranks == ranks and min(plan.local_size, plan.accumulation) >= 1
-    assert plan.global_size == plan.local_size * plan.ranks * plan.accumulation
-    found = (plan.local_size, plan.accumulation, plan.global_size)
-    assert all(one in (None, other) for one, other in zip((local, accumulation, total), found, strict=True))
+    micro_batches = [
+        size for share in cut_equally(plan.global_size, plan.ranks) for size in cut_equally(share, plan.accumulation)
+    ]
+    assert sum(micro_batches) == plan.global_size and len(micro_batches) == ranks * plan.accumulation
+    assert max(micro_batches) == plan.local_size and min(micro_batches) >= max(1, plan.local_size - 1)
+    assert plan.is_equal is (len(set(micro_batches)) == 1)
+    assert plan.accumulation == accumulation or accumulation is None
+    assert plan.global_size == total or total is None
+    assert local is None or plan.local_size <= local, "memory was asked for so many samples"
+
+
+@settings(deadline=None)
+@given(total=st.integers(1, 4096), ranks=st.integers(1, 300), local=st.integers(1, 64))
+def test_a_batch_is_cut_anew_for_any_number_of_ranks_that_have_a_sample_each(
+    total: int, ranks: int, local: int
+) -> None:
+    if total < ranks:
+        assert "no sample for each" in refusal(BatchError, recut_batch, total, ranks=ranks, local_size=local).message
+        return
+    plan = recut_batch(total, ranks=ranks, local_size=local)
+    assert plan.global_size == total and plan.ranks == ranks
+    # More samples in a micro-batch than before only where no smaller ones would do.
+    assert plan.local_size <= local or ranks * (plan.accumulation + 1) > total
 
 
 REFUSED = [
     (
-        (None, None, 65),
-        32,
-        "batch.global_size=65 cannot be split over 32 ranks",
-        "set batch.global_size=64 or 96",
+        *((None, None, 31), 32, "batch.global_size=31 has no sample for each of 32 ranks x 1 micro-batches"),
+        "set fewer ranks, or batch.global_size=32 or more",
+    ),
+    (
+        *((1, None, 40), 32, "batch.global_size=40 has no sample for each of 32 ranks x 2 micro-batches"),
+        "set batch.accumulation=1 or a larger batch.local_size, or batch.global_size=64 or more",
     ),
     (
         (4, 4, 65),
@@ -111,14 +138,25 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("asked", "ranks", "message", "hint"), REFUSED)
-def test_what_does_not_multiply_up_is_refused_with_the_nearest_that_do(
-    asked: Asked, ranks: int, message: str, hint: str
-) -> None:
+def test_what_does_not_multiply_up_is_refused_with_what_does(asked: Asked, ranks: int, message: str, hint: str) -> None:
     error = refusal(BatchError, solve_batch, section(asked), ranks=ranks)
     assert (error.message, error.hint) == (message, hint)
 
 
-SIX = BatchPlan(local_size=6, ranks=6, accumulation=2)
+def test_a_pipeline_has_micro_batches_of_one_size() -> None:
+    error = refusal(BatchError, solve_batch, section((None, 4, 65)), ranks=2, stages=2)
+    assert "of one size" in error.message and error.hint == "set batch.global_size=64 or 72"
+    error = refusal(BatchError, recut_batch, 64, ranks=3, local_size=8, stages=2)
+    assert "of one size" in error.message and error.hint == "set batch.global_size=63 or 66"
+    assert recut_batch(64, ranks=4, local_size=8, stages=2).accumulation == 2
+
+
+def test_a_plan_is_shown_as_arithmetic() -> None:
+    assert solve_batch(section((2, None, 64)), ranks=32).as_sum() == "64 = 2 local x 32 ranks x 1 accumulation"
+    assert solve_batch(section((None, 2, 64)), ranks=3).as_sum() == "64 = 10 or 11 local x 3 ranks x 2 accumulation"
+
+
+SIX = BatchPlan.equal(local_size=6, ranks=6, accumulation=2)
 FOUR_AND_TWO = (4, 2)
 
 
@@ -142,20 +180,20 @@ def test_no_other_shares_finish_sooner(sample_times: list[int], more: int) -> No
 
 
 def test_weights_are_of_nodes_or_of_ranks() -> None:
-    plan = BatchPlan(local_size=4, ranks=3, accumulation=5)
-    assert sizes_by_weight([2, 1], plan, ranks_per_node=(1, 2)) == (6, 3, 3)
-    assert sizes_by_weight([3, 2, 1], plan, ranks_per_node=(3,)) == (6, 4, 2)
-    assert sizes_by_weight([100, 1], plan, ranks_per_node=(1, 2)) == (10, 1, 1), "no rank goes without"
+    plan = BatchPlan.equal(local_size=4, ranks=3, accumulation=5)
+    assert shares_by_weight([2, 1], plan, ranks_per_node=(1, 2)) == (30, 15, 15)
+    assert shares_by_weight([3, 2, 1], plan, ranks_per_node=(3,)) == (30, 20, 10)
+    assert shares_by_weight([100, 1], plan, ranks_per_node=(1, 2)) == (50, 5, 5), "each micro-batch has a sample"
 
 
 def test_weights_that_do_not_fit_are_refused_with_what_would() -> None:
-    assert str(refusal(BatchError, sizes_by_weight, [2, 1, 1], SIX, ranks_per_node=FOUR_AND_TWO)) == (
+    assert str(refusal(BatchError, shares_by_weight, [2, 1, 1], SIX, ranks_per_node=FOUR_AND_TWO)) == (
         "batch.shares=[2,1,1] has 3 weights, for 6 ranks on nodes of 4 + 2\n"
         "hint: give one weight for each node or for each rank, or batch.shares=even"
     )
     for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(BatchError, match="a weight that is not above 0"):
-            sizes_by_weight([2, wrong], SIX, ranks_per_node=FOUR_AND_TWO)
+            shares_by_weight([2, wrong], SIX, ranks_per_node=FOUR_AND_TWO)
 
 
 WEIGHTS = BatchSection(shares=[2.0, 1.0])
@@ -180,7 +218,7 @@ def test_what_does_not_go_together_is_refused(
     config: RunConfig, sizes: tuple[int, int, int], degrees: dict[str, int], text: str | None
 ) -> None:
     local, ranks, accumulation = sizes
-    plan = BatchPlan(local_size=local, ranks=ranks, accumulation=accumulation)
+    plan = BatchPlan.equal(local_size=local, ranks=ranks, accumulation=accumulation)
     layout = ParallelLayout(**({"dp_replicate": ranks} | degrees))
 
     def check() -> None:

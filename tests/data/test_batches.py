@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slurm_train.config.batch import cut_equally
 from slurm_train.data.batches import (
     BatchStream,
     GlobalBatches,
@@ -47,50 +48,52 @@ class Numbers:
         return f"numbers {self.length}"
 
 
-def read_steps(num_samples: int, *, sizes: tuple[int, ...], accumulation: int, start: int, steps: int) -> np.ndarray:
-    """The global batches (steps, G) that ranks with micro-batches of these sizes read together."""
+def read_steps(num_samples: int, *, shares: tuple[int, ...], accumulation: int, start: int, steps: int) -> np.ndarray:
+    """The global batches (steps, G) that ranks with these shares of them read together."""
     source, order = Numbers(num_samples), SampleOrder(num_samples, seed=5)
-    batches = GlobalBatches(order, global_size=sum(sizes) * accumulation)
+    batches = GlobalBatches(order, global_size=sum(shares))
     per_rank = []
-    for rank, size in enumerate(sizes):
-        # Equal sizes need not be named.
-        named = sizes if len(set(sizes)) > 1 else None
-        split = Split(rank=rank, ranks=len(sizes), accumulation=accumulation, sizes=named)
+    for rank in range(len(shares)):
+        split = Split(rank=rank, accumulation=accumulation, shares=shares)
         stream = BatchStream(source, batches.draws(split, start_samples=start))
         own = list(islice(stream, steps * accumulation))
-        assert all(np.array_equal(indices, tensors[0].numpy()) and len(indices) == size for indices, tensors in own)
-        per_rank.append(np.stack([batch.indices for batch in own]).reshape(steps, -1))
+        assert all(np.array_equal(indices, tensors[0].numpy()) for indices, tensors in own)
+        sizes = [len(indices) for indices, _ in own]
+        assert sizes == [*split.micro_sizes] * steps and max(sizes) - min(sizes) <= 1
+        per_rank.append(np.concatenate([batch.indices for batch in own]).reshape(steps, -1))
     return np.concatenate(per_rank, axis=1)
 
 
 @st.composite
-def equal_sizes(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
-    global_size = draw(st.sampled_from([1, 6, 12, 24, 96]))
-    divisors = [d for d in range(1, global_size + 1) if global_size % d == 0]
-    ranks = draw(st.sampled_from(divisors))
-    local = draw(st.sampled_from([d for d in divisors if (global_size // ranks) % d == 0]))
-    return (local,) * ranks, global_size // ranks // local
+def equal_shares(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    """Also of global batches that are no multiple of ranks or micro-batches."""
+    global_size = draw(st.integers(1, 96))
+    ranks = draw(st.integers(1, min(global_size, 9)))
+    return cut_equally(global_size, ranks), draw(st.integers(1, global_size // ranks))
 
 
-unequal_sizes = st.tuples(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple), st.integers(1, 3))
+@st.composite
+def unequal_shares(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
+    accumulation = draw(st.integers(1, 3))
+    return tuple(draw(st.lists(st.integers(accumulation, 21), min_size=1, max_size=4))), accumulation
 
 
-@given(split=equal_sizes() | unequal_sizes, num_samples=st.integers(1, 300), start_step=st.integers(0, 50))
+@given(split=equal_shares() | unequal_shares(), num_samples=st.integers(1, 300), start_step=st.integers(0, 50))
 @settings(deadline=None)
 def test_any_split_reads_the_same_global_batches(
     split: tuple[tuple[int, ...], int], num_samples: int, start_step: int
 ) -> None:
-    sizes, accumulation = split
-    global_size = sum(sizes) * accumulation
-    found = read_steps(num_samples, sizes=sizes, accumulation=accumulation, start=start_step * global_size, steps=4)
+    shares, accumulation = split
+    global_size = sum(shares)
+    found = read_steps(num_samples, shares=shares, accumulation=accumulation, start=start_step * global_size, steps=4)
     whole = SampleOrder(num_samples, seed=5).indices(0, (start_step + 4) * global_size)
     assert np.array_equal(found.reshape(-1), whole[start_step * global_size :])
 
 
 def test_resume_at_any_step_continues_the_stream_beyond_its_lookahead() -> None:
-    whole = read_steps(1000, sizes=(512, 512), accumulation=2, start=0, steps=9)
+    whole = read_steps(1000, shares=(1024, 1024), accumulation=2, start=0, steps=9)
     for step in range(9):
-        resumed = read_steps(1000, sizes=(512, 512), accumulation=2, start=step * 2048, steps=9 - step)
+        resumed = read_steps(1000, shares=(1024, 1024), accumulation=2, start=step * 2048, steps=9 - step)
         assert np.array_equal(resumed, whole[step:])
 
 
@@ -151,7 +154,7 @@ def steps_of(batches: LengthBatches, *, ranks: int, accumulation: int, steps: in
     """All micro-batches of each step, over all ranks."""
     found: list[list[Draw]] = [[] for _ in range(steps)]
     for rank in range(ranks):
-        split = Split(rank=rank, ranks=ranks, accumulation=accumulation)
+        split = Split(rank=rank, accumulation=accumulation, shares=cut_equally(GLOBAL_SIZE, ranks))
         drawn = list(islice(batches.draws(split, start_samples=start), steps * accumulation))
         for step in range(steps):
             found[step] += drawn[step * accumulation : (step + 1) * accumulation]

@@ -43,7 +43,7 @@ class KillsItsWorker(Noisy):
 
 def read(source: MapStyleSource, *, local: int = 4, rank: int = 0, ranks: int = 1, count: int = 10) -> list[Any]:
     batches = GlobalBatches(SampleOrder(len(source), seed=1), global_size=local * ranks)
-    draws = batches.draws(Split(rank=rank, ranks=ranks, accumulation=1), start_samples=0)
+    draws = batches.draws(Split(rank=rank, accumulation=1, shares=(local,) * ranks), start_samples=0)
     return list(islice(BatchStream(source, draws), count))
 
 

@@ -86,7 +86,7 @@ def started(stream: Any, *, samples: int = 0, state: dict[str, Any] | None = Non
 
 def read(source: StreamSource, count: int, *, samples: int = 0, local: int = 4) -> list[Any]:
     draws = GlobalBatches(source.order, global_size=local).draws(
-        Split(rank=0, ranks=1, accumulation=1), start_samples=samples
+        Split(rank=0, accumulation=1, shares=(local,)), start_samples=samples
     )
     return [batch.tensors for batch in islice(BatchStream(source, draws), count)]
 
@@ -185,3 +185,16 @@ def test_the_last_batch_of_a_pass_may_be_short_and_is_counted() -> None:
     assert [len(batch["row"]) for batch in batches] == [4, 4, 3, 4, 4, 3]
     assert [int(number) for batch in batches for number in batch["row"]] == [*range(11), *range(11)]
     assert source.num_short == 2
+
+
+def test_a_stream_of_whole_batches_is_refused_where_micro_batches_have_other_sizes() -> None:
+    class Batches:
+        batch_size = 4
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    source = StreamSource(Batches(), seed=3)
+    source.require_batches_of((4, 4))
+    with pytest.raises(DataError, match="batches of 4 samples, and a micro-batch of this rank is 3 or 4"):
+        source.require_batches_of((3, 4))

@@ -93,7 +93,7 @@ def web_dataset(folder: Path, shuffle: Callable[[Any], Any]) -> Any:
 
 def draws(first: int, last: int) -> Iterator[Draw]:
     batches = GlobalBatches(StreamSource(iter(())).order, global_size=LOCAL)
-    split = Split(rank=0, ranks=1, accumulation=1)
+    split = Split(rank=0, accumulation=1, shares=(LOCAL,))
     return islice(batches.draws(split, start_samples=first), (last - first) // LOCAL)
 
 

@@ -38,7 +38,7 @@ forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 def facts_of(layout: ParallelLayout, *, half: bool = False, form: dict[str, Any] | None = None, **options: Any) -> Any:
     shape = GptShape.of({"_target_": GPT_TARGET, **SHAPE, **(form or {})})
-    batch = BatchPlan(local_size=3, ranks=layout.data_parallel_size, accumulation=4)
+    batch = BatchPlan.equal(local_size=3, ranks=layout.data_parallel_size, accumulation=4)
     settings = ParallelSection(**options)
     return LayoutFacts(shape=shape, layout=layout, batch=batch, settings=settings, half=half, positions=shape.context)
 

@@ -139,18 +139,18 @@ def test_a_cut_run_cannot_do_everything(change: dict[str, Any], message: str) ->
 def test_interleaved_stages_need_equal_rounds() -> None:
     config, layout = config_of(GPT, pp=2, stages_per_rank=2), ParallelLayout(pp=2)
     for accumulation in (2, 3, 4):
-        check_pipeline(config, layout, BatchPlan(local_size=1, ranks=1, accumulation=accumulation))
+        check_pipeline(config, layout, BatchPlan.equal(local_size=1, ranks=1, accumulation=accumulation))
     with pytest.raises(BatchError, match=r"interleaved stages on 2 ranks need rounds of equally many micro-batches"):
-        check_pipeline(config, layout, BatchPlan(local_size=1, ranks=1, accumulation=5))
+        check_pipeline(config, layout, BatchPlan.equal(local_size=1, ranks=1, accumulation=5))
 
 
 def test_the_rows_name_groups_links_and_idle_time() -> None:
-    layout, batch = ParallelLayout(dp_shard=8, tp=4, pp=2), BatchPlan(local_size=1, ranks=8, accumulation=8)
+    layout, batch = ParallelLayout(dp_shard=8, tp=4, pp=2), BatchPlan.equal(local_size=1, ranks=8, accumulation=8)
     rows = layout_rows(layout, World((4,) * 16), batch, stages_per_rank=1)
     assert rows[0] == ("layout", "pp 2 x dp_shard 8 x tp 4; 8 read different samples")
     assert rows[1] == ("", "tp: 16 groups of 4, on one node each; the first: ranks 0-3")
     assert rows[-1] == ("bubble", "11% of a step: 2 stages, 8 micro-batches")
-    assert pipeline_bubble(ParallelLayout(pp=3), BatchPlan(local_size=3, ranks=1, accumulation=4)) == 2 / 6
+    assert pipeline_bubble(ParallelLayout(pp=3), BatchPlan.equal(local_size=3, ranks=1, accumulation=4)) == 2 / 6
     assert layout_rows(ParallelLayout(dp_replicate=64), World((4,) * 16), batch, stages_per_rank=1) == []
 
 

@@ -10,7 +10,7 @@ from slurm_train.config.batch import BatchPlan
 from slurm_train.config.compose import Composed, Point
 from slurm_train.errors import BatchError, ConfigError
 from slurm_train.launch.plan import RunPlan, SweepPlan, plan_sweep
-from tests.support.plans import composed, make_plan
+from tests.support.plans import DEFAULTS, composed, make_plan
 from tests.support.refusals import refusal
 
 CLUSTER = {"nodes": 4, "gpus_per_node": 8}
@@ -80,7 +80,7 @@ def test_where_a_run_lies(section: dict[str, str], folder: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run": {"root": "$SCRATCH/runs"}}, "run.root=$SCRATCH/runs begins with a variable"),
-    ({"batch": {"global_size": 65}, "cluster": CLUSTER}, "batch.global_size=65 cannot be split over 32 ranks"),
+    ({"batch": {"global_size": 31}, "cluster": CLUSTER}, "batch.global_size=31 has no sample for each of 32 ranks"),
     ({"script": ["a.sh"], "task": {"_target_": "m.f"}}, "script and task are both set"),
     ({"script": []}, "script=[] names no file"),
     ({"script": ["nowhere.py"]}, "script=nowhere.py: there is no such file in /home/user/project"),
@@ -171,21 +171,18 @@ def elastic(**sections: Any) -> RunPlan:
     return make_plan(cluster={"nodes": "2-4", "gpus_per_node": 2, "launcher": "torchrun"}, **sections)
 
 
-def test_a_range_of_nodes_keeps_one_global_batch_that_each_number_can_share() -> None:
+def test_a_range_of_nodes_keeps_one_global_batch_on_any_number_of_nodes() -> None:
     plan = elastic(batch={"default_global_size": 60})
-    assert plan.batch == BatchPlan(local_size=6, ranks=8, accumulation=1)
+    assert plan.batch == BatchPlan.equal(local_size=8, ranks=8, accumulation=1)
     assert plan.as_json()["world"] == {"size": 8, "ranks_per_node": [2, 2, 2, 2], "min_nodes": 2}
     assert elastic(batch={"local_size": 3, "accumulation": 2}).batch.global_size == 48
+    assert elastic(batch={"global_size": 65}).batch.global_size == 65
 
 
-@pytest.mark.parametrize("batch", [{"global_size": 64}, {"local_size": 1}])
-def test_a_number_of_nodes_that_cannot_share_the_batch_is_refused_before_it_is_granted(batch: dict[str, int]) -> None:
-    with pytest.raises(
-        BatchError, match=r"Slurm may grant \d nodes x 2: batch.global_size=.* cannot be split"
-    ) as caught:
-        elastic(batch=batch)
-    sizes = "48 or 72" if batch == {"global_size": 64} else "24"
-    assert caught.value.hint == f"set batch.global_size={sizes}, or another range of cluster.nodes"
+def test_a_number_of_nodes_that_cannot_share_the_batch_is_refused_before_it_is_granted() -> None:
+    with pytest.raises(BatchError, match=r"Slurm may grant 3 nodes x 2: a pipeline of 2 stages") as caught:
+        elastic(batch={"global_size": 64}, parallel={"pp": 2}, model={**DEFAULTS["model"], "tied": False})
+    assert caught.value.hint == "set batch.global_size=48 or 72, or another range of cluster.nodes"
 
 
 # --- a sweep ---

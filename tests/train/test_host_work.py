@@ -84,7 +84,7 @@ def ours(model: GPT, *, accumulation: int = 1, shards: int = 1) -> Callable[[], 
     """This trainer's step over the same shards, everything agreed on and masked."""
     layout = ParallelLayout(dp_shard=shards)
     config = RunConfig(optim=OptimSection(grad_clip_norm=1.0), parallel=ParallelSection(dp_shard=shards))
-    plan = BatchPlan(local_size=2, ranks=shards, accumulation=accumulation)
+    plan = BatchPlan.equal(local_size=2, ranks=shards, accumulation=accumulation)
     rank = make_rank(config=config, plan=plan, ranks=shards)
     mesh = build_mesh(layout, device=rank.device)
     shard(model, layout=layout, mesh=mesh, roots=[model], settings=ParallelSection(gather_dtype="float32"))

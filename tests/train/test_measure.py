@@ -22,7 +22,7 @@ def measured(model: dict[str, Any], *, half: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 def test_a_measured_gpt_is_what_the_formula_says(half: bool) -> None:
-    config, batch = build_config(RunConfig, {"model": GPT}), BatchPlan(local_size=4, ranks=1, accumulation=1)
+    config, batch = build_config(RunConfig, {"model": GPT}), BatchPlan.equal(local_size=4, ranks=1, accumulation=1)
     found, facts = measured(GPT, half=half), facts_of(config, ParallelLayout(), batch, half=half)
     assert facts is not None
     assert (found["trained_bytes"], found["other_bytes"]) == (4 * facts.shape.parameters, facts.shape.buffer_bytes)

@@ -12,7 +12,17 @@ from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from tests.support.small_checkpoints import steps_in
-from tests.train.small_runs import PADDED, config_of, finish, result_of, run_to_end, start, steps_of
+from tests.train.small_runs import (
+    PADDED,
+    assert_same_steps,
+    config_of,
+    finish,
+    result_of,
+    run_to_end,
+    start,
+    steps_of,
+    weights_of,
+)
 
 
 def sequences(shares: Any = "even", **model: Any) -> dict[str, Any]:
@@ -39,6 +49,51 @@ def test_streams_pass_over_unequal_shares_of_what_a_rollback_has_left_out(tmp_pa
     assert [state and state["data"]["stream"]["place"] for state in states] == [4 * 8, 4 * 4]
 
 
+def of_seventeen(**parallel: Any) -> dict[str, Any]:
+    """A global batch of 17 samples is a multiple of no number of ranks."""
+    batch = {"global_size": 17, "accumulation": 2}
+    return config_of(batch=batch, data=PADDED, parallel=parallel)
+
+
+def assert_like_one_process(run: Path, alone: Path) -> None:
+    """Checks steps, weights and evaluation: the same samples, and numbers that differ by rounding alone."""
+    assert_same_steps(run, alone, rel=1e-8)
+    assert result_of(run)["eval_accuracy"] == result_of(alone)["eval_accuracy"]
+    expected = weights_of(alone)
+    for name, tensor in weights_of(run).items():
+        assert tensor.numpy() == pytest.approx(expected[name].numpy(), rel=1e-7, abs=1e-9), name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(3, {}), (4, {"dp_shard": 4}), (4, {"dp_replicate": 2, "dp_shard": 2})],
+    ids=["DDP", "FSDP2", "HSDP"],
+)
+def test_a_global_batch_that_is_no_multiple_of_the_ranks_trains_what_one_process_trains(
+    ranks: int, parallel: dict[str, int], tmp_path: Path
+) -> None:
+    run_to_end(tmp_path / "alone", of_seventeen(), ranks=1)
+    run_to_end(tmp_path / "run", of_seventeen(**parallel), ranks=ranks)
+    assert_like_one_process(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
+    """Saved by one number of ranks, resumed by another, with replicas and with shards."""
+    run_to_end(tmp_path / "alone", of_seventeen(), ranks=1)
+    attempts: list[tuple[int, dict[str, int]]] = [(4, {}), (3, {"dp_shard": 3}), (2, {}), (4, {"dp_shard": 4}), (3, {})]
+    sent = tmp_path / "sent"
+    for attempt, (ranks, parallel) in enumerate(attempts):
+        config = of_seventeen(**parallel)
+        config["model"] = {**config["model"], "signal_at": 7, "signal_rank": 0, "only_in": str(sent)}
+        is_last = attempt == len(attempts) - 1
+        if not is_last:
+            sent.unlink(missing_ok=True)
+        run_to_end(tmp_path / "run", config, ranks=ranks, attempt=attempt, code=0 if is_last else 75)
+    assert_like_one_process(tmp_path / "run", tmp_path / "alone")
+
+
 @pytest.mark.distributed
 def test_unequal_shares_train_what_one_process_trains(tmp_path: Path) -> None:
     run_to_end(tmp_path / "alone", sequences(), ranks=1)
@@ -63,6 +118,6 @@ def test_unequal_shares_train_what_one_process_trains(tmp_path: Path) -> None:
             assert [step[key] for step in steps] == [step[key] for step in expected]
         assert result_of(tmp_path / name)["eval_accuracy"] == result_of(tmp_path / "alone")["eval_accuracy"]
     events = read_events(RunDirectory(tmp_path / "weights"), "shares")
-    assert [event["sizes"] for event in events] == [[6, 3, 9]]
+    assert [event["sizes"] for event in events] == [[12, 6, 18]]
     events = read_events(RunDirectory(tmp_path / "changed"), "shares")
-    assert [(event["attempt"], event["sizes"]) for event in events] == [(0, [3, 6, 9]), (1, [3, 12, 3])]
+    assert [(event["attempt"], event["sizes"]) for event in events] == [(0, [6, 12, 18]), (1, [6, 24, 6])]

@@ -79,7 +79,7 @@ def make_stepper(
 ) -> Stepper:
     optim = replace(optim or OptimSection(weight_decay=0.0), grad_clip_norm=clip_norm)
     config = RunConfig(optim=optim, health=health or HealthSection(), ddp=DdpSection(**ddp))
-    plan = BatchPlan(local_size=8, ranks=world_size, accumulation=accumulation)
+    plan = BatchPlan.equal(local_size=8, ranks=world_size, accumulation=accumulation)
     rank = make_rank(config=config, plan=plan, ranks=world_size)
     factor = None if scale is None else scale.factor
     module = TrainingModule(Objective(model), stop=stop or StopFlag(), device=CPU, autocast=autocast, factor=factor)
