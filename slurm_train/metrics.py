@@ -111,6 +111,14 @@ def _newest_of(positions: Iterable[int], heads: Sequence[Head]) -> list[int]:
     return kept
 
 
+def last_numbers(path: Path) -> dict[str, float]:
+    """Returns the newest step, its loss and the newest evaluation in a metrics.jsonl; {} where it has no lines."""
+    series = read_series(path)
+    values = {key: series.last(key) for key in ("step", "loss", *series.evaluations)}
+    found = {key: value for key, value in values.items() if value is not None}
+    return found | ({"step": int(found["step"])} if "step" in found else {})
+
+
 # Of all others the smallest is the best.
 _LARGEST_IS_BEST = ("accuracy", "mfu", "_per_s", "score", "reward")
 

@@ -28,7 +28,7 @@ LAYERS = [
     {"slurm", "rundir"},
     {"status"},
     {"launch", "distributed", "models", "data", "checkpoint", "metrics"},
-    {"supervise"},
+    {"supervise", "session"},
     {"train", "estimate"},
     {"tools"},
     {"worker"},
@@ -38,7 +38,7 @@ LAYERS = [
 
 # Modules that import torch as soon as they are imported are left out by name; all others of the login half are tried.
 TORCH_FREE_ROOMS = (
-    *("config", "slurm", "rundir", "launch", "supervise", "worker", "cli", "status", "estimate", "tools"),
+    *("config", "slurm", "rundir", "launch", "supervise", "worker", "cli", "status", "estimate", "tools", "session"),
     *("tools.devcluster", "tools.doctor", "tools.report", "tools.scaling", "tools.site", "tools.completion"),
 )
 TORCH_FREE_MODULES = (
@@ -53,10 +53,10 @@ TORCH_FREE_MODULES = (
     "checkpoint.verify",
     "checkpoint.manifest",
     "checkpoint.commit",
+    "checkpoint.filling",
     "metrics",
     "tools.trackers.adapters",
     "tools.trackers.follow",
-    "train.signals",
 )
 
 SUBMITIT = {"launch.submission"}
@@ -79,11 +79,12 @@ OWN_CLUSTER = "tools.devcluster."
 # machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, whose
 # stdin ends with the run.
 SIGNAL_HANDLERS = {
-    *("train.signals", "supervise.supervisor", "cli.here"),
+    *("session.signals", "supervise.supervisor", "cli.here"),
     *("tools.trackers.follow", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.
-ENVIRONMENT_READERS = ("cli.", "worker.", "verbs", "__main__")
+# `session.join` is where a user's own program enters.
+ENVIRONMENT_READERS = ("cli.", "worker.", "verbs", "__main__", "session.client")
 # cuBLAS reads its workspace setting from the process alone, so deterministic mode has to put it there.
 ENVIRONMENT_WRITERS = {"train.context"}
 MESH_MAKERS = {"distributed.parallelize"}

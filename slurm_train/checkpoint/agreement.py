@@ -1,7 +1,8 @@
 """Work whose outcome all ranks share: either everyone goes on, or everyone raises the same error.
 
 A rank that raises alone leaves the others waiting in their next collective, so the work is run, its outcome exchanged,
-and only then raised. Each function is one collective; without a group (one process) there is none.
+and only then raised. Each function is one collective; without a group (one process) there is none. The group is that of
+torch, or, where a program has none, `Peers` of another kind. torch is imported only where its group is used.
 """
 
 from __future__ import annotations
@@ -9,15 +10,37 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from slurm_train.errors import CheckpointError, SlurmTrainError
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Result = TypeVar("Result")
+
+
+class Peers:
+    """The ranks of a program that exchange values without a process group of torch; base class."""
+
+    def rank(self) -> int:
+        """Gives this process's rank."""
+        raise NotImplementedError
+
+    def size(self) -> int:
+        """Gives the number of ranks."""
+        raise NotImplementedError
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """Gives what every rank has passed, in rank order. Collective."""
+        raise NotImplementedError
+
+    def broadcast_value(self, value: Any, *, source: int) -> Any:
+        """Gives what one rank has passed. Collective."""
+        return self.gather_values(value if self.rank() == source else None)[source]
+
+
+Group: TypeAlias = "ProcessGroup | Peers"
 
 
 class Failure(NamedTuple):
@@ -28,17 +51,17 @@ class Failure(NamedTuple):
     hint: str
 
 
-def rank_in(group: ProcessGroup | None) -> int:
+def rank_in(group: Group | None) -> int:
     """Gives this process's rank in the group, 0 without one."""
     return 0 if group is None else group.rank()
 
 
-def size_of(group: ProcessGroup | None) -> int:
+def size_of(group: Group | None) -> int:
     """Gives the number of processes in the group, 1 without one."""
     return 1 if group is None else group.size()
 
 
-def on_rank_zero(group: ProcessGroup | None, work: Callable[[], Result]) -> Result:
+def on_rank_zero(group: Group | None, work: Callable[[], Result]) -> Result:
     """Runs the work on rank 0 and gives its result on every rank. Collective.
 
     Raises:
@@ -47,10 +70,15 @@ def on_rank_zero(group: ProcessGroup | None, work: Callable[[], Result]) -> Resu
     return on_rank(0, group, work)
 
 
-def on_rank(rank: int, group: ProcessGroup | None, work: Callable[[], Result]) -> Result:
+def on_rank(rank: int, group: Group | None, work: Callable[[], Result]) -> Result:
     """Does what `on_rank_zero` does, on another rank of the group. Collective."""
     outcome, cause = _attempt(rank, work) if rank_in(group) == rank else (None, None)
-    if group is not None:
+    if isinstance(group, Peers):
+        outcome = group.broadcast_value(outcome, source=rank)
+    elif group is not None:
+        import torch
+        import torch.distributed as dist
+
         box = [outcome]
         source = dist.get_global_rank(group, rank)
         dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
@@ -59,7 +87,7 @@ def on_rank(rank: int, group: ProcessGroup | None, work: Callable[[], Result]) -
     return outcome  # type: ignore[return-value]  # not a Failure: those have just been raised
 
 
-def on_every_rank(group: ProcessGroup | None, work: Callable[[], Result]) -> list[Result]:
+def on_every_rank(group: Group | None, work: Callable[[], Result]) -> list[Result]:
     """Runs the work on every rank and gives all results, in rank order, on every rank. Collective.
 
     Raises:
@@ -67,7 +95,11 @@ def on_every_rank(group: ProcessGroup | None, work: Callable[[], Result]) -> lis
     """
     outcome, cause = _attempt(rank_in(group), work)
     outcomes: list[Any] = [outcome]
-    if group is not None:
+    if isinstance(group, Peers):
+        outcomes = group.gather_values(outcome)
+    elif group is not None:
+        import torch.distributed as dist
+
         outcomes = [None] * group.size()
         dist.all_gather_object(outcomes, outcome, group=group)
     _raise_failures(outcomes, cause)

@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
+from slurm_train.checkpoint.agreement import Group, on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Fence, Place, no_fence
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MODEL, Manifest, check_hash
 from slurm_train.checkpoint.metadata import read_metadata
@@ -75,7 +75,7 @@ class Choice(NamedTuple):
 
 
 def choose_checkpoint(
-    root: Path, *, group: ProcessGroup | None, attempt: int, fence: Fence = no_fence, copied: Path | None = None
+    root: Path, *, group: Group | None, attempt: int, fence: Fence = no_fence, copied: Path | None = None
 ) -> Choice | None:
     """Chooses the newest checkpoint that verifies; None means that nothing was ever saved completely. Collective.
 
@@ -85,7 +85,7 @@ def choose_checkpoint(
 
     Args:
         root: the directory of checkpoints.
-        group: a gloo group of all ranks; None for one process without a group.
+        group: a group of all ranks that exchanges objects on the host, e.g. a gloo group; None for one process.
         attempt: this attempt of the run.
         fence: called by rank 0 before each rename; raises if a newer attempt has taken over.
         copied: one that this attempt has just copied there, each byte compared; it is not read again.
@@ -129,7 +129,7 @@ class _Question(NamedTuple):
     manifest: Manifest
 
 
-def _verify_together(path: Path, *, group: ProcessGroup | None) -> Manifest:
+def _verify_together(path: Path, *, group: Group | None) -> Manifest:
     """Returns what `verify` does; rank 0 calls it while the other ranks wait for its choice or for a question.
 
     Raises:
@@ -151,7 +151,7 @@ def _verify_together(path: Path, *, group: ProcessGroup | None) -> Manifest:
     return question.manifest
 
 
-def _verify_share(question: _Question, group: ProcessGroup | None) -> list[str]:
+def _verify_share(question: _Question, group: Group | None) -> list[str]:
     """Returns what each rank finds wrong in its share of the files, "" for nothing. Collective."""
     number, of = rank_in(group), size_of(group)
 
@@ -259,7 +259,7 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any] | None:
     return state
 
 
-def _check_here(choice: Choice, group: ProcessGroup | None) -> None:
+def _check_here(choice: Choice, group: Group | None) -> None:
     """Checks that this node sees the same checkpoint, and that no other user could have written this rank's share."""
     wait_until_visible(choice.path / COMPLETE_FILE)
     if read_manifest(choice.path) != choice.manifest:

@@ -32,6 +32,8 @@ MODEL = "model."
 DAMAGED_HINT = "`checkpoint verify RUN` shows which checkpoints are whole; take another one, or restore this one"
 _NUM_NAMED = 5
 _HEADER_HINT = "pass the facts of a checkpoint as CheckpointHeader describes them"
+DIRECTORY = "directory"
+"""The kind, in `extra`, of a checkpoint that a user's own program has filled with its files."""
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 # Keys that came later, as manifests from before them are read.
@@ -100,6 +102,11 @@ class CheckpointHeader:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def is_directory(self) -> bool:
+        """Whether it holds files of a user's own program, in folders perhaps, of which nothing but bytes is known."""
+        return self.extra.get("kind") == DIRECTORY
+
+    @property
     def tensors(self) -> dict[str, str]:
         """The `weights` by their full names, for example "model.head.weight"."""
         return {MODEL + name: kind for name, kind in self.weights.items()}
@@ -123,7 +130,7 @@ class CheckpointHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(CheckpointHeader):
-    """A header together with the record of every file, by plain file name."""
+    """A header together with the record of every file, by plain file name, or by path below its directory."""
 
     files: dict[str, FileRecord]
     format_version: int = FORMAT_VERSION
@@ -132,7 +139,7 @@ class Manifest(CheckpointHeader):
         """Refuses file names that lead elsewhere, and names that the directory itself uses."""
         CheckpointHeader.__post_init__(self)
         for name in self.files:
-            check_file_name(name)
+            check_file_name(name, below=self.is_directory)
 
     @classmethod
     def of(cls, header: CheckpointHeader, files: dict[str, FileRecord]) -> Manifest:
@@ -221,13 +228,19 @@ def digest_of(data: bytes) -> bytes:
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}".encode()
 
 
-def check_file_name(name: str) -> None:
+def check_file_name(name: str, *, below: bool = False) -> None:
     """Refuses names that are not plain names inside a checkpoint directory.
+
+    Args:
+        name: e.g. "rank_00000.pt".
+        below: names of files in folders are allowed, too, e.g. "optimizer/__0_0.distcp".
 
     Raises:
         CheckpointError: the name holds a separator or a control character, is "", "." or "..", or is reserved.
     """
-    if name in {"", ".", "..", MANIFEST_FILE, COMPLETE_FILE} or "/" in name or "\\" in name or not name.isprintable():
+    parts = name.split("/") if below else [name]
+    is_plain = all(part not in {"", ".", ".."} and "/" not in part for part in parts)
+    if not is_plain or name in {MANIFEST_FILE, COMPLETE_FILE} or "\\" in name or not name.isprintable():
         raise CheckpointError(
             f"{MANIFEST_FILE} names the file {name!r}, which is not a plain file name of a checkpoint",
             hint="do not load this checkpoint: its manifest was not written by slurm_train",

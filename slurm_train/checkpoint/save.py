@@ -9,7 +9,6 @@ its own group.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -23,42 +22,18 @@ import torch
 from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in
-from slurm_train.checkpoint.commit import Fence, Place, committed_path, discard, no_fence
-from slurm_train.checkpoint.copies import exchange_files, keepers
+from slurm_train.checkpoint.commit import Fence, Place, no_fence
 from slurm_train.checkpoint.division import weights_in
+from slurm_train.checkpoint.filling import Records, Saved, fill
 from slurm_train.checkpoint.manifest import (
     CheckpointHeader,
-    FileRecord,
-    Manifest,
     require_tensors,
     seal_file,
     write_file,
 )
 from slurm_train.checkpoint.metadata import METADATA_FILE
 from slurm_train.checkpoint.state import require_loadable
-from slurm_train.errors import CheckpointError, SlurmTrainError
-from slurm_train.rundir.paths import parse_name
-
-Records = dict[str, FileRecord]
-
-
-class Saved(NamedTuple):
-    """A durable checkpoint.
-
-    Args:
-        path: its directory.
-        manifest: what it holds; None where it had been saved before.
-        problems: what retention could not remove, one line each; the checkpoint itself is whole.
-    """
-
-    path: Path
-    manifest: Manifest | None
-    problems: tuple[str, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all its files; 0 where it had been saved before."""
-        return 0 if self.manifest is None else self.manifest.num_bytes
+from slurm_train.errors import CheckpointError
 
 
 def save_checkpoint(
@@ -129,68 +104,6 @@ def save_to(
         return on_every_rank(group, write_own)
 
     return fill(place, header, write, group=group, protect=protect)
-
-
-def fill(
-    place: Place,
-    header: CheckpointHeader,
-    write: Callable[[Path], list[Records]],
-    *,
-    group: ProcessGroup | None,
-    protect: Collection[str] = (),
-) -> Saved:
-    """Has a fresh directory of a place filled, commits it, and removes older checkpoints. Collective.
-
-    Args:
-        place: where to; each node has one leader, and so has a directory that all ranks see.
-        header: the facts for the manifest; rank 0's count, the others' need not be equal to the letter, but for the
-            weights.
-        write: collective; writes this rank's files into the directory, durable, and returns all ranks' records.
-        group: a gloo group of all ranks; None for one process.
-        protect: names of checkpoints that stay, whatever their age: they are being copied.
-
-    Raises:
-        SlurmTrainError: on every rank; what was written is removed.
-    """
-
-    def begin() -> tuple[int | None, str, CheckpointHeader | None]:
-        name = place.begin(header.step).name if place.is_leader else ""
-        # What is gathered takes the room of the longest on each rank, times ranks; the weights are known everywhere.
-        return place.node, name, replace(header, weights={}) if rank_in(group) == 0 else None
-
-    begun = on_every_rank(group, begin)
-    staging = place.root / next(name for node, name, _ in begun if name and node == place.node)
-    if parse_name(staging.name):
-        return Saved(staging, manifest=None)
-    try:
-        records = write(staging)
-        facts = replace(begun[0][2] or header, weights=header.weights)
-        manifest = Manifest.of(facts, {name: record for of_rank in records for name, record in of_rank.items()})
-        nodes = [node for node, *_ in begun]
-        here = {name for node, of_rank in zip(nodes, records, strict=True) if node == place.node for name in of_rank}
-        if group is not None and place.keeps_copies and (keeper_of := keepers(nodes)):
-            on_every_rank(group, lambda: exchange_files(staging, records, keeper_of, group=group))
-            here |= {name for rank, to in keeper_of.items() if nodes[to] == place.node for name in records[rank]}
-        problems = on_every_rank(
-            group, lambda: _commit_and_prune(place, staging, manifest, here, protect) if place.is_leader else []
-        )
-    except SlurmTrainError:
-        # All ranks have stopped writing when they raise.
-        if place.is_leader:
-            with contextlib.suppress(OSError):  # the reason of the failure matters more; a later sweep removes it
-                discard(staging)
-        raise
-    return Saved(committed_path(staging), manifest, tuple(line for of_rank in problems for line in of_rank))
-
-
-def _commit_and_prune(
-    place: Place, staging: Path, manifest: Manifest, here: Collection[str], protect: Collection[str]
-) -> list[str]:
-    final = place.commit(staging, manifest, here=here)
-    try:
-        return place.prune(final, protect=protect).problems
-    except (OSError, CheckpointError) as err:  # what was just saved is durable, so the save has not failed
-        return [f"cannot look for old checkpoints: {err}"]
 
 
 def rank_file(rank: int) -> str:

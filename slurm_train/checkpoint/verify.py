@@ -133,6 +133,12 @@ def newest_committed_step(root: Path) -> int:
     return next((found.step for _, found in survey(root, read_manifest) if isinstance(found, Manifest)), -1)
 
 
+def committed_step_of_program(root: Path) -> int | None:
+    """Returns what `newest_committed_step` does; None where there is none, as a user's own program may keep its own."""
+    step = newest_committed_step(root)
+    return None if step < 0 else step
+
+
 def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of a finished checkpoint; its files are not looked at.
 
@@ -215,7 +221,8 @@ def verify_share(path: Path, manifest: Manifest, *, number: int = 0, of: int = 1
 
 
 def _check_description(path: Path, manifest: Manifest) -> None:
-    if METADATA_FILE in manifest.files:
+    # In a user's own files it is whatever their version of torch, and their state, has made of it.
+    if METADATA_FILE in manifest.files and not manifest.is_directory:
         check_metadata(path, manifest)
 
 

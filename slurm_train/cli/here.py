@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from slurm_train.checkpoint.verify import newest_committed_step
+from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
 from slurm_train.cli.logs import LogPrinter, choose_log
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig
@@ -58,7 +58,7 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         run,
         Scheduler(start, env),
         config.requeue,
-        committed_step=partial(newest_committed_step, run.checkpoints) if config.trains else None,
+        committed_step=partial(newest_committed_step if config.trains else committed_step_of_program, run.checkpoints),
         is_own_code=not config.trains,
     )
     outlive_terminal(run.logs / "batch.log")

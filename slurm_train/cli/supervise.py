@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from slurm_train.checkpoint.verify import newest_committed_step
+from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_FAILURE, EXIT_REQUEUE, ConfigError
@@ -76,7 +76,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
         run,
         job,
         replace(config.requeue, enabled=_may_return(config)),
-        committed_step=partial(newest_committed_step, run.checkpoints) if config.trains else None,
+        committed_step=partial(newest_committed_step if config.trains else committed_step_of_program, run.checkpoints),
         is_own_code=not config.trains or config.preflight.only,
     )
     # A job of an evaluation that was killed while it waited has left a pin.

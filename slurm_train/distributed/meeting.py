@@ -480,6 +480,10 @@ class Meeting:
         self._run(lambda: bool(self._inbox[rank]), deadline=deadline)
         return self._inbox[rank].popleft() if self._inbox[rank] else None
 
+    def flush(self, *, deadline: float) -> None:
+        """Sends what has not fitted into the connections yet, until the deadline."""
+        self._run(lambda: not any(channel.has_unsent for channel in self._channels.values()), deadline=deadline)
+
     def close(self, last: Any = None) -> None:
         """Sends a last value to every rank that is connected, waits until each has it, and hangs up."""
         self._last.append(last)

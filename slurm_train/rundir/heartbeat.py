@@ -107,6 +107,8 @@ class Pace(NamedTuple):
         return math.sqrt(min(max(-together, 0.0), max(spread, 0.0)))
 
 
+NOT_WATCHED = ("end", "joined")
+"""Phases without progress: after the last save; of a user's own program that has not begun to report its steps."""
 _EVERY_S = 0.5
 _FLUSH_EVERY_S = 10.0
 # Each rank of a node overwrites its own part of the node's file in place; whatever a newer record is shorter by stays
@@ -129,7 +131,8 @@ class Beat:
     """Counts every change of phase: while it does not change, the rank makes no progress."""
     phase: str
     """"start", "group" (NCCL or gloo connect the ranks), "data", "step", "evaluate", "gather" (the exchange after an
-    evaluation), "save", or "end": everything after the last save."""
+    evaluation), "save", "end": everything after the last save; or "joined": a user's own program has told nothing but
+    that it is there."""
     settled: bool
     """Whether the rank has done its first step."""
     beats: int
@@ -158,8 +161,8 @@ class Limits:
 
 
 def limits_of(config: RunConfig) -> Limits | None:
-    """Returns how long ranks may make no progress; None if there is no watchdog, as with a user's own code."""
-    if config.health.hang_timeout_s is None or not config.trains:
+    """Returns how long ranks may make no progress; None if there is no watchdog."""
+    if config.health.hang_timeout_s is None:
         return None
     return Limits(config.train.start_timeout_s, config.health.hang_timeout_s, config.checkpoint.save_timeout_s)
 
@@ -297,7 +300,7 @@ class _Writer:
                 self._flight.unlink(missing_ok=True)
             self._marks, self._since, self._dumped = self._heart.marks, now, False
             return
-        if self._limits is None or self._dumped or self._heart.phase == "end":
+        if self._limits is None or self._dumped or self._heart.phase in NOT_WATCHED:
             return
         if now - self._since > 0.9 * self._limits.of(settled=self._heart.settled) - _EVERY_S:
             self._dumped = True
@@ -317,6 +320,11 @@ class _Writer:
         if record is not None:
             create_empty(self._flight)
             self._flight.write_bytes(record)
+
+
+def has_joined(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether ranks of an attempt have heartbeats: a user's own program has them from `session.join` on."""
+    return any(re.fullmatch(r"heartbeats_\d+", path.name) for path in listed(run.attempt_logs(attempt)))
 
 
 def read_beats(run: RunDirectory, attempt: int) -> dict[int, Beat]:

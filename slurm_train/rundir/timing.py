@@ -156,7 +156,8 @@ def _add_unbooked(spent: Spent, run: RunDirectory, attempt: int) -> None:
             continue
         num = int(line["step"]) - step
         if float(line["time_unix_s"]) > spent.end_unix_s and num > 0:
-            spent.add_steps(num, seconds=num * line["step_time_s"], data_wait_s=num * line["data_time_s"])
+            waited_s = num * line.get("data_time_s", 0.0)
+            spent.add_steps(num, seconds=num * line["step_time_s"], data_wait_s=waited_s)
         step = int(line["step"])
 
 

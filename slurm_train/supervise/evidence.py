@@ -27,6 +27,7 @@ from slurm_train.rundir.events import (
     read_marks,
     read_preflight,
 )
+from slurm_train.rundir.heartbeat import has_joined
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
@@ -68,6 +69,8 @@ class Evidence:
     """The newest event of an agreed stop, {} for none."""
     hang: Mapping[str, Any]
     """The newest event of a hang, {} for none."""
+    had_joined: bool
+    """Whether the ranks had heartbeats: the trainer's have, and those of a program that has called `session.join`."""
 
     @property
     def asked_by(self) -> str:
@@ -195,6 +198,7 @@ def read_evidence(
         previous_marks=previous_marks,
         stop=newest_by_kind.get("stop", {}),
         hang=newest_by_kind.get("hang", {}),
+        had_joined=best_effort("the heartbeats", lambda: has_joined(run, attempt), False),
     )
 
 

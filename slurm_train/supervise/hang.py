@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_train.rundir.heartbeat import Beat, Limits
+from slurm_train.rundir.heartbeat import NOT_WATCHED, Beat, Limits
 from slurm_train.supervise.stragglers import ranks_in_words
 
 # What torch calls the first group.
@@ -265,7 +265,7 @@ class Observer:
         )
 
     def _working(self) -> dict[int, _Seen]:
-        return {rank: seen for rank, seen in self._seen.items() if seen.beat.phase != "end"}
+        return {rank: seen for rank, seen in self._seen.items() if seen.beat.phase not in NOT_WATCHED}
 
     def _frozen(self, working: Mapping[int, _Seen]) -> list[int]:
         limits = self._limits

@@ -238,14 +238,14 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
     Args:
         run: the run.
         attempt: number of the attempt.
-        config: which of the two are wanted; a user's own code has no heartbeats.
+        config: which of the two are wanted; a user's own program has heartbeats from `session.join` on.
         world_size: ranks.
         end_ranks: kills them.
     """
     monitor, limits = Monitor(), limits_of(config)
     if limits is not None:
         monitor.add(HangWatchdog(run, attempt, limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock))
-    if config.health.pace_every_steps is not None and config.trains:
+    if config.health.pace_every_steps is not None:
         monitor.add(StragglerSearch(run, attempt, excess=config.health.straggler_excess, world_size=world_size))
     return monitor
 

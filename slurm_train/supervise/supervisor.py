@@ -18,6 +18,7 @@ from typing import Any
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
 from slurm_train.launch.snapshot import require_sealed
+from slurm_train.metrics import last_numbers
 from slurm_train.rundir.attempts import (
     AttemptStart,
     Round,
@@ -101,8 +102,9 @@ class Supervisor:
         run: the run.
         scheduler: what started the job.
         settings: when to come back.
-        committed_step: gives the step of the newest checkpoint, -1 if there is none; None for a user's own code:
-            its progress is the newest logged step, and how often its job comes back has no limit.
+        committed_step: gives the step of the newest checkpoint, -1 if there is none. None, here or from it, where
+            checkpoints are not known, as of a user's own program that has saved none here: its progress is the newest
+            logged step, and how often its job comes back has no limit.
         is_own_code: the ranks run a user's function or script, which leaves no `result.json` of ours: ending with 0
             on a job that Slurm still calls running is its mark of being done.
     """
@@ -113,7 +115,7 @@ class Supervisor:
         scheduler: Scheduler,
         settings: RequeueSection,
         *,
-        committed_step: Callable[[], int] | None = None,
+        committed_step: Callable[[], int | None] | None = None,
         is_own_code: bool = False,
     ) -> None:
         self._run = run
@@ -299,7 +301,7 @@ class Supervisor:
                 record=job,
                 restart_count=self._restart_count,
                 is_early=job is not None and self._is_early(job, evidence.end_unix_s),
-                can_relaunch=self._can_relaunch(diagnosis),
+                can_relaunch=self._can_relaunch(diagnosis, had_joined=evidence.had_joined),
             ),
             nodes=self._nodes_for(around.lost_nodes, diagnosis.to_avoid),
             course=self._course(evidence, is_repeated=diagnosis.is_repeated),
@@ -317,6 +319,7 @@ class Supervisor:
     def _course(self, evidence: Evidence, *, is_repeated: bool) -> Course:
         """Returns how the attempts went, up to the one that has ended."""
         lacks_progress = not evidence.has_progress
+        is_known = not self._is_own_code or evidence.progress["last_committed"] is not None
         earlier_ends = evidence.earlier_ends
         times = {
             "time_unix_s": evidence.start_unix_s,
@@ -325,7 +328,7 @@ class Supervisor:
         }
         return Course(
             failures_without_progress=earlier_ends["failed"] + 1 if lacks_progress else 0,
-            earlier_ends=earlier_ends if lacks_progress and self._committed_step is not None else None,
+            earlier_ends=earlier_ends if lacks_progress and is_known else None,
             is_repeated=is_repeated,
             summary=course_of(times),
         )
@@ -339,16 +342,17 @@ class Supervisor:
         is_running = job is None or job.get("JobState") == "RUNNING"
         if self._is_own_code and exit_code == EXIT_DONE and is_running:
             result = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
+            result |= best_effort("the metrics", lambda: last_numbers(run.metrics), dict[str, float]())
             best_effort("the result", lambda: publish_result(run, attempt, result), None)
             return True
         return best_effort("the result", lambda: is_there(run.result), False)
 
-    def _can_relaunch(self, diagnosis: Diagnosis) -> bool:
+    def _can_relaunch(self, diagnosis: Diagnosis, *, had_joined: bool) -> bool:
         """Returns whether the ranks may be started again in this allocation."""
         if not (self._settings.enabled and self._scheduler.can_relaunch):
             return False
-        # A user's own code does not resume by itself; none of it has run if the nodes were found unfit before.
-        return not (self._is_own_code and diagnosis.had_begun)
+        # A user's own code resumes if it is part of the session; none of it has run if the nodes were found unfit.
+        return not self._is_own_code or had_joined or not diagnosis.had_begun
 
     def _nodes_for(self, lost: tuple[str, ...], to_avoid: tuple[str, ...]) -> NodesAtEnd:
         """Returns the nodes to leave, as far as the job can do without them, and the spares for them."""

@@ -71,6 +71,7 @@ from slurm_train.rundir.events import SaveLog, append_event
 from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints
 from slurm_train.rundir.timing import Spent, StepTimes
+from slurm_train.session.stopping import Stopping
 from slurm_train.train.callbacks import Callback, Monitor, build_callbacks
 from slurm_train.train.compile_cache import CompileCache, mark_compilations, require_compiler
 from slurm_train.train.context import Parts, Rank, gather
@@ -106,7 +107,6 @@ from slurm_train.train.step import (
     send_bfloat16,
     sent_bytes,
 )
-from slurm_train.train.stopping import Stopping
 from slurm_train.train.trainer import Trainer
 
 
@@ -511,7 +511,13 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
         schedule=build_schedule(config.optim, peak_lr=peak_lr, total_samples=total_samples),
         evaluator=evaluator,
         recorder=recorder,
-        stopping=Stopping(rank, spent=None if display is None else spent),
+        stopping=Stopping(
+            rank.run,
+            rank.attempt,
+            rank.stop,
+            spent=None if display is None else spent,
+            group=lambda: dist.group.WORLD,
+        ),
         step_times=step_times,
         probe=PaceProbe(
             passes.ddp,

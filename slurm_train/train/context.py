@@ -40,7 +40,8 @@ from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import EXIT_DONE, ConfigError
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.signals import StopFlag
+from slurm_train.session.client import Session, enter
+from slurm_train.session.signals import StopFlag
 
 _LONGEST_SUSPENSION_S = 7 * 86400.0
 _DETERMINISTIC = {
@@ -129,7 +130,7 @@ class Rank:
         Args:
             timeout_s: without a watchdog.
         """
-        has_watchdog = self.is_watched and limits_of(self.config) is not None
+        has_watchdog = self.is_watched and self.config.trains and limits_of(self.config) is not None
         return max(timeout_s, _LONGEST_SUSPENSION_S) if has_watchdog else timeout_s
 
     def enter_device(self) -> None:
@@ -258,6 +259,8 @@ class TaskContext:
     """`stop.requested` turns 1 when this rank is asked to stop; agree on it with the others, save, return 75."""
     attempt: int
     """Counts the starts of this run, from 0."""
+    session: Session
+    """Its part in the run: `report`, `should_stop`, `save`, `newest`, `leave`; `session.join` gives it as well."""
 
 
 def run_task(rank: Rank) -> int:
@@ -272,10 +275,20 @@ def run_task(rank: Rank) -> int:
     rank.join()
     use_timeout(config.train.steady_timeout_s)
     seed_everything(config.seed, data_parallel_rank=rank.place.rank)
+    session = enter(
+        rank.run, config, rank.place, rank.env, attempt=rank.attempt, stop=rank.stop, heartbeat=rank.heartbeat
+    )
     context = TaskContext(
-        config=config, run=rank.run, place=rank.place, device=rank.device, stop=rank.stop, attempt=rank.attempt
+        config=config,
+        run=rank.run,
+        place=rank.place,
+        device=rank.device,
+        stop=rank.stop,
+        attempt=rank.attempt,
+        session=session,
     )
     code = instantiate(config.task, context=context)
+    session.close()
     if code is not None and type(code) is not int:
         raise ConfigError(
             f"task._target_={config.task.get('_target_')} returned {code!r}, which is no exit code",

@@ -27,11 +27,11 @@ from slurm_train.data.source import SampleSource, is_nested, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
+from slurm_train.session.signals import StopFlag
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.metrics import sample_text
 from slurm_train.train.preserve import modes_kept, preserved
-from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import in_precision, to_device
 
 if TYPE_CHECKING:

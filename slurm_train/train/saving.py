@@ -24,10 +24,11 @@ import torch.distributed as dist
 from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.division import CALLBACKS, Agreement, Division, full_name, leaves_of, own_part, own_tensors
+from slurm_train.checkpoint.filling import Saved
 from slurm_train.checkpoint.load import Choice, choose_checkpoint, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-from slurm_train.checkpoint.save import BackgroundSaver, Outcome, Saved, save_to
+from slurm_train.checkpoint.save import BackgroundSaver, Outcome, save_to
 from slurm_train.checkpoint.state import (
     StagingBuffers,
     merge_state,

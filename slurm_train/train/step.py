@@ -36,13 +36,13 @@ from slurm_train.distributed.parallelize import own_positions, whole_parameters
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.models.head import group_named
+from slurm_train.session.signals import StopFlag
 from slurm_train.train.buckets import BucketOrder
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import LR_SCALE, Update
 from slurm_train.train.preserve import preserved
-from slurm_train.train.signals import StopFlag
 
 STOP, COUNT, LOSS, NON_FINITE, SQUARES = range(5)
 """The agreed numbers: ranks asked to stop, items, sum of losses, micro-batches with a non-finite loss. With shards also

@@ -22,6 +22,7 @@ from slurm_train.distributed.group import use_timeout
 from slurm_train.distributed.seeds import mix
 from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import StepTimes
+from slurm_train.session.stopping import Stopping
 from slurm_train.train.buffers import UnsavedState
 from slurm_train.train.callbacks import Callback, Training
 from slurm_train.train.compile_cache import CompileCache
@@ -33,7 +34,6 @@ from slurm_train.train.optimizer import Schedule, averaged, to_average
 from slurm_train.train.position import Position
 from slurm_train.train.saving import Checkpointer, SavePace
 from slurm_train.train.step import StepFacts, Stepper, StepResult
-from slurm_train.train.stopping import Stopping
 
 _COLLECT_EVERY_STEPS = 100
 # What has lived through a collection of the young is freed by a full one only.

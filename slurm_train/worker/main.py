@@ -16,9 +16,9 @@ from typing import NoReturn
 from slurm_train.errors import RunError
 from slurm_train.rundir.node_disk import kernel_variables
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.signals import StopFlag, hold_continue, install
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.supervise.ranks import WAITS
-from slurm_train.train.signals import StopFlag, hold_continue, install
 
 
 def main(words: Sequence[str]) -> NoReturn:

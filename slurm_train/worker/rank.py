@@ -48,11 +48,11 @@ from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import step_of_attempt
+from slurm_train.session.signals import NodeLeader, StopFlag, release_continue, start_orphan_watchdog, was_continued
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.activity import live_holder
 from slurm_train.supervise.hang import recording_environment
-from slurm_train.train.signals import NodeLeader, StopFlag, release_continue, start_orphan_watchdog, was_continued
 from slurm_train.worker.output import outlive_terminal
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"

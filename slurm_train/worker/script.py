@@ -15,9 +15,8 @@ from typing import NoReturn
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.client import RUN_DIR
 
-RUN_DIR = "SLURM_TRAIN_RUN_DIR"
-"""Variable that names the directory of the run to a script: a place for its checkpoints, the same at each attempt."""
 _RUNNER = Path(__file__).with_name("script_main.py")
 
 

@@ -24,9 +24,9 @@ from slurm_train.rundir.attempts import has_successor, newest_round, was_saved
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.slurm.devices import visible_gpus
-from slurm_train.train.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 
 _LOOK_EVERY_S = 0.5
 

@@ -399,7 +399,7 @@ def training(size: int, folder: Path) -> Cost:
     from slurm_train.rundir.attempts import check_fence
     from slurm_train.rundir.heartbeat import Heartbeat
     from slurm_train.rundir.paths import RunDirectory
-    from slurm_train.train.signals import NodeLeader, start_orphan_watchdog
+    from slurm_train.session.signals import NodeLeader, start_orphan_watchdog
 
     run = RunDirectory(folder / "n" / "run")
     run.attempt_logs(0).mkdir(parents=True)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from slurm_train.checkpoint.division import own_tensors, part_if_alike
-from slurm_train.checkpoint.save import BackgroundSaver, Saved, save_checkpoint
+from slurm_train.checkpoint.filling import Saved
+from slurm_train.checkpoint.save import BackgroundSaver, save_checkpoint
 from slurm_train.checkpoint.state import StagingBuffers, can_pin, training_state
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError, RunError

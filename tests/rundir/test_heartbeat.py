@@ -120,7 +120,7 @@ def test_stopped_time_is_left_out_and_busy_time_is_not() -> None:
 
 PROGRAM = """
 import sys, threading, time
-from slurm_train.train.signals import hold_continue, was_continued
+from slurm_train.session.signals import hold_continue, was_continued
 from slurm_train.rundir.heartbeat import AwakeClock
 hold_continue()
 clock = AwakeClock(was_continued=was_continued)

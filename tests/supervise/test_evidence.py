@@ -27,6 +27,7 @@ EVIDENCE = Evidence(
     previous_marks=[],
     stop={},
     hang={},
+    had_joined=True,
 )
 QUIET = Surroundings(srun_words="", lost_nodes=(), had_oom_kill=False, head_node="node1")
 KILLED = "rank 3 on node2: Killed"

@@ -13,8 +13,8 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.signals import StopFlag
 from slurm_train.train.context import Parts, Rank
-from slurm_train.train.signals import StopFlag
 
 
 def make_rank(

@@ -22,7 +22,7 @@ import json, os, sys, torch
 import torch.distributed as dist
 from torch import nn
 from slurm_train.config.schema import DdpSection
-from slurm_train.train.signals import StopFlag
+from slurm_train.session.signals import StopFlag
 from slurm_train.train.step import TrainingModule, build_ddp, send_bfloat16
 
 cases, steps = json.loads(sys.argv[1]), int(sys.argv[2])

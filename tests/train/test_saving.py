@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from slurm_train.checkpoint.division import Division
-from slurm_train.checkpoint.save import BackgroundSaver, Saved
+from slurm_train.checkpoint.filling import Saved
+from slurm_train.checkpoint.save import BackgroundSaver
 from slurm_train.checkpoint.state import StagingBuffers
 from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.config.schema import OptimSection
@@ -24,11 +25,11 @@ from slurm_train.rundir.files import write_record
 from slurm_train.rundir.lineage import read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
+from slurm_train.session.signals import StopFlag
+from slurm_train.session.stopping import Stopping
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.position import Position
 from slurm_train.train.saving import Checkpointer, SavePace, failure_every_s, interval_steps
-from slurm_train.train.signals import StopFlag
-from slurm_train.train.stopping import Stopping
 from tests.support.ranks import make_rank
 from tests.support.small_checkpoints import checkpoint_of, steps_in
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
@@ -262,7 +263,7 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
     run = run_with(tmp_path, Notice(end_unix_s=2000.0, limit_s=3600.0, kill_wait_s=5.0))
     spent = Spent(begin_unix_s=0, longest_save_s=20.0, longest_step_s=5.0)  # 15 + 1.5 x (10 + 40) = 90
     now, flag = [1909.0], StopFlag()
-    stopping = Stopping(make_rank(run.path, stop=flag), spent=spent, now=lambda: now[0])
+    stopping = Stopping(run, 0, flag, spent=spent, now=lambda: now[0])
     stopping.look()
     assert not flag.requested
     now[0] = 1911.0
@@ -273,15 +274,14 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
 @pytest.mark.parametrize("notice", [Notice(), Notice(kill_wait_s=5.0)])
 def test_without_a_limit_the_clock_asks_for_nothing(tmp_path: Path, notice: Notice) -> None:
     flag = StopFlag()
-    rank = make_rank(run_with(tmp_path, notice).path, stop=flag)
-    Stopping(rank, spent=Spent(begin_unix_s=0), now=lambda: 1e12).look()
+    Stopping(run_with(tmp_path, notice), 0, flag, spent=Spent(begin_unix_s=0), now=lambda: 1e12).look()
     assert not flag.requested
 
 
 def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
     run, flag = run_with(tmp_path, Notice(end_unix_s=1e12)), StopFlag()
     run.stop_file.touch()
-    stopping = Stopping(make_rank(run.path, stop=flag), spent=Spent(begin_unix_s=0), now=lambda: 1000.0)
+    stopping = Stopping(run, 0, flag, spent=Spent(begin_unix_s=0), now=lambda: 1000.0)
     stopping.look()
     assert flag.ask()[0] == "file"
     assert stopping.decide_save(step=7) == (None, "") and stop_of(run)["step"] == 7

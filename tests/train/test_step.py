@@ -23,12 +23,12 @@ from slurm_train.config.schema import DdpSection, HealthSection, OptimSection, R
 from slurm_train.data.batches import MicroBatch, Prefetch
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.objective import Objective
+from slurm_train.session.signals import StopFlag
 from slurm_train.train.build import build_stepper
 from slurm_train.train.context import Parts, native_precision
 from slurm_train.train.health import refuse
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import Update, build_optimizer, can_call_kernel
-from slurm_train.train.signals import StopFlag
 from slurm_train.train.step import (
     DeviceCopies,
     Passes,

@@ -14,7 +14,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(Path(__file__).resolve().parent)]
 
-from slurm_train.train.signals import StopFlag, install  # noqa: E402  # the handlers come before torch
+from slurm_train.session.signals import StopFlag, install  # noqa: E402  # the handlers come before torch
 
 
 def main() -> int:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.signals import StopFlag
 from slurm_train.supervise.ranks import WAITS
-from slurm_train.train.signals import StopFlag
 from slurm_train.worker import rank
 from slurm_train.worker.rank import allocator_environment, message_of, place_of
 from tests.support.command_line import REPOSITORY

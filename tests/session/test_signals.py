@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.train.signals import (
+from slurm_train.session.signals import (
     FENCE_EVERY_S,
     STOP_SIGNALS,
     NodeLeader,
@@ -85,7 +85,7 @@ def test_an_orphan_and_an_overtaken_rank_are_ended_once(orphaned: int, overtaken
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from slurm_train.train.signals import start_orphan_watchdog
+from slurm_train.session.signals import start_orphan_watchdog
 def leave():
     os._exit(71)
 start_orphan_watchdog(
@@ -109,7 +109,7 @@ def test_a_process_whose_parent_is_killed_ends(tmp_path: Path) -> None:
 
 LEADER = """
 import sys
-from slurm_train.train.signals import NodeLeader
+from slurm_train.session.signals import NodeLeader
 leader = NodeLeader(sys.argv[1])
 for _ in sys.stdin:
     print(leader.leads(), flush=True)

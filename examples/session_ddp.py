@@ -1,0 +1,79 @@
+"""A plain DDP loop that is part of its run: watched, stopped at a step boundary, resumed exactly.
+
+From this folder; stop it with Ctrl-C and type the same again:
+
+    python -m slurm_train "script=[session_ddp.py,--steps,400]"
+    python -m slurm_train +cluster=2x2 "script=[session_ddp.py,--steps,400]"
+
+The lines with `run` are all that was added. Without them, or under plain `python`, it is the same program.
+"""
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from slurm_train import session
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--save-every", type=int, default=50)
+parser.add_argument("--step-s", type=float, default=0.0, help="seconds that a step takes at least")
+options = parser.parse_args()
+
+run = session.join()
+if run.world_size > 1:
+    dist.init_process_group("nccl" if run.device.type == "cuda" else "gloo")
+torch.manual_seed(run.rank)
+x = torch.linspace(-3, 3, 1024).unsqueeze(1)
+data = TensorDataset(x, x.sin())
+sampler = DistributedSampler(data, num_replicas=run.world_size, rank=run.rank, seed=1)
+loader = DataLoader(data, batch_size=16, sampler=sampler)
+net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1)).to(run.device)
+model = DistributedDataParallel(net) if run.world_size > 1 else net
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+step = 0
+checkpoint = run.newest()
+if checkpoint is not None:
+    step = checkpoint.step
+    state = torch.load(checkpoint.path / "state.pt", weights_only=True, map_location=run.device)
+    net.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(torch.load(checkpoint.path / f"rng_{run.rank}.pt", weights_only=True))
+
+while step < options.steps:
+    epoch, done = divmod(step, len(loader))
+    sampler.set_epoch(epoch)
+    # The loader draws a seed for its workers from the generator that dropout uses.
+    generator_state = torch.get_rng_state()
+    batches = iter(loader)
+    torch.set_rng_state(generator_state)
+    for number, (inputs, targets) in enumerate(batches):
+        if number < done:
+            continue
+        loss = nn.functional.mse_loss(model(inputs.to(run.device)), targets.to(run.device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        time.sleep(options.step_s)
+        run.report(step, loss=loss.item(), max_steps=options.steps)
+        stop = run.should_stop()
+        if stop or step % options.save_every == 0 or step == options.steps:
+            with run.save(step) as folder:
+                torch.save(torch.get_rng_state(), folder / f"rng_{run.rank}.pt")
+                if run.rank == 0:
+                    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
+        if stop and step < options.steps:
+            run.leave()
+        if step == options.steps:
+            break
+print(f"rank {run.rank} of {run.world_size}: loss {loss.item():.6f} after {step} steps", flush=True)
+if run.world_size > 1:
+    dist.destroy_process_group()

@@ -1,0 +1,562 @@
+"""What a program that trains by itself says to its run, and asks of it.
+
+It is called on every rank. In a run each rank has its heartbeat from `join` on, which `status` and the watchdog read;
+`report` says how far it is; `should_stop`, `save` and `newest` are the ranks' common decisions. Outside of a run, under
+plain Python or another launcher, nothing is written, nobody asks for a stop, and `save` gives a directory that goes.
+
+The ranks exchange by torch.distributed where the program has opened it, else by sockets (`session.peers`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.manifest import DIRECTORY, CheckpointHeader
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig
+from slurm_train.distributed.master import is_under_torchrun
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import EXIT_REQUEUE, CheckpointError, RunError, SlurmTrainError
+from slurm_train.metrics import MetricsWriter
+from slurm_train.rundir.attempts import check_fence, note_saved
+from slurm_train.rundir.events import SaveLog
+from slurm_train.rundir.files import fsync_file, read_json
+from slurm_train.rundir.heartbeat import Heartbeat, limits_of
+from slurm_train.rundir.lineage import Origin, record_origin
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.timing import Spent, StepTimes
+from slurm_train.session.peers import GroupChooser
+from slurm_train.session.saving import DirectorySave
+from slurm_train.session.signals import StopFlag, install
+from slurm_train.session.stopping import Stopping
+
+if TYPE_CHECKING:
+    import torch
+
+RUN_DIR = "SLURM_TRAIN_RUN_DIR"
+"""Variable that names the directory of the run to a script: a place for its files, the same at each attempt."""
+_ATTEMPT = "SLURM_TRAIN_ATTEMPT"
+_ACCOUNT_EVERY_S = 2.0
+# As long as a job may be suspended; the watchdog, which knows of that, ends ranks that wait in vain.
+_WATCHED_TIMEOUT_S = 7 * 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint of this run whose every byte was verified."""
+
+    path: Path
+    """Its directory, with what all ranks have written."""
+    step: int
+    world_size: int
+    """Ranks that wrote it."""
+
+
+class Session:
+    """One rank of a program, outside of a run: nothing is written, and nobody asks for a stop.
+
+    Args:
+        place: this rank.
+        env: its environment.
+    """
+
+    def __init__(self, place: RankPlace, env: Mapping[str, str]) -> None:
+        self._place, self._env = place, env
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this process is a rank of a run."""
+        return False
+
+    @property
+    def rank(self) -> int:
+        """0 to `world_size` - 1."""
+        return self._place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of the rank on its node."""
+        return self._place.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._place.world_size
+
+    @property
+    def node(self) -> str:
+        """Name of this rank's node."""
+        return self._place.host
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device: its GPU, or the CPU. Imports torch; makes nothing the current device."""
+        from slurm_train.distributed.group import choose_device
+
+        return choose_device(self._place, self._env)
+
+    @property
+    def run_directory(self) -> Path | None:
+        """The directory of the run, the same in each attempt; None outside of a run."""
+        return None
+
+    @property
+    def attempt(self) -> int:
+        """Number of this start of the run, from 0."""
+        return 0
+
+    def report(self, step: int, /, **numbers: Any) -> None:
+        """Says that a step is done; with numbers, rank 0 writes them into metrics.jsonl. On all ranks, not collective.
+
+        Args:
+            step: how many optimizer steps are done, over all attempts.
+            **numbers: what `float` takes, e.g. loss, lr, eval_loss; `max_steps` gives `status` the time that is left.
+                Only rank 0 converts them; a tensor on a GPU makes it wait for the GPU.
+        """
+
+    def mark(self, phase: str) -> None:
+        """Says what this rank does now, and that it makes progress: in an evaluation, say, whose steps are no training.
+
+        Args:
+            phase: "data", "step" or "evaluate".
+        """
+
+    def should_stop(self) -> str:
+        """Returns why all ranks are to save and stop here, "" to go on. Collective.
+
+        Returns:
+            How rank 0 was asked: "TERM" (preemption, or cancel), "USR2" or "clock" (the time limit is near), "file"
+            (somebody has made the file STOP), or "another rank".
+        """
+        return ""
+
+    @contextlib.contextmanager
+    def save(self, step: int, /) -> Iterator[Path]:  # noqa: ARG002  # outside of a run nothing has a name
+        """Gives each rank an empty directory, and makes a checkpoint of what all of them have written. Collective.
+
+        Args:
+            step: how many optimizer steps are done.
+
+        Raises:
+            SlurmTrainError: on every rank, if it fails on any; the checkpoint before it is untouched.
+        """
+        with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:
+            yield Path(folder)
+
+    def newest(self) -> Checkpoint | None:
+        """Returns the newest checkpoint that verifies, the same on all ranks; None where there is none. Collective.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none of them verifies.
+        """
+        return None
+
+    def leave(self) -> NoReturn:
+        """Ends the program after a save at a stop: the run goes on from there when it is started again."""
+        raise SystemExit(EXIT_REQUEUE)
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What rank 0 has counted since its newest report."""
+
+    since_s: float
+    step: int | None = None
+    """The newest that was reported."""
+    apart_s: float = 0.0
+    """Seconds since then that were no step's: saves, mostly."""
+    account_due_s: float = 0.0
+    lines: deque[dict[str, Any]] = field(default_factory=deque)
+    """Of metrics.jsonl, not written yet."""
+
+
+class JoinedSession(Session):
+    """One rank of a run.
+
+    Wide because it is the one object that a program holds, whatever it wants of its run.
+
+    Args:
+        run: the run.
+        config: its configuration.
+        place: this rank.
+        env: its environment.
+        attempt: number of the attempt.
+        stop: set by the signal handlers, which are installed already.
+        heartbeat: not started yet.
+        is_under_agent: whether torchrun's agent sees the exit code of this process.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: RunConfig,
+        place: RankPlace,
+        env: Mapping[str, str],
+        *,
+        attempt: int,
+        stop: StopFlag,
+        heartbeat: Heartbeat,
+        is_under_agent: bool = False,
+    ) -> None:
+        super().__init__(place, env)
+        self._is_under_agent = is_under_agent
+        self._run, self._attempt, self._stop, self._heartbeat = run, attempt, stop, heartbeat
+        self._begin_unix_s = time.time()
+        has_watchdog = limits_of(config) is not None
+        self._group = GroupChooser(
+            run,
+            attempt,
+            place,
+            env,
+            start_timeout_s=config.train.start_timeout_s,
+            timeout_s=_WATCHED_TIMEOUT_S if has_watchdog else config.checkpoint.save_timeout_s,
+        )
+        self._checkpoints = Place(
+            root=run.checkpoints,
+            attempt=attempt,
+            keep=config.checkpoint.keep,
+            fence=partial(check_fence, run, attempt),
+            is_leader=place.is_first,
+        )
+        self._spent = Spent(begin_unix_s=self._begin_unix_s) if place.is_first else None
+        self._stopping = Stopping(run, attempt, stop, spent=self._spent, group=self._group)
+        self._saves = SaveLog(run, attempt) if place.is_first else None
+        self._times = StepTimes(run, attempt, rank=place.rank, host=place.host, clock=heartbeat.clock)
+        self._steps = _Steps(heartbeat.clock())
+        self._writer: MetricsWriter | None = None
+        self._lock = threading.Lock()
+        self._origin = Origin()
+        self._has_moved_on = False
+        self._reason = ""
+        self._open_heartbeat(config)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this process is a rank of a run."""
+        return True
+
+    @property
+    def run_directory(self) -> Path:
+        """The directory of the run, the same in each attempt."""
+        return self._run.path
+
+    @property
+    def attempt(self) -> int:
+        """Number of this start of the run, from 0."""
+        return self._attempt
+
+    def report(self, step: int, /, **numbers: Any) -> None:
+        """See `Session.report`."""
+        heartbeat, steps = self._heartbeat, self._steps
+        now = heartbeat.clock()
+        seconds = max(now - steps.since_s - steps.apart_s, 0.0)
+        is_first_report = steps.step is None
+        num = 0 if steps.step is None else step - steps.step
+        heartbeat.step = step
+        heartbeat.phase = "step"
+        heartbeat.marks += 1
+        if num > 0:
+            # Of the first step only the end is known.
+            heartbeat.settled = True
+            self._times.add(seconds / num, 0.0)
+        if num != 0 or is_first_report:
+            steps.step, steps.since_s, steps.apart_s = step, now, 0.0
+        if self._spent is None:
+            return
+        if is_first_report:
+            self._spent.first_step = self._origin.step
+            self._spent.steps = max(step - self._origin.step, 0)
+            self._spent.add("compile_s", seconds)
+        elif num > 0:
+            self._spent.add_steps(num, seconds=seconds, data_wait_s=0.0)
+        if numbers:
+            timing = {"step_time_s": seconds / num} if num > 0 else {}
+            steps.lines.append(self._line(step, numbers, timing))
+        if not self._has_moved_on:
+            self._move_on()
+
+    def mark(self, phase: str) -> None:
+        """See `Session.mark`."""
+        if self._heartbeat.phase != "joined":
+            self._heartbeat.mark(phase)
+
+    def should_stop(self) -> str:
+        """See `Session.should_stop`."""
+        if self._spent is not None:
+            self._stopping.look()
+        if self._reason or not self._any_is_asked():
+            return self._reason
+        self._reason, left_s = self._stopping.announce(step=self._heartbeat.step)
+        if self._place.is_first:
+            left = "" if left_s is None else f"; {left_s:.0f} s are left"
+            print(f"slurm_train: asked to stop at step {self._heartbeat.step} ({self._reason}){left}", file=sys.stderr)
+        return self._reason
+
+    @contextlib.contextmanager
+    def save(self, step: int, /) -> Iterator[Path]:
+        """See `Session.save`."""
+        start = self._heartbeat.clock()
+        phase = self._heartbeat.phase
+        if phase != "joined":
+            self._heartbeat.mark("save")
+        save = DirectorySave(self._checkpoints, self._header(step), self._group())
+        error = ""
+        num_bytes = 0
+        try:
+            folder = save.begin()
+            try:
+                yield folder
+            except BaseException as err:
+                # The others wait for this rank; they raise what it has raised.
+                with contextlib.suppress(SlurmTrainError):
+                    save.fail(err)
+                raise
+            save.fail(None)
+            self._make_metrics_durable()
+            saved = save.end()
+            num_bytes = saved.num_bytes
+            for problem in saved.problems if self._place.is_first else ():
+                print(f"slurm_train: {problem}", file=sys.stderr)
+        except BaseException as err:
+            error = f"{type(err).__name__}: {err}"
+            raise
+        finally:
+            self._count_save(step, self._heartbeat.clock() - start, num_bytes=num_bytes, error=error)
+            self._heartbeat.mark(phase)
+
+    def newest(self) -> Checkpoint | None:
+        """See `Session.newest`."""
+        # It has torch's tensors, too.
+        from slurm_train.checkpoint.load import choose_checkpoint
+
+        start = self._heartbeat.clock()
+        place = self._checkpoints
+        choice = choose_checkpoint(place.root, group=self._group(), attempt=place.attempt, fence=place.fence)
+        place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
+        self._origin = Origin() if choice is None else choice.origin
+        self._has_moved_on = False
+        self._set_apart(self._heartbeat.clock() - start, "load_s")
+        if choice is None:
+            return None
+        if not choice.manifest.is_directory:
+            raise CheckpointError(
+                f"{choice.path} was saved by the built-in trainer, not by a program of its own",
+                hint="start the program under another run.name",
+            )
+        if self._place.is_first:
+            for passed in choice.passed_over:
+                print(f"slurm_train: passed over {passed.path.name}: {passed.reason}", file=sys.stderr)
+            print(f"slurm_train: resuming from {choice.path.name} (step {choice.manifest.step})", file=sys.stderr)
+        return Checkpoint(path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size)
+
+    def leave(self) -> NoReturn:
+        """See `Session.leave`."""
+        self.close()
+        if self._is_under_agent:
+            # It would start ranks that end with another code than 0 again.
+            note_saved(self._run, self._attempt)
+            raise SystemExit(0)
+        raise SystemExit(EXIT_REQUEUE)
+
+    def close(self) -> None:
+        """Writes what is left to write; whatever comes now is no step any more."""
+        self._heartbeat.mark("end")
+        self._write_lines()
+        self._times.keep()
+        if self._spent is not None:
+            self._spent.write(self._run.account(self._attempt))
+
+    def _open_heartbeat(self, config: RunConfig) -> None:
+        heartbeat, env, place = self._heartbeat, self._env, self._place
+        job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+        heartbeat.phase = "joined"
+        heartbeat.also = self._write_now_and_then
+        heartbeat.record = _newest_collectives
+        heartbeat.start(
+            self._run,
+            self._attempt,
+            rank=place.rank,
+            local_rank=place.local_rank,
+            host=place.host,
+            limits=limits_of(config),
+            step_id=f"{job}.{step}" if job and step else "",
+        )
+
+    def _any_is_asked(self) -> bool:
+        """Returns whether any rank was asked to stop. Collective."""
+        requested = self._stop.requested
+        group = self._group()
+        self._heartbeat.marks += 1
+        if group is None:
+            return bool(requested)
+        if not hasattr(group, "gather_values"):
+            import torch
+            import torch.distributed as dist
+
+            box = torch.tensor(requested, dtype=torch.int32)
+            dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
+            return bool(box.item())
+        return any(on_every_rank(group, lambda: requested))
+
+    def _line(self, step: int, numbers: Mapping[str, Any], timing: Mapping[str, float]) -> dict[str, Any]:
+        values = {name: _number(value) for name, value in numbers.items()}
+        if not all(name.startswith("eval_") for name in values):
+            # Readers know the line of a step by its loss.
+            values.setdefault("loss", None)
+        facts = {"attempt": self._attempt, "world_size": self._place.world_size, "time_unix_s": time.time()}
+        return {"step": step, **values, **timing, **facts}
+
+    def _write_now_and_then(self) -> None:
+        """Called by the heartbeat's thread: a step costs no system call."""
+        self._write_lines()
+        self._times.keep_when_due()
+        now = time.monotonic()
+        if self._spent is not None and now >= self._steps.account_due_s:
+            self._steps.account_due_s = now + _ACCOUNT_EVERY_S
+            self._spent.write(self._run.account(self._attempt))
+
+    def _write_lines(self) -> None:
+        lines = self._steps.lines
+        with self._lock:
+            if lines and self._writer is None:
+                self._writer = MetricsWriter(self._run.metrics)
+            while lines:
+                assert self._writer is not None
+                self._writer.write(lines[0])
+                lines.popleft()
+
+    def _make_metrics_durable(self) -> None:
+        # No later attempt reports the steps that a checkpoint has. Without the lines training can go on.
+        if self._place.is_first:
+            with contextlib.suppress(OSError):
+                self._write_lines()
+                fsync_file(self._run.metrics)
+
+    def _move_on(self) -> None:
+        """Takes note that a step was taken from what was loaded; what was passed over for it is left behind."""
+        # Where the file system refuses, the next step tries again; a newer attempt is found by the next save.
+        with contextlib.suppress(OSError, RunError):
+            self._checkpoints.move_aside()
+            record_origin(self._run, self._attempt, self._origin)
+            self._has_moved_on = True
+
+    def _set_apart(self, seconds: float, cause: str) -> None:
+        """Takes time that was no step's out of the step that is under way."""
+        self._steps.apart_s += seconds
+        if self._spent is not None:
+            self._spent.add(cause, seconds)
+
+    def _count_save(self, step: int, seconds: float, *, num_bytes: int, error: str) -> None:
+        self._set_apart(seconds, "checkpoint_stall_s")
+        if self._spent is not None and not error:
+            self._spent.longest_save_s = max(self._spent.longest_save_s, seconds)
+        if self._saves is not None:
+            self._saves.stalled(step, seconds)
+            self._saves.ended(step, num_bytes=num_bytes, save_s=seconds, error=error)
+
+    def _header(self, step: int) -> CheckpointHeader:
+        place, plan = self._place, read_json(self._run.plan) or {}
+        try:
+            torch_version = version("torch")
+        except PackageNotFoundError:
+            torch_version = ""
+        return CheckpointHeader(
+            step=step,
+            samples=0,
+            epoch=0,
+            world_size=place.world_size,
+            mesh={"dp_replicate": place.world_size},
+            batch_plan={},
+            config_hash=str(plan.get("config_hash", self._run.run_id)),
+            data_fingerprint="",
+            torch_version=torch_version,
+            attempt=self._attempt,
+            job=self._env.get("SLURM_JOB_ID", "local"),
+            written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
+            parent=self._origin.save_id,
+            extra={"kind": DIRECTORY},
+        )
+
+
+_joined: list[Session] = []
+
+
+def join() -> Session:
+    """Returns this process's part in its run; the same object each time.
+
+    To be called early: until then a stop signal ends the process. A process that a rank has started itself, such as a
+    worker of a data loader, is outside of the run.
+
+    Raises:
+        SlurmTrainError: the run directory cannot be read.
+    """
+    if not _joined:
+        env = dict(os.environ)
+        place = RankPlace.from_env(env)
+        is_rank = multiprocessing.parent_process() is None and bool(env.get(RUN_DIR)) and _ATTEMPT in env
+        _joined.append(_join(RunDirectory(Path(env[RUN_DIR])), place, env) if is_rank else Session(place, env))
+    return _joined[0]
+
+
+def enter(
+    run: RunDirectory,
+    config: RunConfig,
+    place: RankPlace,
+    env: Mapping[str, str],
+    *,
+    attempt: int,
+    stop: StopFlag,
+    heartbeat: Heartbeat,
+) -> JoinedSession:
+    """Opens the session that `join` returns from now on; the worker calls it for a user's own function."""
+    session = JoinedSession(run, config, place, env, attempt=attempt, stop=stop, heartbeat=heartbeat)
+    _joined[:] = [session]
+    return session
+
+
+def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> JoinedSession:
+    stop = StopFlag()
+    install(stop)
+    session = JoinedSession(
+        run,
+        load_config(run.config),
+        place,
+        env,
+        attempt=int(env[_ATTEMPT]),
+        stop=stop,
+        heartbeat=Heartbeat(),
+        is_under_agent=is_under_torchrun(env),
+    )
+    atexit.register(session.close)
+    return session
+
+
+def _newest_collectives() -> bytes | None:
+    if "torch.distributed" not in sys.modules:
+        return None
+    from slurm_train.distributed.group import newest_collectives
+
+    return newest_collectives()
+
+
+def _number(value: Any) -> float | int | None:
+    """Returns a value as JSON has it: a number that is not finite is null."""
+    number = value if type(value) is int else float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,184 @@
+"""Checkpoints that a user's own program fills with its files.
+
+Each rank writes into a directory of its own, so nothing that one rank writes can meet what another writes; then all
+files go into one directory, which becomes a checkpoint as the trainer's do (`checkpoint.filling`). What a library wants
+in one place, each rank with file names of its own, is there when it is read. Nothing is known of the files but bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from slurm_train.checkpoint.agreement import Group, as_agreed, on_every_rank, rank_in
+from slurm_train.checkpoint.commit import DIRECTORY_MODE, Place
+from slurm_train.checkpoint.filling import Filling, Records, Saved, begin_filling
+from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, check_file_name, seal_file
+from slurm_train.errors import CheckpointError, SlurmTrainError
+from slurm_train.rundir.files import for_each, fsync_directory, make_folder
+
+_NUM_NAMED = 5
+
+
+class DirectorySave:
+    """The save of one step. All ranks call `begin`, then `end` or `fail`.
+
+    Args:
+        place: the run directory's checkpoints.
+        header: rank 0's facts count.
+        group: all ranks; None for one.
+    """
+
+    def __init__(self, place: Place, header: CheckpointHeader, group: Group | None) -> None:
+        self._place, self._header, self._group = place, header, group
+        self._filling: Filling | None = None
+        self._folder = Path()
+
+    def begin(self) -> Path:
+        """Returns this rank's empty directory. Collective.
+
+        Raises:
+            SlurmTrainError: on every rank.
+        """
+        filling = begin_filling(self._place, self._header, group=self._group)
+        self._filling = filling
+        parent = filling.staging
+        if filling.is_saved:
+            # The program writes in any case; what it writes goes nowhere.
+            parent = on_every_rank(self._group, self._open_spare)[0]
+        self._folder = parent / f".rank_{rank_in(self._group):05d}"
+        on_every_rank(self._group, self._make_folder)
+        return self._folder
+
+    def end(self) -> Saved:
+        """Makes the files durable and the directory a checkpoint; returns it. Collective.
+
+        Raises:
+            SlurmTrainError: on every rank; what was written is removed.
+        """
+        filling = self._filling
+        assert filling is not None
+        if filling.is_saved:
+            self._discard()
+            return Saved(filling.staging, manifest=None)
+        try:
+            records = on_every_rank(self._group, lambda: seal_files(self._folder))
+            chosen = choose_writers(records)
+            on_every_rank(self._group, lambda: self._bring_together(filling.staging, chosen))
+            return filling.commit(chosen)
+        except SlurmTrainError:
+            self._discard()
+            raise
+
+    def fail(self, error: BaseException | None) -> None:
+        """Ends a save that some rank could not write; what was written is removed. Collective.
+
+        Args:
+            error: of this rank; None where another rank's matters.
+
+        Raises:
+            SlurmTrainError: on every rank.
+        """
+
+        def raise_it() -> None:
+            if error is not None:
+                raise as_agreed(error)
+
+        try:
+            on_every_rank(self._group, raise_it)
+        except SlurmTrainError:
+            self._discard()
+            raise
+
+    def _open_spare(self) -> Path:
+        return self._place.open_staging(self._header.step) if self._place.is_leader else Path()
+
+    def _make_folder(self) -> None:
+        self._folder.mkdir(mode=DIRECTORY_MODE)
+        make_folder(self._folder)
+
+    def _bring_together(self, target: Path, chosen: Sequence[Mapping[str, FileRecord]]) -> None:
+        """Moves the files that count of this rank to where all ranks' files are."""
+        for name in chosen[rank_in(self._group)]:
+            path = target / name
+            path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            (self._folder / name).rename(path)
+            # What was made on the way is durable as well; the directory itself is made so by the commit.
+            for folder in path.relative_to(target).parents:
+                fsync_directory(target / folder)
+        shutil.rmtree(self._folder)
+
+    def _discard(self) -> None:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._folder, ignore_errors=True)
+        filling = self._filling
+        if filling is None or not self._place.is_leader:
+            return
+        if not filling.is_saved:
+            filling.discard()
+        else:
+            with contextlib.suppress(OSError):
+                self._folder.parent.rmdir()
+
+
+def seal_files(folder: Path) -> Records:
+    """Makes all files below a folder durable and private, and gives their records by path below it.
+
+    Raises:
+        CheckpointError: something there is neither a file nor a folder, or has a name that no checkpoint can have.
+    """
+    names = [str(path.relative_to(folder)) for path in _files_below(folder)]
+    for name in names:
+        check_file_name(name, below=True)
+    records = for_each(lambda name: seal_file(folder / name), names)
+    return dict(zip(names, records, strict=True))
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            yield from _files_below(path)
+            fsync_directory(path)
+        elif stat.S_ISREG(mode):
+            yield path
+        else:
+            raise CheckpointError(
+                f"{path.name} in a save is a link or a special file", hint="copy what it stands for into the directory"
+            )
+
+
+def choose_writers(records: Sequence[Records]) -> list[Records]:
+    """Returns the files of each rank that go into the checkpoint: of equal ones that several ranks wrote, the first.
+
+    Raises:
+        CheckpointError: no rank wrote a file; or several wrote a file of the same name with different content.
+    """
+    chosen: list[Records] = []
+    writers: dict[str, tuple[int, FileRecord]] = {}
+    clashes: dict[str, tuple[int, int]] = {}
+    for rank, of_rank in enumerate(records):
+        taken: Records = {}
+        for name, record in of_rank.items():
+            if name not in writers:
+                writers[name] = (rank, record)
+                taken[name] = record
+            elif writers[name][1] != record:
+                clashes.setdefault(name, (writers[name][0], rank))
+        chosen.append(taken)
+    if clashes:
+        shown = ", ".join(
+            f"{name} (ranks {first} and {second})" for name, (first, second) in list(clashes.items())[:_NUM_NAMED]
+        )
+        raise CheckpointError(
+            f"several ranks have saved different files of the same name: {shown}",
+            hint="put the rank into the name of what differs from rank to rank; let rank 0 write what is the same",
+        )
+    if not writers:
+        raise CheckpointError(
+            "nothing was saved: no rank has written a file", hint="write into the directory that `save` gives"
+        )
+    return chosen

@@ -1,0 +1,57 @@
+"""Programs that are part of their run by the session, on this machine: stopped in the middle, resumed exactly."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_train.checkpoint.verify import verify
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_events
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from tests.support.command_line import REPOSITORY, Person
+from tests.support.own_programs import PROGRAMS, Program
+from tests.support.slurm_runs import losses
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def run_of(person: Person, name: str) -> RunDirectory:
+    (path,) = (person.folder / "runs" / name).iterdir()
+    return RunDirectory(path)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_a_stopped_program_has_the_losses_of_an_undisturbed_one(program: Program, tmp_path: Path) -> None:
+    program.require()
+    shutil.copy(REPOSITORY / "examples" / f"{program.name}.py", tmp_path)
+    person = Person(tmp_path)
+    words = (program.words(step_s=0.02), "run.processes=2")
+    whole = person.types(*words, "run.name=whole", timeout_s=300)
+    assert whole.code == 0, whole.out + whole.err
+
+    argv = [sys.executable, "-m", "slurm_train", *words, "run.name=stopped"]
+    process = subprocess.Popen(
+        argv, cwd=tmp_path, env=person.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    folder = tmp_path / "runs" / "stopped"
+    wait_for(lambda: list(folder.glob("*/checkpoints/*/COMPLETE")), within_s=200, what="the first checkpoint")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=200)
+    run = run_of(person, "stopped")
+    assert process.returncode == 75 and not run.result.exists(), out
+    (stop,) = read_events(run, "stop")
+    newest = list_checkpoints(run.checkpoints)[0]
+    assert verify(newest).step == stop["step"] < program.steps
+    done = person.types(*words, "run.name=stopped", timeout_s=300)
+    assert done.code == 0 and run.result.exists(), done.out + done.err
+    first, second = read_ledger(run)
+    assert (first["exit_code"], second["exit_code"]) == (75, 0)
+    assert first["last_step"] == second["first_step"] == stop["step"]
+    assert losses(run) == losses(run_of(person, "whole")) and max(losses(run)) == program.steps

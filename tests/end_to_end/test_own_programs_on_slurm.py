@@ -1,0 +1,52 @@
+"""Programs that are part of their run by the session, on a real Slurm: preempted, brought back, and hung."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from tests.support.cluster_faults import start_urgent_job
+from tests.support.command_line import REPOSITORY, Person
+from tests.support.own_programs import PROGRAMS, Program
+from tests.support.process_faults import rank_pid
+from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_a_preempted_program_has_the_losses_of_an_undisturbed_one(program: Program, person: Person) -> None:
+    program.require()
+    shutil.copy(REPOSITORY / "examples" / f"{program.name}.py", person.folder)
+    where = ("+cluster=2x2", "cluster.nodelist=node[3-4]", "run.name=preempted")
+    job, run = person.types(program.words(step_s=0.3), *where).job_and_run
+    wait_until_step(run, 5, within_s=300)
+    start_urgent_job(["node3", "node4"])
+    wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
+    wait_until_finished(run, within_s=400)
+    first, second = read_ledger(run)
+    assert first["reason"] == "preempted" and first["job_id"] == second["job_id"] == job
+    assert second["first_step"] == first["last_step"], "nothing is lost by a polite preemption"
+    calm = person.types(program.words(step_s=0.0), "run.processes=4", "run.name=calm", timeout_s=400)
+    assert calm.code == 0, calm.err
+    (other,) = (person.folder / "runs" / "calm").iterdir()
+    undisturbed = losses(type(run)(other))
+    assert losses(run) == undisturbed and max(undisturbed) == program.steps
+
+
+def test_a_program_that_hangs_is_named_and_started_again(person: Person) -> None:
+    shutil.copy(REPOSITORY / "examples" / "session_ddp.py", person.folder)
+    words = PROGRAMS[0].words(step_s=0.2)
+    _, run = person.types("+cluster=1x2", words, "health.hang_timeout_s=10").job_and_run
+    wait_until_step(run, 21, within_s=300)
+    os.kill(rank_pid(run, 1), signal.SIGSTOP)
+    wait_until_finished(run, within_s=300)
+    first, second = read_ledger(run)
+    assert (first["action"], second["reason"]) == ("relaunch", "done")
+    assert "rank 1 on " in first["note"] and "does not run (stopped or lost), in step at step 2" in first["note"]
+    assert second["first_step"] == 20 and sorted(losses(run)) == list(range(1, 61))

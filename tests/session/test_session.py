@@ -1,0 +1,248 @@
+"""What a program says to its run, and asks of it: alone in a run, outside of one, and several ranks without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_train.checkpoint.verify import newest_verified
+from slurm_train.config.frozen import dump_config
+from slurm_train.config.schema import RunConfig
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import CheckpointError
+from slurm_train.metrics import read_metrics
+from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt
+from slurm_train.rundir.events import read_events, read_saves
+from slurm_train.rundir.heartbeat import Heartbeat, Limits, has_joined, limits_of, read_beats
+from slurm_train.rundir.lineage import first_step_of
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.timing import Spent, read_record
+from slurm_train.session.client import JoinedSession, Session
+from slurm_train.session.signals import StopFlag
+from slurm_train.status.run_status import read_files
+from slurm_train.supervise.hang import Observer
+from tests.support.waiting import wait_for
+
+ALONE = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")
+
+
+def new_run(folder: Path) -> RunDirectory:
+    run = RunDirectory(folder / "runs" / "mine" / "0123456789ab")
+    run.path.mkdir(parents=True)
+    return run
+
+
+def join(run: RunDirectory, stop: StopFlag | None = None) -> JoinedSession:
+    start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1)
+    attempt = open_attempt(run, start)
+    return JoinedSession(run, RunConfig(), ALONE, {}, attempt=attempt, stop=stop or StopFlag(), heartbeat=Heartbeat())
+
+
+def test_outside_of_a_run_everything_works_and_nothing_is_left(tmp_path: Path) -> None:
+    code = """
+import sys
+from slurm_train import session
+run = session.join()
+assert "torch" not in sys.modules and session.join() is run and not run.is_active
+run.report(1, loss=0.5)
+run.mark("evaluate")
+assert run.should_stop() == "" and run.newest() is None
+with run.save(1) as folder:
+    (folder / "a").write_text("x")
+assert not folder.exists() and run.run_directory is None
+assert (run.rank, run.local_rank, run.world_size, run.attempt) == (1, 1, 2, 0)
+run.leave()
+"""
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 75, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_of_a_loader_is_outside(tmp_path: Path) -> None:
+    code = """
+import multiprocessing, os
+from slurm_train import session
+def look(queue):
+    queue.put(session.join().is_active)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=look, args=(queue,))
+    process.start()
+    print(queue.get())
+"""
+    (tmp_path / "own.py").write_text(code)
+    env = {"SLURM_TRAIN_RUN_DIR": "/nowhere", "SLURM_TRAIN_ATTEMPT": "0", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_reports_are_lines_of_metrics_and_heartbeats(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    assert has_joined(run, 0) and not has_joined(run, 1)
+    mine.report(1, loss=2.0, lr=0.1, max_steps=3)
+    mine.report(2, loss=float("nan"))
+    mine.report(3)
+    mine.report(3, eval_loss=1.5, eval_accuracy=0.25)
+    mine.report(4, reward=7)
+    mine.close()
+    lines = read_metrics(run.metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    first, second, evaluation, last = lines
+    assert (first["loss"], first["lr"], first["max_steps"]) == (2.0, 0.1, 3) and "step_time_s" not in first
+    assert second["loss"] is None and second["step_time_s"] > 0
+    assert "loss" not in evaluation and evaluation["eval_accuracy"] == 0.25
+    assert last["reward"] == 7 and last["loss"] is None
+    assert all((line["attempt"], line["world_size"]) == (0, 1) for line in lines)
+    spent = read_record(run.account(0), Spent)
+    assert spent is not None and (spent.first_step, spent.steps) == (0, 4)
+    wait_for(lambda: read_beats(run, 0)[0].phase == "end", within_s=10, what="the last heartbeat")
+    assert read_beats(run, 0)[0].step == 4
+    assert read_files(run).line["step"] == 4
+
+
+def test_a_program_is_watched_from_its_first_report_on(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    observer = Observer(Limits(start_s=0.0, steady_s=2.0), world_size=1)
+
+    def stands_still() -> bool:
+        now = time.monotonic()
+        observer.look(read_beats(run, 0), began_s=now, ended_s=now)
+        return observer.is_hung()
+
+    # So long it says nothing but that it is there.
+    for seconds in range(3):
+        observer.look(read_beats(run, 0), began_s=-1e3 + 100 * seconds, ended_s=-1e3 + 100 * seconds)
+    assert limits_of(RunConfig()) is not None
+    assert not observer.is_hung()
+    observer = Observer(Limits(start_s=0.0, steady_s=2.0), world_size=1)
+    mine.report(5)
+    wait_for(lambda: read_beats(run, 0)[0].step == 5, within_s=10, what="the heartbeat of step 5")
+    # The process runs, and its step stays: that is a hang.
+    wait_for(stands_still, within_s=10, what="the hang")
+    assert str(observer.explain({})).startswith("rank 0 on here is in step at step 5")
+    mine.close()
+
+
+def test_a_save_is_durable_with_its_metrics_and_is_resumed_from(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    assert mine.newest() is None
+    mine.report(1, loss=1.0)
+    with mine.save(1) as folder:
+        (folder / "model.txt").write_text("one")
+    assert [line["step"] for line in read_metrics(run.metrics)] == [1]
+    with pytest.raises(ZeroDivisionError), mine.save(2) as folder:
+        (folder / "model.txt").write_text(str(1 // 0))
+    assert [(line["step"], "error" in line) for line in read_saves(run)] == [(1, False), (2, True)]
+    mine.close()
+    later = join(run)
+    checkpoint = later.newest()
+    assert checkpoint is not None and (checkpoint.step, checkpoint.world_size) == (1, 1)
+    assert (checkpoint.path / "model.txt").read_text() == "one"
+    later.report(2, loss=0.5)
+    assert first_step_of(run, 1, default=-1) == 1
+    with later.save(2) as folder:
+        (folder / "model.txt").write_text("two")
+    found = newest_verified(run.checkpoints).found
+    assert found is not None and found[1].parent and found[1].attempt == 1
+    # The attempt before it can save nothing any more.
+    with pytest.raises(Exception, match="was overtaken by attempt 1"), mine.save(3) as folder:
+        (folder / "model.txt").write_text("three")
+    later.close()
+
+
+def test_damage_means_the_checkpoint_before(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    for step in (1, 2):
+        with mine.save(step) as folder:
+            (folder / "model.txt").write_text("x" * step)
+    mine.close()
+    newest = newest_verified(run.checkpoints).found
+    assert newest is not None
+    (newest[0] / "model.txt").write_text("xy")
+    checkpoint = join(run).newest()
+    assert checkpoint is not None and checkpoint.step == 1
+    (checkpoint.path / "model.txt").write_text("y")
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        join(run).newest()
+
+
+def test_a_stop_says_who_asked_and_leaves_an_event(tmp_path: Path) -> None:
+    run, stop = new_run(tmp_path), StopFlag()
+    mine = join(run, stop)
+    mine.report(3)
+    assert mine.should_stop() == ""
+    stop.request("clock")
+    assert mine.should_stop() == "clock" and mine.should_stop() == "clock"
+    (event,) = read_events(run, "stop")
+    assert (event["step"], event["asked_by"], event["saved"]) == (3, "clock", True)
+    with pytest.raises(SystemExit) as end:
+        mine.leave()
+    assert end.value.code == 75
+    check_fence(run, 0)
+
+
+def test_the_stop_file_asks(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    run.stop_file.touch()
+    assert mine.should_stop() == "file"
+    mine.close()
+
+
+RANK = """
+import json, os, sys
+from slurm_train import session
+run = session.join()
+before = run.newest()
+stops = []
+for step in range(1, 4):
+    run.report(step, loss=float(step))
+    stops.append(run.should_stop())
+with run.save(3) as folder:
+    (folder / f"{run.rank}.txt").write_text(str(run.rank))
+after = run.newest()
+assert "torch.distributed" not in sys.modules or not sys.modules["torch.distributed"].is_initialized()
+print(json.dumps([before, stops, after.step, sorted(os.listdir(after.path))]))
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_without_a_process_group_exchange_by_sockets(tmp_path: Path) -> None:
+
+    run = new_run(tmp_path)
+    run.config.write_text(dump_config(RunConfig()))
+    run.plan.write_text("{}")
+    open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=3))
+    run.stop_file.touch()
+    (tmp_path / "own.py").write_text(RANK)
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}
+        env = {name: str(value) for name, value in ranks.items()} | {
+            "PYTHONPATH": ":".join(sys.path),
+            "SLURM_TRAIN_RUN_DIR": str(run.path),
+            "SLURM_TRAIN_ATTEMPT": "0",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        argv = [sys.executable, "own.py"]
+        return subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+
+    ranks = [start(rank) for rank in range(3)]
+    said = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
+    names = ["0.txt", "1.txt", "2.txt", "COMPLETE", "manifest.json"]
+    assert said == [[None, ["file"] * 3, 3, names]] * 3
+
+
+def test_a_session_outside_gives_a_device() -> None:
+    assert Session(ALONE, {}).device.type in ("cpu", "cuda")
