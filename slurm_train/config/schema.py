@@ -297,7 +297,7 @@ class HealthSection:
     """Largest number of rollbacks of a run; the next one stops it."""
     hang_timeout_s: Positive | None = 300.0
     """Seconds without progress until ranks count as hung; null: off. If longer, `train.start_timeout_s` counts at the
-    start and `checkpoint.save_timeout_s` in a save."""
+    start and `checkpoint.save_timeout_s` in a save. For your own script or function: seconds without a sign of life."""
     check_replicas_every_steps: Count | None = None
     """Optimizer steps between comparisons of the parameters of all replicas, also before each save; null: never."""
     pace_every_steps: Count | Literal["auto"] | None = "auto"

@@ -176,6 +176,14 @@ class RunDirectory:
         """The oldest of these, as the supervisor of many nodes saw it some seconds ago."""
         return self.attempt_logs(attempt) / "oldest_heartbeat.json"
 
+    def signs(self, attempt: int, first_rank: int) -> Path:
+        """Signs of life of a script's or function's ranks on the node whose first one is `first_rank`."""
+        return self.attempt_logs(attempt) / f"signs_{first_rank}"
+
+    def remarks(self, attempt: int) -> Path:
+        """What the supervisor has to say about one attempt of a script or function while it runs."""
+        return self.attempt_logs(attempt) / "remarks.json"
+
     def account(self, attempt: int) -> Path:
         """What rank 0 has spent the time of one attempt on so far."""
         return self.attempt_logs(attempt) / "timing.json"

@@ -21,6 +21,7 @@ from slurm_train.rundir.files import change_times, for_each, last_lines, read_js
 from slurm_train.rundir.heartbeat import Beat, read_oldest
 from slurm_train.rundir.jobs import JobRecord, has_stopped, number_of, process_lives, read_holder, read_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.signs import read_remarks
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_window
 from slurm_train.slurm.allocation import parse_nodelist
@@ -207,9 +208,8 @@ def read_files(run: RunDirectory) -> RunFiles:
 
 def _slow_because(run: RunDirectory, attempt: int) -> str:
     window = newest_window(run)
-    if window is None or window.attempt != attempt:
-        return ""
-    return "; ".join(f"{finding.sentence} ({finding.advice})" for finding in window.findings)
+    findings = () if window is None or window.attempt != attempt else window.findings
+    return "; ".join([*(f"{finding.sentence} ({finding.advice})" for finding in findings), *read_remarks(run, attempt)])
 
 
 def _number(values: Mapping[str, Any], key: str) -> float | None:

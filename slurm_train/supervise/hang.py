@@ -237,6 +237,16 @@ class Observer:
         )
         return all(self._now_s - seen.moved_s > limit_s for seen in working.values())
 
+    def silent_s(self) -> float | None:
+        """Returns for how long no rank has made progress; None while a rank that is at work has not been read lately.
+
+        For programs whose watchers are read: one that does not write says nothing about its rank.
+        """
+        working = self._working()
+        if not working or len(self._seen) < self._world_size or self._frozen(working):
+            return None
+        return min(self._now_s - seen.moved_s for seen in self._seen.values())
+
     def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights] | None = None) -> Hang:
         """Returns who is behind and where.
 

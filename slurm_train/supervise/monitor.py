@@ -30,10 +30,12 @@ from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, Finding, append_event, findings_of, leave_mark, read_preflight
 from slurm_train.rundir.files import write_record
-from slurm_train.rundir.heartbeat import Beat, Limits, limits_of, note_oldest, read_beats
+from slurm_train.rundir.heartbeat import NOT_WATCHED, Beat, Limits, limits_of, note_oldest, read_beats
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.signs import Remarks, Signs, note_remarks, read_signs
 from slurm_train.rundir.timing import Notice, append_window
-from slurm_train.supervise.hang import Flights, Observer, read_flights
+from slurm_train.supervise.hang import Flights, Hang, Observer, read_flights
+from slurm_train.supervise.silence import explain, idle_sentence, is_evident
 from slurm_train.supervise.stragglers import Judge, WindowCutter
 
 T = TypeVar("T")
@@ -238,13 +240,17 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
     Args:
         run: the run.
         attempt: number of the attempt.
-        config: which of the two are wanted; a user's own program has heartbeats from `session.join` on.
+        config: which of them are wanted. A user's own program is watched from outside, and by its heartbeats from its
+            first report to the session on.
         world_size: ranks.
         end_ranks: kills them.
     """
     monitor, limits = Monitor(), limits_of(config)
     if limits is not None:
         monitor.add(HangWatchdog(run, attempt, limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock))
+        if not config.trains:
+            dog = SilenceWatchdog(run, attempt, limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock)
+            monitor.add(dog)
     if config.health.pace_every_steps is not None:
         monitor.add(StragglerSearch(run, attempt, excess=config.health.straggler_excess, world_size=world_size))
     return monitor
@@ -320,7 +326,7 @@ class HangWatchdog(_OfRanks):
             beats = self._read(self._run, self._attempt)
             self._beats |= beats
             self._observer.look(beats, began_s=began_s, ended_s=self._clock())
-            if not self._observer.is_hung():
+            if not self.is_hung():
                 return
             # Before the ranks die: those that lose a peer leave marks, too. But the ranks wait for no file system.
             self._report = threading.Thread(target=self._write_report, daemon=True)
@@ -333,12 +339,21 @@ class HangWatchdog(_OfRanks):
             except ClusterError as err:
                 say(f"the hung ranks could not be ended yet: {err.message}")
 
+    def is_hung(self) -> bool:
+        """Returns whether the ranks are to be ended."""
+        return self._observer.is_hung()
+
+    def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> Hang:
+        """Returns who is behind and where."""
+        return self._observer.explain(stacks, flights)
+
     def end(self) -> None:
         """Lets a report that is still being written become whole, for a while."""
         if self._report is not None:
             self._report.join(self._REPORT_WITHIN_S)
 
-    def _write_report(self) -> None:
+    def _left_by_ranks(self) -> tuple[dict[int, str], dict[int, Flights]]:
+        """Returns the stacks and the flight records of the ranks that have left some."""
         run, attempt = self._run, self._attempt
         stacks: dict[int, str] = {}
         flights: dict[int, Flights] = {}
@@ -347,7 +362,11 @@ class HangWatchdog(_OfRanks):
                 stacks[rank] = run.stacks(attempt, rank).read_text(encoding="utf-8", errors="replace")
             with contextlib.suppress(OSError):
                 flights[rank] = read_flights(run.flight(attempt, rank).read_bytes())
-        hang = self._observer.explain(stacks, flights)
+        return stacks, flights
+
+    def _write_report(self) -> None:
+        run, attempt = self._run, self._attempt
+        hang = self.explain(*self._left_by_ranks())
         say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
         mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
         facts = {"ranks": list(hang.ranks), "host": hang.host, "step": hang.step, "phase": hang.phase}
@@ -360,6 +379,103 @@ class HangWatchdog(_OfRanks):
                 write()
             except OSError as err:
                 say(f"the hang could not be written down: {err}")
+
+
+class SilenceWatchdog(HangWatchdog):
+    """Ends the ranks of a script or function once none shows a sign of life and one waits for another in vain.
+
+    A program that was silent before and went on has shown how long it may be silent: twice that is waited from then on.
+    Ranks that are silent without such a proof are not ended; `status` says so, and which GPUs do nothing.
+    """
+
+    name = "the watch over the program"
+    _IDLE_GPU_S = 1800.0
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: int,
+        limits: Limits,
+        *,
+        world_size: int,
+        end_ranks: EndRanks,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(
+            run,
+            attempt,
+            limits,
+            world_size=world_size,
+            end_ranks=end_ranks,
+            clock=clock,
+            read=self._read_signs,
+        )
+
+    def begin(self, world_size: int) -> None:
+        """Follows other ranks from now on."""
+        super().begin(world_size)
+        self._signs: dict[int, Signs] = {}
+        self._silent_s = self._longest_s = 0.0
+        self._remarks = Remarks()
+        self._reports = False
+        """Whether all ranks report to the session: then they are watched by their heartbeats."""
+        self._has_said = False
+        """Whether the silence was printed: on this machine rank 0 may share its log, where a line is a sign of life."""
+
+    def _read_signs(self, run: RunDirectory, attempt: int) -> Mapping[int, Beat]:
+        """Returns the newest signs as heartbeats; marks that the program itself makes count as well."""
+        signs, marks = read_signs(run, attempt), read_beats(run, attempt)
+        self._signs |= signs
+        self._reports = len(marks) >= len(signs) and all(mark.phase not in NOT_WATCHED for mark in marks.values())
+        beats = {}
+        for rank, its in signs.items():
+            mark = marks.get(rank)
+            beats[rank] = Beat(
+                rank=rank,
+                host=its.host,
+                pid=its.pid,
+                step_id=its.step_id,
+                step=0 if mark is None else mark.step,
+                # That a rank has ended is progress, too.
+                marks=its.signs + int(its.has_ended) + (0 if mark is None else mark.marks),
+                phase="end" if its.has_ended else "script",
+                settled=True,
+                beats=its.looks,
+            )
+        return beats
+
+    def is_hung(self) -> bool:
+        """Returns whether all ranks are silent for too long, and one of them waits in vain."""
+        silent_s = self._observer.silent_s()
+        if silent_s is None or self._reports:
+            return False
+        if silent_s < self._silent_s:
+            self._longest_s = max(self._longest_s, self._silent_s)
+        self._silent_s = silent_s
+        is_too_long = silent_s > max(self._limits.steady_s, 2 * self._longest_s)
+        if is_too_long and is_evident(self._signs):
+            return True
+        silence = ""
+        if is_too_long:
+            silence = self._remarks.silence or f"{self.explain(*self._left_by_ranks())}; it may wait for something"
+        self._remark(Remarks(silence=silence, idle_gpus=idle_sentence(self._signs, after_s=self._IDLE_GPU_S)))
+        return False
+
+    def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> Hang:
+        """Returns who is waited for, and where they are."""
+        return explain(self._signs, silent_s=self._silent_s, stacks=stacks, flights=flights)
+
+    def _remark(self, remarks: Remarks) -> None:
+        """Has `status` say something else than before."""
+        is_news = bool(remarks.silence) and not self._remarks.silence
+        is_other = bool(remarks.idle_gpus) != bool(self._remarks.idle_gpus)
+        if is_news or is_other or (self._remarks.silence and not remarks.silence):
+            self._remarks = remarks
+            if remarks.silence and not self._has_said:
+                self._has_said = True
+                say(f"{remarks.silence}; nothing is ended")
+            with contextlib.suppress(OSError):
+                note_remarks(self._run, self._attempt, remarks)
 
 
 class StragglerSearch(_OfRanks):

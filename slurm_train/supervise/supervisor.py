@@ -301,7 +301,7 @@ class Supervisor:
                 record=job,
                 restart_count=self._restart_count,
                 is_early=job is not None and self._is_early(job, evidence.end_unix_s),
-                can_relaunch=self._can_relaunch(diagnosis, had_joined=evidence.had_joined),
+                can_relaunch=self._can_relaunch(diagnosis, had_joined=evidence.had_joined, is_hung=bool(evidence.hang)),
             ),
             nodes=self._nodes_for(around.lost_nodes, diagnosis.to_avoid),
             course=self._course(evidence, is_repeated=diagnosis.is_repeated),
@@ -347,12 +347,13 @@ class Supervisor:
             return True
         return best_effort("the result", lambda: is_there(run.result), False)
 
-    def _can_relaunch(self, diagnosis: Diagnosis, *, had_joined: bool) -> bool:
+    def _can_relaunch(self, diagnosis: Diagnosis, *, had_joined: bool, is_hung: bool) -> bool:
         """Returns whether the ranks may be started again in this allocation."""
         if not (self._settings.enabled and self._scheduler.can_relaunch):
             return False
-        # A user's own code resumes if it is part of the session; none of it has run if the nodes were found unfit.
-        return not self._is_own_code or had_joined or not diagnosis.had_begun
+        # A user's own code that failed resumes if it is part of the session; one that hung is started again as after a
+        # preemption; none of it has run if the nodes were found unfit.
+        return not self._is_own_code or had_joined or is_hung or not diagnosis.had_begun
 
     def _nodes_for(self, lost: tuple[str, ...], to_avoid: tuple[str, ...]) -> NodesAtEnd:
         """Returns the nodes to leave, as far as the job can do without them, and the spares for them."""

@@ -273,7 +273,9 @@ def run_task(rank: Rank) -> int:
     assert config.task is not None
     rank.enter_device()
     rank.join()
-    use_timeout(config.train.steady_timeout_s)
+    # Where the supervisor watches for hangs, it acts first, and names them.
+    is_guarded = rank.is_watched and config.health.hang_timeout_s is not None
+    use_timeout(_LONGEST_SUSPENSION_S if is_guarded else config.train.steady_timeout_s)
     seed_everything(config.seed, data_parallel_rank=rank.place.rank)
     session = enter(
         rank.run, config, rank.place, rank.env, attempt=rank.attempt, stop=rank.stop, heartbeat=rank.heartbeat

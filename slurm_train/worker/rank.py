@@ -245,6 +245,8 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     heartbeat.mark("start")
     if config.preflight.only:
         return EXIT_DONE
+    if is_watched and not config.trains and config.health.hang_timeout_s is not None:
+        env = {**env, **_watch(run, attempt, place, env, limit_s=config.health.hang_timeout_s)}
     if config.script is not None:
         from slurm_train.worker.script import run_script
 
@@ -264,10 +266,25 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         heartbeat=heartbeat,
     )
     if config.task is not None:
+        from slurm_train.worker.watched import answer_watcher
+
+        answer_watcher(dict(env))
         return run_task(rank)
     from slurm_train.train.build import train
 
     return train(rank)
+
+
+def _watch(
+    run: RunDirectory, attempt: int, place: RankPlace, env: Mapping[str, str], *, limit_s: float
+) -> dict[str, str]:
+    """Starts the watcher of a rank that makes no marks, and returns the variables with which it can be asked."""
+    from slurm_train.worker.watched import start_watcher
+
+    answers = start_watcher(run, attempt=attempt, place=place, env=env, limit_s=limit_s)
+    with contextlib.suppress(PackageNotFoundError):
+        answers |= {name: os.environ[name] for name in recording_environment(version("torch")) if name in os.environ}
+    return answers
 
 
 def _prepare_torch() -> None:

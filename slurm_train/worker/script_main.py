@@ -26,6 +26,9 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     run_directory = sys.argv.pop(0)
     import_from_copy(run_directory)
+    from slurm_train.worker.watched import answer_watcher
+
+    answer_watcher(os.environ)
     script = sys.argv[0]
     sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120  # sys.path holds strings
     code, words = run(script)

@@ -1,0 +1,376 @@
+"""A process beside one rank of a script or function: looks at it from outside and writes what it sees.
+
+It reads /proc, the size of the rank's log and, where there is NVML, its GPU; while the rank shows no better sign of
+life than processor time, it also asks for its stacks and its flight record, since a rank that waits may compute.
+What was asked shortly before the time-out is left in the run directory, as ranks of the trainer do. It ends with its
+rank. Started by path by `watched.start_watcher`; imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # The first entry is the folder of this file, whose names would hide others.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+
+from slurm_train.rundir.files import create_empty
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.signs import Signs, SignsFile
+from slurm_train.slurm.devices import visible_gpus
+from slurm_train.supervise.hang import Flights, read_flights
+from slurm_train.supervise.silence import Frame, Sample, frames_of, sign_of_life, waits_in
+from slurm_train.worker.watched import ASK
+
+_LONGEST_STRETCH_S = 30.0
+_LOOK_EVERY_S = 1.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_HEADER = 64
+"""More than the first line of the stacks has, which names the main thread."""
+
+
+# --- processes ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One reading of a process."""
+
+    state: str
+    parent: int
+    cpu_s: float
+    waited_s: float
+    """Processor time of its children that have ended."""
+    start: int
+
+
+def read_process(pid: int) -> _Process | None:
+    """Returns a process, None where there is none; a zombie has ended."""
+    try:
+        # The command name before the last ")" may hold blanks.
+        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    if words[0] in ("Z", "X"):
+        return None
+    ticks = list(map(int, words[11:15]))
+    return _Process(
+        words[0], int(words[1]), sum(ticks[:2]) / _TICKS_PER_S, sum(ticks[2:]) / _TICKS_PER_S, int(words[19])
+    )
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yields the children of a process, and theirs."""
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield int(child)
+                yield from descendants(int(child))
+
+
+def io_bytes(pid: int) -> int:
+    """Returns how much a process has read and written, children that have ended included."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split(": ") for line in lines)
+    return sum(int(values.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+
+
+def catches(pid: int, number: int) -> bool:
+    """Returns whether a process has a handler for a signal."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        mask = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+        return bool(mask >> (number - 1) & 1)
+    return False
+
+
+def _pages_written_back() -> int:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("nr_written ")).split()[1])
+    return 0
+
+
+class _Totals:
+    """Adds up counters of processes that come and go."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._newest: dict[Any, float] = {}
+
+    def add(self, values: dict[Any, float]) -> float:
+        """Takes the present counters by process, and returns the sum of all that was ever counted."""
+        self.total += sum(max(0.0, value - self._newest.get(key, 0.0)) for key, value in values.items())
+        self._newest = values
+        return self.total
+
+
+@dataclass(slots=True)
+class Counters:
+    """The counters of a rank's processes."""
+
+    pid: int
+    """Of the rank."""
+    log: Path
+    """What the rank prints to, where its stdout is no file."""
+    _children: _Totals = field(default_factory=_Totals)
+    _bytes: _Totals = field(default_factory=_Totals)
+
+    def sample(self, process: _Process) -> Sample:
+        """Returns the counters now; `process` is the newest reading of the rank's own process."""
+        children = {pid: child for pid in set(descendants(self.pid)) if (child := read_process(pid)) is not None}
+        cpu: dict[Any, float] = {(pid, child.start): child.cpu_s for pid, child in children.items()}
+        # What ended between two looks is known from whoever has waited for it.
+        cpu[self.pid] = process.waited_s + sum(child.waited_s for child in children.values())
+        moved: dict[Any, float] = {(pid, child.start): float(io_bytes(pid)) for pid, child in children.items()}
+        moved[self.pid] = float(io_bytes(self.pid))
+        return Sample(
+            time_s=time.monotonic(),
+            log_bytes=_log_size(self.pid, self.log),
+            io_bytes=int(self._bytes.add(moved)),
+            own_cpu_s=process.cpu_s,
+            child_cpu_s=self._children.add(cpu),
+            written_back=_pages_written_back(),
+            is_held=process.state == "D",
+        )
+
+
+def _log_size(pid: int, log: Path) -> int:
+    """Returns the size of the file that a rank prints to; srun may stand between the two."""
+    for path in (Path(f"/proc/{pid}/fd/1"), log):
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            if stat.S_ISREG(found.st_mode):
+                return found.st_size
+    return 0
+
+
+# --- the GPU ---
+
+
+class _Gpu(threading.Thread):
+    """Asks NVML in a thread of its own: a driver that does not answer must not stop the watch."""
+
+    def __init__(self, *, local_rank: int) -> None:
+        super().__init__(daemon=True)
+        self._local_rank = local_rank
+        self.memory_busy = False
+        """Whether memory was used in any reading since it was last reset."""
+        self.idle_since_s: float | None = None
+        self.is_there = False
+
+    def run(self) -> None:
+        """Reads once a second; ends where there is no NVML or it refuses."""
+        with contextlib.suppress(Exception):  # no package, no driver, a lost GPU: each with a class of its own
+            import pynvml as nvml
+
+            nvml.nvmlInit()
+            names = visible_gpus(os.environ)
+            name = str(self._local_rank) if not names else names[self._local_rank % len(names)]
+            by_uuid = name.startswith(("GPU-", "MIG-"))
+            handle = nvml.nvmlDeviceGetHandleByUUID(name) if by_uuid else nvml.nvmlDeviceGetHandleByIndex(int(name))
+            while True:
+                used = nvml.nvmlDeviceGetUtilizationRates(handle)
+                self.is_there = True
+                self.memory_busy |= used.memory > 0
+                if used.gpu > 0:
+                    self.idle_since_s = None
+                elif self.idle_since_s is None:
+                    self.idle_since_s = time.monotonic()
+                time.sleep(_LOOK_EVERY_S)
+
+    @property
+    def idle_s(self) -> float | None:
+        """How long it has done nothing, None where it cannot be asked."""
+        if not self.is_there:
+            return None
+        return 0.0 if self.idle_since_s is None else time.monotonic() - self.idle_since_s
+
+
+# --- the watch ---
+
+
+class Watcher:
+    """Watches one rank.
+
+    Wide because it is a process of its own: what it was started with, what it has seen, and what it has asked.
+
+    Args:
+        facts: what `watched.start_watcher` has given.
+    """
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self._run, self._attempt = RunDirectory(Path(facts["run"])), int(facts["attempt"])
+        self._rank, self._pid = int(facts["rank"]), int(facts["pid"])
+        self._limit_s = float(facts["limit_s"])
+        self._stacks, self._flight, self._ask = facts["descriptors"]
+        self._stretch_s = min(max(self._limit_s / 10, 0.5), _LONGEST_STRETCH_S)
+        local_rank = int(facts["local_rank"])
+        self._file = SignsFile(self._run, self._attempt, rank=self._rank, local_rank=local_rank)
+        self._signs = Signs(rank=self._rank, host=facts["host"], pid=self._pid, step_id=facts["step_id"])
+        self._counters = Counters(self._pid, self._run.rank_log(self._attempt, self._rank))
+        self._gpu = _Gpu(local_rank=local_rank)
+        self._newest: Sample | None = None
+        self._frames: list[Frame] = []
+        self._stuck: tuple[list[Frame], str] = ([], "")
+        """Stack and open collectives at the last answer."""
+        self._sign_s = time.monotonic()
+        self._is_written = False
+
+    def watch(self) -> None:
+        """Looks until the rank has ended."""
+        self._gpu.start()
+        start = read_process(self._pid)
+        ended = _EndOfProcess(self._pid)
+        asked = False
+        due_s = time.monotonic() + self._stretch_s
+        while True:
+            process = read_process(self._pid)
+            if process is None or start is None or process.start != start.start:
+                break
+            if asked:
+                asked = False
+                self._judge(self._sample(process), self._read_answer())
+            elif time.monotonic() >= due_s:
+                due_s = time.monotonic() + self._stretch_s
+                sample = self._sample(process)
+                if self._has_clear_sign(sample):
+                    self._take(sample, self._sign(sample, waits=False))
+                else:
+                    asked = True
+                    self._ask_rank()
+            self._write(process.state)
+            ended.wait(min(_LOOK_EVERY_S, self._stretch_s / 2))
+        self._write("")
+
+    def _sample(self, process: _Process) -> Sample:
+        # How many collectives are over is known only when the rank has been asked.
+        known = 0 if self._newest is None else self._newest.collectives
+        sample = self._counters.sample(process)
+        return replace(sample, gpu_memory_busy=self._gpu.memory_busy, collectives=known)
+
+    def _has_clear_sign(self, sample: Sample) -> bool:
+        return self._sign(sample, waits=True) != ""
+
+    def _sign(self, sample: Sample, *, waits: bool) -> str:
+        return "" if self._newest is None else sign_of_life(self._newest, sample, waits=waits)
+
+    def _ask_rank(self) -> None:
+        os.ftruncate(self._stacks, _HEADER)
+        os.lseek(self._stacks, _HEADER, os.SEEK_SET)
+        os.ftruncate(self._flight, 0)
+        with contextlib.suppress(OSError):
+            if catches(self._pid, ASK):
+                os.kill(self._pid, ASK)
+                os.write(self._ask, b"?")
+
+    def _read_answer(self) -> tuple[str, bytes]:
+        header, dump = os.pread(self._stacks, _HEADER, 0), os.pread(self._stacks, 1 << 20, _HEADER)
+        first_line = header.partition(b"\n")[0].strip(b"\0")
+        stack = (first_line + b"\n" + dump).decode(errors="replace") if dump else ""
+        return stack, os.pread(self._flight, 1 << 24, 0)
+
+    def _judge(self, sample: Sample, answer: tuple[str, bytes]) -> None:
+        stack, record = answer
+        frames, flights = frames_of(stack), read_flights(record) if record else {}
+        begun = sum(flight.begun + flight.over for flight in flights.values())
+        sample = replace(sample, collectives=begun or sample.collectives)
+        waiting = _open_ones(flights)
+        # At the same place in the same collective as before: what it computes is the waiting itself.
+        is_stuck = bool(waiting) and bool(frames) and self._stuck == (frames, waiting)
+        self._stuck = (frames, waiting)
+        sign = self._sign(sample, waits=is_stuck)
+        self._take(sample, sign)
+        self._signs = replace(self._signs, waits=waiting.partition(",")[0] or waits_in(frames))
+        if not sign and time.monotonic() - self._sign_s > 0.6 * self._limit_s:
+            self._leave(stack, record)
+
+    def _take(self, sample: Sample, sign: str) -> None:
+        self._gpu.memory_busy = False
+        self._newest = sample
+        if not sign:
+            return
+        self._sign_s = time.monotonic()
+        self._signs = replace(self._signs, signs=self._signs.signs + 1, newest=sign, waits="")
+        if self._is_written:
+            # It went on after all: what was written is not where it is.
+            self._is_written = False
+            for path in self._left:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    @property
+    def _left(self) -> tuple[Path, Path]:
+        return self._run.stacks(self._attempt, self._rank), self._run.flight(self._attempt, self._rank)
+
+    def _leave(self, stack: str, record: bytes) -> None:
+        self._is_written = True
+        for path, content in zip(self._left, (stack.encode(), record), strict=True):
+            if content:
+                with contextlib.suppress(OSError):
+                    create_empty(path)
+                    path.write_bytes(content)
+
+    def _write(self, state: str) -> None:
+        self._signs = replace(
+            self._signs, looks=self._signs.looks + 1, state=state, gpu_idle_s=self._gpu.idle_s if state else None
+        )
+        # A file system that refuses costs the look.
+        with contextlib.suppress(OSError):
+            self._file.write(self._signs)
+
+
+def _open_ones(flights: Flights) -> str:
+    """Returns the collectives that have begun and are not over, by name and number, "" for none."""
+    waiting = [flight.waits_in for flight in flights.values() if flight.waits_in is not None]
+    return ",".join(sorted(map(str, waiting)))
+
+
+class _EndOfProcess:
+    """Waits for the end of a process, at most so long at a time."""
+
+    def __init__(self, pid: int) -> None:
+        self._poll: select.poll | None = None
+        # Older kernels have no such descriptor; then the end is seen at the next look.
+        with contextlib.suppress(OSError, AttributeError):
+            descriptor = os.pidfd_open(pid)
+            self._poll = select.poll()
+            self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """Returns after so many seconds, or when the process has ended."""
+        if self._poll is None:
+            time.sleep(seconds)
+        else:
+            self._poll.poll(1e3 * seconds)
+
+
+def main() -> None:
+    """Watches the rank that the first argument describes."""
+    # What is sent to all processes of a step is for the rank; this one ends with it.
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    )
+    Watcher(json.loads(sys.argv[1])).watch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The watch over programs that make no marks, with real processes: who hangs is named, and who is busy is left alone.
+
+The programs import no torch. Where a rank has to wait in an exchange, it calls a function of a file whose path is that
+of torch's, since a path is all that a stack shows.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_events
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.signs import Signs, read_remarks, read_signs
+from slurm_train.worker.watcher import catches, descendants, io_bytes, read_process
+from tests.support.command_line import Person, new_project
+from tests.support.waiting import wait_for
+
+LIMIT_S = 4.0
+PROGRAM = """
+import importlib.util, os, signal, subprocess, sys, time
+
+def exchange():
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "torch/distributed/fake_c10d.py")
+    spec = importlib.util.spec_from_file_location("fake_c10d", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.barrier()
+
+def load():
+    time.sleep(1000)
+
+def read(path):
+    open(path).read()
+
+def work(seconds, act):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        act()
+
+def compute():
+    sum(range(10000))
+
+def log():
+    print("still here", flush=True)
+    time.sleep(0.3)
+
+def write():
+    with open(f"file_{os.getpid()}", "wb") as file:
+        file.write(bytes(1 << 20))
+    time.sleep(0.3)
+
+def compile():
+    subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"])
+
+kind, rank = sys.argv[1], int(os.environ["RANK"])
+print("begun", flush=True)
+if kind == "serve":
+    time.sleep(120)
+elif rank == 0:
+    exchange()
+elif kind == "load":
+    load()
+elif kind == "read":
+    read("pipe")
+elif kind == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif rank == 1:
+    work(float(sys.argv[2]), globals()[kind])
+"""
+EXCHANGE = "import time\ndef barrier():\n    time.sleep(1000)\n"
+
+
+@pytest.fixture
+def person(tmp_path: Path) -> Person:
+    person = Person(new_project(tmp_path / "project"))
+    (person.folder / "program.py").write_text(PROGRAM)
+    folder = person.folder / "torch" / "distributed"
+    folder.mkdir(parents=True)
+    (folder / "fake_c10d.py").write_text(EXCHANGE)
+    os.mkfifo(tmp_path / "project" / "pipe")
+    return person
+
+
+@contextmanager
+def running(person: Person, *arguments: str, limit_s: float | None = LIMIT_S) -> Iterator[RunDirectory]:
+    """Runs the program on two ranks while the body runs."""
+    limit = "null" if limit_s is None else str(limit_s)
+    words = ["run.processes=2", f"script=[program.py,{','.join(arguments)}]", f"health.hang_timeout_s={limit}"]
+    log = person.folder / "typed.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slurm_train", *words],
+            cwd=person.folder,
+            env=person.environment(),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    run: RunDirectory | None = None
+    try:
+        wait_for(lambda: list(person.folder.glob("runs/*/*/attempts.jsonl")), within_s=60, what="the run")
+        run = RunDirectory(next(person.folder.glob("runs/*/*")))
+        yield run
+    finally:
+        for signs in {} if run is None else read_signs(run, 0).values():
+            with suppress(ProcessLookupError):
+                os.kill(signs.pid, signal.SIGKILL)
+        process.terminate()
+        process.wait(60)
+
+
+def told(person: Person, run: RunDirectory) -> str:
+    status = person.types("status", run.run_id).out
+    return status if "without a sign of life" in status else ""
+
+
+def newest_signs(run: RunDirectory) -> dict[int, Signs]:
+    signs = read_signs(run, 0)
+    return signs if len(signs) == 2 else {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "doing"),
+    [
+        ("load", r"is in load (program.py:"),
+        ("read", r"is in read (program.py:"),
+        ("stop", r"does not run (stopped), "),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_stacks_and_ended(person: Person, kind: str, doing: str) -> None:
+    with running(person, kind) as run:
+        (event,) = wait_for(lambda: read_events(run, "hang"), within_s=60, what="the hang")
+        assert event["sentence"].startswith(f"rank 1 on {event['host']} {doing}"), event
+        assert event["sentence"].endswith("; 1 rank waits for it in barrier")
+        ledger = wait_for(lambda: read_ledger(run)[0].get("reason") and read_ledger(run), within_s=30, what="the end")
+        assert event["sentence"] in ledger[0]["note"]
+        assert "in barrier" in run.stacks(0, 0).read_text()
+        assert kind == "stop" or f"in {kind}" in run.stacks(0, 1).read_text()
+        pids = [signs.pid for signs in read_signs(run, 0).values()]
+        wait_for(lambda: not any(map(read_process, pids)), within_s=10, what="the end of the ranks")
+
+
+@pytest.mark.parametrize("kind", ["compute", "log", "write", "compile"])
+def test_a_rank_that_does_something_is_left_alone_while_the_other_waits(person: Person, kind: str) -> None:
+    with running(person, kind, str(4 * LIMIT_S)) as run:
+        # The rank that works ends by itself, long after the time-out.
+        wait_for(lambda: newest_signs(run).get(1, Signs(rank=1, host="", pid=0)).has_ended, within_s=90, what="its end")
+        assert not read_events(run, "hang"), (person.folder / "typed.log").read_text()
+
+
+def test_silence_without_a_rank_that_waits_is_said_and_ends_nothing(person: Person) -> None:
+    with running(person, "serve") as run:
+        (remark,) = wait_for(lambda: read_remarks(run, 0), within_s=60, what="a remark")
+        assert remark.startswith("ranks 0, 1 on ") and "it may wait for something" in remark
+        # What the supervisor prints goes to the terminal, as what rank 0 prints does, and counts as a sign once.
+        status = wait_for(lambda: told(person, run), within_s=60, what="a note of status")
+        assert "it may wait for something" in status
+        looks = newest_signs(run)[0].looks
+        wait_for(lambda: newest_signs(run)[0].looks > looks + 10, within_s=60, what="further looks")
+        assert not read_events(run, "hang") and all(not signs.has_ended for signs in newest_signs(run).values())
+
+
+def test_without_a_time_out_nobody_watches(person: Person) -> None:
+    with running(person, "compute", "0", limit_s=None) as run:
+        log = run.rank_log(0, 1)
+        wait_for(lambda: log.exists() and log.read_text() == "begun\n", within_s=60, what="the program")
+        assert not read_signs(run, 0)
+
+
+def test_the_counters_of_a_process_are_those_of_the_kernel(tmp_path: Path) -> None:
+    burn = "import subprocess, sys, time; sum(range(3_000_000))"
+    nested = f"{burn}; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); p.wait()"
+    process = subprocess.Popen([sys.executable, "-c", nested])
+    try:
+        (child,) = wait_for(lambda: list(descendants(process.pid)), within_s=30, what="the child")
+        found, below = read_process(process.pid), read_process(child)
+        assert found is not None and below is not None
+        assert (found.state, found.parent, below.parent) == ("S", os.getpid(), process.pid) and found.cpu_s > 0
+        assert io_bytes(process.pid) > 0 == io_bytes(2**22 + 1)
+        assert not catches(process.pid, signal.SIGRTMIN + 11)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.wait(30)
+    assert read_process(process.pid) is None
+
+
+def test_only_a_signal_with_a_handler_is_caught() -> None:
+    number = signal.SIGRTMIN + 11
+    assert not catches(os.getpid(), number)
+    handler = signal.signal(number, lambda *_: None)
+    try:
+        assert catches(os.getpid(), number)
+    finally:
+        signal.signal(number, handler)
