@@ -219,8 +219,8 @@ def generate(words: Sequence[str]) -> int:
     import torch
 
     from slurm_train.checkpoint.load import read_model, require_fit
-    from slurm_train.train.build import build_filled_model, build_names_and_shapes
-    from slurm_train.train.evaluate import continue_text, encoding_of, require_generates
+    from slurm_train.models.build import build_filled_model, build_names_and_shapes
+    from slurm_train.train.texts import continue_text, encoding_of, require_generates
 
     config = load_config(run.config)
     if plan is None:

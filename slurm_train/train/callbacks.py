@@ -431,8 +431,8 @@ class TextSamples(Callback):
         takes_part = rank.place.is_first or not rank.layout.is_replicated
         if step % self.every_steps or not self.is_possible or not takes_part:
             return
-        from slurm_train.train.metrics import sample_text
         from slurm_train.train.preserve import preserved
+        from slurm_train.train.texts import sample_text
 
         start, model = rank.clock(), self.parts.model
         encoding = self.parts.train_data.encoding()  # type: ignore[attr-defined]  # it is possible

@@ -197,6 +197,9 @@ class Parts:
     """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
     max_steps: int = 0
     """Steps of the whole run; known when it was resumed."""
+    random_stream: int = 0
+    """Number of this rank's random numbers among those of a step; ranks that hold the same layers and read the same
+    samples share one."""
     pipeline: Pipeline | None = None
     """This rank's stages; None where every rank computes all layers."""
 

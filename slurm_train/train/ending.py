@@ -13,7 +13,8 @@ from slurm_train.rundir.attempts import publish_result
 from slurm_train.rundir.paths import list_checkpoints, name_of
 from slurm_train.rundir.sweep import sweep_of
 from slurm_train.train.context import Parts, Rank
-from slurm_train.train.metrics import format_measures, say_text
+from slurm_train.train.metrics import format_measures
+from slurm_train.train.texts import say_text
 from slurm_train.train.trainer import Trainer
 
 
@@ -89,8 +90,8 @@ def say_finished(say: Callable[[str], None], trainer: Trainer, *, has_heldout: b
 def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
     """Prints where the run stopped and how it goes on."""
     config, resume = trainer.rank.config, f"python -m slurm_train resume {trainer.rank.run.run_id}"
-    if trainer.not_saved:
-        why = f"{trainer.not_saved}; the run will continue from its newest checkpoint"
+    if trainer.stops.not_saved:
+        why = f"{trainer.stops.not_saved}; the run will continue from its newest checkpoint"
         say(f"stopped at step {trainer.position.step} without a save: {why}")
     else:
         say(f"stopped at step {trainer.position.step}; everything is saved in {trainer.rank.run.path}")

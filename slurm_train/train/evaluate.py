@@ -9,34 +9,28 @@ equally many, the last ones with a batch that does not count, and a stop is agre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from slurm_train.config.schema import RunConfig
 from slurm_train.data.batches import evaluation_batches
-from slurm_train.data.build import build_source
 from slurm_train.data.source import SampleSource, is_nested, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError
+from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective
 from slurm_train.session.signals import StopFlag
 from slurm_train.train.buffers import SharedBuffers
-from slurm_train.train.context import Rank, gather
-from slurm_train.train.metrics import sample_text
+from slurm_train.train.callbacks import Callback, Monitor
+from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.preserve import modes_kept, preserved
 from slurm_train.train.step import in_precision, to_device
-
-if TYPE_CHECKING:
-    from slurm_train.data.prepare import Encoding
-
 
 _MOST_NUMBERS = 1024
 
@@ -202,71 +196,46 @@ def _any_asks(stop: StopFlag) -> bool:
     return bool(asked.item())
 
 
-# --- texts ---
-
-
-def continue_texts(
-    rank: Rank, model: nn.Module, *, prompts: Sequence[str], tokenizer: str | None, **how: Any
-) -> list[str]:
-    """Returns what a model writes after each prompt. Collective over all ranks.
-
-    Replicas take turns with the prompts. Ranks that hold parts of the weights compute each text together.
+def build_evaluator(
+    parts: Parts, objective: Objective, callbacks: Mapping[str, Callback], *, display: Display | None
+) -> Evaluator | None:
+    """Returns what evaluates held-out samples; None without samples, or without a loss of them. Collective.
 
     Raises:
-        ConfigError: as for `require_generates` and `encoding_of`.
+        ConfigError: evaluations do not give what callbacks look at.
     """
-    require_generates(model)
-    encoding, layout = encoding_of(rank.config, tokenizer), rank.layout
-    turns = layout.world_size if layout.is_replicated else 1
-    mine = range(rank.place.rank % turns, len(prompts), turns)
-    # Each token is a pass of the model, and progress for the hang watchdog.
-    hook = model.register_forward_pre_hook(lambda *_: rank.heartbeat.mark("evaluate"))
-    with in_precision(rank.device, rank.forward_autocast):
-        own = {number: continue_text(model, encoding, prompts[number], **how) for number in mine}
-    hook.remove()
-    rank.heartbeat.mark("gather")
-    found: dict[int, str] = {}
-    for others in gather(own):
-        found |= others
-    return [found[number] for number in range(len(prompts))]
-
-
-def continue_text(model: nn.Module, encoding: Encoding, prompt: str, **how: Any) -> str:
-    """Returns what a model writes after a prompt, up to the end of the document; see `sample_text`."""
-    return sample_text(model, encoding, prompt, end=encoding.end_of_document, **how).removesuffix("\n\n")
-
-
-def require_generates(model: nn.Module) -> None:
-    """Checks that a model can continue a text.
-
-    Raises:
-        ConfigError: it has no `generate`.
-    """
-    if not hasattr(model, "generate"):
-        raise ConfigError(
-            f"{type(model).__name__} cannot generate text",
-            hint="the shipped GPT and model=hf can; a model of your own needs generate(tokens_BT, num_tokens=..., "
-            "**how), as slurm_train.models.sampling.sample",
+    evaluator = None
+    if parts.heldout is not None and parts.rank.config.train.evaluate:
+        evaluator = Evaluator(rank=parts.rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
+    check_measures(parts, callbacks, evaluator)
+    if evaluator is None or evaluator.gives_loss():
+        return evaluator
+    if display is not None:
+        display.say(
+            f"{type(parts.model).__name__} gives predictions and no loss in evaluation mode: held-out samples are "
+            "not evaluated (define evaluation_sums(batch) on the model)"
         )
+    return None
 
 
-def encoding_of(config: RunConfig, tokenizer: str | None) -> Encoding:
-    """Returns the encoding of a tokenizer's file, else that of the data, else that in the model's directory.
+def check_measures(parts: Parts, callbacks: Mapping[str, Callback], evaluator: Evaluator | None) -> None:
+    """Checks, before the first step, that evaluations give what callbacks look at. Collective.
+
+    Two samples are evaluated for it where a callback or a model's own evaluation_sums could be at odds.
 
     Raises:
-        ConfigError: none of them has one.
+        ConfigError: there are no held-out samples, or no measure of the name, or sums that are none.
     """
-    from slurm_train.data.prepare import FileEncoding, tokenizer_file
-
-    if tokenizer is None:
-        source = build_source(config.data or {}, split="train", seed=config.seed)
-        if hasattr(source, "encoding"):
-            found: Encoding = source.encoding()  # type: ignore[union-attr]  # it has one
-            return found
-        tokenizer = (config.model or {}).get("path")
-        if tokenizer is None or not tokenizer_file(Path(tokenizer)).is_file():
+    monitors = [callback for callback in callbacks.values() if isinstance(callback, Monitor)]
+    if evaluator is None:
+        if monitors:
             raise ConfigError(
-                f"no tokenizer is known: data._target_={(config.data or {}).get('_target_')} is not prepared text",
-                hint="name one: --tokenizer tokenizer.json",
+                "a callback compares evaluations, and the data have no held-out samples",
+                hint="set data.heldout, or let the data set take a `split`; or leave the callback out",
             )
-    return FileEncoding(tokenizer_file(Path(tokenizer)))
+        return
+    if not monitors and not hasattr(parts.model, "evaluation_sums"):
+        return
+    names = evaluator.try_out()
+    for monitor in monitors:
+        monitor.read(dict.fromkeys(names, 0.0))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.checkpoint.state import local_part
@@ -23,9 +23,9 @@ from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.train.checkpointer import Checkpointer
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.position import Position
-from slurm_train.train.saving import Checkpointer
 from slurm_train.train.step import StepResult
 
 _MOST_IDS = 256
@@ -58,8 +58,15 @@ class Health:
     ) -> None:
         self.bad_step: int | None = None
         """A step that the run has to be taken back behind, with `roll_back`."""
-        self._rank, self._settings, self._batches = rank, rank.config.health, batches
-        self._checkpointer, self._num_rollbacks, self._say = checkpointer, num_rollbacks, say
+        self.newest: StepResult | None = None
+        """The newest step that was judged."""
+        self._rank = rank
+        self._settings = rank.config.health
+        self._batches = batches
+        self._checkpointer = checkpointer
+        self._num_rollbacks = num_rollbacks
+        self._say = say
+        self._compared_step = 0
         self._empty_steps: deque[bool] = deque(maxlen=_EMPTY_WINDOW)
 
     def loss_limit(self, position: Position) -> float:
@@ -76,6 +83,7 @@ class Health:
         Raises:
             SlurmTrainError: the run has to stop because of it.
         """
+        self.newest = result
         if self._is_empty(result, position):
             return
         if result.overflowed:
@@ -136,8 +144,8 @@ class Health:
         self._num_rollbacks += 1
         run, attempt, group = self._rank.run, self._rank.attempt, dist.group.WORLD
         # A save under way may be of a step that is to be forgotten.
-        self._checkpointer.finish()
-        self._checkpointer.discard_from(bad_step)
+        self._checkpointer.saves.finish()
+        self._checkpointer.saves.discard_from(bad_step)
         position, notes = self._checkpointer.resume()
         if position.step == 0:
             raise SlurmTrainError(
@@ -158,6 +166,23 @@ class Health:
             self._say(line)
         position.samples = samples
         return position
+
+    def compare_replicas(self, model: nn.Module, *, step: int, before_save: bool = False) -> None:
+        """Compares the replicas of the model where that is due: every so many steps, and before each save. Collective.
+
+        Args:
+            model: this rank's part of it.
+            step: the step that was just done.
+            before_save: a save of it follows.
+
+        Raises:
+            SlurmTrainError: they differ.
+        """
+        every = self._settings.check_replicas_every_steps
+        if every is None or not (before_save or step % every == 0) or step == self._compared_step:
+            return
+        self._compared_step = step
+        check_replicas(self._rank, model.parameters(), step=step)
 
     def _write(self, result: StepResult, kind: str, action: str) -> None:
         facts = result.facts

@@ -1,6 +1,4 @@
-"""What is kept of the steps: rank 0's lines of metrics.jsonl, its display, its last lines and result.json, and on every
-rank what a step is spent on.
-"""
+"""What is recorded of the steps: rank 0's lines of metrics.jsonl, its display, and what a rank's steps consist of."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,15 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurm_train.data.source import SampleSource
 from slurm_train.metrics import Display, MetricsWriter
+from slurm_train.rundir.events import append_event
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.timing import Spent
-from slurm_train.train.context import Rank
-from slurm_train.train.preserve import modes_kept
-from slurm_train.train.step import StepResult
-
-if TYPE_CHECKING:
-    from slurm_train.data.prepare import Encoding
-    from slurm_train.data.text import TokenSource
+from slurm_train.train.context import Parts, Rank
+from slurm_train.train.step import StepResult, sent_bytes
 
 # A killed attempt loses what it did since its last account.
 _ACCOUNT_EVERY_S = 2.0
@@ -55,9 +49,6 @@ PEAK_FLOPS = {
 """Dense bfloat16 peaks per second, from the vendors' data sheets, where half of what is given with sparsity counts. The
 first name of which all words are in the device's own is taken. ROCm shows a MI250 as two devices, each of half of it.
 """
-# A table of all pairs of ids: for bytes, not for a vocabulary of words.
-_LARGEST_BIGRAM_VOCABULARY = 1024
-_NOT_PRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Recorder:
@@ -205,6 +196,37 @@ class Recorder:
         rate = result.num_items / step_time_s
         self.display.show(step, loss=result.loss, rate=rate, unit=self._unit, step_time_s=step_time_s)
         self._shown = (now, step)
+
+
+def build_recorder(parts: Parts, display: Display, spent: Spent, *, first_step: int) -> Recorder:
+    """Returns what records the steps of this attempt. Rank 0 only."""
+    rank = parts.rank
+    spent.first_step = first_step
+    display.max_steps = parts.max_steps
+    if rank.layout.is_replicated:
+        _write_sent_bytes(rank, parts.model)
+    return Recorder(
+        rank,
+        display=display,
+        source=parts.train_data,
+        spent=spent,
+        flops_per_token=parts.flops_per_token,
+        max_steps=None if rank.config.train.max_epochs is None else parts.max_steps,
+    )
+
+
+def _write_sent_bytes(rank: Rank, model: nn.Module) -> None:
+    """Records how many bytes of gradients a step sends where ranks hold whole replicas. Rank 0 only."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    comm = rank.config.ddp.comm
+    facts = {
+        "comm": comm,
+        "gradient_bytes": sent_bytes(parameters, comm="none"),
+        "sent_bytes": sent_bytes(parameters, comm=comm),
+    }
+    # A file system that refuses costs a figure, never the run.
+    with contextlib.suppress(OSError):
+        append_event(rank.run, "exchange", attempt=rank.attempt, **facts)
 
 
 class GpuReader:
@@ -378,54 +400,3 @@ class PaceProbe:
 def format_measures(measures: dict[str, float]) -> str:
     """Returns measures for people, e.g. "eval_loss 1.2345, eval_accuracy 0.9832"."""
     return ", ".join(f"{name} {value:.4f}" for name, value in measures.items())
-
-
-def say_text(
-    say: Callable[[str], None], model: nn.Module, *, train: SampleSource, heldout: SampleSource | None, num_tokens: int
-) -> None:
-    """Prints how a text model compares with counting pairs, and what it writes; nothing for other models."""
-    if not hasattr(train, "encoding") or not hasattr(train, "shards"):
-        return
-    train_tokens: TokenSource = train  # type: ignore[assignment]  # it has what is used here
-    vocabulary = train_tokens.encoding().vocab_size
-    if heldout is not None and vocabulary <= _LARGEST_BIGRAM_VOCABULARY:
-        from slurm_train.models.objective import bigram_bits_per_byte
-
-        tokens: TokenSource = heldout  # type: ignore[assignment]
-        shards, per_target = tokens.shards(), tokens.bytes_per_target
-        bits = bigram_bits_per_byte(train_tokens.shards(), shards, vocab_size=vocabulary, bytes_per_target=per_target)
-        say(f"a bigram model on the same held-out bytes: {bits:.4f} bits per byte")
-    if num_tokens > 0 and hasattr(model, "generate"):
-        text = sample_text(model, train_tokens.encoding(), num_tokens=num_tokens)
-        # The bytes of a model that has hardly begun are no text, and no news.
-        is_text = text.count(_NOT_PRINTABLE) * 4 < len(text)
-        say(f"the model writes:\n{text}" if is_text else "the model does not write text yet; train it longer")
-
-
-def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int = 0, **how: Any) -> str:
-    """Returns what a model writes after a prompt, or at the beginning of a document; the same for equal weights.
-
-    Args:
-        model: has `generate`, as the shipped GPT.
-        encoding: of the text it was trained with.
-        prompt: is not repeated in the text.
-        seed: of the draws.
-        **how: for `generate`: num_tokens, temperature, top_k, end.
-    """
-    device = next(model.parameters()).device
-    # A document begins after the end of another one.
-    start = [encoding.end_of_document]
-    if prompt:
-        start += next(iter(encoding.encode([prompt.encode()]))).tolist()
-    tokens = torch.tensor([start], dtype=torch.int64, device=device)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    # A compiled model would be compiled again for the lengths that a text has as it grows.
-    with modes_kept(model), torch.compiler.set_stance("force_eager"):
-        model.eval()
-        found = model.generate(tokens, generator=generator, **how)[0, len(start) :].tolist()
-    return printable(encoding.decode(found))
-
-
-def printable(text: str) -> str:
-    """Returns a text that cannot steer a terminal: a model may write any byte, and a terminal obeys some of them."""
-    return "".join(char if char.isprintable() or char in "\n\t" else _NOT_PRINTABLE for char in text)

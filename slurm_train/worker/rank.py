@@ -270,6 +270,10 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
 
         answer_watcher(dict(env))
         return run_task(rank)
+    if config.train.evaluate_from is not None:
+        from slurm_train.train.evaluate_checkpoint import evaluate_checkpoint
+
+        return evaluate_checkpoint(rank)
     from slurm_train.train.build import train
 
     return train(rank)

@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,9 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.build import build_checkpointer
+from slurm_train.train.checkpointer import Checkpointer, build_checkpointer
 from slurm_train.train.position import Position
-from slurm_train.train.saving import Checkpointer
 from tests.support.options import read_options
 from tests.support.ranks import make_parts, make_rank
 
@@ -71,7 +71,8 @@ class Bench:
     def ours(self) -> None:
         """A periodic save."""
         self.number += 1
-        self.checkpointer.save_soon(Position(step=self.number))
+        content = partial(self.checkpointer.content, Position(step=self.number))
+        self.checkpointer.saves.save_soon(content, step=self.number)
 
     def torch_save(self) -> None:
         """torch.save of both state dicts and fsync."""
@@ -94,8 +95,8 @@ class Bench:
         if self.future is not None:
             self.future.result()
             self.future = None
-        self.checkpointer.finish()
-        assert not self.checkpointer.news(), "a save failed"
+        self.checkpointer.saves.finish()
+        assert not self.checkpointer.saves.news(), "a save failed"
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -112,7 +113,7 @@ class Bench:
         run.path.mkdir()
         rank = make_rank(run.path, RunConfig(checkpoint=CheckpointSection(keep=1)))
         parts = make_parts(rank, self.model, self.optimizer, Data(range(1000)))
-        return build_checkpointer(parts, peak_lr=0.1)
+        return build_checkpointer(parts, callbacks={}, peak_lr=0.1)
 
 
 class Data(list[int]):
@@ -171,7 +172,7 @@ def main() -> None:
         print(
             f"checkpoint stall: {size_gb:.2f} GB in {len(bench.tensors())} tensors, {torch.get_num_threads()} threads"
         )
-        bench.checkpointer.prepare()  # as the trainer does after its first step
+        bench.checkpointer.saves.prepare(bench.checkpointer.own_tensors())  # as the trainer does after its first step
         bench.settle()
         ways = {
             "copy in memory": bench.copy,

@@ -105,7 +105,7 @@ def build(order: Mapping[str, Any]) -> tuple[Run, Figures]:
 
     from slurm_train.config.schema import nested
     from slurm_train.train.metrics import flops_per_token, peak_flops
-    from tests.gpu.training import sections_of, training_of
+    from tests.gpu.training import save_soon, sections_of, training_of
 
     changes: dict[str, Any] = nested(order["settings"])
     # Saves are asked for here; one checkpoint at a time has room on the disk.
@@ -125,22 +125,22 @@ def build(order: Mapping[str, Any]) -> tuple[Run, Figures]:
         trainer.advance(trainer.position.step + steps)
 
     def save() -> Figures:
-        checkpointer = trainer.checkpointer
-        checkpointer.prepare()
-        checkpointer.finish()
+        saves = trainer.saves
+        saves.prepare(trainer.checkpointer.own_tensors())
+        saves.finish()
         trainer.stepper.drain()
-        before_s, began_s = checkpointer.blocked_s, time.perf_counter()
-        checkpointer.save_soon(trainer.position)
+        before_s, began_s = saves.times.blocked_s, time.perf_counter()
+        save_soon(trainer)
         run(2)
         if device.type == "cuda":
             torch.cuda.synchronize()
         stepped_s = time.perf_counter() - began_s
-        checkpointer.finish()
+        saves.finish()
         return {
-            "save_stall_s": checkpointer.blocked_s - before_s,
+            "save_stall_s": saves.times.blocked_s - before_s,
             "two_steps_with_save_s": stepped_s,
-            "save_s": checkpointer.last_save_s,
-            "state_gb": checkpointer.buffers.num_bytes / 1e9,
+            "save_s": saves.times.newest_s,
+            "state_gb": saves.buffers.num_bytes / 1e9,
         }
 
     return run, {**facts, "save": save}

@@ -34,7 +34,7 @@ from slurm_train.rundir.events import AcceptedChange, read_changes, record_chang
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.supervise.supervisor import close_lost
-from slurm_train.train.saving import Continuity
+from slurm_train.train.continuity import Continuity
 from tests.campaigns.checkpoint_faults import in_memory
 from tests.campaigns.record import Tally
 from tests.support.small_checkpoints import make_header

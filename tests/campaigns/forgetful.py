@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurm_train.train.saving import Checkpointer
+from slurm_train.train.checkpointer import Checkpointer
 
 resume = Checkpointer.resume
 

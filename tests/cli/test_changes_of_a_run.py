@@ -17,7 +17,7 @@ from slurm_train.errors import DataError, RunError
 from slurm_train.rundir.events import read_changes
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.saving import Continuity, build_continuity
+from slurm_train.train.continuity import Continuity, build_continuity
 from tests.cli.conftest import Shell
 
 OWN = "model._target_=mine.Model data._target_=mine.Data batch.global_size=96 batch.local_size=3 run.name=a"

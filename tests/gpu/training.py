@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,15 @@ def farthest(one: Iterable[float], other: Iterable[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+def save_soon(trainer: Trainer) -> None:
+    """Begins a periodic save of a trainer, as its loop does. Collective."""
+    content = partial(trainer.checkpointer.content, trainer.position)
+    trainer.saves.save_soon(content, step=trainer.position.step)
+
+
 def release(trainer: Trainer) -> None:
     """Lets a trainer's memory go: after its first step it is out of the garbage collector's sight."""
-    trainer.checkpointer.finish()
+    trainer.saves.finish()
     gc.unfreeze()
     gc.enable()
     gc.collect()

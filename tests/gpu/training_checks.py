@@ -36,6 +36,7 @@ from tests.gpu.training import (
     next_losses,
     open_rank,
     release,
+    save_soon,
     sections_of,
     training_of,
 )
@@ -149,7 +150,7 @@ def _copies(trainer: Trainer) -> dict[str, Tensor]:
     """Returns copies of parameters and optimizer state by name."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     found = dict(trainer.model.named_parameters())
-    for parameter, state in trainer.checkpointer.parts.optimizer.state.items():
+    for parameter, state in trainer.parts.optimizer.state.items():
         found |= {f"{names[id(parameter)]}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
@@ -159,18 +160,19 @@ def save_race(stage: Stage) -> dict[str, Any]:
     model = stage.size({**SMALL, "width": 1024, "num_heads": 16, "num_layers": 12, "vocab_size": 32768}, SMALL)
     trainer = training_of(sections_of(model, local_size=2), stage.folder / "run")
     trainer.advance(2)
-    parts, checkpointer = trainer.checkpointer.parts, trainer.checkpointer
+    parts = trainer.parts
+    saves = trainer.saves
     for _ in range(3):
         trainer.stepper.drain()
         live = _tensors_to_save(parts)
         expected = tree_map(_clone, live)
-        checkpointer.save_soon(trainer.position)
+        save_soon(trainer)
         trainer.advance(trainer.position.step + 1)
-        checkpointer.buffers.hold_changes()
+        saves.buffers.hold_changes()
         with torch.no_grad():
             # No update may follow this: only the copy of the save protects what is written.
             tree_map(lambda value: value.fill_(-7) if isinstance(value, Tensor) else value, _tensors_to_save(parts))
-        checkpointer.finish()
+        saves.finish()
         newest = list_checkpoints(trainer.rank.run.checkpoints)[0]
         read = tree_map(
             lambda value: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) else value, live
@@ -179,8 +181,8 @@ def save_race(stage: Stage) -> dict[str, Any]:
         _require_equal(read, expected, where=newest.name)
         with torch.no_grad():
             tree_map(lambda to, value: to.copy_(value) if isinstance(to, Tensor) else to, live, expected)
-    num_bytes = trainer.checkpointer.buffers.num_bytes
-    return {"saves": 3, "copied_gb": num_bytes / 1e9, "stall_s_per_save": checkpointer.blocked_s / 3}
+    num_bytes = saves.buffers.num_bytes
+    return {"saves": 3, "copied_gb": num_bytes / 1e9, "stall_s_per_save": saves.times.blocked_s / 3}
 
 
 def _tensors_to_save(parts: Any) -> dict[str, Any]:
@@ -204,30 +206,30 @@ def save_overlaps(stage: Stage) -> dict[str, Any]:
     """A step during which a save copies takes at most 1.1 times the GPU time of one without a save."""
     model, local_size = stage.size((GPT2, 24), (SMALL, 2))
     trainer = training_of(sections_of(model, local_size=local_size, batch={"accumulation": 2}), stage.folder / "run")
-    checkpointer = trainer.checkpointer
+    saves = trainer.saves
     trainer.advance(5)
-    checkpointer.prepare()
+    saves.prepare(trainer.checkpointer.own_tensors())
     plain, saving, stalls = [], [], []
     for number in range(24):
-        saves = number % 6 == 5
+        is_saved = number % 6 == 5
         trainer.stepper.drain()
-        checkpointer.finish()
+        saves.finish()
         stage.sync()
-        before_s = checkpointer.blocked_s
+        before_s = saves.times.blocked_s
         with _timed(stage) as took:
-            if saves:
-                checkpointer.save_soon(trainer.position)
+            if is_saved:
+                save_soon(trainer)
             trainer.advance(trainer.position.step + 1)
         # What was saved first had its memory made.
         if number > 6:
-            (saving if saves else plain).append(took[0])
-        stalls += [checkpointer.blocked_s - before_s] if saves else []
-    checkpointer.finish()
+            (saving if is_saved else plain).append(took[0])
+        stalls += [saves.times.blocked_s - before_s] if is_saved else []
+    saves.finish()
     ratio = statistics.median(saving) / statistics.median(plain)
     if stage.on_gpu:
         require(ratio <= 1.1, f"a step that saves takes {ratio:.2f} times as long as one that does not")
     figures = {"step_ms": 1e3 * statistics.median(plain), "saving_step_ms": 1e3 * statistics.median(saving)}
-    saved = {"state_gb": checkpointer.buffers.num_bytes / 1e9, "save_s": checkpointer.longest_save_s}
+    saved = {"state_gb": saves.buffers.num_bytes / 1e9, "save_s": saves.times.longest_s}
     return {**figures, "ratio": ratio, "host_stall_ms": 1e3 * statistics.median(stalls[1:]), **saved}
 
 

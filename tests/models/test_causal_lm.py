@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
+from slurm_train.models.build import build_model
 from slurm_train.models.causal_lm import causal_lm
 from slurm_train.models.first_weights import build_without_memory, fill, first_values
 from slurm_train.models.objective import Objective
-from slurm_train.train.build import build_model
 from tests.support.extras import NEEDS_PEFT, NEEDS_TRANSFORMERS
 
 SHAPE = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}

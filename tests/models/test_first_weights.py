@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.models import first_weights
+from slurm_train.models.build import build_filled_model, build_model, build_names_and_shapes
 from slurm_train.models.cnn import CNN
 from slurm_train.models.first_weights import (
     begin_with,
@@ -27,7 +28,6 @@ from slurm_train.models.first_weights import (
 )
 from slurm_train.models.gpt import GPT
 from slurm_train.models.host_memory import available_bytes
-from slurm_train.train.build import build_filled_model, build_model, build_names_and_shapes
 
 CPU = torch.device("cpu")
 

@@ -137,8 +137,9 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
     """Returns the parts of a rank's training, its stepper and endless batches."""
     import torch
 
+    from slurm_train.models.build import build_model
     from slurm_train.models.objective import Objective
-    from slurm_train.train.build import apply_parallelism, build_model, build_stepper
+    from slurm_train.train.build import apply_parallelism, build_stepper
     from slurm_train.train.optimizer import build_optimizer
     from tests.support.ranks import make_parts
 

@@ -15,9 +15,9 @@ from slurm_train.checkpoint import save
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import Manifest
+from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train import build
-from slurm_train.train.context import Rank
+from slurm_train.train import saves
 from slurm_train.train.step import StepFacts, Stepper
 
 
@@ -59,12 +59,13 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
 
 
 def _give_own_disk(rank: int) -> None:
-    build_local_saves = build.build_local_saves
+    build_local_saves = saves.build_local_saves
 
-    def build_for_node(start: Rank, target: Place) -> LocalSaves | None:
-        return build_local_saves(replace(start, place=replace(start.place, node_rank=rank, local_rank=0)), target)
+    def build_for_node(run: RunDirectory, base: Path, *, rank_place: RankPlace, **settings: Any) -> LocalSaves:
+        node_of_its_own = replace(rank_place, node_rank=rank, local_rank=0)
+        return build_local_saves(run, base, rank_place=node_of_its_own, **settings)
 
-    build.build_local_saves = build_for_node
+    saves.build_local_saves = build_for_node
 
 
 def _cut_power_after(step: int, run: RunDirectory) -> None:

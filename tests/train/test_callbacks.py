@@ -21,8 +21,8 @@ from slurm_train.errors import ConfigError
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
-from slurm_train.train.build import _check_measures
 from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks
+from slurm_train.train.evaluate import check_measures
 from tests.support.ranks import make_rank
 from tests.train.small_runs import (
     assert_same_steps,
@@ -370,5 +370,5 @@ def test_what_evaluations_do_not_give_is_seen_before_the_first_step(monitor: str
     evaluator: Any = None if names is None else SimpleNamespace(try_out=lambda: names)
     parts: Any = SimpleNamespace(model=nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=said):
-        _check_measures(parts, callbacks, evaluator)
-    _check_measures(parts, {}, evaluator)
+        check_measures(parts, callbacks, evaluator)
+    check_measures(parts, {}, evaluator)

@@ -22,7 +22,7 @@ from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
-from slurm_train.train.build import expand
+from slurm_train.train.saves import expand
 from tests.support.small_checkpoints import checkpoint_of, make_checkpoint
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import WarmRank

@@ -39,11 +39,10 @@ from slurm_train.train.metrics import (
     Recorder,
     flops_per_token,
     peak_flops,
-    printable,
-    say_text,
 )
 from slurm_train.train.position import Position
 from slurm_train.train.step import StepFacts, StepResult
+from slurm_train.train.texts import printable, say_text
 from tests.support.ranks import make_rank
 from tests.support.warm_ranks import run_pair
 
@@ -64,8 +63,9 @@ def test_what_a_model_writes_cannot_steer_a_terminal() -> None:
 
 
 def trainer_of(rank: Rank, **facts: Any) -> Any:
-    known = {"position": Position(3, 48, loss=0.5), "measures": {"eval_loss": 0.25}, "not_saved": ""}
-    return SimpleNamespace(rank=rank, **known | facts)
+    position = Position(3, 48, loss=0.5)
+    stops = SimpleNamespace(not_saved="")
+    return SimpleNamespace(rank=rank, position=position, measures={"eval_loss": 0.25}, stops=stops, **facts)
 
 
 def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 import signal
 import time
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from slurm_train.checkpoint.division import Division
 from slurm_train.checkpoint.filling import Saved
-from slurm_train.checkpoint.save import BackgroundSaver
 from slurm_train.checkpoint.state import StagingBuffers
 from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.config.schema import OptimSection
@@ -27,10 +24,12 @@ from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
 from slurm_train.session.signals import StopFlag
 from slurm_train.session.stopping import Stopping
+from slurm_train.train.checkpointer import build_checkpointer
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.position import Position
-from slurm_train.train.saving import Checkpointer, SavePace, failure_every_s, interval_steps
-from tests.support.ranks import make_rank
+from slurm_train.train.save_pace import SavePace, failure_every_s, interval_steps
+from slurm_train.train.saves import Saves
+from tests.support.ranks import make_parts, make_rank
 from tests.support.small_checkpoints import checkpoint_of, steps_in
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
 
@@ -173,7 +172,7 @@ def test_the_ledger_corrects_what_was_expected() -> None:
 
 def test_auto_measures_from_its_first_save_on(group_of_one: None) -> None:
     now = [0.0]
-    pace, blocked_s = SavePace("auto", start_step=100, failure_every_s=DAY_S, clock=lambda: now[0]), 0.0
+    pace, blocked_s = SavePace("auto", failure_every_s=DAY_S, clock=lambda: now[0]), 0.0
     due, news = [], []
     for step in range(101, 700):
         now[0] += 30.0 if step == 101 else 0.5  # the first step compiles
@@ -188,6 +187,13 @@ def test_auto_measures_from_its_first_save_on(group_of_one: None) -> None:
     assert news[1:] == [None, None]
 
 
+class Numbers(list[int]):
+    """What a checkpoint says of its data."""
+
+    def fingerprint(self) -> str:
+        return "da7a"
+
+
 @pytest.mark.parametrize(
     ("model", "holds"), [(nn.BatchNorm1d(4), True), (GPT(num_layers=1, width=32, num_heads=2), False)]
 )
@@ -196,16 +202,10 @@ def test_only_statistics_that_are_saved_hold_up_the_next_pass(
 ) -> None:
     held: list[bool] = []
     monkeypatch.setattr(StagingBuffers, "hold_changes", lambda _: held.append(True))
-    monkeypatch.setattr(Checkpointer, "_work", lambda *_, **__: lambda: Saved(Path(), manifest=None))
-    others: Any = dict.fromkeys(("continuity", "config_hash", "lr", "place", "local", "group", "log"))
-    optimizer = build_optimizer(model, optim=OptimSection())
-    parts: Any = SimpleNamespace(rank=make_rank(), model=model, optimizer=optimizer, group_names=None)
-    buffers = StagingBuffers(torch.device("cpu"))
-    division = Division(group=None)
-    checkpointer = Checkpointer(
-        parts=parts, callbacks={}, division=division, saver=BackgroundSaver(), buffers=buffers, **others
-    )
-    checkpointer.save_soon(Position())
+    monkeypatch.setattr(Saves, "_work", lambda *_: lambda: Saved(Path(), manifest=None))
+    parts = make_parts(make_rank(), model, build_optimizer(model, optim=OptimSection()), Numbers(range(64)))
+    checkpointer = build_checkpointer(parts, callbacks={}, peak_lr=0.1)
+    checkpointer.saves.save_soon(partial(checkpointer.content, Position()), step=0)
     assert bool(held) == holds
 
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.config.schema import RunConfig, TrainSection
+from slurm_train.models.build import load_start_weights
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import CheckpointName, RunDirectory, list_checkpoints
-from slurm_train.train.build import load_start_weights
-from slurm_train.train.trainer import collect_garbage
+from slurm_train.train.start_up import collect_garbage
 from tests.train.small_runs import (
     PADDED,
     assert_same_steps,

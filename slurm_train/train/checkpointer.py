@@ -1,0 +1,382 @@
+"""What of a training is in a checkpoint, and how it gets back into model, optimizer, data and callbacks.
+
+When and how checkpoints are written is the business of `saves`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part, own_tensors
+from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors, require_fit
+from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.state import (
+    merge_state,
+    module_states,
+    number_groups,
+    require_loadable_states,
+    restore_training_state,
+    set_modes,
+    split_state,
+    take_extra_states,
+    training_state,
+)
+from slurm_train.config.frozen import config_hash
+from slurm_train.config.parallel import AXES, ParallelLayout
+from slurm_train.data.build import ALLOW_WORLD_CHANGE
+from slurm_train.data.stream import StreamSource
+from slurm_train.distributed.seeds import rng_state, set_rng_state
+from slurm_train.errors import DataError, RunError
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.lineage import Origin, record_origin
+from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory
+from slurm_train.train.callbacks import Callback
+from slurm_train.train.context import Parts
+from slurm_train.train.continuity import Continuity, build_continuity
+from slurm_train.train.optimizer import settings_of_groups
+from slurm_train.train.position import Position
+from slurm_train.train.saves import Content, Saves, build_saves
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpointer:
+    """Gives what a training has to save, and restores it. All ranks call the same methods in the same order."""
+
+    parts: Parts
+    callbacks: Mapping[str, Callback]
+    """By the names of their states."""
+    continuity: Continuity
+    """Settings, code and data: what makes this the same training as the checkpoints'."""
+    config_hash: str
+    """Of the frozen configuration, as in `plan.json`; a change that is accepted changes it, not the run id."""
+    lr: dict[str, Any]
+    """Peak learning rate, and how it follows the global batch; for the manifest."""
+    division: Division
+    """Which rank writes what."""
+    saves: Saves
+    """Writes the checkpoints."""
+    stream_state: dict[str, Any] | None = None
+    """Where this rank's stream of samples was at the checkpoint; None to begin anew."""
+    origin: Origin = field(default_factory=Origin)
+    """What training was loaded from."""
+    _has_moved_on: bool = False
+    """A step from there was taken, and that is on record."""
+
+    def resume(self) -> tuple[Position, list[str]]:
+        """Restores the newest verified checkpoint; returns the position and notes for the user. Collective.
+
+        Raises:
+            CheckpointError: checkpoints exist, but none can be loaded; or what the model gives as extra state cannot be
+                saved.
+            RunError: settings or code are not those that the checkpoint was trained with.
+            DataError: the data set is not the one that the checkpoint was trained on.
+        """
+        self.saves.finish()
+        require_loadable_states(self.parts.model)
+        choice, notes = self.saves.choose(reason_against=self.continuity.reason_against)
+        self._has_moved_on = False
+        if choice is None:
+            self.origin = Origin()
+            return Position(), notes
+        manifest = choice.manifest
+        self.origin = choice.origin
+        position = Position.of(manifest)
+        accepted = self.continuity.check(manifest)
+        if accepted:
+            # Who changes a run that a callback has ended wants it to continue.
+            position.ended = ""
+        restored = self._restore(choice)
+        growth = manifest.batch_plan.get("growth", {})
+        if (manifest.batch_plan.get("global_size"), growth) != tuple(self._batch_sizes.values()):
+            position.batch_since = [manifest.step, manifest.samples]
+        for passed in choice.passed_over:
+            aside = f"{PASSED_OVER_PREFIX}{passed.path.name}"
+            notes.append(f"passed over {passed.path.name}: {passed.reason}; it becomes {aside} when training goes on")
+        resuming = f"resuming from {choice.path.name} (step {position.step})"
+        return position, [*notes, *accepted, *restored, resuming]
+
+    def move_on(self) -> None:
+        """Records that a step was taken from what was loaded; checkpoints that were passed over for it are moved aside.
+
+        To be called after each step; not collective. Where the file system refuses, the next step tries again.
+        """
+        if self._has_moved_on:
+            return
+        if self.parts.rank.place.is_first:
+            # A newer attempt that has taken over is found by the next save.
+            with contextlib.suppress(OSError, RunError):
+                self.saves.place.move_aside()
+                record_origin(self.parts.rank.run, self.saves.place.attempt, self.origin)
+                self._has_moved_on = True
+        else:
+            self._has_moved_on = True
+
+    def content(self, position: Position) -> Content:
+        """Returns what this rank writes of the training as it is now. Collective.
+
+        Args:
+            position: of this moment.
+
+        Raises:
+            RunError: on every rank: the ranks hold different things, and what cannot be saved is named.
+        """
+        model = self.parts.model
+        modules = module_states(model)
+        callback_tensors, callback_values = self._callbacks_state()
+        state = training_state(model, self.parts.optimizer)
+        take_extra_states(state["model"])
+        if self.parts.group_names is not None:
+            groups = state["optimizer"]["param_groups"]
+            state["optimizer"]["param_groups"] = number_groups(groups, self.parts.group_names)
+        if callback_tensors:
+            state[CALLBACKS] = callback_tensors
+        # A model changes its buffers on each rank by itself.
+        buffers = [name for name, _ in model.named_buffers()]
+        agreed = self.division.agree(state, values=callback_values, of_first_rank=buffers)
+        tensors = own_part(state, agreed)
+        rank_state: dict[str, Any] = {"rng": rng_state(), "modules": modules}
+        source = self.parts.train_data
+        if isinstance(source, StreamSource):
+            rank_state["data"] = source.state(position.samples)
+        if self.callbacks and self.parts.rank.place.is_first:
+            rank_state[CALLBACKS] = callback_values
+        return Content(
+            tensors=tensors,
+            rank_state=rank_state,
+            header=self._header(position, weights=agreed.weights),
+            expected=agreed.tensors,
+            # Running statistics; rotary tables are never saved nor changed.
+            changes_in_forward=any(name in tensors["model"] for name in buffers),
+        )
+
+    def own_tensors(self) -> list[Tensor]:
+        """Returns the tensors that this rank is going to write. Needs the optimizer's state."""
+        rank = self.parts.rank.place.rank
+        peers = self.parts.rank.layout.members([axis for axis in AXES if axis != "pp"], rank)
+        return own_tensors(self.parts.model, self.parts.optimizer, rank=peers.index(rank), num_ranks=len(peers))
+
+    def _callbacks_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the tensors of the callbacks, and a copy of their other values."""
+        return split_state({key: callback.state_dict() for key, callback in self.callbacks.items()})
+
+    def _restore(self, choice: Choice) -> list[str]:
+        """Restores what a checkpoint holds; returns notes for the user."""
+        parts = self.parts
+        state = training_state(parts.model, parts.optimizer)
+        groups: list[dict[str, Any]] = state["optimizer"].pop("param_groups")
+        numbered = number_groups(groups, parts.group_names or [group["params"] for group in groups])
+        saved_of_groups = self._saved_of_groups(numbered)
+        if saved_of_groups:
+            state["optimizer"]["param_groups"] = saved_of_groups
+        rank_state = self._saved_rank_state(choice)
+        modules = self._saved_modules(choice)
+        # Older checkpoints have extra states among the tensors.
+        extra = {} if modules is None else take_extra_states(state["model"])
+        described = require_fit(
+            choice.path,
+            state["model"],
+            kept=state["optimizer"]["state"],
+            is_stage=parts.group_names is not None,
+        )
+        load = partial(load_tensors, choice.path, group=dist.group.WORLD, near=choice.near, described=described)
+        load(state)
+        state["optimizer"]["param_groups"] = [
+            group | saved_of_groups.get(number, {}) for group, number in zip(groups, numbered, strict=True)
+        ]
+        if modules is not None:
+            state["model"] |= {name: modules["extra"].get(name, value) for name, value in extra.items()}
+        restore_training_state(parts.model, parts.optimizer, state)
+        if modules is not None:
+            set_modes(parts.model, modules["in_evaluation"])
+        if "rng" in rank_state:
+            set_rng_state(rank_state["rng"])
+        notes = self._restore_stream(choice.manifest, rank_state.get("data"))
+        if self.callbacks:
+            notes += self._restore_callbacks(choice, load, stored=described.planner_data or {})
+        return notes
+
+    def _saved_of_groups(self, numbered: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Returns what a checkpoint gives back of the optimizer's groups: their state, not their settings.
+
+        The configuration's settings may have been changed on purpose.
+
+        Args:
+            numbered: the groups, by number.
+        """
+        settings = settings_of_groups(self.parts.optimizer)
+        saved = {}
+        for number, group in numbered.items():
+            state = {name: value for name, value in group.items() if name not in settings}
+            if state:
+                saved[number] = state
+        return saved
+
+    def _saved_rank_state(self, choice: Choice) -> dict[str, Any]:
+        """Returns the saved state of a rank that read the samples of this one; {} where there was none."""
+        # Random streams belong to samples, not to ranks.
+        index = self.parts.rank.layout.data_parallel_index(self.parts.rank.place.rank)
+        reader = ParallelLayout(**choice.manifest.mesh).first_reader(index)
+        return (None if reader is None else load_rank_state(choice.path, reader)) or {}
+
+    def _saved_modules(self, choice: Choice) -> dict[str, Any] | None:
+        """Returns the `module_states` of this rank, in another layout of rank 0; None in an older checkpoint."""
+        is_same = choice.manifest.mesh == self.parts.rank.layout.as_mapping
+        states = load_rank_state(choice.path, self.parts.rank.place.rank if is_same else 0) or {}
+        modules: dict[str, Any] | None = states.get("modules")
+        return modules
+
+    def _restore_callbacks(
+        self, choice: Choice, load: Callable[[dict[str, Any]], None], *, stored: Mapping[str, Sequence[Any]]
+    ) -> list[str]:
+        """Gives the callbacks their state back: values to all ranks, tensors to the ranks that have them.
+
+        Args:
+            choice: the checkpoint.
+            load: fills tensors.
+            stored: path of each saved tensor and value, by full name.
+
+        Returns:
+            Notes for the user.
+        """
+        saved = (load_rank_state(choice.path, 0) or {}).get(CALLBACKS, {})
+        step = choice.manifest.step
+        tensors, values = self._callbacks_state()
+        tensors = {key: value for key, value in tensors.items() if key in saved}
+        if saved:  # on all ranks, also on one whose stage has no tensor of theirs
+            load({CALLBACKS: tensors} if tensors else {})
+        in_checkpoint = {name: path for name, path in stored.items() if path[0] == CALLBACKS}
+        with_tensors = {path[1] for path in in_checkpoint.values()}
+        for key in self.callbacks.keys() & saved.keys():
+            is_empty_here = key not in tensors and not values[key]
+            if key not in with_tensors or not is_empty_here:
+                self.callbacks[key].load_state_dict(merge_state(saved[key], tensors.get(key, {})))
+        notes = []
+        for key in self.callbacks:
+            if key not in saved:
+                notes.append(f"callback {key}: begins at step {step}, where it has no state")
+        for key in saved:
+            if key not in self.callbacks:
+                notes.append(f"callback {key}: left out from step {step} on")
+        if in_checkpoint:
+            # Collective.
+            loaded = {full_name(path) for path, _ in leaves_of({CALLBACKS: tensors})}
+            missing_by_rank = on_every_rank(dist.group.WORLD, lambda: in_checkpoint.keys() - loaded)
+            for name in sorted(set[str].intersection(*missing_by_rank)):
+                _, key, *path = in_checkpoint[name]
+                if key in self.callbacks:
+                    notes.append(f"callback {key}: no rank has its tensor {full_name(path)} of step {step} any more")
+        return notes
+
+    def _restore_stream(self, manifest: Manifest, state: dict[str, Any] | None) -> list[str]:
+        """Keeps the state of a stream of samples; returns notes for the user.
+
+        Raises:
+            DataError: it was saved on another number of ranks, and a restart of the streams was not allowed.
+        """
+        self.stream_state = state
+        num_saved = ParallelLayout(**manifest.mesh).data_parallel_size
+        num_ranks = self.parts.rank.layout.data_parallel_size
+        if num_saved == num_ranks or not isinstance(self.parts.train_data, StreamSource):
+            return []
+        if not (self.parts.rank.config.data or {}).get(ALLOW_WORLD_CHANGE):
+            raise DataError(
+                f"step {manifest.step} was saved with streams of {num_saved} data-parallel ranks, and there are "
+                f"{num_ranks}",
+                hint=f"resume on {num_saved}; or with +data.{ALLOW_WORLD_CHANGE}=true all streams begin anew, so "
+                "samples of the present pass come again",
+            )
+        self.stream_state = None
+        return [
+            f"stream state of {num_saved} ranks cannot resume on {num_ranks}: resetting it, "
+            "samples of the present pass come again"
+        ]
+
+    @property
+    def _batch_sizes(self) -> dict[str, Any]:
+        rank = self.parts.rank
+        return {"global_size": rank.plan.global_size, "growth": rank.config.batch.growth}
+
+    def _header(self, position: Position, *, weights: dict[str, str]) -> CheckpointHeader:
+        rank = self.parts.rank
+        place = rank.place
+        rules = [callback.kept_steps() for callback in self.callbacks.values()]
+        kept = [rule for rule in rules if rule is not None]
+        return CheckpointHeader(
+            step=position.step,
+            samples=position.samples,
+            epoch=position.samples // self.continuity.num_samples,
+            world_size=place.world_size,
+            mesh=rank.layout.as_mapping,
+            batch_plan={**asdict(rank.plan), **self._batch_sizes},
+            config_hash=self.config_hash,
+            data_fingerprint=self.continuity.data,
+            torch_version=str(torch.__version__),
+            attempt=rank.attempt,
+            # Letters, digits and "_".
+            job=rank.env.get("SLURM_JOB_ID", "local"),
+            written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
+            parent=self.origin.save_id,
+            weights=weights,
+            extra={
+                **position.as_extra(),
+                "lr": self.lr,
+                **self.continuity.as_extra(),
+                **({"kept": copy.deepcopy(kept)} if kept else {}),
+                **(tracker_ids(rank.run) if place.is_first else {}),
+            },
+        )
+
+
+def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
+    """Returns {"trackers": {"wandb": "5d2030c7-8a1f04", ...}} for a checkpoint's manifest; {} where there are none."""
+    states = {path.stem: read_json(path) or {} for path in sorted(run.trackers.glob("*.json"))}
+    ids = {name: str(state["tracker_id"]) for name, state in states.items() if state.get("tracker_id")}
+    return {"trackers": ids} if ids else {}
+
+
+def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_lr: float) -> Checkpointer:
+    """Returns what saves and restores this run. Collective over all ranks."""
+    rank = parts.rank
+    config = rank.config
+    global_size = rank.plan.global_size
+    saves = build_saves(
+        rank.run,
+        attempt=rank.attempt,
+        rank_place=rank.place,
+        settings=config.checkpoint,
+        env=rank.env,
+        device=rank.device,
+        clock=rank.clock,
+        keeps_copies=config.cluster is not None and config.cluster.spare_nodes > 0,
+    )
+    continuity = build_continuity(
+        rank.run,
+        config,
+        global_size=global_size,
+        data=parts.train_data.fingerprint(),
+        num_samples=len(parts.train_data),
+    )
+    return Checkpointer(
+        parts=parts,
+        callbacks=callbacks,
+        continuity=continuity,
+        config_hash=config_hash(config, global_size=global_size),
+        lr={
+            "peak": peak_lr,
+            "retune": config.optim.lr_retune,
+            "tuned_for_global_size": config.optim.lr_global_size,
+        },
+        division=Division(group=saves.group, stage=rank.layout.coordinates(rank.place.rank).pp),
+        saves=saves,
+    )

@@ -1,0 +1,119 @@
+"""What an attempt trains (settings, code, data), and whether a checkpoint is of the same training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_train.checkpoint.manifest import Manifest
+from slurm_train.config.frozen import trained_settings, training_changes
+from slurm_train.config.schema import RunConfig
+from slurm_train.errors import DataError, RunError
+from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
+from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
+from slurm_train.rundir.paths import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuity:
+    """What this attempt trains; every checkpoint holds all of it.
+
+    The login half compares too, before anything is submitted. This is the last gate: it also sees files that were
+    edited by hand, and data that only the ranks can open.
+    """
+
+    run: RunDirectory
+    settings: dict[str, Any]
+    """What decides the training, by dotted key."""
+    code: str
+    """Digest of the code snapshot, "" where there is none."""
+    data: str
+    """Fingerprint of the data set."""
+    num_samples: int
+    """Samples of one epoch."""
+    changes: list[AcceptedChange]
+    """What was accepted in the middle of the run so far."""
+
+    def as_extra(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of it."""
+        facts = {"settings": self.settings, "code": self.code, "num_samples": self.num_samples}
+        accepted = [{"number": item.number, "step": item.step, "names": item.names} for item in self.changes]
+        return {**facts, "changes": accepted} if accepted else facts
+
+    def reason_against(self, manifest: Manifest) -> str:
+        """Returns why a checkpoint on the nodes' disks is none to go on from, "" where it is one.
+
+        A change is accepted from the newest checkpoint in the run directory on, so what goes beyond that step without
+        the change is not part of the run.
+        """
+        known = [accepted["number"] for accepted in manifest.extra.get("changes", ())]
+        for change in self.changes:
+            if change.number not in known and manifest.step > change.step:
+                return f"{', '.join(change.names)} was changed, as accepted, from step {change.step} on"
+        try:
+            self.check(manifest)
+        except (RunError, DataError) as err:
+            return err.message
+        return ""
+
+    def check(self, manifest: Manifest) -> list[str]:
+        """Returns notes for the user about accepted changes that this checkpoint does not have yet.
+
+        Raises:
+            RunError: settings or code are not those of the checkpoint, and the change was not accepted.
+            DataError: the data set is not.
+        """
+        trained, step, since = manifest.extra, manifest.step, f"from step {manifest.step} on, as accepted:"
+        accept = f"accept it: `resume {self.run.run_id} --accept"
+        found = [
+            change
+            for change in training_changes(trained.get("settings") or self.settings, self.settings)
+            if change.kind != "harmless"
+        ]
+        left = [change for change in found if not covers_config(self.changes, change.key, change.new)]
+        if left:
+            raise RunError(
+                f"{self.run.config} is not what step {step} was trained with: {', '.join(map(str, left))}",
+                hint=f"put it back, or {accept} config`",
+            )
+        notes = [f"{since} {change}" for change in found]
+        if self.code and trained.get("code") not in ("", None, self.code):
+            if not covers_code(self.changes, self.code):
+                raise RunError(
+                    f"the code in {self.run.code} is not what step {step} was trained with",
+                    hint=f"{accept} code` takes your files as they are now",
+                )
+            notes.append(f"{since} other code")
+        old = manifest.data_fingerprint
+        if old != self.data:
+            what = f"{trained.get('num_samples')} -> {self.num_samples} samples, fingerprint {old} -> {self.data}"
+            if not covers_data(self.changes, old=old, new=self.data):
+                raise DataError(
+                    f"the data set has changed since step {step}: {what}",
+                    hint=f"bring the old data back, or {accept} data`; run.name=NAME starts another run",
+                )
+            notes.append(f"{since} another data set, {what}")
+        return notes
+
+
+def build_continuity(
+    run: RunDirectory, config: RunConfig, *, global_size: int, data: str, num_samples: int
+) -> Continuity:
+    """Returns what this attempt trains.
+
+    Args:
+        run: where configuration, snapshot and accepted changes lie.
+        config: the frozen configuration.
+        global_size: samples per optimizer step.
+        data: fingerprint of the training samples.
+        num_samples: how many there are.
+    """
+    index = read_index(run)
+    return Continuity(
+        run=run,
+        settings=trained_settings(config, global_size=global_size),
+        code="" if index is None else digest_code(index, is_own_code=names_own_code(config)),
+        data=data,
+        num_samples=num_samples,
+        changes=read_changes(run),
+    )

@@ -1,0 +1,118 @@
+"""The run of an `evaluate` or a `generate`: the weights of a checkpoint are measured or used, not trained."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
+from slurm_train.checkpoint.load import check_owners, load_rank_state, load_tensors, require_fit
+from slurm_train.checkpoint.manifest import Manifest
+from slurm_train.checkpoint.state import take_extra_states
+from slurm_train.checkpoint.verify import share_of, verify
+from slurm_train.distributed.group import shutdown
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
+from slurm_train.models.objective import Objective
+from slurm_train.rundir.paths import find_save
+from slurm_train.train.build import apply_parallelism, build_parts, join
+from slurm_train.train.compile_cache import require_compiler
+from slurm_train.train.context import Parts, Rank
+from slurm_train.train.ending import write_result
+from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.metrics import format_measures
+from slurm_train.train.texts import continue_texts
+
+
+def evaluate_checkpoint(rank: Rank) -> int:
+    """Measures or uses the weights of the checkpoint `train.evaluate_from`, and writes the result. All ranks call it.
+
+    Returns:
+        EXIT_DONE, or EXIT_REQUEUE where a stop has interrupted the evaluation.
+
+    Raises:
+        ConfigError: texts are wanted from a model that writes none, or their encoding is not known.
+        DataError: there are no held-out samples, or other ones than when the evaluation was typed.
+        CheckpointError: the checkpoint does not verify, or belongs to another user.
+        RunError: its weights do not fit the model.
+    """
+    rank.enter_device()
+    require_compiler(rank)
+    parts = build_parts(rank)
+    join(rank)
+    apply_parallelism(parts)
+    texts_wanted = rank.config.train.generate
+    if texts_wanted is None:
+        _require_same_samples(parts)
+    path, manifest = _load_weights(parts, Path(str(rank.config.train.evaluate_from)))
+    values: dict[str, Any] | None
+    if texts_wanted is not None:
+        texts = continue_texts(rank, parts.model, **texts_wanted)
+        values = {"texts": texts}
+        summary = f"{len(texts)} texts"
+    else:
+        assert parts.heldout is not None
+        objective = Objective(parts.model)
+        values = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline).evaluate()
+        summary = format_measures(values or {})
+    if values is not None and rank.place.is_first:
+        facts = {"step": manifest.step, "samples": manifest.samples, **values, "checkpoint": str(path)}
+        write_result(rank, facts)
+        print(f"step {manifest.step}: {summary}", file=sys.stderr, flush=True)
+    shutdown()
+    return EXIT_REQUEUE if values is None else EXIT_DONE
+
+
+def _require_same_samples(parts: Parts) -> None:
+    """Checks that the held-out samples are those of which the evaluation was typed.
+
+    Raises:
+        DataError: there are none, or other ones.
+    """
+    if parts.heldout is None:
+        raise DataError("the data have no held-out samples to evaluate", hint="set data.heldout, or take a `split`")
+    fingerprint = parts.heldout.fingerprint()
+    expected = parts.rank.config.train.evaluate_data
+    if expected not in (None, fingerprint):
+        raise DataError(
+            f"the held-out samples have changed since this was asked for: fingerprint {expected} -> {fingerprint}",
+            hint="type the `evaluate` again: other samples are another evaluation",
+        )
+
+
+def _load_weights(parts: Parts, save: Path) -> tuple[Path, Manifest]:
+    """Loads the weights of a checkpoint; returns where it lies now, and its manifest. Collective.
+
+    Args:
+        parts: has the model.
+        save: the checkpoint, by a path from `save_path`.
+    """
+    group = dist.group.WORLD
+    while True:
+        path = on_rank_zero(group, lambda: find_save(save))
+        try:
+            return path, _load(parts, path)
+        except CheckpointError:
+            # The run gives its checkpoints a new name when it resumes.
+            if on_rank_zero(group, lambda: find_save(save)) == path:
+                raise
+
+
+def _load(parts: Parts, path: Path) -> Manifest:
+    group = dist.group.WORLD
+    state = get_model_state_dict(parts.model)
+    manifest = on_rank_zero(group, lambda: verify(path))
+    share = share_of(manifest, rank_in(group), size_of(group))
+    on_every_rank(group, lambda: check_owners(path, share))
+    modules = (load_rank_state(path, 0) or {}).get("modules")
+    # Older checkpoints have extra states among the tensors.
+    extra = {} if modules is None else take_extra_states(state)
+    described = require_fit(path, state, is_stage=parts.pipeline is not None)
+    load_tensors(path, {"model": state}, group=group, described=described)
+    if modules is not None and extra:
+        saved = {name: modules["extra"].get(name, value) for name, value in extra.items()}
+        set_model_state_dict(parts.model, state | saved)
+    return manifest

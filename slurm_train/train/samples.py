@@ -1,0 +1,239 @@
+"""The samples of a training: which global batches each step takes, and this rank's micro-batches of them.
+
+The order is `data.order`'s, and the cut into micro-batches `data.batches`'. Here they meet the position of a run: a
+resume continues at the next sample, also after a rollback, a change of the global batch, and with a stream.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurm_train.checkpoint.state import can_pin
+from slurm_train.config.batch import cut_equally, num_batches, shares_by_weight, shares_in_words
+from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split
+from slurm_train.data.build import prefetch_depth
+from slurm_train.data.order import DIGEST_MODULUS, SampleOrder, samples_digest
+from slurm_train.data.source import Draw, SampleSource, lengths_of
+from slurm_train.data.stream import StreamSource
+from slurm_train.metrics import Display
+from slurm_train.rundir.events import append_event
+from slurm_train.train.context import Rank, gather
+from slurm_train.train.position import Position
+from slurm_train.train.step import PinnedBatches
+
+
+class Samples:
+    """Says how many samples a step takes, gives this rank's micro-batches, and digests what was consumed.
+
+    Args:
+        batches: the global batches of the run.
+        stream: this rank's micro-batches from the run's position on.
+        growth: `batch.growth`: global batches per step, by the step after which they count.
+        has_digests: whether each step gets a digest of its samples (`train.samples_digest`).
+        is_counted: whether this rank's samples count in it; another rank may read the same ones.
+    """
+
+    def __init__(
+        self,
+        batches: GlobalBatches,
+        stream: Iterator[MicroBatch],
+        *,
+        growth: Mapping[str, int],
+        has_digests: bool = False,
+        is_counted: bool = True,
+    ) -> None:
+        self.stream = stream
+        """This rank's micro-batches; each step takes the next ones."""
+        self.has_digests = has_digests
+        self._batches = batches
+        self._growth = growth
+        self._is_counted = is_counted
+        # Of this rank's samples of the present step.
+        self._digest = 0
+        # Of all ranks' samples, by step, until the step's result is read.
+        self._digests: dict[int, int] = {}
+
+    def look_at_first(self) -> MicroBatch:
+        """Returns the first micro-batch; it is not consumed, the first step takes it too."""
+        first = next(self.stream)
+        stream = chain((first,), self.stream)
+        self.stream = self._digested(stream) if self.has_digests else stream
+        return first
+
+    def num_batches_of(self, step: int) -> int:
+        """Returns how many global batches a step takes."""
+        return num_batches(self._growth, step) - num_batches(self._growth, step - 1)
+
+    def end_of(self, num: int, *, samples: int) -> int:
+        """Returns the position after so many global batches from a position on, in samples of the run."""
+        for _ in range(num):
+            samples += self._batches.size_at(samples)
+        return samples
+
+    def exchange_digest(self, step: int) -> None:
+        """Adds up the digests of a step's samples over all ranks. Collective."""
+        total = torch.tensor(self._digest if self._is_counted else 0, dtype=torch.int64)
+        self._digest = 0
+        dist.all_reduce(total)
+        self._digests[step] = int(total.item()) % DIGEST_MODULUS
+
+    def take_digest(self, step: int) -> int | None:
+        """Returns the digest of a step's samples, once; None where there are no digests."""
+        return self._digests.pop(step, None)
+
+    def forget_digests(self) -> None:
+        """Drops the digests of steps whose results are not read any more."""
+        self._digests.clear()
+
+    def _digested(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self._digest = (self._digest + samples_digest(batch.indices)) % DIGEST_MODULUS
+            yield batch
+
+
+def build_global_batches(rank: Rank, source: SampleSource, position: Position) -> GlobalBatches:
+    """Returns the samples of every step; moves the position to where a global batch begins.
+
+    It is there already unless the lengths of the samples or the settings of the batch were changed on purpose.
+
+    Raises:
+        DataError: batches by length need samples with lengths.
+    """
+    config = rank.config
+    global_size = rank.plan.global_size
+    order = source.order if isinstance(source, StreamSource) else SampleOrder(len(source), seed=config.seed)
+    if config.batch.by_length:
+        batches: GlobalBatches = LengthBatches(
+            order,
+            lengths_of(source),
+            global_size=global_size,
+            pool_batches=config.batch.pool,
+            first=position.batch_since[1],
+        )
+    else:
+        batches = GlobalBatches(order, global_size=global_size)
+    position.samples = batches.align(position.samples)
+    return batches
+
+
+def build_split(rank: Rank, *, is_over: bool, display: Display | None) -> Split:
+    """Returns which micro-batches of each global batch are this rank's. Collective where ranks have weights.
+
+    Args:
+        rank: this rank.
+        is_over: no step is left to be taken.
+        display: rank 0's; None on the others.
+
+    Raises:
+        BatchError: the weights do not fit the nodes and ranks of this attempt; on every rank alike.
+    """
+    weights = rank.config.batch.shares
+    if isinstance(weights, str) or rank.plan.ranks == 1 or is_over:
+        shares = cut_equally(rank.plan.global_size, rank.plan.ranks)
+    else:
+        shares = _weighted_shares(rank, weights, display=display)
+    return Split(
+        rank=rank.layout.data_parallel_index(rank.place.rank),
+        accumulation=rank.plan.accumulation,
+        shares=shares,
+    )
+
+
+def _weighted_shares(rank: Rank, weights: Sequence[float], *, display: Display | None) -> tuple[int, ...]:
+    """Returns the samples of a global batch, rank by rank, in proportion to weights. Collective."""
+    num_ranks_of = Counter(gather((rank.place.node_rank, rank.place.host)))
+    ranks_per_node = list(num_ranks_of.values())
+    shares = shares_by_weight(weights, rank.plan, ranks_per_node=ranks_per_node)
+    if display is not None:
+        hosts = [host for _, host in num_ranks_of]
+        sentence = shares_in_words(shares, ranks_per_node=ranks_per_node, nodes=hosts)
+        display.say(f"shares: {sentence}")
+        append_event(rank.run, "shares", attempt=rank.attempt, sentence=sentence, sizes=list(shares))
+    return shares
+
+
+def begin_stream(
+    rank: Rank,
+    stream: StreamSource,
+    batches: GlobalBatches,
+    split: Split,
+    *,
+    samples: int,
+    saved_samples: int,
+    state: dict[str, Any] | None,
+    display: Display | None,
+) -> None:
+    """Brings a stream to the next sample of the run.
+
+    Raises:
+        DataError: the stream makes whole batches of another size than this rank's micro-batches.
+
+    Args:
+        rank: this rank.
+        stream: the data.
+        batches: which samples every step takes.
+        split: which of those are this rank's.
+        samples: position of the run.
+        saved_samples: position of the checkpoint; a rollback passes over the samples since.
+        state: of the stream at the checkpoint; None at the beginning.
+        display: rank 0's; None on the others.
+    """
+    stream.require_batches_of(split.micro_sizes)
+    if display is not None and stream.reads_again:
+        reason = f"the stream {stream.name} has no state that tells its next sample"
+        if state is not None:
+            display.say(f"{reason}: what was consumed is read again and passed over")
+        else:
+            display.say(
+                f"{reason}: a resume reads it again from the beginning of the pass, or of the run where it has no "
+                "set_epoch"
+            )
+    stream.begin(
+        samples=samples,
+        state=state,
+        num_skipped=split.share_of(samples - saved_samples),
+        draws=partial(_draws_between, batches, split, rank.plan.global_size),
+    )
+
+
+def _draws_between(batches: GlobalBatches, split: Split, global_size: int, first: int, last: int) -> Iterator[Draw]:
+    """Yields this rank's micro-batches between two numbers of global samples, of steps of equal size."""
+    num_steps = (last - first) // global_size
+    return islice(batches.draws(split, start_samples=first), num_steps * split.accumulation)
+
+
+def build_samples(
+    rank: Rank, source: SampleSource, batches: GlobalBatches, split: Split, *, start_samples: int
+) -> Samples:
+    """Returns the samples of a training from a position on; begins to read ahead where that is configured.
+
+    Args:
+        rank: this rank.
+        source: the data.
+        batches: which samples every step takes.
+        split: which of those are this rank's.
+        start_samples: the position.
+
+    Raises:
+        ConfigError: they cannot be read ahead as configured.
+    """
+    stream: Iterator[MicroBatch] = BatchStream(source, batches.draws(split, start_samples=start_samples))
+    depth = prefetch_depth(rank.config.data or {}, source)
+    if depth and rank.device.type == "cuda" and can_pin():
+        stream = PinnedBatches(stream, device=rank.device)
+    if depth:
+        stream = Prefetch(stream, depth=depth)
+    return Samples(
+        batches,
+        stream,
+        growth=rank.config.batch.growth,
+        has_digests=rank.config.train.samples_digest,
+        is_counted=rank.layout.owns_samples(rank.place.rank),
+    )

@@ -1,0 +1,435 @@
+"""When and how a run's checkpoints are made: due, copied, written in the background, committed, on record.
+
+A periodic save costs the training a copy in memory; a thread writes it while training goes on. The save at a stop or
+at the end is the same, waited for. What a checkpoint has is given by the caller as `Content`: nothing here knows a
+model or a trainer.
+
+A failure that all ranks agreed on, e.g. a full disk, costs one checkpoint and is among the `news`. Any other ends the
+run: it is kept in `fatal` until all ranks have stopped at the same step, and raised there by the save of the stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.filling import Saved
+from slurm_train.checkpoint.load import Choice, choose_checkpoint
+from slurm_train.checkpoint.local import LocalSaves, NodePlace
+from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.save import BackgroundSaver, Outcome, save_to
+from slurm_train.checkpoint.state import StagingBuffers
+from slurm_train.config.schema import CheckpointSection
+from slurm_train.distributed.group import open_side_group
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import CheckpointError, ConfigError, SlurmTrainError
+from slurm_train.rundir.attempts import check_fence
+from slurm_train.rundir.events import SaveLog
+from slurm_train.rundir.files import fsync_file
+from slurm_train.rundir.node_disk import open_private
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.train.save_pace import SavePace, build_save_pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What this rank writes into a checkpoint."""
+
+    tensors: dict[str, Any]
+    """Nested dictionary of tensors and plain values."""
+    rank_state: dict[str, Any]
+    """This rank's own state: what `torch.load(weights_only=True)` reads back."""
+    header: CheckpointHeader
+    """Facts for the manifest; rank 0's count."""
+    expected: Mapping[str, str] | None = None
+    """Number type and shape of each tensor that some rank holds; None: the weights of the header."""
+    changes_in_forward: bool = False
+    """The next forward pass changes some of the tensors already, e.g. running statistics."""
+
+
+@dataclass(slots=True)
+class SaveTimes:
+    """What the saves of this attempt took."""
+
+    blocked_s: float = 0.0
+    """Seconds that saves have kept the training waiting, all together."""
+    longest_s: float = 0.0
+    """Longest time from the begin of a save until it was durable."""
+    newest_s: float | None = None
+    """That of the newest good save; None before the first has ended."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Saves:
+    """Makes the checkpoints of one run. All ranks call the same methods in the same order."""
+
+    run: RunDirectory
+    place: Place
+    """The run directory's checkpoints."""
+    local: LocalSaves | None
+    """Where periodic checkpoints go to the nodes' own disks first."""
+    group: dist.ProcessGroup
+    """A gloo group of all ranks, used by saves alone."""
+    pace: SavePace
+    saver: BackgroundSaver
+    buffers: StagingBuffers
+    """Where states are copied to, so that training can go on."""
+    log: SaveLog | None
+    """Rank 0's record of the saves."""
+    in_background: bool
+    """Whether a thread writes while training goes on."""
+    clock: Callable[[], float]
+    times: SaveTimes = field(default_factory=SaveTimes)
+    fatal: Exception | None = None
+    """Set when a save fails in a way that ends the run: the loop then requests a stop, and the save at that stop raises
+    this error on every rank."""
+    is_requested: bool = False
+    """A checkpoint of the present step was requested, whatever the pace."""
+    _news: list[str] = field(default_factory=list)
+
+    def choose(self, *, reason_against: Callable[[Manifest], str]) -> tuple[Choice | None, list[str]]:
+        """Returns the newest verified checkpoint, None before the first, and notes for the user. Collective.
+
+        Args:
+            reason_against: says why a checkpoint on the nodes' disks is not to be loaded, "" where it may be.
+
+        Raises:
+            CheckpointError: checkpoints exist, but none can be loaded.
+        """
+        place = self.place
+        choose = partial(
+            choose_checkpoint, place.root, group=dist.group.WORLD, attempt=place.attempt, fence=place.fence
+        )
+        notes: list[str] = []
+        if self.local is None:
+            choice = choose()
+        else:
+            choice, notes = self.local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
+        place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
+        return choice, notes
+
+    def request(self) -> None:
+        """Asks for a checkpoint of this step in the run directory; on all ranks at the same step."""
+        self.is_requested = True
+
+    def save(self, content: Callable[[], Content], *, step: int) -> None:
+        """Writes a checkpoint of this moment into the run directory; returns when it is durable. Collective.
+
+        Args:
+            content: gives what to write; called when the save before it has ended.
+            step: number of the optimizer step.
+
+        Raises:
+            CheckpointError: it could not be written; the previous checkpoint is intact.
+            RunError: a newer attempt has taken over.
+        """
+        outcome = self._save(content, step=step, local=None, waits=True)
+        assert outcome is not None
+        if isinstance(outcome.result, Exception):
+            raise _error_of(outcome)
+
+    def save_soon(self, content: Callable[[], Content], *, step: int) -> str | None:
+        """Begins a periodic or requested save; returns when this moment is copied. Collective.
+
+        A requested checkpoint is to be kept, so it goes into the run directory at once. `news` tells if a save failed.
+
+        Args:
+            content: gives what to write; called when the save before it has ended.
+            step: number of the optimizer step.
+
+        Returns:
+            A note for the user about the next save, if there is one.
+
+        Raises:
+            SlurmTrainError: the save before it failed in a way that ends the run.
+        """
+        local = None if self.is_requested else self.local
+        self._save(content, step=step, local=local, waits=False)
+        self.is_requested = False
+        return self.pace.saved(step, blocked_s=self.times.blocked_s, save_s=self.times.newest_s)
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Makes the first save as cheap as the later ones, memory and imports, while training goes on; not collective.
+
+        Args:
+            tensors: what this rank is going to write.
+        """
+        if not self.in_background:
+            return
+
+        def work() -> None:
+            # Imports what a save needs: 0.1 s or more, so better before the first save than in it.
+            import slurm_train.checkpoint.tensors  # noqa: F401
+
+            self.buffers.prepare(tensors)
+
+        self.saver.prepare(work)
+
+    def finish(self) -> None:
+        """Waits for a save that is running; what became of it is among the `news`.
+
+        Raises:
+            SlurmTrainError: it, or one before it, failed in a way that ends the run.
+        """
+        outcome = self.saver.wait()
+        if outcome is not None:
+            self._record(outcome)
+        if self.fatal is not None:
+            raise self.fatal
+
+    def finish_within(self, limit_s: float) -> None:
+        """Waits for a save that is running, but not longer; what is not complete then does not count.
+
+        Raises:
+            SlurmTrainError: it, or one before it, failed in a way that ends the run.
+        """
+        if self.saver.is_done_within(limit_s):
+            self.finish()
+
+    def news(self) -> list[str]:
+        """Returns notes for the user about saves, each once; costs next to nothing."""
+        outcome = self.saver.poll()
+        if outcome is not None:
+            self._record(outcome)
+        news = self._news
+        self._news = []
+        return news if self.local is None else [*news, *self.local.take_news()]
+
+    def discard_from(self, step: int) -> None:
+        """Removes all checkpoints of a step and later ones: the run goes back to before it. Collective."""
+        # On the nodes first: what is left there after a kill could be copied into the run directory again.
+        places: list[Place] = [self.place] if self.local is None else [self.local.place, self.place]
+        for place in places:
+            on_every_rank(dist.group.WORLD, partial(place.discard_from, step))
+
+    def close(self) -> None:
+        """Removes what a finished run has on this node's own disk."""
+        if self.local is not None:
+            self.local.close()
+
+    def _save(
+        self, content: Callable[[], Content], *, step: int, local: LocalSaves | None, waits: bool
+    ) -> Outcome | None:
+        """Saves once the save before it has ended; returns how, None if it goes on in the background."""
+        start_s = self.clock()
+        self.finish()
+        written = content()
+        tensors = written.tensors
+        # The thread cannot read tensors on a GPU, not even while training waits.
+        if self.in_background and (not waits or self.buffers.is_remote):
+            tensors = self.buffers.stage(tensors)
+            if written.changes_in_forward:
+                self.buffers.hold_changes()
+        work = self._work(written, tensors, local)
+        outcome = None
+        if not self.in_background:
+            outcome = self.saver.run(work, step=step)
+        else:
+            self.saver.start(work, step=step)
+            if waits:
+                outcome = self.saver.wait()
+        stall_s = self.clock() - start_s
+        self.times.blocked_s += stall_s
+        if self.log is not None:
+            self.log.stalled(step, stall_s)
+        if outcome is not None:
+            self._record(outcome)
+        return outcome
+
+    def _work(self, content: Content, tensors: dict[str, Any], local: LocalSaves | None) -> Callable[[], Saved]:
+        """Returns the writing of these tensors, into the run directory or to the nodes' disks."""
+
+        def work() -> Saved:
+            if self.place.is_leader:
+                # No later attempt writes the lines of steps that a checkpoint has. Without them training can go on.
+                with contextlib.suppress(OSError):
+                    fsync_file(self.run.metrics)
+            self.buffers.wait_for_copy()
+            saved = save_to(
+                self.place if local is None else local.place,
+                tensors=tensors,
+                rank_state=content.rank_state,
+                header=content.header,
+                group=self.group,
+                protect=() if local is None else tuple(local.copying),
+                expected=content.expected,
+            )
+            if local is not None:
+                local.copy_if_due(saved, group=self.group)
+            return saved
+
+        return work
+
+    def _record(self, outcome: Outcome) -> None:
+        """Records how a save ended."""
+        result = outcome.result
+        failed = isinstance(result, Exception)
+        if self.log is not None:
+            num_bytes = 0 if isinstance(result, Exception) else result.num_bytes
+            error = str(result) if failed else ""
+            self.log.ended(outcome.step, num_bytes=num_bytes, save_s=outcome.duration_s, error=error)
+        if not isinstance(result, Exception):
+            self.times.newest_s = outcome.duration_s
+            self.times.longest_s = max(self.times.longest_s, outcome.duration_s)
+            self._news += result.problems
+        elif outcome.is_fatal:
+            self.fatal = _error_of(outcome)
+        else:
+            self._news.append(
+                f"the checkpoint of step {outcome.step} failed, training continues; "
+                f"the previous checkpoint is intact: {result}"
+            )
+
+
+def _error_of(outcome: Outcome) -> Exception:
+    """Returns the error to raise in the training thread for a save that failed."""
+    assert isinstance(outcome.result, Exception)
+    if isinstance(outcome.result, SlurmTrainError):
+        return outcome.result
+    error = CheckpointError(
+        f"an exchange between the ranks failed while saving step {outcome.step}: {outcome.result}",
+        hint="another rank died or hangs; if its disk is that slow, raise checkpoint.save_timeout_s",
+    )
+    error.__cause__ = outcome.result
+    return error
+
+
+def build_saves(
+    run: RunDirectory,
+    *,
+    attempt: int,
+    rank_place: RankPlace,
+    settings: CheckpointSection,
+    env: Mapping[str, str],
+    device: torch.device,
+    clock: Callable[[], float],
+    keeps_copies: bool = False,
+) -> Saves:
+    """Returns what makes a run's checkpoints. Collective over all ranks.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        rank_place: this rank and its node.
+        settings: of checkpoints.
+        env: this process's environment, for variables in `checkpoint.local_dir`.
+        device: where the tensors are.
+        clock: seconds that never run backwards.
+        keeps_copies: each node also keeps the local files of the node before it.
+
+    Raises:
+        ConfigError: `checkpoint.local_dir` names a variable that is not set.
+        RunError: its folder is not there, or not this user's.
+    """
+    place = Place(
+        root=run.checkpoints,
+        attempt=attempt,
+        keep=settings.keep,
+        fence=partial(check_fence, run, attempt),
+        is_leader=rank_place.is_first,
+    )
+    group = open_side_group(settings.save_timeout_s)
+    local = None
+    if settings.local_dir is not None:
+        base = Path(expand(settings.local_dir, env))
+        local = build_local_saves(
+            run, base, target=place, rank_place=rank_place, settings=settings, keeps_copies=keeps_copies
+        )
+    return Saves(
+        run=run,
+        place=place,
+        local=local,
+        group=group,
+        pace=build_save_pace(run, settings=settings, clock=clock),
+        saver=BackgroundSaver(clock=clock),
+        buffers=StagingBuffers(device),
+        log=SaveLog(run, attempt) if rank_place.is_first else None,
+        in_background=settings.background,
+        clock=clock,
+    )
+
+
+def build_local_saves(
+    run: RunDirectory,
+    base: Path,
+    *,
+    target: Place,
+    rank_place: RankPlace,
+    settings: CheckpointSection,
+    keeps_copies: bool,
+) -> LocalSaves:
+    """Returns this rank's part in the checkpoints on the nodes' disks. Collective over all ranks.
+
+    Args:
+        run: the run.
+        base: the folder on each node.
+        target: the run directory's checkpoints.
+        rank_place: this rank and its node.
+        settings: of checkpoints.
+        keeps_copies: each node also keeps the files of the node before it.
+
+    Raises:
+        RunError: the folder is not there, or not this user's.
+    """
+    path_hash = hashlib.sha256(str(run.path).encode()).hexdigest()[:12]
+    host = rank_place.host
+    node_rank = rank_place.node_rank
+    is_leader = rank_place.local_rank == 0
+    # Nodes that share the folder after all, e.g. a network mount, do not share their files. A node keeps its folder
+    # when it gets another place in the job.
+    places = on_every_rank(dist.group.WORLD, lambda: (host, node_rank))
+    nodes_of_host = sorted({number for name, number in places if name == host})
+    folders = (f"{run.name}-{run.run_id}-{path_hash}", f"{host}-{nodes_of_host.index(node_rank)}")
+
+    def open_folder() -> tuple[int, str]:
+        # One rank of a node makes the folder, and the others use it: its name may be a random one.
+        path = str(open_private(base, *folders, key="checkpoint.local_dir")) if is_leader else ""
+        return node_rank, path
+
+    opened = on_every_rank(dist.group.WORLD, open_folder)
+    root = next(path for number, path in opened if path and number == node_rank)
+    node = NodePlace(
+        root=Path(root),
+        node=node_rank,
+        is_leader=is_leader,
+        keep=settings.local_keep,
+        attempt=target.attempt,
+        fence=target.fence,
+        keeps_copies=keeps_copies,
+    )
+    return LocalSaves(
+        run=run,
+        place=node,
+        target=target,
+        copy_every=settings.copy_every,
+        group=open_side_group(settings.save_timeout_s),
+        thread=ThreadPoolExecutor(1, thread_name_prefix="copy"),
+    )
+
+
+def expand(path: str, env: Mapping[str, str]) -> str:
+    """Returns a path with its $VARIABLES filled in, as this node has them.
+
+    Raises:
+        ConfigError: one of them is not set here.
+    """
+    full = Template(path).safe_substitute(env)
+    if "$" in full:
+        raise ConfigError(
+            f"checkpoint.local_dir={path} names a variable that is not set on this node: {full}",
+            hint="name a folder that every node has, e.g. /tmp",
+        )
+    return full

@@ -1,0 +1,144 @@
+"""What a language model writes: continuations of prompts, and the last lines of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slurm_train.config.schema import RunConfig
+from slurm_train.data.build import build_source
+from slurm_train.data.source import SampleSource
+from slurm_train.errors import ConfigError
+from slurm_train.train.context import Rank, gather
+from slurm_train.train.preserve import modes_kept
+from slurm_train.train.step import in_precision
+
+if TYPE_CHECKING:
+    from slurm_train.data.prepare import Encoding
+    from slurm_train.data.text import TokenSource
+
+# A table of all pairs of ids: for bytes, not for a vocabulary of words.
+_LARGEST_BIGRAM_VOCABULARY = 1024
+_NOT_PRINTABLE = "\N{REPLACEMENT CHARACTER}"
+
+
+def say_text(
+    say: Callable[[str], None], model: nn.Module, *, train: SampleSource, heldout: SampleSource | None, num_tokens: int
+) -> None:
+    """Prints how a text model compares with counting pairs, and what it writes; nothing for other models."""
+    if not hasattr(train, "encoding") or not hasattr(train, "shards"):
+        return
+    train_tokens: TokenSource = train  # type: ignore[assignment]  # it has what is used here
+    vocabulary = train_tokens.encoding().vocab_size
+    if heldout is not None and vocabulary <= _LARGEST_BIGRAM_VOCABULARY:
+        from slurm_train.models.objective import bigram_bits_per_byte
+
+        tokens: TokenSource = heldout  # type: ignore[assignment]
+        shards, per_target = tokens.shards(), tokens.bytes_per_target
+        bits = bigram_bits_per_byte(train_tokens.shards(), shards, vocab_size=vocabulary, bytes_per_target=per_target)
+        say(f"a bigram model on the same held-out bytes: {bits:.4f} bits per byte")
+    if num_tokens > 0 and hasattr(model, "generate"):
+        text = sample_text(model, train_tokens.encoding(), num_tokens=num_tokens)
+        # The bytes of a model that has hardly begun are no text, and no news.
+        is_text = text.count(_NOT_PRINTABLE) * 4 < len(text)
+        say(f"the model writes:\n{text}" if is_text else "the model does not write text yet; train it longer")
+
+
+def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int = 0, **how: Any) -> str:
+    """Returns what a model writes after a prompt, or at the beginning of a document; the same for equal weights.
+
+    Args:
+        model: has `generate`, as the shipped GPT.
+        encoding: of the text it was trained with.
+        prompt: is not repeated in the text.
+        seed: of the draws.
+        **how: for `generate`: num_tokens, temperature, top_k, end.
+    """
+    device = next(model.parameters()).device
+    # A document begins after the end of another one.
+    start = [encoding.end_of_document]
+    if prompt:
+        start += next(iter(encoding.encode([prompt.encode()]))).tolist()
+    tokens = torch.tensor([start], dtype=torch.int64, device=device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    # A compiled model would be compiled again for the lengths that a text has as it grows.
+    with modes_kept(model), torch.compiler.set_stance("force_eager"):
+        model.eval()
+        found = model.generate(tokens, generator=generator, **how)[0, len(start) :].tolist()
+    return printable(encoding.decode(found))
+
+
+def continue_texts(
+    rank: Rank, model: nn.Module, *, prompts: Sequence[str], tokenizer: str | None, **how: Any
+) -> list[str]:
+    """Returns what a model writes after each prompt. Collective over all ranks.
+
+    Replicas take turns with the prompts. Ranks that hold parts of the weights compute each text together.
+
+    Raises:
+        ConfigError: as for `require_generates` and `encoding_of`.
+    """
+    require_generates(model)
+    encoding, layout = encoding_of(rank.config, tokenizer), rank.layout
+    turns = layout.world_size if layout.is_replicated else 1
+    mine = range(rank.place.rank % turns, len(prompts), turns)
+    # Each token is a pass of the model, and progress for the hang watchdog.
+    hook = model.register_forward_pre_hook(lambda *_: rank.heartbeat.mark("evaluate"))
+    with in_precision(rank.device, rank.forward_autocast):
+        own = {number: continue_text(model, encoding, prompts[number], **how) for number in mine}
+    hook.remove()
+    rank.heartbeat.mark("gather")
+    found: dict[int, str] = {}
+    for others in gather(own):
+        found |= others
+    return [found[number] for number in range(len(prompts))]
+
+
+def continue_text(model: nn.Module, encoding: Encoding, prompt: str, **how: Any) -> str:
+    """Returns what a model writes after a prompt, up to the end of the document; see `sample_text`."""
+    return sample_text(model, encoding, prompt, end=encoding.end_of_document, **how).removesuffix("\n\n")
+
+
+def require_generates(model: nn.Module) -> None:
+    """Checks that a model can continue a text.
+
+    Raises:
+        ConfigError: it has no `generate`.
+    """
+    if not hasattr(model, "generate"):
+        raise ConfigError(
+            f"{type(model).__name__} cannot generate text",
+            hint="the shipped GPT and model=hf can; a model of your own needs generate(tokens_BT, num_tokens=..., "
+            "**how), as slurm_train.models.sampling.sample",
+        )
+
+
+def encoding_of(config: RunConfig, tokenizer: str | None) -> Encoding:
+    """Returns the encoding of a tokenizer's file, else that of the data, else that in the model's directory.
+
+    Raises:
+        ConfigError: none of them has one.
+    """
+    from slurm_train.data.prepare import FileEncoding, tokenizer_file
+
+    if tokenizer is None:
+        source = build_source(config.data or {}, split="train", seed=config.seed)
+        if hasattr(source, "encoding"):
+            found: Encoding = source.encoding()  # type: ignore[union-attr]  # it has one
+            return found
+        tokenizer = (config.model or {}).get("path")
+        if tokenizer is None or not tokenizer_file(Path(tokenizer)).is_file():
+            raise ConfigError(
+                f"no tokenizer is known: data._target_={(config.data or {}).get('_target_')} is not prepared text",
+                hint="name one: --tokenizer tokenizer.json",
+            )
+    return FileEncoding(tokenizer_file(Path(tokenizer)))
+
+
+def printable(text: str) -> str:
+    """Returns a text that cannot steer a terminal: a model may write any byte, and a terminal obeys some of them."""
+    return "".join(char if char.isprintable() or char in "\n\t" else _NOT_PRINTABLE for char in text)

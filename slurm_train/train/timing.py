@@ -1,0 +1,52 @@
+"""What this rank's steps take: their length, the wait for data, and how much of it is the rank's own work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slurm_train.rundir.heartbeat import AwakeClock
+from slurm_train.rundir.timing import StepTimes
+from slurm_train.train.metrics import PaceProbe
+
+
+class Timing:
+    """Measures the steps of this rank, for their histograms and for the look for stragglers.
+
+    Args:
+        clock: seconds in which this process ran.
+        step_times: histograms of the steps and of their waits for data.
+        probe: measures in sampled steps how much is this rank's own work, and how much a wait for other ranks.
+        data_wait_s: gives the seconds that this rank has waited for data so far.
+    """
+
+    def __init__(
+        self,
+        clock: AwakeClock,
+        *,
+        step_times: StepTimes,
+        probe: PaceProbe,
+        data_wait_s: Callable[[], float],
+    ) -> None:
+        self.clock = clock
+        self.step_times = step_times
+        self.probe = probe
+        self._data_wait_s = data_wait_s
+        self._start_s = 0.0
+        self._start_wait_s = 0.0
+        self._logged_wait_s = 0.0
+
+    def begin_step(self) -> None:
+        """Called before a step."""
+        self.probe.begin()
+        self._start_s = self.clock()
+        self._start_wait_s = self._data_wait_s()
+
+    def add_step(self) -> None:
+        """Adds the step that has just ended to the histograms; not for the first of an attempt, which is start-up."""
+        self.step_times.add(self.clock() - self._start_s, self._data_wait_s() - self._start_wait_s)
+
+    def take_data_wait_s(self) -> float:
+        """Returns the seconds that steps have waited for data since this was last called."""
+        before_s = self._logged_wait_s
+        self._logged_wait_s = self._data_wait_s()
+        return self._logged_wait_s - before_s
