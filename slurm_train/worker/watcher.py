@@ -29,7 +29,7 @@ if __name__ == "__main__":
         os._exit(0)
     os.setsid()
 
-from slurm_train.rundir.files import create_empty
+from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Signs, SignsFile
 from slurm_train.slurm.devices import visible_gpus
@@ -323,11 +323,11 @@ class Watcher:
 
     def _leave(self, stack: str, record: bytes) -> None:
         self._is_written = True
-        for path, content in zip(self._left, (stack.encode(), record), strict=True):
+        for path, content in zip(self._left, (stack, record.decode(errors="replace")), strict=True):
             if content:
+                # The supervisor may read at this moment.
                 with contextlib.suppress(OSError):
-                    create_empty(path)
-                    path.write_bytes(content)
+                    write_atomic(path, content, durable=False)
 
     def _write(self, state: str) -> None:
         self._signs = replace(

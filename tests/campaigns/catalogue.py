@@ -221,6 +221,18 @@ CAMPAIGNS: dict[str, Campaign] = {
         "hang:run",
         20,
     ),
+    "script-hang": Campaign(
+        "a rank of a user's own script that is stopped, asleep, in a read without an answer, in a lock or in a data "
+        "loader is named with stacks within time-out + 10 s, and the script is started again",
+        "silence:hang",
+        20,
+    ),
+    "script-healthy": Campaign(
+        "a user's own script, one rank of which reads slowly, evaluates, compiles or saves for 3.5 time-outs while the "
+        "other waits, is left alone",
+        "silence:healthy",
+        20,
+    ),
     "preflight": Campaign(
         "every fault of nodes and network that has a code is caused on a real Slurm, and named in one line "
         "within 30 s of the job's start",

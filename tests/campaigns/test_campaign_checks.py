@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.tools.doctor.node_rules import HINTS, OTHER_CODES
-from tests.campaigns import arrays, budgets, cancel, hang, split_brain, strikes
+from tests.campaigns import arrays, budgets, cancel, hang, silence, split_brain, strikes
 from tests.campaigns.latency import Stop
 from tests.campaigns.preflight_faults import FAULTS
 from tests.campaigns.record import Tally
@@ -57,6 +58,26 @@ BAD_HANG: dict[str, tuple[Any, str]] = {
     "steps": ([1, 2, 2], "its steps are [1, 2, 2]"),
 }
 
+AT_REST = "rank 1 on node2 is in sleep (program.py:9), without a sign of life for 10 s; 1 rank waits for it in barrier"
+SCRIPT_HANG: dict[str, Any] = {
+    "trial": silence.Trial(0, "sleep", 1, 3, 2),
+    "events": [{"sentence": AT_REST, "ranks": [1]}],
+    "ledger": [{"reason": "failed", "action": "relaunch"}, {"reason": "done", "action": "finish"}],
+    "stacks": {0, 1},
+}
+BAD_SCRIPT_HANG: dict[str, tuple[Any, str]] = {
+    "events": ([], "0 hangs on record"),
+    "trial": (silence.Trial(0, "sleep", 0, 3, 2), f"said {[AT_REST]}"),
+    "ledger": (SCRIPT_HANG["ledger"][:1], "the ledger says [('failed', 'relaunch')]"),
+    "stacks": ({0}, "stacks of [0] only"),
+}
+SLOW_SCRIPT: dict[str, Any] = {"events": [], "ledger": SCRIPT_HANG["ledger"][1:], "slow_s": 36.0}
+BAD_SLOW_SCRIPT: dict[str, tuple[Any, str]] = {
+    "events": (SCRIPT_HANG["events"], f"a false alarm: {[AT_REST]}"),
+    "ledger": ([], "the ledger says []"),
+    "slow_s": (9.0, "slow for 9 s only"),
+}
+
 OLD = split_brain.Commit("checkpoint_0000008", 0, 90.0, 30.0)
 NEW = split_brain.Commit("checkpoint_0000010", 1, 110.0, 30.0)
 LINES = [(0, step, 80.0) for step in range(1, 9)] + [(1, step, 105.0) for step in range(9, split_brain.STEPS + 1)]
@@ -89,8 +110,10 @@ ZOMBIES: dict[str, tuple[Any, str]] = {
         (cancel.what_is_wrong, CANCELLED, NOT_CANCELLED),
         (hang.what_is_wrong, HANG, BAD_HANG),
         (split_brain.what_is_wrong, NO_ZOMBIES, ZOMBIES),
+        (silence.what_is_wrong_with_hang, SCRIPT_HANG, BAD_SCRIPT_HANG),
+        (silence.what_is_wrong_with_slowness, SLOW_SCRIPT, BAD_SLOW_SCRIPT),
     ],
-    ids=["cancel", "hang", "split-brain"],
+    ids=["cancel", "hang", "split-brain", "script-hang", "script-healthy"],
 )
 def test_every_planted_violation_is_found(
     judge: Any, good: dict[str, Any], planted: dict[str, tuple[Any, str]]
@@ -151,8 +174,14 @@ def test_an_array_that_nobody_preempted_proves_nothing() -> None:
             lambda trial: {trial.mode, trial.num_ranks, trial.is_stopped},
             {*split_brain.MODES, 1, 2},
         ),
+        (
+            partial(silence.plan_trials, silence.HANGS),
+            20,
+            lambda trial: {trial.kind, trial.rank, trial.nodes},
+            {*silence.HANGS, 0, 1, 2},
+        ),
     ],
-    ids=["cancel", "hang", "split-brain"],
+    ids=["cancel", "hang", "split-brain", "script-hang"],
 )
 def test_a_plan_is_repeatable_and_has_everything(plan: Any, trials: int, seen: Any, everything: set[Any]) -> None:
     planned = plan(seed=1, trials=trials)
