@@ -31,6 +31,8 @@ ROOT_MEANINGS = {
     "data": "The data: a group (`data=stdlib`) or `data._target_=my_package.MyData`; see below",
     "launch": "slurm: as a job; interactive: in an salloc, yours or a new one; local: here, even with a cluster",
     "site": "`site=NAME`: a file with your cluster's partition, account and so on; `init` writes it",
+    "notify": "Who is told that the run has finished, failed for good, hung, or was requeued again and again: "
+    "commands, or webhooks as `file:PATH` or `env:NAME`: [being told](watching.md#being-told)",
     "callbacks": "Code that is called at moments of the training, a list of `_target_`s: [callbacks](callbacks.md)",
     "task": "`task._target_=my_package.main`: your function on every rank instead of the trainer",
     "script": "`script=[train.py,--flag]`: your script on every rank instead of the trainer",

@@ -38,6 +38,7 @@ from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.status.failure import find_failure
 from slurm_train.supervise.monitor import note_environment, say, watch_ranks
+from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.ranks import start_local
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, refused_code
@@ -60,6 +61,7 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         config.requeue,
         committed_step=partial(newest_committed_step if config.trains else committed_step_of_program, run.checkpoints),
         is_own_code=not config.trains,
+        notify=Notifier(run, config.notify, env=env, say=say) if config.notify else None,
     )
     outlive_terminal(run.logs / "batch.log")
     with build_trackers(run, config.track, env=env, say=say):

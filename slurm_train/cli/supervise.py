@@ -20,6 +20,7 @@ from slurm_train.slurm.job_variables import job_environment
 from slurm_train.status.activity import clear_dead_pins
 from slurm_train.supervise.continuation import continued_job
 from slurm_train.supervise.monitor import BestEffort, say
+from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.srun import SrunLaunch, share_of
 from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals
@@ -78,6 +79,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
         replace(config.requeue, enabled=_may_return(config)),
         committed_step=partial(newest_committed_step if config.trains else committed_step_of_program, run.checkpoints),
         is_own_code=not config.trains or config.preflight.only,
+        notify=Notifier(run, config.notify, env=env, say=say) if config.notify else None,
     )
     # A job of an evaluation that was killed while it waited has left a pin.
     BestEffort()("the pins", lambda: clear_dead_pins(run, SlurmCommands(env)), None, asks_slurm=True)

@@ -41,6 +41,7 @@ NOT_IDENTITY = (
     "checkpoint",
     "sweep",
     "track",
+    "notify",
     "parallel",
     "ddp.bucket_cap_mb",
     "ddp.static_graph",

@@ -340,6 +340,8 @@ class RequeueSection:
     30 times as many for preemptions, since these say less about the run."""
     controller_timeout_s: Count = 120
     """Seconds to retry while Slurm's controller does not answer."""
+    notify_after: Count = 3
+    """With `notify`: how often the run may come back after an interruption before a message says so, once."""
     warm_ranks: bool = False
     """Keep a second process for each rank, which has imported torch and waits: ranks that fail are started again in
     these. A process takes some 0.3 GB of host memory."""
@@ -542,6 +544,7 @@ class RunConfig:
     sweep: SweepSection = SweepSection()
     track: TrackSection = TrackSection()
     callbacks: list[dict[str, Any]] = field(default_factory=list)
+    notify: list[str] = field(default_factory=list)
     parallel: ParallelSection = ParallelSection()
     cluster: ClusterSection | None = None
     site: str | None = None

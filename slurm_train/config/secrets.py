@@ -8,6 +8,7 @@ looks like a word under a harmless name passes.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,14 +62,17 @@ def redact(text: str) -> str:
 def _redact_assignment(match: re.Match[str]) -> str:
     name = match[1].rstrip("=: \t").strip("\"'").lstrip("-").replace("-", "_")
     is_secret = _KEY_NAME.search(name) or (name.isupper() and is_secret_name(name))
-    return f"{match[1]}{match[2]}{REDACTED}{match[2]}" if is_secret and match[3] != REDACTED else match[0]
+    if is_secret and match[3] != REDACTED:
+        return f"{match[1]}{match[2]}{REDACTED}{match[2]}"
+    # "it failed: token=..." is an assignment within what looks like one.
+    return f"{match[1]}{match[2]}{_ASSIGNMENT.sub(_redact_assignment, match[3])}{match[2]}"
 
 
 def refuse_secrets(mapping: Mapping[str, Any]) -> None:
     """Refuses a configuration that holds a secret in plain text.
 
     Raises:
-        ConfigError: naming the key, never the value.
+        ConfigError: naming the key, never the value; or an entry of `notify` is no command.
     """
     for key, name, value in _leaves(mapping):
         if isinstance(value, str) and _is_secret(key, name, value):
@@ -77,6 +81,24 @@ def refuse_secrets(mapping: Mapping[str, Any]) -> None:
                 hint=_advice(key, name),
             )
     _refuse_secret_flags(mapping.get("script"))
+    _check_notify(mapping.get("notify"))
+
+
+def _check_notify(entries: object) -> None:
+    for entry in [str(entry) for entry in entries] if isinstance(entries, list) else []:
+        if re.match(r"https?://", entry):
+            raise ConfigError(
+                "notify holds the address of a webhook, which is often a secret; it would be written into the run "
+                "directory",
+                hint="put it into a file of your home that only you read: notify=[file:~/.notify_url]; or name a "
+                "variable: notify=[env:NOTIFY_URL] cluster.export=[NOTIFY_URL]",
+            )
+        try:
+            words = shlex.split(entry)
+        except ValueError as err:
+            raise ConfigError(f"notify has {entry!r}, which is no command: {err}", hint="close its quotes") from None
+        if not words:
+            raise ConfigError("notify has an empty entry", hint='a command, "file:PATH" or "env:NAME"')
 
 
 def _is_secret(key: str, name: str, value: str) -> bool:

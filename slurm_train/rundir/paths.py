@@ -156,6 +156,10 @@ class RunDirectory:
         """Where the ranks of a node compile if its folder of temporary files is no place for code."""
         return self.compile_cache / "nodes" / host
 
+    def notified(self, message: str) -> Path:
+        """Is there once a message was sent to the person, or is being sent."""
+        return self.path / "notified" / message
+
     def attempt_logs(self, attempt: int) -> Path:
         """Folder of one attempt's logs: batch.log, rank_<r>.log."""
         return self.logs / f"attempt_{attempt}"

@@ -57,6 +57,7 @@ from slurm_train.supervise.decision import (
 )
 from slurm_train.supervise.evidence import Diagnosis, Evidence, Surroundings, diagnose, read_evidence
 from slurm_train.supervise.monitor import BestEffort, say
+from slurm_train.supervise.notify import Event, Notifier
 from slurm_train.supervise.scheduler import Scheduler, wait_for_the_end
 
 _WRITER_WAIT_S = 60.0
@@ -93,6 +94,8 @@ class _End:
     """Whether the preflight has found too little room on the disk."""
     not_saved: str
     """Why no save was made at the stop, for the note; "" where one was."""
+    is_hung: bool
+    """Whether the ranks were ended because they hung."""
 
 
 class Supervisor:
@@ -107,6 +110,7 @@ class Supervisor:
             logged step, and how often its job comes back has no limit.
         is_own_code: the ranks run a user's function or script, which leaves no `result.json` of ours: ending with 0
             on a job that Slurm still calls running is its mark of being done.
+        notify: sends messages to the person; None: nobody is told.
     """
 
     def __init__(
@@ -117,8 +121,10 @@ class Supervisor:
         *,
         committed_step: Callable[[], int | None] | None = None,
         is_own_code: bool = False,
+        notify: Notifier | None = None,
     ) -> None:
         self._run = run
+        self._notify = notify
         self._scheduler = scheduler
         self._settings = settings
         self._committed_step = committed_step
@@ -152,6 +158,7 @@ class Supervisor:
             why = self._budget_used_up(start)
             if why:
                 say(f"nothing is started: {why}")
+                self._tell("failed", f"nothing is started: {why}", attempt=max(existing_attempts(run), default=0))
                 return EXIT_FAILURE
             while True:
                 exit_code, decision = self._run_attempt(launch)
@@ -253,7 +260,29 @@ class Supervisor:
             closing["queue_s"] = queue_s
         best_effort("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
         say(f"attempt {end.attempt}: {decision.note}")
+        self._tell_end(end, decision, best_effort)
         return exit_code, decision
+
+    def _tell_end(self, end: _End, decision: Decision, best_effort: BestEffort) -> None:
+        """Has the person told of an end that calls for it."""
+        if self._notify is None:
+            return
+        note, attempt = decision.note, end.attempt
+        if end.is_hung:
+            self._tell("hung", note, attempt=attempt, once=f"attempt {attempt}")
+        if decision.action == "finish":
+            self._tell("finished", note, attempt=attempt)
+        elif decision.action == "stop" and decision.reason not in ("cancelled", "stopped"):
+            self._tell("failed", note, attempt=attempt, once=f"attempt {attempt}")
+        elif decision.action in ("requeue", "leave"):
+            ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[dict[str, Any]]())
+            returns = sum(entry.get("action") in ("requeue", "leave", "lost") for entry in ledger)
+            if returns > self._settings.notify_after:
+                self._tell("requeued", f"for the {returns}. time: {note}", attempt=attempt)
+
+    def _tell(self, event: Event, note: str, *, attempt: int, once: str = "") -> None:
+        if self._notify is not None:
+            self._notify(event, note=note, job_id=self._job_id, attempt=attempt, once=once)
 
     def _look_back(
         self, first: int, begun: Round, exit_code: int, best_effort: BestEffort, *, had_oom_kill: bool
@@ -314,6 +343,7 @@ class Supervisor:
             failed_on=diagnosis.failed_on,
             lacks_room=diagnosis.lacks_room,
             not_saved=best_effort("the event of the stop", lambda: evidence.not_saved, ""),
+            is_hung=bool(evidence.hang),
         )
 
     def _course(self, evidence: Evidence, *, is_repeated: bool) -> Course:
