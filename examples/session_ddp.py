@@ -33,7 +33,8 @@ torch.manual_seed(run.rank)
 x = torch.linspace(-3, 3, 1024).unsqueeze(1)
 data = TensorDataset(x, x.sin())
 sampler = DistributedSampler(data, num_replicas=run.world_size, rank=run.rank, seed=1)
-loader = DataLoader(data, batch_size=16, sampler=sampler)
+# A generator of its own: a new iterator draws from it, and would else draw from the one that dropout uses.
+loader = DataLoader(data, batch_size=16, sampler=sampler, generator=torch.Generator())
 net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1)).to(run.device)
 model = DistributedDataParallel(net) if run.world_size > 1 else net
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -50,11 +51,7 @@ if checkpoint is not None:
 while step < options.steps:
     epoch, done = divmod(step, len(loader))
     sampler.set_epoch(epoch)
-    # The loader draws a seed for its workers from the generator that dropout uses.
-    generator_state = torch.get_rng_state()
-    batches = iter(loader)
-    torch.set_rng_state(generator_state)
-    for number, (inputs, targets) in enumerate(batches):
+    for number, (inputs, targets) in enumerate(loader):
         if number < done:
             continue
         loss = nn.functional.mse_loss(model(inputs.to(run.device)), targets.to(run.device))

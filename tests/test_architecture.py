@@ -29,7 +29,7 @@ LAYERS = [
     {"status"},
     {"launch", "distributed", "models", "data", "checkpoint", "metrics"},
     {"supervise", "session"},
-    {"train", "estimate"},
+    {"train", "estimate", "adapters"},
     {"tools"},
     {"worker"},
     {"cli"},

@@ -168,6 +168,9 @@ class Session:
         """
         return None
 
+    def take_signals(self) -> None:
+        """Makes the stop signals ask this session again, after a library has put its own handlers in their place."""
+
     def leave(self) -> NoReturn:
         """Ends the program after a save at a stop: the run goes on from there when it is started again."""
         raise SystemExit(EXIT_REQUEUE)
@@ -180,6 +183,8 @@ class _Steps:
     since_s: float
     step: int | None = None
     """The newest that was reported."""
+    step_s: float | None = None
+    """How long it took."""
     apart_s: float = 0.0
     """Seconds since then that were no step's: saves, mostly."""
     account_due_s: float = 0.0
@@ -275,7 +280,8 @@ class JoinedSession(Session):
         if num > 0:
             # Of the first step only the end is known.
             heartbeat.settled = True
-            self._times.add(seconds / num, 0.0)
+            steps.step_s = seconds / num
+            self._times.add(steps.step_s, 0.0)
         if num != 0 or is_first_report:
             steps.step, steps.since_s, steps.apart_s = step, now, 0.0
         if self._spent is None:
@@ -287,7 +293,7 @@ class JoinedSession(Session):
         elif num > 0:
             self._spent.add_steps(num, seconds=seconds, data_wait_s=0.0)
         if numbers:
-            timing = {"step_time_s": seconds / num} if num > 0 else {}
+            timing = {} if steps.step_s is None else {"step_time_s": steps.step_s}
             steps.lines.append(self._line(step, numbers, timing))
         if not self._has_moved_on:
             self._move_on()
@@ -366,6 +372,10 @@ class JoinedSession(Session):
             print(f"slurm_train: resuming from {choice.path.name} (step {choice.manifest.step})", file=sys.stderr)
         return Checkpoint(path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size)
 
+    def take_signals(self) -> None:
+        """See `Session.take_signals`."""
+        install(self._stop)
+
     def leave(self) -> NoReturn:
         """See `Session.leave`."""
         self.close()
@@ -417,9 +427,9 @@ class JoinedSession(Session):
 
     def _line(self, step: int, numbers: Mapping[str, Any], timing: Mapping[str, float]) -> dict[str, Any]:
         values = {name: _number(value) for name, value in numbers.items()}
-        if not all(name.startswith("eval_") for name in values):
+        if "loss" not in values and not any(name.startswith("eval_") for name in values):
             # Readers know the line of a step by its loss.
-            values.setdefault("loss", None)
+            values["loss"] = None
         facts = {"attempt": self._attempt, "world_size": self._place.world_size, "time_unix_s": time.time()}
         return {"step": step, **values, **timing, **facts}
 

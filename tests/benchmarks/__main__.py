@@ -18,6 +18,7 @@ _WITHOUT_SLURM = (
     "bench_checkpoint_stall",
     "bench_sampler",
     "bench_memory",
+    "bench_session",
 )
 _BENCHMARKS = (*_WITHOUT_SLURM, "bench_submit_time", "bench_sweep_submit", "bench_start_time", "bench_preflight")
 

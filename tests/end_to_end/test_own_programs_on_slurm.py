@@ -12,7 +12,7 @@ from slurm_train.rundir.attempts import read_ledger
 from tests.support.cluster_faults import start_urgent_job
 from tests.support.command_line import REPOSITORY, Person
 from tests.support.own_programs import PROGRAMS, Program
-from tests.support.process_faults import rank_pid
+from tests.support.process_faults import script_pid
 from tests.support.slurm_runs import losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
@@ -44,7 +44,7 @@ def test_a_program_that_hangs_is_named_and_started_again(person: Person) -> None
     words = PROGRAMS[0].words(step_s=0.2)
     _, run = person.types("+cluster=1x2", words, "health.hang_timeout_s=10").job_and_run
     wait_until_step(run, 21, within_s=300)
-    os.kill(rank_pid(run, 1), signal.SIGSTOP)
+    os.kill(script_pid(run, 1), signal.SIGSTOP)
     wait_until_finished(run, within_s=300)
     first, second = read_ledger(run)
     assert (first["action"], second["reason"]) == ("relaunch", "done")

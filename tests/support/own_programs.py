@@ -35,4 +35,10 @@ class Program:
         return f"script=[{self.name}.py,{pace}]"
 
 
-PROGRAMS = [Program("session_ddp")]
+PROGRAMS = [
+    Program("session_ddp"),
+    Program("session_transformers", "transformers"),
+    Program("session_lightning", "lightning"),
+    Program("session_accelerate", "accelerate"),
+    Program("session_fsdp2"),
+]

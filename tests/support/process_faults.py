@@ -22,6 +22,16 @@ def rank_pid(run: RunDirectory, rank: int, *, attempt: int = 0) -> int:
     return _only(_find(is_rank), f"rank {rank} of {run.path}")
 
 
+def script_pid(run: RunDirectory, rank: int, *, attempt: int = 0) -> int:
+    """Returns the process of one rank of a run whose ranks are scripts."""
+
+    def is_rank(words: list[str], env: dict[str, str]) -> bool:
+        place = {"RANK": str(rank), "SLURM_TRAIN_ATTEMPT": str(attempt)}
+        return str(run.path) in words and words[2].endswith("script_main.py") and place.items() <= env.items()
+
+    return _only(_find(is_rank), f"rank {rank} of {run.path}")
+
+
 def srun_pid(run: RunDirectory) -> int:
     """Returns the srun that holds the ranks."""
     # srun forks a child that cleans up after it; killing the parent is what a person or the kernel would do.

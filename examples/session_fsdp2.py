@@ -1,0 +1,79 @@
+"""An FSDP2 loop that is part of its run: each rank saves its shards with torch.distributed.checkpoint.
+
+From this folder; stop it with Ctrl-C and type the same again:
+
+    python -m slurm_train "script=[session_fsdp2.py,--steps,200]"
+    python -m slurm_train +cluster=2x2 "script=[session_fsdp2.py,--steps,200]"
+"""
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from slurm_train import session
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--save-every", type=int, default=50)
+parser.add_argument("--step-s", type=float, default=0.0, help="seconds that a step takes at least")
+options = parser.parse_args()
+
+run = session.join()
+device = run.device
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+torch.manual_seed(42)
+model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
+mesh = init_device_mesh(device.type, (run.world_size,))
+for layer in model:
+    if isinstance(layer, nn.Linear):
+        fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def state() -> dict[str, object]:
+    weights, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": optimizer_state}
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns this rank's samples of a step, which follow from the step alone."""
+    generator = torch.Generator().manual_seed(number * run.world_size + run.rank)
+    x = torch.randn(16, 8, generator=generator)
+    return x.to(device), (x @ torch.arange(8.0).unsqueeze(1)).to(device)
+
+
+step = 0
+checkpoint = run.newest()
+if checkpoint is not None:
+    found = state()
+    dcp.load(found, checkpoint_id=checkpoint.path)
+    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    step = checkpoint.step
+
+while step < options.steps:
+    inputs, targets = batch(step)
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+    time.sleep(options.step_s)
+    run.report(step, loss=loss.item(), max_steps=options.steps)
+    stop = run.should_stop()
+    if stop or step % options.save_every == 0 or step == options.steps:
+        with run.save(step) as folder:
+            dcp.save(state(), checkpoint_id=folder)
+    if stop and step < options.steps:
+        run.leave()
+print(f"rank {run.rank} of {run.world_size}: loss {loss.item():.6f} after {step} steps", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,117 @@
+"""A Lightning Trainer as a part of its run: one callback, and `ckpt_path`.
+
+    callback = SessionCallback(every_steps=1000)
+    trainer = L.Trainer(callbacks=[callback], ...)
+    trainer.fit(model, loader, ckpt_path=callback.newest())
+
+It takes the place of Lightning's own requeue under Slurm: no signal handler saves, broadcasts or asks for a requeue.
+All ranks stop after the same step, and the checkpoint is one of the run. The random streams of each rank are saved as
+well, which Lightning leaves out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from slurm_train.distributed.seeds import rng_state, set_rng_state
+from slurm_train.errors import ConfigError
+from slurm_train.session import Checkpoint, join
+
+_FILE = "lightning.ckpt"
+
+
+class SessionCallback(pl.Callback):  # type: ignore[misc]  # of an extra
+    """Reports each step, stops all ranks at the same one, and saves in the run's checkpoints.
+
+    Args:
+        every_steps: optimizer steps between two checkpoints; None: only where the ranks stop, and at the end.
+        log_every_steps: steps between lines of metrics.jsonl.
+    """
+
+    def __init__(self, *, every_steps: int | None = None, log_every_steps: int = 10) -> None:
+        self.session = join()
+        self._every_steps, self._log_every_steps = every_steps, log_every_steps
+        self._step = self._saved_step = 0
+        self._checkpoint: Checkpoint | None = None
+
+    def newest(self) -> str | None:
+        """Returns what `fit(ckpt_path=...)` takes. All ranks call it.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none of them verifies.
+        """
+        self._checkpoint = self.session.newest()
+        return None if self._checkpoint is None else str(self._checkpoint.path / _FILE)
+
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Compares Lightning's ranks with those of the run.
+
+        Raises:
+            ConfigError: they are not the same.
+        """
+        run = self.session
+        if run.is_active and (trainer.global_rank, trainer.world_size) != (run.rank, run.world_size):
+            raise ConfigError(
+                f"Lightning calls this rank {trainer.global_rank} of {trainer.world_size}; it is {run.rank} of "
+                f"{run.world_size} in the run",
+                hint="pass num_nodes and devices as in the cluster: +cluster=2x4 is num_nodes=2, devices=4",
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Restores the random streams, and takes the stop signals back from Lightning's handlers."""
+        self._step = self._saved_step = trainer.global_step
+        self.session.take_signals()
+        if self._checkpoint is not None:
+            path = self._checkpoint.path / f"rng_{self.session.rank}.pt"
+            if path.is_file():
+                set_rng_state(torch.load(path, weights_only=True))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any) -> None:
+        """Reports a step; saves where that is due; leaves where all ranks are to stop."""
+        run, step = self.session, trainer.global_step
+        if step == self._step:  # gradients are accumulated
+            run.mark("step")
+            return
+        self._step = step
+        logs = step % self._log_every_steps == 0 or step == trainer.max_steps
+        run.report(step, **(_numbers(trainer, outputs) if logs else {}))
+        is_due = self._every_steps is not None and step % self._every_steps == 0
+        stop = run.should_stop()
+        if stop or is_due:
+            self._save(trainer)
+        if stop:
+            run.leave()
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        """Reports progress within an evaluation."""
+        self.session.mark("evaluate")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Writes what the validation has logged, "val_loss" as "eval_loss"."""
+        found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+        if found and not trainer.sanity_checking:
+            numbers = {f"eval_{name.removeprefix('val').lstrip('_/')}": value for name, value in found.items()}
+            self.session.report(trainer.global_step, **numbers)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Saves the end."""
+        if self._saved_step != trainer.global_step:
+            self._save(trainer)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        step = trainer.global_step
+        with self.session.save(step) as folder:
+            trainer.save_checkpoint(folder / _FILE)
+            torch.save(rng_state(), folder / f"rng_{self.session.rank}.pt")
+        self._saved_step = step
+
+
+def _numbers(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers[:1]]
+    length = {"max_steps": trainer.max_steps} if trainer.max_steps > 0 else {}
+    found = {"loss": loss, **({"lr": rates[0]} if rates else {}), **length}
+    return {name: value for name, value in found.items() if value is not None}
