@@ -107,12 +107,12 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
         ClusterError: no Slurm here, or it refuses the job.
         ConfigError: the settings ask for no cluster.
     """
-    from slurm_train.cli.start import Start
     from slurm_train.config.compose import compose
     from slurm_train.config.words import Words
     from slurm_train.launch.acceptance import require_slurm
     from slurm_train.launch.plan import plan_run
     from slurm_train.launch.snapshot import read_source
+    from slurm_train.launch.start import Start
 
     cwd = working_folder(env)
     plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
@@ -127,7 +127,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
             f"doctor {' '.join(settings)} starts its ranks by torchrun, and there is no preflight under torchrun",
             hint="add cluster.launcher=srun, and give one number of nodes: they are the same nodes",
         )
-    start = Start(words=["doctor", *settings], env=env)
+    start = Start(words=["doctor", *settings], env=env, say=note)
     commands = start.commands
     require_slurm(commands, env)
     script = start.write(plan, read_source(run, plan.config, cwd, env=env))
@@ -136,7 +136,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
         subprocess.run(["bash", str(run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)
     else:
         # Nodes that were found bad are not left out: they are to be checked as well.
-        job_id = start.submit(run, plan.config, script, avoids=False)
+        job_id = start.submit_written(run, plan.config, script, excludes_bad_nodes=False)
         note(f"submitted job {job_id}; logs in {run.logs}; Ctrl-C cancels it")
         try:
             _wait(job_id, commands)

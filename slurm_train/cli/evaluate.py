@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.cli.checkpoint import find_checkpoint
-from slurm_train.cli.preview import refuse_missing_inputs
+from slurm_train.cli.preview import check_inputs
 from slurm_train.cli.selection import parse_runs
-from slurm_train.cli.start import Start
+from slurm_train.cli.start import start_run
 from slurm_train.cli.terminal import answer, note
 from slurm_train.config.compose import Composed, apply_words
 from slurm_train.config.frozen import load_config
@@ -32,6 +32,7 @@ from slurm_train.data.check import known_fingerprint
 from slurm_train.errors import EXIT_DONE, CheckpointError, ClusterError, ConfigError, RunError
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.launch.start import Start
 from slurm_train.launch.write import require_writable
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.node_disk import kernel_variables
@@ -61,13 +62,13 @@ def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tup
     """Returns the exit code and the result of a run that uses a checkpoint; it is started where there is no result."""
     if not plan.run.result.exists():
         require_writable(plan.run)
-        refuse_missing_inputs(plan, cwd=Path(plan.directory))
+        check_inputs(plan, cwd=Path(plan.directory))
         note(f"{words[0]}s from {plan.config.train.evaluate_from} in {plan.run.path}")
-        start = Start(words=words, env=dict(os.environ))
+        start = Start(words=words, env=dict(os.environ), say=note)
         with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is pinned stays
             clear_dead_pins(run, start.commands)
         with _pinned(plan, run):
-            code = start.run(plan, run)
+            code = start_run(start, plan, run)
         if code != EXIT_DONE or not plan.run.result.exists():
             return code, None
     return EXIT_DONE, read_json(plan.run.result)

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.cancel import cancel, cancel_sweep
-from slurm_train.cli.logs import choose_log
 from slurm_train.cli.run import begin
-from slurm_train.cli.selection import build_surveyor
 from slurm_train.cli.terminal import quiet
 from slurm_train.errors import RunError, TimedOutError
+from slurm_train.launch.cancel import cancel_run, cancel_sweep
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import find_run, root_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory, find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.logs import choose_log
 from slurm_train.status.run_status import RunStatus, until_over
+from slurm_train.status.selection import build_surveyor
 from slurm_train.verbs import DEFAULT_ROOT
 
 _POLL_S = 5.0
@@ -100,8 +100,7 @@ class Run:
             RunError: nothing of it is queued or running.
             ClusterError: Slurm refused.
         """
-        with quiet():
-            cancel(self._files, SlurmCommands(os.environ))
+        cancel_run(self._files, SlurmCommands(os.environ))
 
     @property
     def _files(self) -> RunDirectory:
@@ -139,8 +138,7 @@ class Sweep:
 
     def cancel(self) -> None:
         """Ends the jobs of all runs that are active."""
-        with quiet():
-            cancel_sweep(self._files, SlurmCommands(os.environ), where=())
+        cancel_sweep(self._files, SlurmCommands(os.environ))
 
     @property
     def _files(self) -> SweepDirectory:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
-from slurm_train.cli.logs import LogPrinter, choose_log
+from slurm_train.cli.logs import LogPrinter
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
@@ -37,6 +37,7 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.status.failure import find_failure
+from slurm_train.status.logs import choose_log
 from slurm_train.supervise.monitor import note_environment, say, watch_ranks
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.ranks import start_local

@@ -9,14 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import ledger_entry
-from slurm_train.rundir.files import change_times, size_of
 from slurm_train.rundir.jobs import has_ended, read_job
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
@@ -24,11 +22,11 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView, Wanted
 from slurm_train.slurm.records import explain_reason
 from slurm_train.status.failure import find_failure, first_failed_rank
+from slurm_train.status.logs import ChosenLog, choose_log, is_closed
 from slurm_train.status.run_status import never_began, newest_job_state, read_files
 
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.3
-_LAST_WORDS_S = 1.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -42,7 +40,7 @@ def main(words: Sequence[str]) -> int:
             wait_for_log(run, QueueView(SlurmCommands(os.environ)), rank=rank)
         printer.follow(
             lambda: choose_log(run, attempt=attempt, rank=rank),
-            until=lambda: has_ended(run) or (attempt is not None and _is_closed(run, attempt)),
+            until=lambda: has_ended(run) or (attempt is not None and is_closed(run, attempt)),
         )
     elif log is not None:
         printer.print_all(log)
@@ -55,55 +53,6 @@ def main(words: Sequence[str]) -> int:
             hint="-f waits for one; rank 0 of a run on this machine writes to its terminal, other ranks have a log",
         )
     return 0
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenLog:
-    """A file and the attempt that it belongs to."""
-
-    path: Path
-    attempt: int
-
-
-def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int | None = None) -> ChosenLog | None:
-    """Returns the log of a rank, or of the batch script while the rank has not written any; None for neither.
-
-    Args:
-        run: the run.
-        attempt: its number; None: the newest.
-        rank: its number; -1: the batch script.
-        after: only logs of attempts after this one; None: of any, and what a job wrote before its first.
-
-    Raises:
-        RunError: there was no such attempt.
-    """
-    attempts = [number for number in existing_attempts(run) if after is None or number > after]
-    if attempt is not None and attempt not in attempts:
-        known = ", ".join(map(str, attempts)) or "none yet"
-        raise RunError(f"{run.path} has no attempt {attempt}", hint=f"attempts: {known}")
-    if after is not None and not attempts:
-        return None
-    number = attempt if attempt is not None else max(attempts, default=0)
-    if attempt is None and after is None and attempts and _failed_after(run, number):
-        return ChosenLog(run.logs / "batch.log", number + 1)
-    wanted = [run.rank_log(number, rank)] if rank >= 0 else []
-    wanted.append(run.attempt_logs(number) / "batch.log")
-    # What the batch script said before an attempt that ran elsewhere is about others.
-    begin_unix_s = float(ledger_entry(run, number).get("time_unix_s", 0.0))
-    if after is None and change_times([run.logs / "batch.log"]).get(run.logs / "batch.log", 0.0) >= begin_unix_s:
-        wanted.append(run.logs / "batch.log")
-    found = next((path for path in wanted if size_of(path)), None)
-    return ChosenLog(found, number) if found is not None else None
-
-
-def _failed_after(run: RunDirectory, attempt: int) -> bool:
-    """Returns whether a job that was submitted after an attempt has written to the batch log since that ended."""
-    record, entry = read_job(run), ledger_entry(run, attempt)
-    if record is None or "end_time_unix_s" not in entry or str(entry.get("job_id")) in ("None", record.job_id):
-        return False
-    log = run.logs / "batch.log"
-    # The supervisor of the attempt has a few last words. The newer job may have ended before its id was recorded.
-    return change_times([log]).get(log, 0.0) > float(entry["end_time_unix_s"]) + _LAST_WORDS_S
 
 
 def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
@@ -129,11 +78,6 @@ def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
             note(f"{text}; Ctrl-C does not end it")
             said = text
         time.sleep(max(_POLL_S, min(look.is_due_in_s, 5.0)))
-
-
-def _is_closed(run: RunDirectory, attempt: int) -> bool:
-    """Returns whether the ledger says how an attempt ended."""
-    return "end_time_unix_s" in ledger_entry(run, attempt)
 
 
 class LogPrinter:
@@ -197,7 +141,7 @@ class LogPrinter:
         while True:
             # Asked before the log is read: what was written before the end is shown before the end is reported.
             ended = until()
-            closed = current is not None and _is_closed(self._run, current.attempt)
+            closed = current is not None and is_closed(self._run, current.attempt)
             chosen = choose()
             if chosen is not None and chosen != current:
                 if current is not None and chosen.attempt != current.attempt:

@@ -12,15 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.preview import plan_rows, refuse_missing_inputs, say_source, take_inputs
-from slurm_train.cli.start import Start
+from slurm_train.cli.preview import check_inputs, take_inputs, warn_unexported_keys
+from slurm_train.cli.start import start_sweep, wait_for_sweep
 from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points, unquoted
 from slurm_train.config.words import Words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, RunError
 from slurm_train.estimate.choice import settle_parallel
 from slurm_train.launch.plan import SweepPlan, plan_sweep
+from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import names_own_code, read_source
+from slurm_train.launch.start import Start
 from slurm_train.launch.write import require_writable
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
@@ -28,6 +30,7 @@ from slurm_train.rundir.paths import RunDirectory
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
+    from slurm_train.launch.snapshot import Source
     from slurm_train.rundir.sweep import SweepDirectory
 
 _SHOWN_VALUES = 3
@@ -77,8 +80,11 @@ def multirun(
         with_own_code = [candidate for candidate in plan.plans if names_own_code(candidate.config)]
         example = with_own_code[0] if with_own_code else plan.plans[0]
         source = read_source(example.run, example.config, cwd, env=env)
-        say_source(source)
-        return Start(words=words, env=env, after=flags.after).sweep(plan, source, wait=wait), plan
+        for line in source_notes(source):
+            note(line)
+        warn_unexported_keys(example.config, env)
+        start = Start(words=words, env=env, say=note, after=flags.after)
+        return _start(start, plan, source, wait=wait), plan
 
     if study_id is None:
         code, plan = carry_out(read_points(settings.sweep_words), wait=flags.wait)
@@ -102,6 +108,21 @@ def multirun(
     return EXIT_DONE, None
 
 
+def _start(start: Start, plan: SweepPlan, source: Source, *, wait: bool) -> int:
+    """Submits or trains what is missing of a sweep, and returns the exit code; with `wait` when all runs have ended."""
+    from slurm_train.launch.start_sweep import prepare_sweep
+
+    code = start_sweep(prepare_sweep(start, plan, source))
+    if not plan.uses_cluster:
+        return code
+    sweep_id = plan.sweep.sweep_id
+    verbs = ("status", "cancel", "collate", "report")
+    note("next:\n" + "\n".join(f"  python -m slurm_train {verb} {sweep_id}" for verb in verbs))
+    if not wait:
+        return EXIT_DONE
+    return wait_for_sweep(start, [element.run for element in plan.elements], sweep_id=sweep_id)
+
+
 def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) -> SweepPlan:
     """Returns the plan of the sweep that the command line describes, and prints it; touches nothing.
 
@@ -112,7 +133,7 @@ def plan_words(*, settings: HydraSettings, env: Mapping[str, str], cwd: Path) ->
     if settings.sweeper_needs_values:
         raise ConfigError("this sweeper chooses its points as it goes", hint="plan one point of it, without -m")
     points = read_points(settings.sweep_words)
-    return plan_points(points, settings=settings, env=env, cwd=cwd, take=refuse_missing_inputs)
+    return plan_points(points, settings=settings, env=env, cwd=cwd, take=check_inputs)
 
 
 def plan_points(

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.preview import plan_rows, print_rows, read_settings_of, refuse_missing_inputs
+from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import byte_size, share, shorten, table
 from slurm_train.launch.placement import TABLE_HEADER, table_rows, topology_text
 from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.launch.preview import plan_rows
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
@@ -67,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     from slurm_train.estimate.choice import settle_parallel
 
     plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel)
-    refuse_missing_inputs(plan, cwd=cwd)
+    check_inputs(plan, cwd=cwd)
     _say_dependency(flags.after, plan, env)
     if flags.ranks:
         print_rows(plan_rows(plan))
@@ -107,9 +108,9 @@ def main(words: Sequence[str]) -> int:
 
 def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str]) -> None:
     if after:
-        from slurm_train.cli.start import Start
+        from slurm_train.launch.start import Start
 
-        Start(words=(), env=env, after=after).dependency(plan.config, plan.run.path.parent.parent)
+        Start(words=(), env=env, say=note, after=after).dependency(plan.config, plan.run.path.parent.parent)
 
 
 def _site_facts(plan: RunPlan, env: Mapping[str, str]) -> SiteFacts | None:

@@ -54,8 +54,8 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
     Raises:
         ConfigError: no run has the metric.
     """
-    from slurm_train.cli.collate import collate
     from slurm_train.rundir.sweep import read_table
+    from slurm_train.tools.report.collate import collate
     from slurm_train.tools.report.sweep import read_trial, sweep_document
 
     elements, now = read_table(sweep), time.time()

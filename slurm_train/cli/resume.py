@@ -9,29 +9,31 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.drift import check_drift, check_names, tell_of_other_code
-from slurm_train.cli.preview import plan_rows, print_rows, say_source
+from slurm_train.cli.preview import print_rows
 from slurm_train.cli.selection import parse_runs
-from slurm_train.cli.start import Start
-from slurm_train.cli.terminal import working_folder
+from slurm_train.cli.start import start_run, start_sweep
+from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_names
-from slurm_train.errors import RunError
+from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.estimate.choice import settle_parallel
+from slurm_train.launch.drift import changed_code_notes, check_drift, check_names
 from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_hub_files
 from slurm_train.launch.plan import replan_run
+from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import read_source, require_sealed
+from slurm_train.launch.start import Start
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, require_private
-from slurm_train.rundir.sweep import find_sweep
+from slurm_train.rundir.sweep import SweepDirectory, find_sweep
 from slurm_train.status.activity import refuse_active
-from slurm_train.status.run_status import RESUMABLE, read_states
+from slurm_train.status.run_status import RESUMABLE, RunState, read_states
 
 _SUPERVISED = re.compile(r"^exec .* -m slurm_train supervise (.+) -- \\$", re.MULTILINE)
 
@@ -43,15 +45,16 @@ def main(words: Sequence[str]) -> int:
     env, root = dict(os.environ), arguments.root
     accept = {name for text in arguments.accept for name in read_names(text)}
     check_names(accept)
-    start = Start(words=["resume", *words], env=env, accept=accept)
-    if (sweep := find_sweep(root, arguments.run)) is not None:
+    start = Start(words=["resume", *words], env=env, say=note, accept=accept)
+    sweep = find_sweep(root, arguments.run)
+    if sweep is not None:
         if settings or accept - {"code"}:
             raise RunError(
                 f"the runs of sweep {sweep.sweep_id} go on with their own settings",
                 hint="change one of them with `resume RUN key=value --accept key`; a sweep takes --accept code",
             )
         only = read_states(arguments.only, option="--only", of=RESUMABLE) if arguments.only else None
-        return start.resume_sweep(sweep, only=only, where=arguments.where)
+        return _resume_sweep(start, sweep, only=only, where=arguments.where)
     if arguments.only or arguments.where:
         raise RunError(f"{arguments.run} is not a sweep", hint="--only and --where choose runs of a sweep")
     run = find_run(root, arguments.run)
@@ -74,11 +77,12 @@ def main(words: Sequence[str]) -> int:
         )
     if not (settings or accept):
         _refuse_touched(run)
-        tell_of_other_code(run, config, Path.cwd())
+        for line in changed_code_notes(run, config, Path.cwd()):
+            note(line)
         if config.cluster is None:
             return _resume_here(start, run)
         if config.launch != "interactive" and not _was_moved(run):
-            return start.resubmit(run)
+            return _resubmit(start, run)
     typed = [word.lstrip("+~").partition("=")[0] for word in settings]
     facts, source = _read_plan(run), None
     hub = tuple[HubFiles, ...]()
@@ -90,10 +94,29 @@ def main(words: Sequence[str]) -> int:
         here = working_folder(env)
         plan = replace(plan, directory=str(here))
         source = read_source(run, config, here, env=env)
-        say_source(source)
+        for line in source_notes(source):
+            note(line)
     print_rows(plan_rows(plan))
     fetch_hub_files(hub)
-    return start.run(plan, source)
+    return start_run(start, plan, source)
+
+
+def _resume_sweep(
+    start: Start, sweep: SweepDirectory, *, only: Collection[RunState] | None, where: Sequence[str]
+) -> int:
+    """Continues runs of a sweep that ended early, as they are on disk, and returns the exit code."""
+    from slurm_train.launch.start_sweep import prepare_resumed_sweep
+
+    code_from = working_folder(start.env) if "code" in start.accept else None
+    return start_sweep(prepare_resumed_sweep(start, sweep, only=only, where=where, code_from=code_from))
+
+
+def _resubmit(start: Start, run: RunDirectory) -> int:
+    """Submits the run's own script again."""
+    job_id = start.resubmit(run)
+    note(f"submitted again; it continues from the newest verified checkpoint in {run.checkpoints}")
+    answer(f"{job_id} {run.path}")
+    return EXIT_DONE
 
 
 def _was_moved(run: RunDirectory) -> bool:
@@ -112,7 +135,8 @@ def _refuse_touched(run: RunDirectory) -> None:
     if "batch" not in before:
         return
     try:
-        check_drift(replan_run(load_config(run.config), before, run=run, typed=(), env=os.environ), None, accept=())
+        plan = replan_run(load_config(run.config), before, run=run, typed=(), env=os.environ)
+        check_drift(plan, None, accept=(), say=note)
     except RunError as err:
         # Nothing was typed, so somebody has edited the run's own files, or the data.
         hint = f"put back what was edited ({run.config}, or the data), or {err.hint.partition(';')[0]}"

@@ -8,17 +8,18 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurm_train.cli.drift import changed_files
 from slurm_train.cli.multirun import multirun
 from slurm_train.cli.preview import look_at, read_settings_of
-from slurm_train.cli.start import Start
+from slurm_train.cli.start import start_run
 from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.compose import Composer
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, ConfigError, RunError, require_all
 from slurm_train.estimate.choice import settle_parallel
+from slurm_train.launch.drift import changed_files
 from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.launch.start import Start
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
@@ -39,8 +40,9 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     flags = read_words(words)
     env = dict(os.environ)
     cwd = working_folder(env)
-    if flag := next((f"--{name}" for name in ("json", "measure", "suggest") if getattr(flags, name)), ""):
-        raise ConfigError(f"{flag} goes with `plan`", hint=f"write `plan {flag} ...` to look at the run first")
+    for name in ("json", "measure", "suggest"):
+        if getattr(flags, name):
+            raise ConfigError(f"--{name} goes with `plan`", hint=f"write `plan --{name} ...` to look at the run first")
     if flags.only_prints:
         if only_submits:
             raise ConfigError("--cfg and --info print something and submit nothing", hint="leave them out")
@@ -63,8 +65,8 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
         _show_result(plan, cwd)
         return EXIT_DONE, plan.run
     source = look_at(plan, env=env, cwd=cwd)
-    start = Start(words=words, env=env, accept=flags.accept, after=flags.after)
-    return start.run(plan, source), plan.run
+    start = Start(words=words, env=env, say=note, accept=flags.accept, after=flags.after)
+    return start_run(start, plan, source), plan.run
 
 
 def require_submission(config: RunConfig) -> None:
@@ -90,7 +92,8 @@ def _show_result(plan: RunPlan, cwd: Path) -> None:
     while (run.path.parent.parent / f"{run.name}-{number}").exists():
         number += 1
     name = f"{run.name}-{number}"
-    if changed := changed_files(run, plan.config, cwd):
+    changed = changed_files(run, plan.config, cwd)
+    if changed:
         note(f"your files have changed since: {changed}; to train with them, from the first step: add run.name={name}")
     else:
         note(f"to repeat it with the present code: add run.name={name}, or seed=N")
@@ -146,7 +149,7 @@ def write(words: Sequence[str]) -> int:
         ]
     )
     source = look_at(plan, env=env, cwd=cwd)
-    Start(words=["write", *words], env=env, accept=flags.accept).write(plan, source)
+    Start(words=["write", *words], env=env, say=note, accept=flags.accept).write(plan, source)
     run = plan.run
     note(f"written; on each machine that sees it:\n  cd {run.code}")
     note(f"  torchrun --nnodes N --nproc-per-node M --max-restarts 3 --rdzv-backend c10d --rdzv-id {run.run_id} \\")

@@ -38,9 +38,9 @@ def main(words: Sequence[str]) -> int:
         note("the same command again waits for the runs and prints the report")
         return EXIT_DONE
     if series.uses_cluster:
-        from slurm_train.cli.start import wait_for_runs
+        from slurm_train.status.activity import wait_for_runs
 
-        wait_for_runs([plan.run for plan in plans.values()], SlurmCommands(env))
+        wait_for_runs([plan.run for plan in plans.values()], SlurmCommands(env), say=note)
     return _report(series, plans)
 
 
@@ -49,8 +49,9 @@ def _make(
 ) -> bool:
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
     from slurm_train.cli.preview import take_inputs
-    from slurm_train.cli.start import Start
+    from slurm_train.cli.start import start_run
     from slurm_train.launch.snapshot import read_git, read_source
+    from slurm_train.launch.start import Start
     from slurm_train.launch.write import require_writable
     from slurm_train.status.activity import find_active
 
@@ -68,7 +69,7 @@ def _make(
         source = read_source(plan.run, plan.config, cwd, state, env=env)
         # What they print on stdout is not this verb's data.
         with contextlib.redirect_stdout(sys.stderr):
-            if Start(words=words, env=env).run(plan, source) != EXIT_DONE:
+            if start_run(Start(words=words, env=env, say=note), plan, source) != EXIT_DONE:
                 note(f"the run {point} failed; see {plan.run.path}")
         after = _newest_job([plan]) if series.uses_cluster else ""
     return True

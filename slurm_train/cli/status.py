@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slurm_train.checkpoint.verify import find_kept
-from slurm_train.cli.selection import Selection, build_surveyor, find_root, look_once, read_selection, summary
+from slurm_train.cli.selection import find_root, look_once, read_selection
 from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, redraw, takes_escapes, width_of
 from slurm_train.errors import ConfigError
 from slurm_train.formatting import clock, count, duration, table
@@ -32,6 +32,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import list_sweeps, read_table
 from slurm_train.rundir.timing import goodput, held_s
 from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, Survey, Surveyor, until_over
+from slurm_train.status.selection import Selection, build_surveyor, summary
 from slurm_train.verbs import DEFAULT_ROOT, parse
 
 _MOST_SWEEPS, _MOST_ATTEMPTS, _MOST_ELSEWHERE = 3, 5, 10

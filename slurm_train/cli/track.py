@@ -19,7 +19,7 @@ from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import live_holder
-from slurm_train.tools.trackers import asked_trackers, require_installed
+from slurm_train.tools.trackers import require_installed
 from slurm_train.tools.trackers.follow import (
     configured,
     count_unsent,
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
         )
     track = configured(run, arguments.settings).track
     require_installed(track)
-    asked = asked_trackers(track)
+    asked = track.tracker_names
     names = asked if arguments.only is None else read_names(arguments.only)
     if not names or not set(names) <= set(asked):
         raise ConfigError(

@@ -405,6 +405,17 @@ class TrackSection:
     close_timeout_s: Amount = 15.0
     """Seconds that a job waits for its trackers after its ranks have ended; missing lines are sent later."""
 
+    @property
+    def tracker_names(self) -> list[str]:
+        """The trackers that are switched on; a tracker is named after its package, e.g. ["tensorboard", "wandb"]."""
+        switches = {
+            "tensorboard": self.tensorboard,
+            "wandb": self.wandb.project is not None,
+            "mlflow": self.mlflow.experiment is not None,
+            "trackio": self.trackio.project is not None,
+        }
+        return [name for name, is_on in switches.items() if is_on]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection:

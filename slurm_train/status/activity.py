@@ -13,8 +13,9 @@ import contextlib
 import os
 import re
 import shlex
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ from slurm_train.slurm.commands import SlurmCommands, is_job_id
 from slurm_train.slurm.records import JobState
 
 _SUBMITTER_WAIT_S = 30.0
+_FIRST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +266,48 @@ def clear_dead_pins(run: RunDirectory, commands: SlurmCommands) -> None:
         is_submitted_now = submitter is not None and holder_lives(submitter, commands)
         if pin.evaluation.result.exists() or not (pin.evaluation in active or is_submitted_now):
             pin.path.unlink(missing_ok=True)
+
+
+def wait_for_runs(
+    runs: Sequence[RunDirectory],
+    commands: SlurmCommands,
+    *,
+    say: Callable[[str], None],
+    see: str = "",
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Returns when no run is active any more: whether all are finished. Ctrl-C ends the waiting, not the runs.
+
+    Slurm is asked rarely, with one command for all runs: `result.json` says by itself that a run is finished.
+
+    Args:
+        runs: the runs.
+        commands: Slurm.
+        say: prints a line for the person.
+        see: what `status` shows of them; "": the first run that has no result.
+        sleep: waits so many seconds.
+    """
+    pause_s = _FIRST_PAUSE_S
+    num_seen = -1
+    while True:
+        left = [run for run in runs if not run.result.exists()]
+        if not left:
+            say(f"all {len(runs)} runs are finished")
+            return True
+        try:
+            if not find_active(left, commands):
+                status = f"`status {see or left[0].run_id}` says why"
+                say(f"{len(left)} of {len(runs)} runs ended without a result; {status}")
+                return False
+        except ClusterError as err:
+            say(f"Slurm does not answer, asking again later: {err.message}")
+        if len(left) != num_seen:
+            say(f"{len(runs) - len(left)} of {len(runs)} runs are finished; Ctrl-C leaves the others alone")
+            # Where something happens more may follow soon.
+            pause_s = _FIRST_PAUSE_S
+            num_seen = len(left)
+        sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
 
 @contextlib.contextmanager

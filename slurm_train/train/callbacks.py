@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slurm_train.config.target import TARGET, instantiate
+from slurm_train.config.schema import RunConfig
+from slurm_train.config.target import TARGET, instantiate, keywords_in_source
 from slurm_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -142,6 +143,47 @@ def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback
             )
         found[f"{sum(key.endswith(f' {target}') for key in found)} {target}"] = made
     return found
+
+
+def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
+    """Makes the callbacks that come with this package, which finds wrong arguments before a run is submitted.
+
+    Args:
+        config: the run's.
+        search: folders in which the class of `data._target_` is looked for, without importing it.
+
+    Raises:
+        ConfigError: wrong arguments, a run that calls no callbacks, or a callback that compares evaluations in a run
+            that makes none.
+    """
+    if not config.callbacks:
+        return
+    if not config.trains:
+        raise ConfigError(
+            "callbacks are called by the built-in trainer, not by a task or a script", hint="leave callbacks out"
+        )
+    shipped = [
+        callback
+        for callback in config.callbacks
+        if str(callback.get(TARGET, "slurm_train.")).startswith("slurm_train.")
+    ]
+    compares = any(isinstance(callback, Monitor) for callback in build_callbacks(shipped).values())
+    if not compares:
+        return
+    if not (config.train.evaluate and config.train.eval_every_steps):
+        raise ConfigError(
+            "a callback compares evaluations, and the run makes none on its way",
+            hint="set train.eval_every_steps=100, and leave train.evaluate at true",
+        )
+    data = config.data or {}
+    if data.get(TARGET) and not data.get("heldout"):
+        keywords = keywords_in_source(str(data[TARGET]), search=search)
+        if keywords is not None and "split" not in keywords:
+            raise ConfigError(
+                f"a callback compares evaluations, and data._target_={data[TARGET]} has no held-out samples: it "
+                "takes no `split`, and data.heldout is not set",
+                hint="set data.heldout to the arguments that differ for them, or leave the callback out",
+            )
 
 
 def _require(key: str, value: float, *, least: float, below: float = math.inf) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from slurm_train.cli.collate import as_columns, as_csv, as_markdown
 from slurm_train.rundir.sweep import SweepDirectory, read_runs, read_table
 from tests.cli.conftest import Shell
 from tests.support.run_facts import attempt
@@ -159,10 +158,3 @@ def test_collate_writes_a_file_after_its_ending(sweep: SweepDirectory, shell: Sh
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     assert shell.types(f"collate {sweep.sweep_id} --out a.parquet").code == 0
     assert parquet.read_table("a.parquet").num_rows == 6
-
-
-def test_a_table_keeps_its_values() -> None:
-    table = [{"index": 0, "x": 0.1 + 0.2, "y": "a|b"}, {"index": 1, "x": 2.5, "y": 3}, {"index": 2, "x": 1, "y": None}]
-    assert as_csv(table) == "index,x,y\n0,0.30000000000000004,a|b\n1,2.5,3\n2,1,\n"
-    assert as_markdown(table).splitlines()[2] == "| 0 | 0.3 | a\\|b |"
-    assert as_columns(table) == {"index": [0, 1, 2], "x": [0.1 + 0.2, 2.5, 1.0], "y": ["a|b", "3", None]}

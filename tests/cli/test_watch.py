@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from slurm_train.cli.selection import Selection
 from slurm_train.cli.status import watch
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.queue_view import QueueView
 from slurm_train.status.run_status import Surveyor
+from slurm_train.status.selection import Selection
 from tests.cli.conftest import Shell
 from tests.cli.test_terminal import Tty
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state

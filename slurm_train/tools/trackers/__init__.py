@@ -1,7 +1,7 @@
 """Trackers get the lines of metrics.jsonl, each in a process of its own beside the ranks; none can touch training.
 
-Here is what the login node and the supervisor need: which trackers a configuration asks for, whether their packages are
-installed, which keys a job would lack, and what keeps them going. Nothing else is loaded where none is asked for.
+Here is what the login node and the supervisor need: whether the packages of the trackers are installed, which keys a
+job would lack, and what keeps the trackers going. Nothing else is loaded where no tracker is configured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from operator import attrgetter
 from typing import Any
 
 from slurm_train.config.schema import TrackSection
@@ -46,16 +45,11 @@ def build_trackers(
         env: environment of their processes.
         say: prints a line for the person.
     """
-    names = asked_trackers(track)
+    names = track.tracker_names
     if not names:
         return NoTrackers()
     follow = import_module("slurm_train.tools.trackers.follow")
     return follow.Trackers(run, names, track=track, env=env, say=say)
-
-
-def asked_trackers(track: TrackSection) -> list[str]:
-    """Returns the names of the trackers that a configuration asks for."""
-    return [name for name, key in _SWITCHES.items() if attrgetter(key)(track) not in (None, False)]
 
 
 def require_installed(track: TrackSection, *, only: str | None = None) -> None:
@@ -64,7 +58,7 @@ def require_installed(track: TrackSection, *, only: str | None = None) -> None:
     Raises:
         ConfigError: a package is missing.
     """
-    for name in asked_trackers(track):
+    for name in track.tracker_names:
         if only in (None, name) and find_spec(name) is None:
             key = _SWITCHES[name]
             off = "false" if name == "tensorboard" else "null"

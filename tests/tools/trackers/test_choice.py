@@ -9,7 +9,7 @@ import pytest
 from slurm_train.config.schema import MlflowSection, TrackioSection, TrackSection, WandbSection
 from slurm_train.errors import ConfigError
 from slurm_train.tools import trackers
-from slurm_train.tools.trackers import NAMES, asked_trackers, require_installed, unexported_keys
+from slurm_train.tools.trackers import NAMES, require_installed, unexported_keys
 from slurm_train.tools.trackers.adapters import TRACKERS
 
 WANDB = TrackSection(wandb=WandbSection(project="p"))
@@ -18,9 +18,9 @@ ALL = TrackSection(tensorboard=True, wandb=WANDB.wandb, mlflow=MLFLOW.mlflow, tr
 
 
 def test_a_project_switches_a_tracker_on() -> None:
-    assert asked_trackers(TrackSection(wandb=WandbSection(entity="ada", tags=["x"]))) == []
-    assert asked_trackers(WANDB) == ["wandb"]
-    assert asked_trackers(ALL) == list(NAMES) == list(TRACKERS)
+    assert TrackSection(wandb=WandbSection(entity="ada", tags=["x"])).tracker_names == []
+    assert WANDB.tracker_names == ["wandb"]
+    assert ALL.tracker_names == list(NAMES) == list(TRACKERS)
 
 
 @pytest.mark.parametrize("name", NAMES)

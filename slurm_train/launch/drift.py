@@ -1,4 +1,4 @@
-"""What a command line would change in a run that has been trained already: printed, and refused until it is accepted.
+"""Compares a planned start with the checkpoint of the run: differences are reported, and refused until accepted.
 
 Everything is compared with the newest checkpoint, which keeps the settings, the code and the data it was trained with.
 A run without a checkpoint has nothing to protect. Nothing here writes.
@@ -7,11 +7,10 @@ A run without a checkpoint has nothing to protect. Nothing here writes.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import Change, all_changes, in_words, is_below, load_config, unaccepted
 from slurm_train.config.schema import RunConfig, all_keys, unknown_key_error
 from slurm_train.data.check import known_fingerprint
@@ -39,16 +38,20 @@ if TYPE_CHECKING:
     from slurm_train.checkpoint.manifest import Manifest
 
 _MOST_SHOWN = 20
-_ALIKE = 3
+# A run that differs in more settings from a new one is another experiment.
+_MOST_DIFFERENCES = 3
 
 
-def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]) -> AcceptedChange | None:
+def check_drift(
+    plan: RunPlan, source: Source | None, *, accept: Collection[str], say: Callable[[str], None]
+) -> AcceptedChange | None:
     """Returns what has to be recorded before the run goes on as planned; None where it is the same training.
 
     Args:
         plan: how it shall go on.
         source: the code it shall go on with; None for its own snapshot.
         accept: what the person accepts: keys or sections of the configuration, "config", "code", "data".
+        say: prints a line for the person: settings that differ and do not change what is trained.
 
     Raises:
         RunError: it would not be the same training, and that was not accepted; or it cannot be.
@@ -57,17 +60,20 @@ def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]
     if any(is_below("batch.global_size", name) for name in accept):
         # The batch that the learning rate was tuned for goes with it, see `replan_run`.
         accept = {*accept, "optim.lr_global_size"}
-    run, manifest, before = plan.run, newest_manifest(plan.run), _read_before(plan.run)
+    run = plan.run
+    manifest = newest_manifest(run)
+    before = _read_before(run)
     if before is None or manifest is None:
         return None
     # What was accepted earlier may be in no checkpoint yet.
-    known = read_changes(run)
+    accepted_before = read_changes(run)
     config = [
         change
         for change in _compare_config(plan, *before, manifest=manifest)
-        if change.kind == "harmless" or not covers_config(known, change.key, change.new)
+        if change.kind == "harmless" or not covers_config(accepted_before, change.key, change.new)
     ]
-    if impossible := [change for change in config if change.kind == "impossible"]:
+    impossible = [change for change in config if change.kind == "impossible"]
+    if impossible:
         raise RunError(
             f"the checkpoint of {run.name}/{run.run_id} (step {manifest.step}) does not fit another shape of the "
             "model or another optimizer:\n"
@@ -75,13 +81,13 @@ def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]
             hint="start another run with run.name=NAME",
         )
     code, old_code, new_code = _compare_code(plan, source)
-    if covers_code(known, new_code):
+    if covers_code(accepted_before, new_code):
         code = []
-    # A function or script of one's own reads its own data, not the configured set.
+    # A task or script of the user reads its own data, not the configured set.
     data = plan.config.data if plan.config.trains else None
-    was = manifest.data_fingerprint
-    now = known_fingerprint(data or {}, cwd=Path(plan.directory)) or was
-    has_other_data = now != was and not covers_data(known, old=was, new=now)
+    old_data = manifest.data_fingerprint
+    new_data = known_fingerprint(data or {}, cwd=Path(plan.directory)) or old_data
+    has_other_data = new_data != old_data and not covers_data(accepted_before, old=old_data, new=new_data)
     accepts_data = any(is_below(name, "data") for name in accept)
 
     rows = []
@@ -90,7 +96,7 @@ def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]
         rows.append((change.key, str(change).partition(": ")[2] + consequence))
     rows += [("code", str(change)) for change in code if "code" not in accept]
     if has_other_data and not accepts_data:
-        rows.append(("data", f"fingerprint {was} -> {now}"))
+        rows.append(("data", f"fingerprint {old_data} -> {new_data}"))
     if rows:
         names = ",".join(dict.fromkeys(name for name, _ in rows))
         raise RunError(
@@ -99,14 +105,15 @@ def check_drift(plan: RunPlan, source: Source | None, *, accept: Collection[str]
             hint=f"to go on with that: --accept {names}; to go on as it was: `resume {run.run_id}`; "
             "to start another run: run.name=NAME",
         )
-    for change in [change for change in config if change.kind == "harmless"][:_MOST_SHOWN]:
-        note(f"{change} (does not change what is trained)")
+    harmless = [change for change in config if change.kind == "harmless"]
+    for change in harmless[:_MOST_SHOWN]:
+        say(f"{change} (does not change what is trained)")
     accepted = AcceptedChange(
-        number=max((item.number for item in known), default=0) + 1,
+        number=max((item.number for item in accepted_before), default=0) + 1,
         step=manifest.step,
         config={change.key: [change.old, change.new] for change in config if change.kind == "training"},
         code={"old": old_code, "new": new_code, "files": list(map(str, code))} if code else None,
-        data={"old": was, "new": now if has_other_data else ""} if accepts_data else None,
+        data={"old": old_data, "new": new_data if has_other_data else ""} if accepts_data else None,
     )
     return accepted if accepted.names else None
 
@@ -117,10 +124,10 @@ def check_names(accept: Collection[str]) -> None:
     Raises:
         ConfigError: there is no such key, with the nearest ones.
     """
-    known = ["config", "code", *all_keys(RunConfig)]
+    names = ["config", "code", *all_keys(RunConfig)]
     for name in accept:
-        if name not in known and not name.startswith(("model.", "data.", "task.", "optim.")):
-            error = unknown_key_error(name, known)
+        if name not in names and not name.startswith(("model.", "data.", "task.", "optim.")):
+            error = unknown_key_error(name, names)
             raise ConfigError(f"--accept {name}: there is no such key", hint=f"{error.hint} Or: config, code, data")
 
 
@@ -131,36 +138,43 @@ def newest_manifest(run: RunDirectory) -> Manifest | None:
     # Imported only where there is something to read: without it a new run has its job id 5 ms earlier.
     from slurm_train.checkpoint.verify import read_manifest, survey
 
-    found = (manifest for _, manifest in survey(run.checkpoints, read_manifest))
-    return next((manifest for manifest in found if not isinstance(manifest, CheckpointError)), None)
+    for _, manifest in survey(run.checkpoints, read_manifest):
+        if not isinstance(manifest, CheckpointError):
+            return manifest
+    return None
 
 
-def tell_of_another(plan: RunPlan) -> None:
-    """Prints a line where the newest unfinished run of this name differs in little from a new one."""
+def similar_run_notes(plan: RunPlan) -> list[str]:
+    """Returns lines about the newest unfinished run of this name if a new run differs from it in little; else none."""
     if plan.run.path.exists():
-        return
-    others = [run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name]
-    if not others or others[0].result.exists():
-        return
+        return []
+    runs = [run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name]
+    if not runs or runs[0].result.exists():
+        return []
+    newest = runs[0]
     try:
-        before, manifest = _read_before(others[0]), newest_manifest(others[0])
-        found = [] if before is None or manifest is None else _compare_config(plan, *before, manifest=manifest)
+        before = _read_before(newest)
+        manifest = newest_manifest(newest)
+        if before is None or manifest is None:
+            return []
+        changes = _compare_config(plan, *before, manifest=manifest)
     except SlurmTrainError:
-        return
-    trained = [change for change in found if change.kind != "harmless"]
-    if manifest is not None and 0 < len(trained) <= _ALIKE:
-        # Hydra, which a run that is made anew has loaded already.
-        from slurm_train.config.compose import spelled
+        return []
+    trained = [change for change in changes if change.kind != "harmless"]
+    if not 0 < len(trained) <= _MOST_DIFFERENCES:
+        return []
+    # Hydra, which a run that is made anew has loaded already.
+    from slurm_train.config.compose import spelled
 
+    differences = [f"{change.key}={in_words(change.old)} instead of {in_words(change.new)}" for change in trained]
+    notes = [
+        f"a new run; {newest.name}/{newest.run_id} (unfinished, step {manifest.step}) has {', '.join(differences)}"
+    ]
+    if all(change.kind == "training" for change in trained):
         words = shlex.join(f"{change.key}={spelled(change.new)}" for change in trained)
         names = ",".join(change.key for change in trained)
-        run, has = (
-            others[0],
-            ", ".join(f"{change.key}={in_words(change.old)} instead of {in_words(change.new)}" for change in trained),
-        )
-        note(f"a new run; {run.name}/{run.run_id} (unfinished, step {manifest.step}) has {has}")
-        if all(change.kind == "training" for change in trained):
-            note(f"to continue that one with the change: resume {run.run_id} {words} --accept {names}")
+        notes.append(f"to continue that one with the change: resume {newest.run_id} {words} --accept {names}")
+    return notes
 
 
 def changed_files(run: RunDirectory, config: RunConfig, directory: Path) -> str:
@@ -171,7 +185,8 @@ def changed_files(run: RunDirectory, config: RunConfig, directory: Path) -> str:
         config: its configuration.
         directory: where its command is typed now; the files of another folder are not looked at.
     """
-    before, index = _read_before(run), read_index(run)
+    before = _read_before(run)
+    index = read_index(run)
     if before is None or index is None or before[1].get("directory") != str(directory):
         return ""
     folders = {**(read_json(run.code_index) or {}).get("folders", {}), "": str(directory)}
@@ -180,11 +195,15 @@ def changed_files(run: RunDirectory, config: RunConfig, directory: Path) -> str:
     return shorten(map(str, changes), MOST_CHANGES_SHOWN)
 
 
-def tell_of_other_code(run: RunDirectory, config: RunConfig, directory: Path) -> None:
-    """Prints a line where the files that the run's code was copied from have changed since: it runs the copy."""
-    if changed := changed_files(run, config, directory):
-        note(f"your files have changed since this run copied them: {changed}")
-        note(f"it goes on with its copy; to take the files as they are now: resume {run.run_id} --accept code")
+def changed_code_notes(run: RunDirectory, config: RunConfig, directory: Path) -> list[str]:
+    """Returns lines that say which files have changed since the run copied its code; none if none is known to."""
+    changed = changed_files(run, config, directory)
+    if not changed:
+        return []
+    return [
+        f"your files have changed since this run copied them: {changed}",
+        f"it goes on with its copy; to take the files as they are now: resume {run.run_id} --accept code",
+    ]
 
 
 def _read_before(run: RunDirectory) -> tuple[RunConfig, dict[str, Any]] | None:
@@ -210,10 +229,14 @@ def _compare_code(plan: RunPlan, source: Source | None) -> tuple[list[FileChange
     old = read_index(plan.run)
     if source is None or old is None:
         return [], "", ""
-    new, is_own = source.code(), names_own_code(plan.config)
-    changes = compare_code(Code(old, plan.run.code.joinpath), new)
-    found = [change for change in changes if matters(change.name, is_own_code=is_own)]
-    return found, digest_code(old, is_own_code=is_own), digest_code(new.index, is_own_code=is_own)
+    new = source.code()
+    is_own_code = names_own_code(plan.config)
+    changes = [
+        change
+        for change in compare_code(Code(old, plan.run.code.joinpath), new)
+        if matters(change.name, is_own_code=is_own_code)
+    ]
+    return changes, digest_code(old, is_own_code=is_own_code), digest_code(new.index, is_own_code=is_own_code)
 
 
 def _rows(rows: Iterable[tuple[str, str]]) -> str:

@@ -1,0 +1,129 @@
+"""What a run needs from the machine that starts it: data, weights, packages, and names that `_target_` may have.
+
+`refuse_missing_inputs` finds what is missing before anything is written or submitted. `fetch_inputs` fetches what the
+run reads from the Hub first. Nothing but the cache of the Hub is changed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurm_train.config.schema import OptimSection, RunConfig
+from slurm_train.config.target import require_target
+from slurm_train.data.check import require_readable
+from slurm_train.errors import ConfigError
+from slurm_train.launch.hub import fetch_hub_files
+from slurm_train.launch.placement import CAUSAL_LM
+from slurm_train.launch.plan import RunPlan
+from slurm_train.models.pretrained_names import num_token_ids, require_effect, require_source
+
+
+def fetch_inputs(plan: RunPlan, *, cwd: Path, say: Callable[[str], None]) -> None:
+    """Fetches what a run reads from the Hub, and refuses whatever else is missing.
+
+    Args:
+        plan: the run.
+        cwd: the folder that the words were typed in.
+        say: prints a line for the person: what is fetched.
+
+    Raises:
+        DataError: as `refuse_missing_inputs`.
+        ConfigError: as `refuse_missing_inputs`, or files cannot be fetched.
+    """
+    # Everything that does not depend on the files is checked before a long download.
+    refuse_missing_inputs(plan, cwd=cwd)
+    for files in plan.hub:
+        if files.missing:
+            say(f"{files.key}: {files.words}")
+            fetch_hub_files([files])
+    refuse_missing_inputs(plan, cwd=cwd)
+
+
+def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
+    """Refuses data that cannot be read, a `_target_` that does not exist and missing packages, as far as it can tell.
+
+    Files of the Hub that are still to be fetched do not count as missing, and checks that need them are left out.
+
+    Raises:
+        DataError: prepared text is configured, and there is none.
+        ConfigError: a `_target_` names a module or a name that does not exist, or a package is not installed.
+    """
+    if plan.config.trains:
+        awaited = {files.key for files in plan.hub if files.missing}
+        _require_model_and_data(plan.config, awaited=awaited, cwd=cwd)
+    if plan.config.script is None:
+        _require_targets(plan.config, cwd=cwd)
+
+
+def uses_this_python(config: RunConfig) -> bool:
+    """Returns whether the ranks use this interpreter, so that a package that is missing here is missing there."""
+    return config.cluster is None or config.cluster.python is None
+
+
+def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd: Path) -> None:
+    model = config.model or {}
+    if model.get("_target_") == CAUSAL_LM:
+        if "model.path" not in awaited:
+            require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
+            require_effect(model.get("config") or {}, path=model.get("path"), cwd=cwd)
+        if uses_this_python(config) and importlib.util.find_spec("transformers") is None:
+            raise ConfigError(
+                "model=hf needs transformers, which is not installed", hint="pip install 'slurm-train[hf]'"
+            )
+    if not {"model.path", "data.tokenizer"} & set(awaited):
+        require_readable(config.data or {}, vocab_size=num_token_ids(model, cwd=cwd), cwd=cwd)
+    if config.train.precision == "fp8" and uses_this_python(config) and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "train.precision=fp8 needs torchao, which is not installed", hint="pip install 'slurm-train[fp8]'"
+        )
+    weights = config.train.init_from
+    if weights is None or "train.init_from" in awaited:
+        return
+    if not (cwd / Path(weights).expanduser()).exists():
+        raise ConfigError(
+            f"train.init_from={weights} is not there",
+            hint="name a directory with config.json and model.safetensors, one safetensors file, or a repository "
+            "of the Hub: org/name",
+        )
+
+
+def _require_targets(config: RunConfig, *, cwd: Path) -> None:
+    targets: dict[str, Mapping[str, Any] | None]
+    if config.task:
+        targets = {"task": config.task}
+    else:
+        targets = {"model": config.model, "data": config.data}
+    for number, callback in enumerate(config.callbacks):
+        targets[f"callbacks[{number}]"] = callback
+    # Where ranks have a Python of their own, torch may be in that one alone.
+    if config.trains and importlib.util.find_spec("torch") is not None:
+        targets |= _optimizer_calls(config.optim)
+    collate = (config.data or {}).get("collate")
+    if isinstance(collate, str):
+        targets["data.collate"] = {"_target_": collate, "_args_": [None]}
+    elif isinstance(collate, Mapping):
+        targets["data.collate"] = dict(collate)
+    # A rank's Python starts in this directory, or in the snapshot of it.
+    search = [str(cwd), *sys.path]
+    for key, mapping in targets.items():
+        require_target(key, mapping, search=search)
+
+
+def _optimizer_calls(optim: OptimSection) -> dict[str, Mapping[str, Any] | None]:
+    """Returns by key what an optimizer's classes and a schedule of the user will be called with."""
+    common: dict[str, Any] = {"_target_": optim._target_, "_args_": [None]}
+    calls: dict[str, Mapping[str, Any] | None] = {}
+    # The default with keywords that every torch has need not be looked up.
+    if optim.keywords or optim._target_ != OptimSection()._target_:
+        calls["optim"] = {**common, "lr": optim.lr, **optim.keywords}
+    for index, rule in enumerate(optim.rules()):
+        target = optim._target_ if rule._target_ is None else rule._target_
+        calls[f"optim.groups[{index}]"] = {**common, "_target_": target, **rule.keywords}
+    if isinstance(optim.schedule, dict):
+        passed = {"_args_": [0], "warmup_samples": 0, "total_samples": 0}
+        calls["optim.schedule"] = {"_target_": None, **optim.schedule, **passed}
+    return calls

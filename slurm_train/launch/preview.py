@@ -1,0 +1,117 @@
+"""A plan as the rows of one table, and what a person should know of the code that a run would copy. Prints nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_train.config.batch import planned_shares, shares_in_words, total_steps
+from slurm_train.config.schema import BatchSection, TrackSection
+from slurm_train.data.check import known_num_samples
+from slurm_train.formatting import shorten
+from slurm_train.launch.placement import layout_rows
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.snapshot import Source
+
+
+def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Returns the rows of the plan's table: a name and a text each."""
+    config = plan.config
+    world = plan.world
+    place = "this machine" if config.cluster is None else world.nodes_in_words
+    rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
+    if config.trains:
+        rows += _training_rows(plan)
+    if config.track != TrackSection():
+        rows.append(("trackers", ", ".join(config.track.tracker_names) or "none"))
+    rows += [("hub", f"{files.key}: {files.words}") for files in plan.hub]
+    if config.container is not None:
+        rows.append(("container", f"{config.container.kind} {config.container.image}"))
+    if config.cluster is None:
+        return rows
+    if config.site:
+        rows.append(("site", config.site))
+    if plan.cpus.why:
+        rows.append(("CPUs", plan.cpus.why))
+    if plan.from_shell:
+        rows.append(("shell", "; ".join(plan.from_shell)))
+    spares = config.cluster.spare_nodes
+    if spares:
+        additional = plan.num_devices / world.size - 1
+        text = f"{spares}, which wait for a lost or bad node's place: {additional:.0%} more node hours"
+        rows.append(("spare nodes", text))
+    rows.append(("requeue", _requeue_text(plan)))
+    return rows
+
+
+def _training_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    parallel = plan.config.parallel
+    rows = [("parallel", plan.chosen)] if plan.chosen else []
+    rows += layout_rows(
+        plan.layout,
+        plan.world,
+        plan.batch,
+        stages_per_rank=parallel.stages_per_rank,
+        schedule=parallel.pipeline_schedule,
+    )
+    rows.append(("global batch", ", ".join([plan.batch.as_sum(), *_growth(plan.config.batch)])))
+    rows += _shares_rows(plan)
+    rows.append(("length", _length_text(plan)))
+    rows.append(("peak lr", _lr_text(plan)))
+    rows.append(("checkpoints", _checkpoint_text(plan)))
+    return rows
+
+
+def _shares_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    if isinstance(plan.config.batch.shares, str):
+        return []
+    ranks_per_node = plan.world.ranks_per_node
+    shares = planned_shares(plan.config, plan.batch, ranks_per_node=ranks_per_node)
+    nodes = [f"node {number}:" for number in range(1, plan.world.num_nodes + 1)]
+    return [("shares", shares_in_words(shares, ranks_per_node=ranks_per_node, nodes=nodes))]
+
+
+def _requeue_text(plan: RunPlan) -> str:
+    if plan.config.launch == "interactive":
+        return "never: launch=interactive"
+    return "after preemption, time limit, node failure" if plan.config.requeue.enabled else "never"
+
+
+def _growth(batch: BatchSection) -> list[str]:
+    return [f"x {factor} after step {after}" for after, factor in batch.growth.items()]
+
+
+def _length_text(plan: RunPlan) -> str:
+    train, global_size = plan.config.train, plan.batch.global_size
+    if plan.num_samples is not None:
+        return f"{train.max_steps} steps, {plan.num_samples:,} samples"
+    num_samples, epochs = known_num_samples(plan.config.data or {}, cwd=Path(plan.directory)), f"{train.max_epochs:g}"
+    if num_samples is None:
+        return f"{epochs} epochs; the ranks count the steps when they have opened the data"
+    steps = total_steps(plan.config, num_samples=num_samples, global_size=global_size)
+    return f"{epochs} epochs of {num_samples:,} samples, {steps} steps"
+
+
+def _lr_text(plan: RunPlan) -> str:
+    optim = plan.config.optim
+    if plan.lr == optim.lr:
+        return f"{plan.lr:g}"
+    return f"{plan.lr:g} ({optim.lr_retune} rule: {optim.lr:g} was tuned for a global batch of {optim.lr_global_size})"
+
+
+def _checkpoint_text(plan: RunPlan) -> str:
+    settings = plan.config.checkpoint
+    if settings.every_steps == "auto":
+        return f"as often as pays off with an interruption every {settings.failure_every_h:g} h, {settings.keep} kept"
+    when = f"every {settings.every_steps} steps" if settings.every_steps else "at a stop and at the end only"
+    return f"{when}, {settings.keep} kept"
+
+
+def source_notes(source: Source) -> list[str]:
+    """Returns lines about the user's code that a run would not have a copy of; none where it has all of it."""
+    notes = []
+    if source.left_out:
+        notes.append(f"not copied into the run: {shorten(source.left_out)}")
+    if source.elsewhere:
+        notes.append(f"imported from where it is edited, not from a copy in the run: {', '.join(source.elsewhere)}")
+        notes.append(f"to have the run copy it as well: run.snapshot_folders=[{','.join(source.elsewhere)}]")
+    return notes

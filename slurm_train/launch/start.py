@@ -1,0 +1,251 @@
+"""The order in which every run is started: refuse what is active, compare with what is on disk, ask Slurm, write,
+remove the locks of processes that no longer exist, submit, record.
+
+`Start.write` ends after the files: the run is then started on this machine, or in an allocation. Nothing is written
+before Slurm would take the job. From the check that nothing is active to the recorded job id one submitter holds the
+run (`submission.json`); what ranks read is written with the run's own lock held. `start_sweep` does the same for many
+runs at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig
+from slurm_train.errors import ClusterError, ConfigError, RunError
+from slurm_train.launch.acceptance import (
+    acceptable_plan,
+    exclude_flags,
+    require_acceptable,
+    require_room,
+    require_slurm,
+)
+from slurm_train.launch.batch_script import render_script, renewed_warning
+from slurm_train.launch.drift import check_drift
+from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.rank_command import RankCommand
+from slurm_train.launch.shell_choices import take_shell_choices
+from slurm_train.launch.snapshot import Source
+from slurm_train.launch.write import write_run
+from slurm_train.rundir.jobs import clear_dead, read_job, record_job
+from slurm_train.rundir.lookup import find_run, remember_root, root_of
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.sweep import find_sweep, read_table
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.activity import find_active, holder_lives, submitting, writing
+
+
+class Start:
+    """Starts runs as one command line asks for it.
+
+    Args:
+        words: the command line, which the provenance of the runs records.
+        env: the environment.
+        say: prints a line for the person.
+        accept: changes of a run in progress that the person accepts.
+        after: runs and sweeps whose success Slurm waits for first.
+    """
+
+    def __init__(
+        self,
+        *,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        say: Callable[[str], None],
+        accept: Collection[str] = (),
+        after: Sequence[str] = (),
+    ) -> None:
+        self.words = words
+        self.env = env
+        self.say = say
+        self.accept = accept
+        self.after = after
+        self.commands = SlurmCommands(env)
+
+    def dependency(self, config: RunConfig, root: Path) -> str:
+        """Returns sbatch's dependency on the runs in `after`, e.g. "afterok:12:13"; "" if all of them are finished.
+
+        Args:
+            config: of the run that waits.
+            root: of the runs.
+
+        Raises:
+            ConfigError: the run is not submitted, or names a dependency of its own.
+            RunError: there is no such run, or it ended without a result.
+        """
+        if not self.after:
+            return ""
+        asked = f"after={','.join(self.after)}"
+        if config.cluster is None or config.launch != "slurm":
+            hint = "add +cluster=NxG, or drop after="
+            raise ConfigError(f"{asked} makes a job wait in Slurm's queue, but this run would start at once", hint=hint)
+        if "dependency" in config.cluster.sbatch:
+            raise ConfigError(f"{asked} and cluster.sbatch.dependency exclude each other", hint="drop one of the two")
+        require_slurm(self.commands, self.env)
+        runs = self._runs_before(root)
+        active = find_active(runs, self.commands)
+        jobs: list[str] = []
+        for run in runs:
+            # The result is looked for last: a run that has ended meanwhile is not active any more.
+            if run.result.exists():
+                continue
+            if run not in active or not active[run].jobs:
+                raise RunError(
+                    f"{asked}: {run.name}/{run.run_id} is not finished, and no job of it is queued or running",
+                    hint=f"`status {run.run_id}` says why, `resume {run.run_id}` continues it",
+                )
+            # Of several jobs the newest ends last: it waits for the others, or takes over from them.
+            newest = active[run].jobs[-1]
+            if newest not in jobs:
+                jobs.append(newest)
+        self.say(f"  after         {'job ' + ', '.join(jobs) if jobs else 'already finished; no dependency'}")
+        return f"afterok:{':'.join(jobs)}" if jobs else ""
+
+    def _runs_before(self, root: Path) -> list[RunDirectory]:
+        runs: list[RunDirectory] = []
+        for name in self.after:
+            place = root_of(name, root, self.env)
+            sweep = find_sweep(place, name)
+            if sweep is None:
+                runs.append(find_run(place, name))
+            else:
+                runs += [element.run for element in read_table(sweep)]
+        return runs
+
+    def submit(self, plan: RunPlan, source: Source | RunDirectory | None) -> str:
+        """Writes a run, submits it and returns the job id; `write_provenance` is still to be called.
+
+        Args:
+            plan: the run.
+            source: its code, or the run whose snapshot it shares; None: the snapshot that it has.
+
+        Raises:
+            ClusterError: no Slurm here, or it refuses the request.
+            RunError: the run is active already, or it would not be the same training.
+        """
+        config = plan.config
+        run = plan.run
+        dependency = self.dependency(config, run.path.parent.parent)
+        require_slurm(self.commands, self.env)
+        with submitting(run, self.commands):
+            script = self._write(plan, source)
+            flags = [f"--dependency={dependency}"] if dependency else []
+            return self.submit_written(run, config, script, flags=flags)
+
+    def write(self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None) -> str:
+        """Writes everything that a run's ranks read, and returns its script ("" without a cluster).
+
+        Args:
+            plan: the run.
+            source: as for `submit`.
+            inside: the job whose allocation the run will use; a run that was started there before is not refused.
+
+        Raises:
+            ClusterError: Slurm refuses the request, or the allocation is too small.
+            RunError: the run is active already, or it would not be the same training.
+        """
+        with submitting(plan.run, self.commands, inside=inside):
+            script = self._write(plan, source, inside=inside)
+        self.write_provenance(plan.run.provenance, source, plan.config)
+        return script
+
+    def _write(self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None) -> str:
+        """Compares, asks Slurm and writes; called by the one submitter of the run."""
+        run = plan.run
+        is_submitted = plan.config.cluster is not None
+        ranks = RankCommand(plan.config, run, plan.directory)
+        script = render_script(plan) if is_submitted else ""
+        # A container that cannot be started is found before anything is written.
+        ranks.words(python="python")
+        code = source if isinstance(source, Source) else None
+        change = check_drift(plan, code, accept=self.accept, say=self.say)
+        if inside is not None:
+            require_room(plan, self.commands.show_job(inside))
+        elif is_submitted:
+            fitting, script = acceptable_plan(plan, self.commands)
+            if fitting is not plan:
+                self.say(f"  CPUs          {fitting.cpus.why}")
+            plan = fitting
+        ranks.make_mount_points()
+        with writing(run, self.commands, inside=inside):
+            write_run(plan, source, script=script or None, change=change)
+        remember_root(run.path.parent.parent, self.env)
+        return script
+
+    def resubmit(self, run: RunDirectory) -> str:
+        """Submits a run's own script again as it is on disk, and returns the job id.
+
+        Raises:
+            RunError: the run is active.
+            ClusterError: no Slurm here, no script, or Slurm refuses.
+        """
+        require_slurm(self.commands, self.env)
+        with submitting(run, self.commands):
+            if not run.submit_script.is_file():
+                raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
+            script = run.submit_script.read_text(encoding="utf-8")
+            config = load_config(run.config)
+            require_acceptable(script, self.commands)
+            _, remarks = take_shell_choices(config, None, self.env)
+            for remark in remarks:
+                self.say(f"  {remark}")
+            run.stop_file.unlink(missing_ok=True)
+            return self.submit_written(run, config, script, flags=renewed_warning(config, run))
+
+    def submit_written(
+        self,
+        run: RunDirectory,
+        config: RunConfig,
+        script: str,
+        *,
+        flags: Sequence[str] = (),
+        excludes_bad_nodes: bool = True,
+    ) -> str:
+        """Gives a run's script to Slurm, records the job and returns its id.
+
+        Args:
+            run: the run, which is on disk; the caller holds it for submitting.
+            config: says which variables travel.
+            script: the script.
+            flags: further words for sbatch.
+            excludes_bad_nodes: leave out nodes that were found bad lately.
+
+        Raises:
+            ClusterError: sbatch refused it.
+        """
+        # A run that is trained here needs no submitit.
+        from slurm_train.launch.submission import submit_script
+
+        if excludes_bad_nodes:
+            flags = [*flags, *self.exclude_flags(script, run)]
+        self.clear_dead_lock(run)
+        previous = read_job(run)
+        export = config.cluster.export if config.cluster is not None else ()
+        job_id = submit_script(script, folder=run.submitted, env=self.env, flags=flags, export=export)
+        record_job(run, job_id)
+        if previous is not None:
+            with contextlib.suppress(ClusterError):
+                self.commands.hand_dependents(previous.job_id, job_id)
+        return job_id
+
+    def clear_dead_lock(self, run: RunDirectory) -> None:
+        """Removes the lock of a run whose holder is dead: a process of this machine cannot be checked from a node."""
+        clear_dead(run.lock, is_alive=lambda holder: holder_lives(holder, self.commands))
+
+    def exclude_flags(self, script: str, run: RunDirectory) -> list[str]:
+        """Returns words for sbatch or salloc that leave out nodes which were found bad lately, and says which."""
+        flags, text = exclude_flags(script, run, self.env)
+        if text:
+            self.say(f"  {text}")
+        return flags
+
+    def write_provenance(self, path: Path, source: Source | RunDirectory | None, config: RunConfig) -> None:
+        """Writes `provenance.json` of code that was copied; listing the packages takes a moment."""
+        from slurm_train.launch.provenance import write_provenance
+
+        if isinstance(source, Source):
+            slurm_version = None if config.cluster is None else self.commands.version()
+            write_provenance(path, source, words=self.words, slurm=slurm_version, config=config)

@@ -1,0 +1,261 @@
+"""Prepares the runs of a sweep in the order of `start`, and submits them as job arrays.
+
+What is finished or active is left alone, so the same command again starts what is missing. A prepared sweep is held
+by one submitter until its block ends; within it the runs are submitted, or trained on this machine by the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig
+from slurm_train.errors import RunError
+from slurm_train.launch.acceptance import require_slurm, slurm_verdict, without_chosen_cpus
+from slurm_train.launch.arrays import ArrayPlan, find_lost_arrays, plan_arrays, submit_arrays
+from slurm_train.launch.batch_script import render_script
+from slurm_train.launch.drift import check_drift
+from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
+from slurm_train.launch.preview import source_notes
+from slurm_train.launch.snapshot import Source, read_source
+from slurm_train.launch.start import Start
+from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
+from slurm_train.rundir.files import for_each, read_json
+from slurm_train.rundir.lookup import remember_root
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, submitting
+from slurm_train.status.activity import find_active, writing
+from slurm_train.status.run_status import RunState, read_statuses
+from slurm_train.status.selection import filter_where, summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSweep:
+    """Runs of a sweep that are on disk and can be started; valid within the block that gave it."""
+
+    start: Start
+    sweep: SweepDirectory
+    elements: Sequence[Element]
+    """The runs that are to be started."""
+    scripts: Sequence[tuple[RunDirectory, str]]
+    """The same with their batch scripts; empty without a cluster."""
+    arrays: Sequence[ArrayPlan]
+    config: RunConfig
+    """Of one of the runs."""
+    code: Path | None
+    """The snapshot that was made for them, if any."""
+    source: Source | None
+    """What the snapshot was made from."""
+    dependency: str = ""
+    """What the arrays wait for, e.g. "afterok:12"."""
+
+    def submit(self) -> Iterator[str]:
+        """Submits the arrays one after the other, and yields the id of each when Slurm has it.
+
+        Raises:
+            ClusterError: Slurm refuses an array; those before it are submitted and recorded.
+        """
+        if any(array.is_alone for array in self.arrays):
+            self.start.say("this site takes no job arrays: each run is a job of its own")
+        if self.scripts:
+            run, script = self.scripts[0]
+            # Said once; each array leaves out the bad nodes by itself.
+            self.start.exclude_flags(script, run)
+        yield from submit_arrays(self.sweep, self.arrays, env=self.start.env, depends=self.dependency)
+
+    def open(self) -> None:
+        """Removes what would stop the runs: a request to stop, and locks of processes that no longer exist."""
+        self.sweep.stop_file.unlink(missing_ok=True)
+        remember_root(self.sweep.root, self.start.env)
+        for element in self.elements:
+            self.start.clear_dead_lock(element.run)
+
+    def write_provenance(self) -> None:
+        """Writes the provenance of the snapshot, if one was made."""
+        if self.code is not None:
+            self.start.write_provenance(self.code.with_suffix(".json"), self.source, self.config)
+
+
+@contextlib.contextmanager
+def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[PreparedSweep]:
+    """Holds a sweep and yields what is missing of it, written and ready to start.
+
+    Args:
+        start: how it is started.
+        plan: the sweep.
+        source: its code.
+
+    Raises:
+        SlurmTrainError: something is wrong with the site or one of the runs; nothing was written then.
+    """
+    sweep = plan.sweep
+    commands = start.commands
+    dependency = start.dependency(plan.plans[0].config, sweep.root)
+    scripts: dict[RunDirectory, str] = {}
+    if plan.uses_cluster:
+        require_slurm(commands, start.env)
+        plan = _with_possible_cpus(start, plan)
+        scripts = {run_plan.run: render_script(run_plan) for run_plan in plan.plans}
+    with contextlib.ExitStack() as held:
+        # A sweep that Slurm refuses leaves no directory, so a new one is made and held afterwards.
+        is_new = not sweep.table.exists()
+        if not is_new:
+            held.enter_context(submitting(sweep))
+            if plan.uses_cluster:
+                find_lost_arrays(sweep, commands)
+        missing = _missing_runs(start, plan)
+        todo = [(run, script) for run, script in scripts.items() if run in missing]
+        arrays = plan_arrays(sweep, todo, commands, max_parallel=plan.max_parallel, example=plan.plans[0])
+        if is_new:
+            held.enter_context(submitting(sweep))
+            if sweep.table.exists():
+                raise RunError(
+                    f"sweep {sweep.sweep_id} was submitted by another command just now",
+                    hint=f"`status {sweep.sweep_id}` shows it; the same command again submits what is missing",
+                )
+        planned = write_table_of(plan, words=start.words)
+        code = write_shared_code(sweep, source) if missing else None
+        _write_runs(start, [run_plan for run_plan in plan.plans if run_plan.run in missing], scripts, code)
+        prepared = PreparedSweep(
+            start=start,
+            sweep=sweep,
+            elements=[element for element in planned if element.run in missing],
+            scripts=todo,
+            arrays=arrays,
+            config=plan.plans[0].config,
+            code=code,
+            source=source,
+            dependency=dependency,
+        )
+        prepared.open()
+        yield prepared
+
+
+def _with_possible_cpus(start: Start, plan: SweepPlan) -> SweepPlan:
+    """Returns a sweep whose first run Slurm takes: without CPUs of our choice, if those are all that it refuses."""
+    first = plan.plans[0]
+    bare = [without_chosen_cpus(run_plan) or run_plan for run_plan in plan.plans]
+    if bare[0] is first or slurm_verdict(render_script(first), start.commands).is_accepted:
+        return plan
+    if not slurm_verdict(render_script(bare[0]), start.commands).is_accepted:
+        return plan
+    start.say(f"  CPUs          {bare[0].cpus.why}")
+    return replace(plan, plans=tuple(bare))
+
+
+def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
+    """Returns the runs of a sweep that are neither finished nor active, and says how many those are."""
+    runs = {run_plan.run for run_plan in plan.plans}
+    finished = {run for run in runs if run.result.exists()}
+    # In the order of the plan, so that Slurm is asked the same each time.
+    unfinished = [run_plan.run for run_plan in plan.plans if run_plan.run not in finished]
+    active = set(find_active(unfinished, start.commands))
+    missing = runs - finished - active
+    if len(missing) < len(runs):
+        start.say(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
+    return missing
+
+
+def _write_runs(start: Start, plans: Sequence[RunPlan], scripts: Mapping[RunDirectory, str], code: Path | None) -> None:
+    def write(plan: RunPlan) -> None:
+        # A run without a directory cannot be active, and there may be thousands of them.
+        lock = writing(plan.run, start.commands) if plan.run.config.exists() else contextlib.nullcontext()
+        with lock:
+            # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
+            is_trained = plan.run.code.exists() and bool(list_checkpoints(plan.run.checkpoints))
+            write_run(plan, None if is_trained else code, script=scripts.get(plan.run))
+
+    for_each(write, plans)
+
+
+@contextlib.contextmanager
+def prepare_resumed_sweep(
+    start: Start,
+    sweep: SweepDirectory,
+    *,
+    only: Collection[RunState] | None,
+    where: Sequence[str],
+    code_from: Path | None,
+) -> Iterator[PreparedSweep]:
+    """Holds a sweep and yields its runs that ended early, as they are on disk, ready to be continued.
+
+    Args:
+        start: how they are started.
+        sweep: the sweep.
+        only: states of the runs that are meant; None: all that are neither finished nor active.
+        where: conditions on their values.
+        code_from: the folder whose code these runs take, e.g. with a corrected script; None: they keep their own.
+
+    Raises:
+        RunError: nothing is to be continued, or a run was never written.
+        ClusterError: Slurm refuses.
+    """
+    commands = start.commands
+    with submitting(sweep):
+        if commands.is_available():
+            find_lost_arrays(sweep, commands)
+        elements = read_table(sweep)
+        selected = filter_where(elements, where)
+        statuses = read_statuses(elements, commands)
+        runs: list[RunDirectory] = []
+        for status in statuses:
+            is_selected = status.subject in selected and (only is None or status.state in only)
+            if is_selected and not status.is_finished and not status.is_active:
+                runs.append(status.run)
+        if not runs:
+            raise RunError(
+                f"no run of sweep {sweep.sweep_id} is to be continued: {summary(statuses)}", hint="see `status`"
+            )
+        todo = [element for element in elements if element.run in runs]
+        unwritten = [element.index for element in todo if not element.run.config.is_file()]
+        if unwritten:
+            raise RunError(
+                f"{len(unwritten)} runs of sweep {sweep.sweep_id} were never written, the first is {unwritten[0]}",
+                hint="type the words of the sweep again: they submit what is missing",
+            )
+        config = load_config(todo[0].run.config)
+        source = None
+        if code_from is not None:
+            source = read_source(todo[0].run, config, code_from, env=start.env)
+            for line in source_notes(source):
+                start.say(line)
+        scripts: list[tuple[RunDirectory, str]] = []
+        if config.cluster is not None:
+            require_slurm(commands, start.env)
+            scripts = [(run, run.submit_script.read_text(encoding="utf-8")) for run in runs]
+        arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel)
+        code = None
+        if source is not None:
+            code = _replace_code(start, sweep, runs, source)
+        for run in runs:
+            run.stop_file.unlink(missing_ok=True)
+        prepared = PreparedSweep(
+            start=start,
+            sweep=sweep,
+            elements=todo,
+            scripts=scripts,
+            arrays=arrays,
+            config=config,
+            code=code,
+            source=source,
+        )
+        prepared.open()
+        yield prepared
+
+
+def _replace_code(start: Start, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source) -> Path:
+    """Gives runs of a sweep other code, and returns where it is; all are compared before one is changed."""
+    changes = {}
+    for run in runs:
+        plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})
+        changes[run] = check_drift(plan, source, accept={"code"}, say=start.say)
+    code = write_shared_code(sweep, source)
+    for run, change in changes.items():
+        with writing(run, start.commands):
+            if change is not None:
+                put_on_record(run, change)
+            link_code(run, code)
+    return code

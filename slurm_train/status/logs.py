@@ -1,0 +1,72 @@
+"""Which file has the log that a person wants to see: of a rank, or of the batch script while the rank has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_train.errors import RunError
+from slurm_train.rundir.attempts import ledger_entry
+from slurm_train.rundir.files import change_times, size_of
+from slurm_train.rundir.jobs import read_job
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
+
+_LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLog:
+    """A file and the attempt that it belongs to."""
+
+    path: Path
+    attempt: int
+
+
+def choose_log(run: RunDirectory, *, attempt: int | None, rank: int, after: int | None = None) -> ChosenLog | None:
+    """Returns the log of a rank, or of the batch script while the rank has not written any; None for neither.
+
+    Args:
+        run: the run.
+        attempt: its number; None: the newest.
+        rank: its number; -1: the batch script.
+        after: only logs of attempts after this one; None: of any, and what a job wrote before its first.
+
+    Raises:
+        RunError: there was no such attempt.
+    """
+    attempts = [number for number in existing_attempts(run) if after is None or number > after]
+    if attempt is not None and attempt not in attempts:
+        numbers = ", ".join(map(str, attempts)) or "none yet"
+        raise RunError(f"{run.path} has no attempt {attempt}", hint=f"attempts: {numbers}")
+    if after is not None and not attempts:
+        return None
+    number = attempt if attempt is not None else max(attempts, default=0)
+    batch_log = run.logs / "batch.log"
+    if attempt is None and after is None and attempts and _wrote_after(run, number):
+        return ChosenLog(batch_log, number + 1)
+    candidates = [run.rank_log(number, rank)] if rank >= 0 else []
+    candidates.append(run.attempt_logs(number) / "batch.log")
+    # Lines of the batch script that are older than this attempt belong to earlier ones.
+    begin_unix_s = float(ledger_entry(run, number).get("time_unix_s", 0.0))
+    if after is None and change_times([batch_log]).get(batch_log, 0.0) >= begin_unix_s:
+        candidates.append(batch_log)
+    for path in candidates:
+        if size_of(path):
+            return ChosenLog(path, number)
+    return None
+
+
+def _wrote_after(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether a job that was submitted after an attempt has written to the batch log since that ended."""
+    record = read_job(run)
+    entry = ledger_entry(run, attempt)
+    if record is None or "end_time_unix_s" not in entry or str(entry.get("job_id")) in ("None", record.job_id):
+        return False
+    log = run.logs / "batch.log"
+    # The supervisor of the attempt has a few last words. The newer job may have ended before its id was recorded.
+    return change_times([log]).get(log, 0.0) > float(entry["end_time_unix_s"]) + _LAST_WORDS_S
+
+
+def is_closed(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether the ledger says how an attempt ended."""
+    return "end_time_unix_s" in ledger_entry(run, attempt)

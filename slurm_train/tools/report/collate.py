@@ -1,0 +1,116 @@
+"""A sweep as a table: a row per run with its settings, its end, best and last metrics, attempts, GPU-hours."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slurm_train.metrics import largest_is_best, read_series
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.timing import goodput, held_s
+from slurm_train.status.run_status import RunStatus
+
+Cells = dict[str, Any]
+
+
+def best_line(rows: Sequence[Cells], given: Sequence[Mapping[str, str]]) -> str:
+    """Returns which run is the best so far, by held-out loss, or by training loss where nothing is evaluated.
+
+    Args:
+        rows: the table.
+        given: what the sweep gave to each run.
+    """
+    for metric in ("eval_loss", "loss"):
+        key = f"best_{metric}"
+        valued = [(row[key], number) for number, row in enumerate(rows) if row.get(key) is not None]
+        if valued:
+            value, number = min(valued)
+            row = rows[number]
+            words = " ".join(f"{name}={setting}" for name, setting in given[number].items())
+            step = row[f"{key}_step"]
+            return f"best {metric}: {value:.5g} at step {step} of run {row['index']}, {row['run']}: {words}"
+    return ""
+
+
+def collate(statuses: Sequence[RunStatus]) -> list[Cells]:
+    """Returns one mapping per run; a column that a run has no value for is None, and all have the same columns."""
+    rows = [_cells(status) for status in statuses]
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
+    return [{name: row.get(name) for name in columns} for row in rows]
+
+
+def _cells(status: RunStatus) -> Cells:
+    ledger = read_ledger(status.run)
+    return {
+        "index": status.subject.index,
+        "run": status.label,
+        **{key: _number(value) for key, value in status.subject.overrides.items()},
+        "state": status.state.value,
+        **_metrics(status.run),
+        "attempts": len(ledger),
+        "gpu_hours": round(sum(held_s(entry) * int(entry.get("world_size", 1)) for entry in ledger) / 3600, 4),
+        "goodput": round(goodput(ledger).share, 4),
+        "note": status.note,
+    }
+
+
+def _metrics(run: RunDirectory) -> Cells:
+    """Returns the last value of each metric, and the best of loss and evaluations with its step."""
+    series = read_series(run.metrics)
+    cells: Cells = {"step": int(series.last("step") or 0)}
+    for key in ("loss", *series.evaluations):
+        steps, values = series.points(key)
+        if values:
+            choose = max if largest_is_best(key) else min
+            best = choose(range(len(values)), key=values.__getitem__)
+            cells[f"last_{key}"] = values[-1]
+            cells[f"best_{key}"] = values[best]
+            cells[f"best_{key}_step"] = int(steps[best])
+    return cells
+
+
+def _number(value: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def as_csv(rows: Sequence[Cells]) -> str:
+    """Returns the table as CSV with a header; floats in full precision, no value as an empty cell."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["index"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_markdown(rows: Sequence[Cells]) -> str:
+    """Returns the table as Markdown; floats in five digits."""
+    columns = list(rows[0]) if rows else ["index"]
+    lines = [columns, ["---"] * len(columns), *([_shown(cells[name]) for name in columns] for cells in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def as_columns(rows: Sequence[Cells]) -> dict[str, list[Any]]:
+    """Returns the table by columns, the values of each of one type: text where one is, else float where one is."""
+    columns = {name: [cells[name] for cells in rows] for name in (rows[0] if rows else ())}
+    for name, values in columns.items():
+        kinds = {type(value) for value in values if value is not None}
+        if len(kinds) > 1:
+            kind = str if str in kinds else float
+            columns[name] = [None if value is None else kind(value) for value in values]
+    return columns
