@@ -1,4 +1,7 @@
-"""Every change of a checkpoint directory's name: open, commit, claim, prune. Rank 0 (or a node's leader). No torch.
+"""Every change of a checkpoint directory's name: open, commit, claim, discard, prune. Rank 0 (or a node's leader).
+
+Two words for what goes. To *discard* a directory is to rename it to a name in the trash (`.trash-...`), durably, and
+then to delete its content. To *prune* is to discard what retention does not keep, and what earlier attempts left.
 
 A process may be stopped in any file-system call (a frozen node, a stuck file server) and carry it out after any length
 of time, while its successor works. Nothing here depends on when that is, because names have one owner:
@@ -63,22 +66,26 @@ def no_fence() -> None:
 
 @dataclass(slots=True)
 class Pruned:
-    """What a round of retention did."""
+    """What a round of pruning did."""
 
-    removed: list[Path] = field(default_factory=list)
+    discarded: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """One line for each directory that could not be removed."""
+    """One line for each directory that could not be discarded."""
     untrusted: list[Path] = field(default_factory=list)
     """Directories with a checkpoint's name that do not count; left for a person to look at."""
 
-    def remove(self, paths: Iterable[Path], remove: Callable[[Path], object]) -> None:
-        """Removes what it can: one directory that resists must not keep the others, nor fail a save that is durable."""
+    def discard(self, paths: Iterable[Path], act: Callable[[Path], object]) -> None:
+        """Calls `act`, which discards a directory, for each path; an error of one does not stop the others.
+
+        A directory that cannot be discarded must not fail a save that is durable.
+        """
         for path in paths:
             try:
-                remove(path)
-                self.removed.append(path)
+                act(path)
             except OSError as err:
-                self.problems.append(f"cannot remove {path}: {err}")
+                self.problems.append(f"cannot discard {path}: {err}")
+            else:
+                self.discarded.append(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +106,7 @@ class Place:
     node: int | None = None
     """Position of the node in the job; None where all ranks see the directory."""
     is_leader: bool = True
-    """This rank makes, commits and removes the directories."""
+    """This rank makes, commits and discards the directories."""
     keeps_copies: bool = False
     """A node's place: it has copies of the files of the node before it as well."""
     passed_over: list[Path] = field(default_factory=list)
@@ -135,7 +142,7 @@ class Place:
                     continue
                 fsync_directory(self.root)
                 return path
-        self.sweep()
+        self.prune_leftovers()
         return self.open_staging(step)
 
     def open_staging(self, step: int) -> Path:
@@ -196,20 +203,24 @@ class Place:
             CheckpointError: a later attempt has claimed it.
             OSError: the file system refuses.
         """
-        self.trash_stale_staging()
-        while (search := newest_verified(self.root, check)).found is not None:
+        self.revoke_stale_staging()
+        while True:
+            search = newest_verified(self.root, check)
+            if search.found is None:
+                return search
             path, manifest = search.found
-            own = self.claim_one(path)
-            if own is not None:
-                for older in list_checkpoints(self.root):
-                    if name_of(older) < name_of(own):
-                        with contextlib.suppress(OSError, CheckpointError):  # unclaimed, it only does not count
-                            check_sizes(older)
-                            self.claim_one(older)
-                fsync_directory(self.root)
-                self.passed_over[:] = [passed.path for passed in search.passed_over]
-                return Search((own, manifest), search.passed_over)
-        return search
+            claimed = self.claim_checkpoint(path)
+            if claimed is not None:
+                break
+            # Its owner has just moved it: look again.
+        for older in list_checkpoints(self.root):
+            if name_of(older) < name_of(claimed):
+                with contextlib.suppress(OSError, CheckpointError):  # unclaimed, it only does not count
+                    check_sizes(older)
+                    self.claim_checkpoint(older)
+        fsync_directory(self.root)
+        self.passed_over[:] = [passed.path for passed in search.passed_over]
+        return Search((claimed, manifest), search.passed_over)
 
     def move_aside(self) -> list[Path]:
         """Takes the name from each checkpoint that was passed over; returns where they are now.
@@ -231,12 +242,12 @@ class Place:
             fsync_directory(self.root)
         return moved
 
-    def trash_stale_staging(self) -> None:
-        """Moves earlier attempts' staging directories to the trash: without them they cannot commit any more."""
+    def revoke_stale_staging(self) -> None:
+        """Renames earlier attempts' staging directories, so that they cannot commit; `prune_leftovers` deletes them."""
         for path in self._stale_staging():
             _move_to_trash(path, self.fence)
 
-    def claim_one(self, path: Path) -> Path | None:
+    def claim_checkpoint(self, path: Path) -> Path | None:
         """Renames a checkpoint to the attempt's number; returns its new path, None where its owner has just moved it.
 
         Raises:
@@ -248,11 +259,13 @@ class Place:
                 f"{path} belongs to attempt {name.attempt}, so attempt {self.attempt} cannot go on from it",
                 hint="nothing to do: the later attempt carries on",
             )
-        own = path.with_name(str(name._replace(attempt=self.attempt)))
-        return own if own == path or _is_moved(path, own, self.fence) else None
+        claimed = path.with_name(str(name._replace(attempt=self.attempt)))
+        if claimed == path or _is_moved(path, claimed, self.fence):
+            return claimed
+        return None
 
     def prune(self, newest: Path, *, protect: Collection[str] = ()) -> Pruned:
-        """Removes the attempt's whole checkpoints beyond the newest `keep`, and what earlier attempts left.
+        """Discards the attempt's whole checkpoints beyond the newest `keep`, and what earlier attempts left.
 
         What the newest says is to be kept stays, too, see `kept_paths`, and the newest of what was passed over.
 
@@ -267,9 +280,13 @@ class Place:
         whole: list[Path] = [newest]
         untrusted: list[Path] = []
         for path in list_checkpoints(self.root):
-            if path != newest:
-                is_own = name_of(path) < name_of(newest) and name_of(path).attempt == self.attempt
-                (whole if is_own and _is_whole(path) else untrusted).append(path)
+            if path == newest:
+                continue
+            is_of_this_attempt = name_of(path).attempt == self.attempt
+            if is_of_this_attempt and name_of(path) < name_of(newest) and _is_whole(path):
+                whole.append(path)
+            else:
+                untrusted.append(path)
         kept = kept_paths(read_manifest(newest), whole)
         pinned = pinned_saves(self.root)
         outdated = [
@@ -282,46 +299,56 @@ class Place:
         passed_over = [path for path in list_passed_over(self.root)[1:] if path.name[-8:] not in pinned]
         outdated += [path for path in same_step if name_of(path).attempt <= self.attempt]
         pruned = Pruned(untrusted=[path for path in untrusted if path not in outdated])
-        pruned.remove([*outdated, *passed_over], self._discard)
-        return self.sweep(pruned)
+        pruned.discard([*outdated, *passed_over], self._discard)
+        return self.prune_leftovers(pruned)
 
-    def sweep(self, pruned: Pruned | None = None) -> Pruned:
-        """Removes what no reader trusts: trash, and staging directories of attempts before this one.
+    def prune_leftovers(self, pruned: Pruned | None = None) -> Pruned:
+        """Discards what no reader trusts: the trash, and staging directories of attempts before this one.
 
         Args:
-            pruned: what was removed before in this round.
+            pruned: what was discarded before in this round.
         """
         pruned = pruned or Pruned()
-        pruned.remove(sorted(self.root.glob(f"{TRASH_PREFIX}*")), _empty_trash)
-        pruned.remove(self._stale_staging(), self._discard)
+        pruned.discard(sorted(self.root.glob(f"{TRASH_PREFIX}*")), _delete)
+        pruned.discard(self._stale_staging(), self._discard)
         return pruned
 
     def discard_from(self, step: int) -> list[Path]:
-        """Removes all checkpoints of a step and later ones, trusted or not: the run goes back to before it.
+        """Discards all checkpoints of a step and later ones, trusted or not: the run goes back to before it.
 
-        Nothing is done but by the leader. One that an evaluation needs is moved aside.
+        Only the leader does it. A checkpoint that an evaluation needs is moved aside. Returns what was there.
 
         Raises:
             OSError: the file system refuses.
             SlurmTrainError: what the fence raised.
         """
-        names = ((path, name_of(path)) for path in list_checkpoints(self.root) if self.is_leader)
-        outdated = [path for path, name in names if name.step >= step and name.attempt <= self.attempt]
+        if not self.is_leader:
+            return []
         pinned = pinned_saves(self.root)
-        return [path for path in outdated if self._take_away(path, is_pinned=name_of(path).save_id in pinned)]
+        discarded = []
+        for path in list_checkpoints(self.root):
+            name = name_of(path)
+            if name.step < step or name.attempt > self.attempt:
+                continue
+            if name.save_id in pinned:
+                was_there = _is_moved(path, path.with_name(f"{PASSED_OVER_PREFIX}{path.name}"), self.fence)
+            else:
+                was_there = self._discard(path)
+            if was_there:
+                discarded.append(path)
+        return discarded
 
     def _stale_staging(self) -> list[Path]:
+        if not self.root.is_dir():
+            return []
         stale = []
-        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
-            name = parse_name(path.name.removesuffix(STAGING_SUFFIX)) if path.name.endswith(STAGING_SUFFIX) else None
+        for path in sorted(self.root.iterdir()):
+            if not path.name.endswith(STAGING_SUFFIX):
+                continue
+            name = parse_name(committed_path(path).name)
             if name is not None and name.attempt < self.attempt:
                 stale.append(path)
         return stale
-
-    def _take_away(self, path: Path, *, is_pinned: bool) -> bool:
-        if is_pinned:
-            return _is_moved(path, path.with_name(f"{PASSED_OVER_PREFIX}{path.name}"), self.fence)
-        return self._discard(path)
 
     def _discard(self, path: Path) -> bool:
         return discard(path, fence=self.fence)
@@ -340,7 +367,7 @@ def committed_path(staging: Path) -> Path:
 
 
 def discard(path: Path, *, fence: Fence = no_fence) -> bool:
-    """Takes a directory's name away for good and then removes its content; returns whether it was there.
+    """Renames a directory into the trash, durably, and then deletes its content; returns whether it was there.
 
     Raises:
         OSError: the file system refuses; what is left has no checkpoint's name.
@@ -349,7 +376,7 @@ def discard(path: Path, *, fence: Fence = no_fence) -> bool:
     if trash is not None:
         # Durable before its content goes: a name that comes back after a power cut is that of a whole checkpoint.
         fsync_directory(path.parent)
-        _empty_trash(trash)
+        _delete(trash)
     return trash is not None
 
 
@@ -359,15 +386,15 @@ def _move_to_trash(path: Path, fence: Fence) -> Path | None:
     return trash if _is_moved(path, trash, fence) else None
 
 
-def _empty_trash(trash: Path) -> None:
-    """Removes a directory from the trash; another process may delete it concurrently."""
+def _delete(trash: Path) -> None:
+    """Deletes a directory of the trash; another process may delete it concurrently."""
 
-    def remove(name: str) -> None:
+    def unlink(name: str) -> None:
         with contextlib.suppress(OSError):  # what is left is a folder, or resists: that is said below
             os.unlink(name)  # noqa: PTH108  # as below
 
     with contextlib.suppress(FileNotFoundError):
-        for_each(remove, [f"{trash}/{name}" for name in os.listdir(trash)])  # noqa: PTH208  # many names, each short
+        for_each(unlink, [f"{trash}/{name}" for name in os.listdir(trash)])  # noqa: PTH208  # many names, each short
         shutil.rmtree(trash)
 
 

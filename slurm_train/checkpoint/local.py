@@ -58,20 +58,23 @@ class NodePlace(Place):
             OSError: the file system refuses.
         """
         if self.is_leader:
-            self.trash_stale_staging()
+            self.revoke_stale_staging()
             for path in list_checkpoints(self.root):
-                self.claim_one(path)
+                self.claim_checkpoint(path)
 
     def prune(self, newest: Path, *, protect: Collection[str] = ()) -> Pruned:
-        """Removes the node's checkpoints but the one just saved and those before it; files elsewhere do not count.
+        """Discards the node's checkpoints but the one just saved and those before it; files elsewhere do not count.
 
-        One of the same or a later step is of a past that the run has left: it goes, too.
+        One of the same or a later step is of a past that the run has left, and is discarded as well.
         """
-        others = [path for path in list_checkpoints(self.root) if path != newest]
-        own = [path for path in others if name_of(path).attempt <= self.attempt]
-        kept = [path for path in own if name_of(path).step < name_of(newest).step][: self.keep - 1]
+        candidates = []
+        for path in list_checkpoints(self.root):
+            if path != newest and name_of(path).attempt <= self.attempt:
+                candidates.append(path)
+        kept = [path for path in candidates if name_of(path).step < name_of(newest).step][: self.keep - 1]
+        outdated = [path for path in candidates if path not in kept and path.name not in protect]
         pruned = Pruned()
-        pruned.remove((path for path in own if path not in kept and path.name not in protect), self._discard)
+        pruned.discard(outdated, self._discard)
         return pruned
 
 

@@ -123,15 +123,15 @@ def _collect(arguments: argparse.Namespace) -> int:
                 f"no checkpoint in {run.checkpoints} verifies, so none is removed", hint="look with `checkpoint verify`"
             )
         else:
-            pruned = place.sweep()
+            pruned = place.prune_leftovers()
     finally:
         release_lock(run.lock, holder)
-    for path in pruned.removed:
+    for path in pruned.discarded:
         print(path)
     for line in (*pruned.problems, *(f"{path} cannot be trusted; look at it" for path in pruned.untrusted)):
         note(line)
     num_kept = len(list_checkpoints(run.checkpoints)) - len(pruned.untrusted)
-    note(f"{len(pruned.removed)} removed, {num_kept} kept")
+    note(f"{len(pruned.discarded)} removed, {num_kept} kept")
     return EXIT_FAILURE if pruned.problems else EXIT_DONE
 
 

@@ -104,7 +104,7 @@ def test_the_newest_that_was_passed_over_stays_for_a_person(root, place):
         path.rename(path.with_name(f"passed_over_{path.name}"))
     (root / "passed_over_by_me").mkdir()
     pruned = place(3).prune(make_checkpoint(root, 4, attempt=3))
-    removed, left = pruned.removed, list_passed_over(root)
+    removed, left = pruned.discarded, list_passed_over(root)
     assert [path.name.split("_")[3] for path in [*removed, *left]] == ["0000001", "0000003", "0000002"]
     assert len(left) == 1, "that of the newest attempt, the highest step"
     assert (root / "passed_over_by_me").is_dir()
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_an_earlier_attempt_moves_during_the_claim(root, place
     """Attempt 2 was stopped in its own claim or removal, and carries it out between attempt 3's look and rename."""
     make_checkpoint(root, 1)
     path = make_checkpoint(root, 3)
-    works = iter([lambda: place(2).claim_one(path) if late == "claimed" else shutil.rmtree(path)])
+    works = iter([lambda: place(2).claim_checkpoint(path) if late == "claimed" else shutil.rmtree(path)])
     found = place(3, fence=lambda: next(works, lambda: None)() and None).claim().found
     assert found is not None and name_of(found[0])[:2] == expected
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_an_earlier_attempt_moves_during_the_claim(root, place
 def test_the_newest_whole_ones_stay(root, place):
     paths = [make_checkpoint(root, step) for step in (1, 2, 3, 4)]
     pruned = place(keep=2).prune(paths[-1])
-    assert pruned == Pruned(removed=[paths[1], paths[0]])
+    assert pruned == Pruned(discarded=[paths[1], paths[0]])
     assert sorted(root.iterdir()) == paths[2:], "nothing is in the trash"
     place(keep=1).prune(paths[-1], protect={paths[2].name})
     assert steps_in(root) == [4, 3]
@@ -167,7 +167,7 @@ def test_a_damaged_one_gives_way_when_its_step_is_saved_again(root, place):
     damaged = make_checkpoint(root, 3)
     (damaged / "__1_0.distcp").write_bytes(b"short")
     newest = make_checkpoint(root, 3, attempt=2)
-    assert place(2, keep=2).prune(newest).removed == [damaged]
+    assert place(2, keep=2).prune(newest).discarded == [damaged]
     assert list_checkpoints(root) == [newest]
 
 
@@ -198,9 +198,9 @@ def test_sweep_takes_leftovers_of_earlier_attempts_only(root, place):
     stagings = [stage(root, make_header(9, attempt=attempt))[0] for attempt in (1, 2, 3)]
     (root / ".trash-checkpoint_0000001-00ff").mkdir()
     (root / "notes").mkdir()
-    swept = place(2).sweep()
+    swept = place(2).prune_leftovers()
     assert {path.name for path in root.iterdir()} == {kept.name, stagings[1].name, stagings[2].name, "notes"}
-    assert (len(swept.removed), swept.problems) == (2, [])
+    assert (len(swept.discarded), swept.problems) == (2, [])
 
 
 def test_one_that_cannot_be_removed_is_reported_and_does_not_keep_the_others(root, place, monkeypatch):
@@ -214,5 +214,5 @@ def test_one_that_cannot_be_removed_is_reported_and_does_not_keep_the_others(roo
 
     monkeypatch.setattr(commit_module, "rename", refuse)
     pruned = place().prune(paths[2])
-    assert pruned.removed == [paths[0]]
+    assert pruned.discarded == [paths[0]]
     assert pruned.problems == [f"cannot remove {paths[1]}: [Errno 5] Input/output error"]

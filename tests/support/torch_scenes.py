@@ -50,7 +50,7 @@ def resume(root: Path) -> int:
     loaded["step"] = 0
     load_tensors(choice.path, loaded)
     own = load_rank_state(choice.path, 0)
-    Place(root=root, attempt=2).sweep()
+    Place(root=root, attempt=2).prune_leftovers()
     check_equal(loaded, own, step=step)
     return step
 

@@ -150,7 +150,7 @@ class Past:
         """Opens an attempt that does not see the disk, takes a step from step 2 and ends; returns its number."""
         attempt = self.begin()
         (path,) = list_checkpoints(self.run.checkpoints)
-        Place(root=self.run.checkpoints, attempt=attempt).claim_one(path)
+        Place(root=self.run.checkpoints, attempt=attempt).claim_checkpoint(path)
         self.step_from(Origin(step=2, save_id=self.base_id), attempt=attempt)
         self.end(first=6)
         return attempt
