@@ -8,11 +8,12 @@ handshake before either side believes anything:
     rank 0  ->  <proof of rank 0>
 
 A proof is an HMAC with the attempt's secret, which lies in the run directory where only its user can read it. It covers
-role, both nonces, rank and host, and the address and port at which the connection ends, as each side sees them. So a
-recorded proof is worth nothing, and neither is one passed on by a relay: that listens at another address or port. The
-listener sends first, so a foreign service sees a connection that closes without a byte.
+role, both nonces, rank and host, so a recorded proof is worth nothing. The listener sends first, so a foreign service
+sees a connection that closes without a byte.
 
-After the handshake each side sends JSON values, a line each; the caller's first is its report.
+After the handshake each side sends JSON values, a line each; the caller's first is its report. These lines are not
+authenticated, and neither is torch's store, which the ranks use next: a relay that passes the handshake on can read and
+change both (docs/security.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import ipaddress
 import json
 import math
 import os
@@ -94,7 +94,9 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self._received, self._unsent, self._longest = bytearray(), bytearray(), _LONGEST_UNPROVED_LINE
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._longest = _LONGEST_UNPROVED_LINE
 
     @property
     def has_unsent(self) -> bool:
@@ -126,7 +128,8 @@ class Channel:
             ValueError: the line is too long.
         """
         end = self._received.find(b"\n")
-        if (len(self._received) if end < 0 else end) >= self._longest:
+        length = end if end >= 0 else len(self._received)
+        if length >= self._longest:
             raise ValueError(f"a line of more than {self._longest} bytes")
         if end < 0:
             return None
@@ -165,9 +168,11 @@ class Channel:
             OSError: the other side has hung up, or there is no whole line at the deadline (`time.monotonic`).
             ValueError: the line is too long or no JSON.
         """
-        while (line := self.line()) is None:
+        line = self.line()
+        while line is None:
             self.wait(select.POLLIN, deadline)
             self.pull()
+            line = self.line()
         return json.loads(line)
 
     def wait(self, events: int, deadline: float) -> None:
@@ -196,7 +201,8 @@ class ListenerHandshake:
     """
 
     def __init__(self, channel: Channel, point: MeetingPoint) -> None:
-        self.channel, self._point = channel, point
+        self.channel = channel
+        self._point = point
         self._nonce = secrets.token_hex(16)
         channel.write(f"{point.greeting} nonce={self._nonce}")
 
@@ -212,7 +218,7 @@ class ListenerHandshake:
         if line is None:
             return None
         rank, nonce, proof, host = line.split(" ", 3)
-        about = (nonce, self._nonce, _shown_end(self.channel.connection.getsockname()), int(rank), host)
+        about = (nonce, self._nonce, int(rank), host)
         if not hmac.compare_digest(proof.encode(), self._point.proof("caller", *about).encode()):
             raise ValueError("no proof")
         self.channel.write(self._point.proof("rank 0", *about))
@@ -231,7 +237,10 @@ class CallerHandshake:
     """
 
     def __init__(self, channel: Channel, point: MeetingPoint, *, rank: int, host: str) -> None:
-        self.channel, self._point, self._rank, self._host = channel, point, rank, host
+        self.channel = channel
+        self._point = point
+        self._rank = rank
+        self._host = host
         self._expected = ""
 
     def is_proved(self) -> bool:
@@ -242,20 +251,22 @@ class CallerHandshake:
             ValueError: another program listens there; the message says which, as far as is known.
         """
         self.channel.pull()
-        while (line := self.channel.line()) is not None:
+        while True:
+            line = self.channel.line()
+            if line is None:
+                return False
             if self._expected:
                 if not hmac.compare_digest(line.encode(), self._expected.encode()):
-                    raise ValueError("somebody who does not know this attempt's secret, or a relay")
+                    raise ValueError("a program that does not know this attempt's secret")
                 self.channel.trust()
                 return True
             greeting, _, nonce = line.partition(" nonce=")
             if greeting != self._point.greeting:
                 raise ValueError(f"another program: {line[:80]!r}")
-            own = secrets.token_hex(16)
-            about = (own, nonce, _shown_end(self.channel.connection.getpeername()), self._rank, self._host)
-            self.channel.write(f"{self._rank} {own} {self._point.proof('caller', *about)} {self._host}")
+            caller_nonce = secrets.token_hex(16)
+            about = (caller_nonce, nonce, self._rank, self._host)
+            self.channel.write(f"{self._rank} {caller_nonce} {self._point.proof('caller', *about)} {self._host}")
             self._expected = self._point.proof("rank 0", *about)
-        return False
 
     def prove(self, *, deadline: float) -> None:
         """Waits until `is_proved`.
@@ -266,12 +277,6 @@ class CallerHandshake:
         """
         while not self.is_proved():
             self.channel.wait(select.POLLIN, deadline)
-
-
-def _shown_end(address: tuple[Any, ...]) -> str:
-    """Returns where a connection ends in words that are the same on both of its sides, e.g. "10.0.0.7 20480"."""
-    numeric = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    return f"{getattr(numeric, 'ipv4_mapped', None) or numeric} {address[1]}"
 
 
 # Rank 0's side. One thread, non-blocking: whatever one caller does or fails to do costs the others nothing.
@@ -320,7 +325,10 @@ class AuthenticatedListener:
         admit: Callable[[Channel, int, str], None],
     ) -> None:
         listener.setblocking(False)
-        self._listener, self._point, self._ranks, self._admit = listener, point, ranks, admit
+        self._listener = listener
+        self._point = point
+        self._ranks = ranks
+        self._admit = admit
         self._unproved: dict[ListenerHandshake, float] = {}  # since when, oldest first
         self._most_unproved = max(8, min(_MOST_UNPROVED, _free_files() // 2))
         self.selector = selectors.DefaultSelector()
@@ -394,15 +402,16 @@ class AuthenticatedListener:
 
     def _check(self, caller: ListenerHandshake, _: int) -> None:
         try:
-            found = caller.caller()
-            if found is not None and found[0] not in self._ranks:
+            proved = caller.caller()
+            if proved is not None and proved[0] not in self._ranks:
                 raise ValueError("no such rank")
         except (OSError, ValueError):
             self._drop(caller)  # a port scanner, a caller that hung up, or somebody who does not belong here
             return
-        if found is not None:
+        if proved is not None:
+            rank, host = proved
             self._forget(caller)
-            self._admit(caller.channel, *found)
+            self._admit(caller.channel, rank, host)
 
     def _drop(self, caller: ListenerHandshake) -> None:
         self._forget(caller)
@@ -467,13 +476,15 @@ class Meeting:
 
     def send(self, rank: int, value: Any) -> None:
         """Sends a value to a rank; one that has hung up gets nothing."""
-        if (channel := self._channels.get(rank)) is not None:
-            try:
-                channel.write(json.dumps(value))
-            except OSError:
-                self._lose(rank)
-            else:
-                self._watch(rank, channel)
+        channel = self._channels.get(rank)
+        if channel is None:
+            return
+        try:
+            channel.write(json.dumps(value))
+        except OSError:
+            self._lose(rank)
+        else:
+            self._watch(rank, channel)
 
     def receive(self, rank: int, *, deadline: float) -> Any:
         """Returns the next value of a rank after its report, None if there is none at the deadline."""
@@ -494,12 +505,7 @@ class Meeting:
             for rank in list(self._channels):
                 self.send(rank, last)
             # Hanging up before the report was read would reset the connection, and the last value with it.
-            self._run(
-                lambda: (
-                    self._have_all_reported() and not any(channel.has_unsent for channel in self._channels.values())
-                ),
-                deadline=time.monotonic() + _close_timeout_s(self.world_size),
-            )
+            self._run(self._is_all_exchanged, deadline=time.monotonic() + _close_timeout_s(self.world_size))
         finally:
             self.abandon()
 
@@ -513,15 +519,23 @@ class Meeting:
     def _have_all_reported(self) -> bool:
         return len(self.reports) >= len(self._channels)
 
+    def _is_all_exchanged(self) -> bool:
+        has_unsent = any(channel.has_unsent for channel in self._channels.values())
+        return self._have_all_reported() and not has_unsent
+
     def _run(self, is_done: Callable[[], bool], *, deadline: float, step_s: float = 3600.0) -> None:
         # Once at least: after a suspension the deadline is over, and what was sent meanwhile is waiting.
         self._listener.step(0.0)
-        while not is_done() and (left_s := deadline - time.monotonic()) > 0:
+        while not is_done():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
             self._listener.step(min(left_s, step_s))
 
     def _admit(self, channel: Channel, rank: int, host: str) -> None:
         self._lose(rank)  # it connects again
-        self._channels[rank], self.hosts[rank] = channel, host
+        self._channels[rank] = channel
+        self.hosts[rank] = host
         self._listener.selector.register(channel.connection, selectors.EVENT_READ, partial(self._serve, rank, channel))
         self._serve(rank, channel, 0)  # the report may have come with the proof
         for value in self._last:
@@ -532,11 +546,13 @@ class Meeting:
             channel.flush()
             if events & selectors.EVENT_READ:
                 channel.pull()
-            while (line := channel.line()) is not None:
+            line = channel.line()
+            while line is not None:
                 if rank in self.reports:
                     self._inbox[rank].append(json.loads(line))
                 else:
                     self.reports[rank] = json.loads(line)
+                line = channel.line()
         except (OSError, ValueError):
             self._lose(rank)
         else:
@@ -548,11 +564,13 @@ class Meeting:
 
     def _lose(self, rank: int) -> None:
         """Forgets a rank that has hung up: it has ended, or connects again."""
-        if (channel := self._channels.pop(rank, None)) is not None:
-            self._listener.selector.unregister(channel.connection)
-            channel.close()
-            self.hosts.pop(rank, None)
-            self.reports.pop(rank, None)
+        channel = self._channels.pop(rank, None)
+        if channel is None:
+            return
+        self._listener.selector.unregister(channel.connection)
+        channel.close()
+        self.hosts.pop(rank, None)
+        self.reports.pop(rank, None)
 
 
 # The other ranks' side.
@@ -608,7 +626,8 @@ class Search:
     """
 
     def __init__(self, place: RankPlace, point: MeetingPoint) -> None:
-        self._place, self._point = place, point
+        self._place = place
+        self._point = point
         self._selector = selectors.DefaultSelector()
         self._candidates: list[_Candidate] = []
         # Of a large job not too many call the head node in one second.
@@ -623,34 +642,39 @@ class Search:
 
     def set_targets(self, targets: Sequence[Target]) -> None:
         """Searches among these from now on, the likeliest first; calls that are under way go on."""
-        known = {candidate.target: candidate for candidate in self._candidates}
+        previous = {candidate.target: candidate for candidate in self._candidates}
         # Nor by calling at all the ports where it probably is not.
         most_s = self._place.world_size * len(targets) / _CALLERS_PER_S
         self._rare_pause_s = max(_RARELY * self._longest_pause_s, min(most_s, self._point.timeout_s / _RARELY))
-        for target in known.keys() - set(targets):
-            self._hang_up(known[target])
-        later_s, apart_s = time.monotonic() + _LONGEST_PAUSE_S, max(0.01, self._place.world_size / _CALLERS_PER_S)
-        self._candidates = [
-            known.get(target)
-            or _Candidate(
-                target, next_s=later_s + number * apart_s if number else 0.0, pause_s=self._longest_pause_s / _STEPS
-            )
-            for number, target in enumerate(targets)
-        ]
+        for target in previous.keys() - set(targets):
+            self._hang_up(previous[target])
+        later_s = time.monotonic() + _LONGEST_PAUSE_S
+        apart_s = max(0.01, self._place.world_size / _CALLERS_PER_S)
+        self._candidates = []
+        for number, target in enumerate(targets):
+            candidate = previous.get(target)
+            if candidate is None:
+                # The likeliest is called at once, the others later and one after the other.
+                next_s = later_s + number * apart_s if number else 0.0
+                candidate = _Candidate(target, next_s=next_s, pause_s=self._longest_pause_s / _STEPS)
+            self._candidates.append(candidate)
 
     def run(self, *, until: float) -> tuple[Channel, Target] | None:
         """Returns a channel to rank 0, which has proved itself, and where; None at `until` (`time.monotonic`)."""
-        while (now_s := time.monotonic()) < until:
+        while True:
+            now_s = time.monotonic()
+            if now_s >= until:
+                return None
             for candidate in self._candidates:
                 self._advance(candidate, now_s)
             wakes_s = min([until, *(candidate.wakes_s for candidate in self._candidates)])
             for key, _ in self._selector.select(max(0.0, wakes_s - now_s)):
                 candidate = key.data
-                if candidate.channel is not None and self._is_found(candidate):
-                    channel, candidate.channel = candidate.channel, None
+                if candidate.channel is not None and self._reaches_rank_zero(candidate):
+                    channel = candidate.channel
+                    candidate.channel = None
                     self._selector.unregister(channel.connection)
                     return channel, candidate.target
-        return None
 
     def close(self) -> None:
         """Gives up all calls."""
@@ -664,14 +688,16 @@ class Search:
 
     @property
     def _likely(self) -> _Candidate | None:
-        return next((candidate for candidate in self._candidates if not candidate.is_doubtful), None)
+        for candidate in self._candidates:
+            if not candidate.is_doubtful:
+                return candidate
+        return None
 
     def _advance(self, candidate: _Candidate, now_s: float) -> None:
         """Gives a call up or begins it where that is due."""
         if candidate.channel is not None and now_s >= candidate.ends_s:
-            self._fail(
-                candidate, "timed out" if candidate.handshake is None else "no proof (timed out)", is_doubtful=True
-            )
+            answer = "timed out" if candidate.handshake is None else "no proof (timed out)"
+            self._fail(candidate, answer, is_doubtful=True)
         elif candidate.channel is not None and now_s >= candidate.began_s + _SLOW_S:
             candidate.is_doubtful = True
         if candidate is self._likely:
@@ -681,7 +707,8 @@ class Search:
 
     def _call(self, candidate: _Candidate, now_s: float) -> None:
         address, port = candidate.target
-        candidate.began_s, candidate.handshake = now_s, None
+        candidate.began_s = now_s
+        candidate.handshake = None
         try:
             connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
             candidate.channel = Channel(connection)
@@ -692,14 +719,15 @@ class Search:
         except OSError as err:
             self._fail(candidate, str(err))
 
-    def _is_found(self, candidate: _Candidate) -> bool:
-        """Goes on with a call; returns whether it has reached rank 0."""
+    def _reaches_rank_zero(self, candidate: _Candidate) -> bool:
+        """Continues a call; returns whether rank 0 has proved itself."""
         assert candidate.channel is not None
         connection = candidate.channel.connection
         try:
             if candidate.handshake is not None:
                 return candidate.handshake.is_proved()
-            if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
                 self._fail(candidate, str(OSError(code, os.strerror(code))))
                 return False
             candidate.handshake = CallerHandshake(

@@ -260,7 +260,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         10_000,
     ),
     "hostile-neighbours": Campaign(
-        "strangers who drip, are silent by the thousand, talk rubbish, relay or hold all ports: the ranks meet "
+        "strangers who drip, are silent by the thousand, talk rubbish or hold all ports: the ranks meet "
         "within 10 s more than undisturbed or name the cause, and nobody is taken for somebody else",
         "hostile_neighbours:run",
         180,

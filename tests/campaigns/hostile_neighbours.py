@@ -30,7 +30,7 @@ NOBODY = "undisturbed"
 TAKEN = "taken-server"
 ATTACKS = (
     *("dripping-client", "silent-client", "garbage-client"),
-    *("dripping-server", "silent-server", "garbage-server", "relay-server", TAKEN),
+    *("dripping-server", "silent-server", "garbage-server", TAKEN),
 )
 _WORLD = 8
 _NUM_PORTS = 8
@@ -88,7 +88,7 @@ def meet_beside(attack: str, *, seed: int, within_s: float = 60.0) -> tuple[floa
     began_s = time.monotonic()
     with ExitStack() as opened:
         if held:
-            opened.enter_context(a_stranger(attack, meeting_ranks.HERE, ports[:held], relayed=ports[held % _NUM_PORTS]))
+            opened.enter_context(a_stranger(attack, meeting_ranks.HERE, ports[:held]))
             began_s = time.monotonic()
         ranks = [opened.enter_context(some_ranks(asked | {"first": 0, "last": 0, "files": 1024}))]
         if attack.endswith("client"):
@@ -162,13 +162,12 @@ def a_stranger(
     host: str,
     ports: Sequence[int],
     *,
-    relayed: int = 0,
     inside: Sequence[str] = (),
     log: Path | None = None,
 ) -> Iterator[None]:
     """Lets a stranger do its work, from when it is ready."""
     listed = ",".join(map(str, ports))
-    command = [*inside, sys.executable, "-u", str(stranger.__file__), attack, host, listed, str(relayed)]
+    command = [*inside, sys.executable, "-u", str(stranger.__file__), attack, host, listed]
     with ExitStack() as opened:
         output = subprocess.PIPE if log is None else opened.enter_context(log.open("w"))
         process = opened.enter_context(subprocess.Popen(command, stdout=output, text=True))

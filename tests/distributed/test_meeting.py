@@ -245,51 +245,6 @@ def test_without_the_secret_nobody_joins() -> None:
                 task.result(timeout=30)
 
 
-def relay_to(port: int, passed: list[bytes]) -> Callable[[socket.socket], None]:
-    """Returns the behaviour of a relay that passes everything on to a port, in both directions."""
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while block := source.recv(4096):
-                passed.append(block)
-                sink.sendall(block)
-        for one in (source, sink):
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def relay(caller: socket.socket) -> None:
-        with dial(port) as onward:
-            back = threading.Thread(target=pump, args=(onward, caller), daemon=True)
-            back.start()
-            pump(caller, onward)
-            back.join()
-
-    return lambda caller: threading.Thread(target=relay, args=(caller,), daemon=True).start()
-
-
-@pytest.mark.parametrize("is_at_same_port", [False, True])
-def test_a_relay_at_another_port_or_address_convinces_neither_side(is_at_same_port: bool) -> None:
-    where, passed = secret_point(timeout_s=3.0), list[bytes]()
-    port, address = where.ports[0], "127.0.0.2" if is_at_same_port else "127.0.0.1"
-    with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(meet, 0, 2, where)
-        dial(port).close()
-        for relay in serve(relay_to(port, passed), (address, port if is_at_same_port else 0)):
-            with pytest.raises(RendezvousError, match=f"waiting for rank 0 .* port {relay}: no proof"):
-                join_meeting(place(1, 2), replace(where, ports=[relay], timeout_s=1.0), addresses=[address])
-        with pytest.raises(RendezvousError, match="missing 1"):
-            zero.result(timeout=20)
-    assert any(block.startswith(b"1 ") for block in passed), "else nothing was passed on"
-
-
-def test_a_relay_on_an_earlier_port_delays_nothing_and_is_not_taken_for_rank_zero() -> None:
-    where, passed = secret_point(), list[bytes]()
-    for relay in serve(relay_to(where.ports[0], passed)):
-        began_s = time.monotonic()
-        assert meet_all(3, replace(where, ports=[relay, *where.ports])) == [where.ports[0]] * 3
-        assert time.monotonic() - began_s < 5.0
-
-
 def test_a_recorded_introduction_is_worth_nothing_a_second_time() -> None:
     where = secret_point(timeout_s=2.0)
     with ThreadPoolExecutor(2) as pool:

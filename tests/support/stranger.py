@@ -1,7 +1,7 @@
-"""Somebody who knows no secret, at work against the meeting of the ranks: `stranger.py ATTACK HOST PORTS [RELAYED]`.
+"""Somebody who knows no secret, at work against the meeting of the ranks: `stranger.py ATTACK HOST PORTS`.
 
 PORTS are comma-separated. A client calls them, a watcher those that greet like a rank 0, a server listens there.
-RELAYED is the port to which the relay passes everything on. Runs until it is killed; prints a line when it is ready.
+Runs until it is killed; prints a line when it is ready.
 """
 
 from __future__ import annotations
@@ -56,31 +56,12 @@ async def call_for_ever(host: str, port: int, kind: str) -> None:
         await asyncio.sleep(random.uniform(0.05, 0.3))
 
 
-async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, host: str, port: int) -> None:
-    """Passes everything on, both ways."""
-    with contextlib.suppress(OSError):
-        onward_reader, onward_writer = await asyncio.open_connection(host, port)
-        await asyncio.gather(_pump(reader, onward_writer), _pump(onward_reader, writer))
-    writer.close()
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while block := await reader.read(4096):
-            writer.write(block)
-            await writer.drain()
-    writer.close()
-
-
-async def listen(host: str, ports: list[int], kind: str, relayed: int) -> None:
+async def listen(ports: list[int], kind: str) -> None:
     """Listens at ports and treats whoever calls as the attack says; "taken": takes the port and answers nobody."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            if kind == "relay":
-                await relay(reader, writer, host=host, port=relayed)
-            else:
-                await BEHAVIOURS.get(kind, be_silent)(reader, writer)
+            await BEHAVIOURS.get(kind, be_silent)(reader, writer)
 
     for port in ports:
         await asyncio.start_server(serve, "0.0.0.0", port)
@@ -124,14 +105,14 @@ async def _greets(host: str, port: int) -> bool:
 
 def main() -> None:
     """Does what the command line says."""
-    attack, host, ports, *relayed = sys.argv[1:]
+    attack, host, ports = sys.argv[1:]
     kind, _, side = attack.partition("-")
     numbers = [int(port) for port in ports.split(",")]
     if side == "watcher":
         asyncio.run(watch_and_call(host, numbers, kind))
     if side == "client":
         asyncio.run(call(host, numbers, kind))
-    asyncio.run(listen(host, numbers, kind, int(relayed[0]) if relayed else 0))
+    asyncio.run(listen(numbers, kind))
 
 
 if __name__ == "__main__":
