@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from slurm_train.assets import read_template
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
@@ -47,17 +48,6 @@ _LATE_S = 12
 _NOT_CREATED = re.compile(
     rf"{NO_STEP}|srun: fatal: |srun: error: (?:Unable to (?:allocate|confirm|create)|Invalid |Unable to initialize)"
 )
-_QUESTION = """
-if [ ! -r "$1/config.yaml" ]; then echo "blind $SLURMD_NODENAME"; exit; fi
-if ! (: > "$1/logs/.seen_by_$SLURMD_NODENAME") 2>/dev/null; then echo "readonly $SLURMD_NODENAME"; exit; fi
-rm -f "$1/logs/.seen_by_$SLURMD_NODENAME"
-waited=0
-while [ ! -e "$1/$2" ]; do
-  [ "$waited" -lt "$3" ] || { echo "stale $SLURMD_NODENAME"; exit; }
-  waited=$((waited + 1)); sleep 1
-done
-echo "fine $SLURMD_NODENAME"
-"""
 # Answer of a node -> what it does not do, code of the finding, what to do.
 _PROBLEMS = {
     "blind": (
@@ -155,20 +145,27 @@ def _ask(
 
     Asks again while there are no answers at all because Slurm's controller is away or makes no step.
     """
-    question = ["/bin/sh", "-c", _QUESTION, "sh", str(run.path), newest, str(_LATE_S)]
+    question = ["/bin/sh", "-c", read_template("see_run.sh"), "sh", str(run.path), newest, str(_LATE_S)]
     began_s = time.monotonic()
     while True:
         try:
             done = run_on_each_node(question, nodes, env, timeout_s=timeout_s)
-            output, errors, again_for_s = done.stdout, done.stderr, retry_s
-            if not is_away(errors):
+            output = done.stdout
+            errors = done.stderr
+            if is_away(errors):
+                again_for_s = retry_s
+            else:
                 again_for_s = min(retry_s, _REFUSED_S) if NO_STEP in errors else 0.0
         except subprocess.TimeoutExpired as err:
-            output, errors = (_text(part) for part in (err.stdout, err.stderr))
+            output = _text(err.stdout)
+            errors = _text(err.stderr)
             again_for_s = retry_s
-        lines = (line.split() for line in output.splitlines())
-        known = (*_PROBLEMS, "fine", "stale")
-        answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in known}
+        answers: dict[str, str] = {}
+        for line in output.splitlines():
+            words = line.split()
+            if len(words) == 2 and words[0] in (*_PROBLEMS, "fine", "stale"):
+                answer, node = words
+                answers[node] = answer
         if answers or time.monotonic() >= began_s + again_for_s:
             return answers, _complaint(errors)
         time.sleep(1.0)
@@ -333,20 +330,6 @@ def end_step(
 # --- the guard of a job that a lost node does not end ---
 
 _GUARD_EVERY_S = 20
-_GUARD = """
-while sleep "$3"; do
-  # A site may print lines of its own before or after the answer.
-  job=$(squeue --noheader --jobs="$1" --format="%T %N" 2>/dev/null | grep -E "^(PENDING|RUNNING)") || continue
-  # While a job is made smaller, Slurm may show another state, or none, for a moment.
-  case $job in PENDING*) exit 0 ;; "RUNNING "?*) ;; *) continue ;; esac
-  left=$(scontrol show hostnames "${job#RUNNING }") || continue
-  if ! echo "$left" | grep -qxF "$2"; then
-    echo "slurm_train: $2, where the supervisor ran, was taken from job $1, which is requeued" >> "$4"
-    scontrol requeue "$1" 2>> "$4" || scancel "$1"
-    exit
-  fi
-done
-"""
 
 
 def start_guard(run: RunDirectory, node: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -360,8 +343,8 @@ def start_guard(run: RunDirectory, node: str, env: Mapping[str, str]) -> subproc
         node: where the guard is, another node than this one.
         env: of the batch script.
     """
-    known = (env["SLURM_JOB_ID"], env["SLURMD_NODENAME"], str(_GUARD_EVERY_S), str(run.logs / "batch.log"))
-    words = ["/bin/sh", "-c", _GUARD, "sh", *known]
+    arguments = [env["SLURM_JOB_ID"], env["SLURMD_NODENAME"], str(_GUARD_EVERY_S), str(run.logs / "batch.log")]
+    words = ["/bin/sh", "-c", read_template("guard.sh"), "sh", *arguments]
     command, env = _helper_step(words, [node], env, "--job-name=guard")
     nowhere = subprocess.DEVNULL
     return subprocess.Popen(command, env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd="/")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import xxhash
 
+from slurm_train.assets import read_template
 from slurm_train.launch.imports import installed_paths, is_installed
 from slurm_train.rundir.files import change_times, fsync_file, listed, write_atomic
 from slurm_train.slurm.commands import run_program
@@ -34,39 +35,6 @@ _LONGEST_S = 900.0
 _ARCHIVES_KEPT = 2
 _IN_USE_S = 3600.0
 """An archive that was used so recently may be on its way to a node."""
-# Another user could have put packages where these are looked for: so only what lies in a folder of our own counts, in
-# one whose names nobody else may change. A file that is missing, or has another size, makes the whole copy anew.
-_UNPACK = r"""
-umask 077
-top=$1/slurm_train_$(id -u) place=$1/slurm_train_$(id -u)/$2 archive=$3 seal=$4
-answer() { echo "$1 $SLURMD_NODENAME"; exit; }
-mkdir -p "$top" 2>/dev/null
-if [ -L "$top" ] || [ ! -O "$top" ] || [ -n "$(find "$top" -maxdepth 0 -perm /077)" ]; then answer foreign; fi
-folder=$(readlink -f "$1")
-while [ -z "$(find "$folder" -maxdepth 0 -perm -0002 ! -perm -1000)" ] && [ "$folder" != / ]; do
-  folder=$(dirname "$folder")
-done
-[ "$folder" = / ] || answer open
-# Two jobs may begin on a node at the same time, and nodes may share the folder: the second one waits for the first.
-exec 9>>"$top/.lock" && flock 9
-find "$top" -mindepth 1 -maxdepth 1 ! -name .lock -mtime +30 -exec rm -rf {} + 2>/dev/null
-lost() {
-  (cd "$place" && find . ! -type d ! -name '*.pyc' -printf '%s %P\n') | LC_ALL=C sort | LC_ALL=C comm -23 "$seal" -
-}
-# The last line of a seal says how long the archive is; no copy has it.
-is_whole() { [ -d "$place" ] && [ -s "$seal" ] && [ "$(lost)" = "$(tail -n 1 "$seal")" ]; }
-if ! is_whole; then
-  if fresh=$(mktemp -d "$top/.XXXXXX") && tar -xf "$archive" -C "$fresh" && sync -f "$fresh"; then
-    [ ! -d "$place" ] || mv -T "$place" "$fresh.old"
-    mv -T "$fresh" "$place" && sync -f "$top"
-    rm -rf "$fresh.old"
-  fi
-  [ ! -d "$fresh" ] || rm -rf "$fresh"
-fi
-if is_whole; then touch "$place"; answer staged; fi
-rm -rf "$place"
-answer full
-"""
 
 
 def stage_python(folder: str, root: Path, nodes: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
@@ -204,7 +172,8 @@ def _remove_old(archive: Path) -> None:
 
 def _unpack(folder: str, archive: Path, nodes: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """Returns the answer of each node that gave one, and what srun or tar complained about last."""
-    words = ["/bin/sh", "-c", _UNPACK, "sh", folder, archive.stem, str(archive), str(_seal_of(archive))]
+    program = read_template("stage_packages.sh")
+    words = ["/bin/sh", "-c", program, "sh", folder, archive.stem, str(archive), str(_seal_of(archive))]
     done = run_on_each_node(words, nodes, env, timeout_s=_LONGEST_S)
     lines = (line.split() for line in done.stdout.splitlines())
     complaint = done.stderr.strip().splitlines()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slurm_train.assets import read_template
 from slurm_train.data import prepare
 from slurm_train.supervise import staging
 from tests.campaigns import shared_caches
@@ -35,10 +36,16 @@ def test_a_damaged_cache_is_made_anew_or_refused_by_name(cache: str, damage: str
 SEALED = """[ -d "$place" ] && [ -s "$seal" ] && [ "$(lost)" = "$(tail -n 1 "$seal")" ]"""
 
 
+def _program_without_seal(name: str) -> str:
+    program = read_template(name)
+    assert SEALED in program
+    return program.replace(SEALED, '[ -d "$place" ]')
+
+
 @pytest.mark.parametrize(
     ("module", "name", "left_out", "cache", "damage"),
     [
-        (staging, "_UNPACK", staging._UNPACK.replace(SEALED, '[ -d "$place" ]'), "packages on a node", "emptied"),
+        (staging, "read_template", _program_without_seal, "packages on a node", "emptied"),
         (shared_caches, "require_sealed", lambda _: None, "copy of the code", "emptied"),
         (prepare, "_place_of_own", lambda directory: directory, "prepared text", "a stranger's"),
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.assets import read_template
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, ClusterError, NodesError, RunError, SilentNodesError
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import violent_end
@@ -417,7 +418,7 @@ def test_the_guard_requeues_a_running_job_that_has_lost_its_first_node(
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = ["/bin/sh", "-c", ranks._GUARD, "sh", "7", "node1", "0", "batch.log"]
+    words = ["/bin/sh", "-c", read_template("guard.sh"), "sh", "7", "node1", "0", "batch.log"]
     subprocess.run(words, cwd=tmp_path, env=env, check=True, timeout=30)
     assert (tmp_path / "requeued").exists() == is_requeued
     assert is_requeued == ((tmp_path / "batch.log").exists())

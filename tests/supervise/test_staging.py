@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.supervise import staging
+from slurm_train.assets import read_template
 from slurm_train.supervise.staging import stage_python
 from tests.support.command_line import REPOSITORY
 
@@ -101,7 +101,16 @@ def test_jobs_that_begin_at_the_same_time_make_one_copy(site: dict[str, str]) ->
     """They also mend the same copy."""
     stage(site)
     disk, (archive,) = Path(site["DISKS"]) / "node1", [file for file in archives(site) if file.suffix == ".tar"]
-    words = ["/bin/sh", "-c", staging._UNPACK, "sh", disk, archive.stem, archive, archive.with_suffix(".list")]
+    words = [
+        "/bin/sh",
+        "-c",
+        read_template("stage_packages.sh"),
+        "sh",
+        disk,
+        archive.stem,
+        archive,
+        archive.with_suffix(".list"),
+    ]
     for _ in range(3):
         next(disk.rglob("__init__.py")).unlink()
         before = {file.name for file in next(disk.iterdir()).iterdir()}
