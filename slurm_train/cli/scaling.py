@@ -50,7 +50,8 @@ def _make(
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
     from slurm_train.cli.preview import take_inputs
     from slurm_train.cli.start import start_run
-    from slurm_train.launch.snapshot import read_git, read_source
+    from slurm_train.launch.git import read_git
+    from slurm_train.launch.snapshot import read_source
     from slurm_train.launch.start import Start
     from slurm_train.launch.write import require_writable
     from slurm_train.status.activity import find_active

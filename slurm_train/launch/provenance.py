@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.secrets import redact
+from slurm_train.launch.git import SourceState, run_git
 from slurm_train.launch.hub import hub_snapshots
 from slurm_train.launch.imports import own_paths
-from slurm_train.launch.snapshot import Source, SourceState, run_git
+from slurm_train.launch.snapshot import Source
 from slurm_train.rundir.files import read_json, write_atomic
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 

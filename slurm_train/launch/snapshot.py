@@ -4,19 +4,14 @@ A queued or requeued job runs this copy, whatever is edited meanwhile. In a git 
 git does not ignore, uncommitted ones included; elsewhere files are chosen by their endings. The copies lose their write
 permission (folders keep it, so that `rm -r` works and Python can cache), and their hashes are compared before each
 attempt.
-
-A repository's configuration names programs (fsmonitor, hooks, filters, textconv, transports), and the folder may come
-from another person: `run_git` starts git so that none of them is run.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import contextlib
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,135 +22,10 @@ import xxhash
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
+from slurm_train.launch.git import SourceState, is_secret_file, read_git
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths
 from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory
-
-# --- what git knows about a folder ---
-
-# An empty value switches core.fsmonitor off in every version: before 2.36 "false" was the name of a program.
-_SWITCHED_OFF = ("core.fsmonitor=", "core.hooksPath=/dev/null", "diff.external=")
-# No object is fetched that a partial clone lacks: the remote may be a command. No index is written.
-_GIT_ENVIRONMENT = (
-    *("GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1", "GIT_TERMINAL_PROMPT=0"),
-    *("GIT_OPTIONAL_LOCKS=0", "GIT_PAGER=cat"),
-)
-# Inside a hook of git these name another repository than the folder in question.
-_OF_ANOTHER_REPOSITORY = (
-    *("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE"),
-    *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"),
-    "GIT_EXTERNAL_DIFF",
-)
-# A submodule is not looked into: that starts a git of its own, which obeys the submodule's configuration.
-_DIFFERENCE = (
-    *("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"),
-    *("--ignore-submodules=dirty", "--submodule=short"),
-)
-# Files that hold secrets by custom; a run keeps its copies for ever, and others may be shown them.
-_SECRET_FILES = (
-    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
-    *("*.pem", "*.p12", "*.pfx", "*.key", "*.keytab", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "kaggle.json"),
-    *("credentials", "credentials.json", "client_secret*.json", "service_account*.json", "service-account*.json"),
-    *("secrets.yaml", "secrets.yml", "secrets.toml", "secrets.json", ".htpasswd"),
-)
-_EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
-
-
-@dataclass(frozen=True, slots=True)
-class SourceState:
-    """What git says about a folder: the files that belong to the code, the commit, and the uncommitted difference."""
-
-    files: tuple[str, ...] | None = None
-    """Paths relative to the folder, those of submodules and of repositories inside it as well; None outside git."""
-    commit: str | None = None
-    difference: str = ""
-
-
-def run_git(
-    folder: Path | str,
-    *words: str,
-    env: Mapping[str, str] | None = None,
-    compares: bool = False,
-    timeout_s: float | None = None,
-) -> bytes | None:
-    """Returns what git prints about a folder, None where it fails or there is no git.
-
-    No program is started that the folder's configuration names.
-
-    Args:
-        folder: the folder.
-        words: git's subcommand and its arguments; a diff needs --no-ext-diff and --no-textconv besides.
-        env: environment; None: this process's.
-        compares: the command compares the content of files, for which git would run filters. They are switched off by
-            their names; where a name cannot be written in a setting, nothing is compared.
-        timeout_s: how long git may take; None: without limit.
-    """
-    settings = [*_SWITCHED_OFF]
-    if compares:
-        if (filters := _filters(folder, env)) is None:
-            return None
-        settings += [f"filter.{name}.{what}" for name in filters for what in ("clean=", "process=", "required=false")]
-    forget = [word for name in _OF_ANOTHER_REPOSITORY for word in ("-u", name)]
-    switched = [word for setting in settings for word in ("-c", setting)]
-    command = ["env", *forget, *_GIT_ENVIRONMENT, "git", "-C", str(folder), *switched, *words]
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-            env=env,
-            timeout=timeout_s,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
-
-
-def _filters(folder: Path | str, env: Mapping[str, str] | None) -> list[str] | None:
-    """Returns the names of a repository's filters, None where one cannot be switched off by its name."""
-    keys = run_git(folder, "config", "--null", "--name-only", "--get-regexp", r"^filter\.", env=env) or b""
-    matches = (
-        re.fullmatch(r"filter\.(.*)\.[a-z]+", key, re.DOTALL) for key in keys.decode(errors="replace").split("\0")
-    )
-    names = {match[1] for match in matches if match is not None}
-    return sorted(names) if all(re.fullmatch(r"[A-Za-z0-9_-]+", name) for name in names) else None
-
-
-def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> SourceState:
-    """Returns what git says about a folder, submodules and other repositories inside it included.
-
-    A submodule that is not checked out stays in the list as the name of a folder.
-
-    Args:
-        folder: the folder.
-        env: environment of the caller.
-        prefix: where it lies in the folder that was asked about first, e.g. "libs/mylib/".
-    """
-    listed = run_git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard", env=env)
-    if listed is None:
-        return SourceState()
-    commit = (run_git(folder, "rev-parse", "HEAD", env=env) or b"").decode().strip() or None
-    # What a filter stores (Git LFS) cannot be compared without running it.
-    outside = [f":(top,exclude,icase,glob)**/{pattern}" for pattern in _SECRET_FILES]
-    outside += [f":(top,exclude,attr:filter={name})" for name in _filters(folder, env) or ()]
-    places = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
-    changed = run_git(folder, *_DIFFERENCE, *places, "HEAD", "--", ":/", *outside, env=env, compares=True)
-    difference, names = (changed or b"").decode(errors="replace"), list[str]()
-    for name in sorted(set(filter(None, listed.decode(errors="surrogateescape").split("\0")))):
-        name, inner = name.rstrip("/"), SourceState()  # git ends a repository inside with "/"
-        if os.path.lexists(f"{folder}/{name}/.git") and not (folder / name).is_symlink():
-            inner = read_git(folder / name, env, prefix=f"{prefix}{name}/")
-        names += [name] if inner.files is None else [f"{name}/{file}" for file in inner.files]
-        difference += inner.difference
-    return SourceState(tuple(names), commit, difference)
-
-
-def is_secret_file(name: str) -> bool:
-    """Returns whether a path's last part is the name of a file that holds secrets by custom, e.g. ".env"."""
-    last = name.rpartition("/")[2].lower()
-    return last not in _EXAMPLES and any(fnmatch.fnmatchcase(last, pattern) for pattern in _SECRET_FILES)
-
 
 # --- which files are copied ---
 
@@ -193,9 +63,10 @@ def names_own_code(config: RunConfig) -> bool:
     """Returns whether a configuration names code that does not ship with this package."""
     from slurm_train.config.target import targets_in
 
+    if config.script is not None:
+        return True
     parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
-    own = (target for target in targets_in(parts) if not target.startswith(("slurm_train.", "torch.")))
-    return config.script is not None or any(own)
+    return any(not target.startswith(("slurm_train.", "torch.")) for target in targets_in(parts))
 
 
 def read_source(
@@ -220,29 +91,37 @@ def read_source(
     Raises:
         ConfigError: more than `run.snapshot_limit_mb`, or a folder that is not there.
     """
-    state = read_git(directory, env) if state is None else state
-    uses_own, root = names_own_code(config), run.path.parent.parent
-    if state.files is None and not uses_own and not config.run.snapshot_folders:
+    if state is None:
+        state = read_git(directory, env)
+    uses_own_code = names_own_code(config)
+    if state.files is None and not uses_own_code and not config.run.snapshot_folders:
         return Source({"": directory}, states={"": state})
     # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
-    runs = (run.path.parent if directory.resolve().is_relative_to(root.resolve()) else root).resolve()
+    root = run.path.parent.parent
+    holds_code = directory.resolve().is_relative_to(root.resolve())
+    runs = (run.path.parent if holds_code else root).resolve()
     folders = {"": directory, **_further_folders(config.run.snapshot_folders, directory)}
-    states = {place: read_git(folder, env) if place else state for place, folder in folders.items()}
-    paths, finders = own_paths(), sys.meta_path
-    files, roots, left_out = dict[str, Path](), list[str](), list[str]()
+    paths = own_paths()
+    files: dict[str, Path] = {}
+    states: dict[str, SourceState] = {}
+    roots: list[str] = []
+    left_out: list[str] = []
     for place, folder in folders.items():
-        names, without = plan_files(folder, states[place], limit_mb=config.run.snapshot_limit_mb, exclude=runs)
-        files |= {os.path.join(place, name): folder / name for name in names}  # noqa: PTH118  # paths cost 10x
-        left_out += without
-        roots += [f"{place}/{part}".strip("/") for part in import_roots(str(folder), paths, finders)]
-    if not uses_own:
+        states[place] = read_git(folder, env) if place else state
+        names, not_copied = plan_files(folder, states[place], limit_mb=config.run.snapshot_limit_mb, exclude=runs)
+        for name in names:
+            files[os.path.join(place, name)] = folder / name  # noqa: PTH118  # paths cost 10x
+        left_out += not_copied
+        roots += [f"{place}/{part}".strip("/") for part in import_roots(str(folder), paths, sys.meta_path)]
+    if not uses_own_code:
         # What the job does not import cannot change under it.
         return Source(folders, files, states, roots)
-    return Source(folders, files, states, roots, code_elsewhere(map(str, folders.values()), paths, finders), left_out)
+    elsewhere = code_elsewhere(map(str, folders.values()), paths, sys.meta_path)
+    return Source(folders, files, states, roots, elsewhere, left_out)
 
 
 def _further_folders(texts: Sequence[str], directory: Path) -> dict[str, Path]:
-    found = dict[str, Path]()
+    folders: dict[str, Path] = {}
     for text in texts:
         folder = plain_path(directory, text)
         if not folder.is_dir():
@@ -252,10 +131,11 @@ def _further_folders(texts: Sequence[str], directory: Path) -> dict[str, Path]:
                 f"run.snapshot_folders: {text} lies in {directory}, which is copied anyway",
                 hint="name folders outside of it; files in it that git ignores are not code",
             )
-        same = sum(other.name == folder.name for other in found.values())
+        num_of_this_name = sum(other.name == folder.name for other in folders.values())
+        suffix = f"-{num_of_this_name + 1}" if num_of_this_name else ""
         # A hidden folder, so that it cannot have the name of one of the user's.
-        found[f".folders/{folder.name}{f'-{same + 1}' if same else ''}"] = folder
-    return found
+        folders[f".folders/{folder.name}{suffix}"] = folder
+    return folders
 
 
 def plan_files(folder: Path, state: SourceState, *, limit_mb: int, exclude: Path) -> tuple[list[str], list[str]]:
@@ -273,18 +153,19 @@ def plan_files(folder: Path, state: SourceState, *, limit_mb: int, exclude: Path
         ConfigError: the files are more than the limit.
     """
     if state.files is None:
-        found = _walk(folder, exclude)
+        candidates = _walk(folder, exclude)
     else:
-        found = [*state.files, *built_modules(str(folder), state.files)]
-    secrets = {name for name in found if is_secret_file(name)}
-    names, left_out = _follow_links(folder, [name for name in found if name not in secrets])
+        candidates = [*state.files, *built_modules(str(folder), state.files)]
+    secrets = {name for name in candidates if is_secret_file(name)}
+    names, left_out = _follow_links(folder, [name for name in candidates if name not in secrets])
     left_out += [f"{name} (may hold secrets)" for name in sorted(secrets)]
-    sizes = {
-        name: path.stat().st_size
-        for name in names
-        if (path := folder / name).is_file() and not path.resolve().is_relative_to(exclude)
-    }
-    if (total := sum(sizes.values())) > limit_mb << 20:
+    sizes: dict[str, int] = {}
+    for name in names:
+        path = folder / name
+        if path.is_file() and not path.resolve().is_relative_to(exclude):
+            sizes[name] = path.stat().st_size
+    total = sum(sizes.values())
+    if total > limit_mb << 20:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_MOST_NAMED]
         largest = [name for name in largest if sizes[name] > total / 100] or largest
         raise ConfigError(
@@ -301,7 +182,8 @@ def _follow_links(folder: Path, names: Sequence[str]) -> tuple[list[str], list[s
     real = folder.resolve()
     folders = [name for name in names if (folder / name).is_dir()]
     files = [name for name in names if name not in set(folders)]
-    found, left_out = list(files), []
+    copied = list(files)
+    left_out: list[str] = []
     for name in folders:
         target = (folder / name).resolve()
         if not (folder / name).is_symlink():
@@ -311,23 +193,18 @@ def _follow_links(folder: Path, names: Sequence[str]) -> tuple[list[str], list[s
         else:
             start = "" if target == real else f"{target.relative_to(real)}/"
             inner = [f"{name}/{file[len(start) :]}" for file in files if file.startswith(start)]
-            found += inner
-            left_out += [] if inner else [f"{name} (a link to {target}, where there is no code)"]
-    return found, left_out
+            copied += inner
+            if not inner:
+                left_out.append(f"{name} (a link to {target}, where there is no code)")
+    return copied, left_out
 
 
 def _walk(folder: Path, exclude: Path) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     num_entries = 0
     for here, subfolders, files in os.walk(folder):
         place = Path(here)
-        subfolders[:] = sorted(
-            name
-            for name in subfolders
-            if not name.startswith((".", "__"))
-            and os.path.realpath(place / name) != str(exclude)
-            and not (place / name / "pyvenv.cfg").exists()
-        )
+        subfolders[:] = sorted(name for name in subfolders if _may_hold_code(place / name, exclude))
         num_entries += len(files) + len(subfolders)
         if num_entries > _MAX_ENTRIES:
             raise ConfigError(
@@ -337,8 +214,14 @@ def _walk(folder: Path, exclude: Path) -> list[str]:
         # A link is not walked into; `_follow_links` looks where it leads.
         chosen = [name for name in subfolders if (place / name).is_symlink()]
         chosen += [name for name in sorted(files) if Path(name).suffix in _SOURCE_SUFFIXES]
-        found += [str((place / name).relative_to(folder)) for name in chosen]
-    return found
+        names += [str((place / name).relative_to(folder)) for name in chosen]
+    return names
+
+
+def _may_hold_code(folder: Path, exclude: Path) -> bool:
+    is_hidden = folder.name.startswith((".", "__"))
+    is_virtual_environment = (folder / "pyvenv.cfg").exists()
+    return not is_hidden and not is_virtual_environment and os.path.realpath(folder) != str(exclude)
 
 
 # --- the copy, and what it is compared by ---
@@ -388,7 +271,9 @@ class FileChange:
 
     def __str__(self) -> str:
         lines = "changed" if self.added is None else f"+{self.added} -{self.removed}"
-        return f"{self.name}: {lines if self.what == 'changed' else f'{self.what}, {lines}'}"
+        if self.what == "changed":
+            return f"{self.name}: {lines}"
+        return f"{self.name}: {self.what}, {lines}"
 
 
 def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | None = None) -> None:
@@ -444,13 +329,11 @@ def _remove(target: Path) -> None:
 
 def index_code(locate: Locate, names: Iterable[str]) -> dict[str, str]:
     """Returns the hashes of files by name; one that cannot be read counts as absent."""
-    found = {}
+    hashes: dict[str, str] = {}
     for name in names:
-        try:
-            found[name] = xxhash.xxh3_128_hexdigest(locate(name).read_bytes())
-        except OSError:
-            continue
-    return found
+        with contextlib.suppress(OSError):
+            hashes[name] = xxhash.xxh3_128_hexdigest(locate(name).read_bytes())
+    return hashes
 
 
 def read_index(run: RunDirectory) -> dict[str, str] | None:
@@ -468,8 +351,10 @@ def live_code(run: RunDirectory, folders: Mapping[str, Path | str]) -> Code:
     """
 
     def locate(name: str) -> Path:
-        place = next((place for place in folders if place and name.startswith(f"{place}/")), "")
-        return Path(folders[place]) / name.removeprefix(f"{place}/")
+        for place, folder in folders.items():
+            if place and name.startswith(f"{place}/"):
+                return Path(folder) / name.removeprefix(f"{place}/")
+        return Path(folders[""]) / name
 
     return Code(index_code(locate, read_index(run) or {}), locate)
 
@@ -491,16 +376,11 @@ def require_sealed(run: RunDirectory) -> None:
     Raises:
         RunError: files of it were changed, removed or added since; the first of them are named.
     """
-    if (index := read_index(run)) is None:
+    index = read_index(run)
+    if index is None:
         return
-    names, links = list[str](), list[str]()
-    for folder, subfolders, files in os.walk(run.code):
-        place = os.path.relpath(folder, run.code)
-        # A snapshot has no links to folders, and code could come by one.
-        links += [os.path.normpath(f"{place}/{name}") for name in subfolders if os.path.islink(f"{folder}/{name}")]  # noqa: PTH114  # paths cost 10x
-        # Python's cache may lie next to the code.
-        names += [os.path.normpath(f"{place}/{name}") for name in files if not place.endswith("__pycache__")]
-    now = index_code(run.code.joinpath, {*names, *index})
+    files, links = _walk_snapshot(run.code)
+    now = index_code(run.code.joinpath, {*files, *index})
     changes = compare_code(Code(index, run.code.joinpath), Code(now, run.code.joinpath))
     changes += [FileChange(name, what="new") for name in links]
     if changes:
@@ -511,20 +391,40 @@ def require_sealed(run: RunDirectory) -> None:
         )
 
 
+def _walk_snapshot(code: Path) -> tuple[list[str], list[str]]:
+    """Returns the files of a snapshot without Python's caches, and links to folders, of which it should have none."""
+    files: list[str] = []
+    links: list[str] = []
+    for folder, subfolders, names in os.walk(code):
+        place = os.path.relpath(folder, code)
+        for name in subfolders:
+            if os.path.islink(f"{folder}/{name}"):  # noqa: PTH114  # paths cost 10x
+                links.append(os.path.normpath(f"{place}/{name}"))
+        if not place.endswith("__pycache__"):
+            files += [os.path.normpath(f"{place}/{name}") for name in names]
+    return files, links
+
+
 def compare_code(old: Code, new: Code) -> list[FileChange]:
     """Returns the files that differ, by name."""
     import difflib
 
-    found = []
+    changes = []
     for name in sorted({*old.index, *new.index}):
         if old.index.get(name) == new.index.get(name):
             continue
-        before, after = old.lines(name), new.lines(name)
-        change = FileChange(
-            name, what="new" if name not in old.index else "gone" if name not in new.index else "changed"
-        )
+        if name not in old.index:
+            change = FileChange(name, what="new")
+        elif name not in new.index:
+            change = FileChange(name, what="gone")
+        else:
+            change = FileChange(name)
+        before = old.lines(name)
+        after = new.lines(name)
         if before is not None and after is not None:
-            signs = [line[0] for line in list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]]
+            # The first two lines name the files.
+            lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+            signs = [line[0] for line in lines]
             change = replace(change, added=signs.count("+"), removed=signs.count("-"))
-        found.append(change)
-    return found
+        changes.append(change)
+    return changes

@@ -11,6 +11,7 @@ import pytest
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.launch import provenance
+from slurm_train.launch.git import SourceState
 from slurm_train.launch.provenance import (
     EnvironmentChange,
     environment_changes,
@@ -19,7 +20,7 @@ from slurm_train.launch.provenance import (
     record_environment,
     write_provenance,
 )
-from slurm_train.launch.snapshot import Source, SourceState
+from slurm_train.launch.snapshot import Source
 from slurm_train.rundir.paths import RunDirectory
 
 

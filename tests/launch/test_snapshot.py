@@ -10,20 +10,17 @@ import pytest
 
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.launch import snapshot
+from slurm_train.launch.git import SourceState, is_secret_file, read_git, run_git
 from slurm_train.launch.snapshot import (
     Code,
     Source,
-    SourceState,
     compare_code,
     digest_code,
     index_code,
-    is_secret_file,
     names_own_code,
     plan_files,
-    read_git,
     read_source,
     require_sealed,
-    run_git,
     write_snapshot,
 )
 from slurm_train.rundir.paths import RunDirectory

@@ -1,0 +1,160 @@
+"""What git says about a folder with code: files, commit, uncommitted difference; and which files hold secrets.
+
+A repository's configuration names programs (fsmonitor, hooks, filters, textconv, transports), and the folder may come
+from another person: `run_git` starts git so that none of them is run.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# An empty value switches core.fsmonitor off in every version: before 2.36 "false" was the name of a program.
+_SWITCHED_OFF = ("core.fsmonitor=", "core.hooksPath=/dev/null", "diff.external=")
+# No object is fetched that a partial clone lacks: the remote may be a command. No index is written.
+_GIT_ENVIRONMENT = (
+    *("GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1", "GIT_TERMINAL_PROMPT=0"),
+    *("GIT_OPTIONAL_LOCKS=0", "GIT_PAGER=cat"),
+)
+# Inside a hook of git these name another repository than the folder in question.
+_OF_ANOTHER_REPOSITORY = (
+    *("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE"),
+    *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"),
+    "GIT_EXTERNAL_DIFF",
+)
+# A submodule is not looked into: that starts a git of its own, which obeys the submodule's configuration.
+_DIFFERENCE = (
+    *("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"),
+    *("--ignore-submodules=dirty", "--submodule=short"),
+)
+# Files that hold secrets by custom; a run keeps its copies for ever, and others may be shown them.
+_SECRET_FILES = (
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
+    *("*.pem", "*.p12", "*.pfx", "*.key", "*.keytab", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "kaggle.json"),
+    *("credentials", "credentials.json", "client_secret*.json", "service_account*.json", "service-account*.json"),
+    *("secrets.yaml", "secrets.yml", "secrets.toml", "secrets.json", ".htpasswd"),
+)
+_EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """What git says about a folder: the files that belong to the code, the commit, and the uncommitted difference."""
+
+    files: tuple[str, ...] | None = None
+    """Paths relative to the folder, those of submodules and of repositories inside it as well; None outside git."""
+    commit: str | None = None
+    difference: str = ""
+
+
+def run_git(
+    folder: Path | str,
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    compares: bool = False,
+    timeout_s: float | None = None,
+) -> bytes | None:
+    """Returns what git prints about a folder, None where it fails or there is no git.
+
+    No program is started that the folder's configuration names.
+
+    Args:
+        folder: the folder.
+        words: git's subcommand and its arguments; a diff needs --no-ext-diff and --no-textconv besides.
+        env: environment; None: this process's.
+        compares: the command compares the content of files, for which git would run filters. They are switched off by
+            their names; where a name cannot be written in a setting, nothing is compared.
+        timeout_s: how long git may take; None: without limit.
+    """
+    settings = list(_SWITCHED_OFF)
+    if compares:
+        filters = _filters(folder, env)
+        if filters is None:
+            return None
+        for name in filters:
+            settings += [f"filter.{name}.clean=", f"filter.{name}.process=", f"filter.{name}.required=false"]
+    command = ["env"]
+    for variable in _OF_ANOTHER_REPOSITORY:
+        command += ["-u", variable]
+    command += [*_GIT_ENVIRONMENT, "git", "-C", str(folder)]
+    for setting in settings:
+        command += ["-c", setting]
+    command += words
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            timeout=timeout_s,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _filters(folder: Path | str, env: Mapping[str, str] | None) -> list[str] | None:
+    """Returns the names of a repository's filters, None where one cannot be switched off by its name."""
+    keys = run_git(folder, "config", "--null", "--name-only", "--get-regexp", r"^filter\.", env=env) or b""
+    names: set[str] = set()
+    for key in keys.decode(errors="replace").split("\0"):
+        match = re.fullmatch(r"filter\.(.*)\.[a-z]+", key, re.DOTALL)
+        if match is None:
+            continue
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", match[1]):
+            return None
+        names.add(match[1])
+    return sorted(names)
+
+
+def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> SourceState:
+    """Returns what git says about a folder, submodules and other repositories inside it included.
+
+    A submodule that is not checked out stays in the list as the name of a folder.
+
+    Args:
+        folder: the folder.
+        env: environment of the caller.
+        prefix: where it lies in the folder that was asked about first, e.g. "libs/mylib/".
+    """
+    listed = run_git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard", env=env)
+    if listed is None:
+        return SourceState()
+    commit = (run_git(folder, "rev-parse", "HEAD", env=env) or b"").decode().strip() or None
+    difference = _difference(folder, env, prefix=prefix)
+    files: list[str] = []
+    for entry in sorted(set(listed.decode(errors="surrogateescape").split("\0")) - {""}):
+        name = entry.rstrip("/")  # git ends a repository inside with "/"
+        inner = SourceState()
+        if os.path.lexists(f"{folder}/{name}/.git") and not (folder / name).is_symlink():
+            inner = read_git(folder / name, env, prefix=f"{prefix}{name}/")
+        if inner.files is None:
+            files.append(name)
+        else:
+            files += [f"{name}/{file}" for file in inner.files]
+        difference += inner.difference
+    return SourceState(tuple(files), commit, difference)
+
+
+def _difference(folder: Path, env: Mapping[str, str], *, prefix: str) -> str:
+    """Returns the uncommitted changes of a repository as a diff, without secrets and without files that have a filter.
+
+    What a filter stores (Git LFS) cannot be compared without running it.
+    """
+    excluded = [f":(top,exclude,icase,glob)**/{pattern}" for pattern in _SECRET_FILES]
+    excluded += [f":(top,exclude,attr:filter={name})" for name in _filters(folder, env) or ()]
+    prefixes = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
+    changed = run_git(folder, *_DIFFERENCE, *prefixes, "HEAD", "--", ":/", *excluded, env=env, compares=True)
+    return (changed or b"").decode(errors="replace")
+
+
+def is_secret_file(name: str) -> bool:
+    """Returns whether a path's last part is the name of a file that holds secrets by custom, e.g. ".env"."""
+    last = name.rpartition("/")[2].lower()
+    return last not in _EXAMPLES and any(fnmatch.fnmatchcase(last, pattern) for pattern in _SECRET_FILES)
