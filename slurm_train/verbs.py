@@ -119,7 +119,6 @@ _CHECKPOINT = "RUN (its newest that verifies), RUN@STEP, RUN@best, or the path o
 DEVCLUSTER_STATE_DIR = "/var/lib/slurm-train-devcluster"
 _STATE_DIR = Argument("--state DIR", "directory that holds all of it", default=DEVCLUSTER_STATE_DIR)
 _NODE = Argument("node", "e.g. node2")
-_SLURMS = "20.11|bullseye|22.05|bookworm|24.11|trixie|26.05|sid"
 VERBS = {
     "plan": Verb("cli.plan", "print batch arithmetic, ranks and the exact script; submit nothing"),
     "status": Verb(
@@ -443,22 +442,10 @@ The same command again starts what is missing, waits for what runs, and prints t
                 Argument("--nodes N", "nodes (default 4)", type=int, default=4),
                 Argument("--gpus N", "GPU devices per node (default 8)", type=int, default=8),
                 Argument("--user NAME", "a further user who may submit; may be repeated", action="append"),
-                Argument(
-                    "--slurm VERSION|SUITE",
-                    "the Slurm of that Debian release, in a root of its own, e.g. 24.11 or trixie; installs it once",
-                    takes=_SLURMS,
-                ),
-                Argument("--site HABIT,...", "what another site does otherwise; docs/devcluster.md lists the habits"),
             ),
             "down": _action(
                 "end its jobs and remove all of it",
                 _STATE_DIR,
-                Argument("--slurm VERSION|SUITE", "the cluster with that Slurm", takes=_SLURMS),
-            ),
-            "exec": _action(
-                "run a command in the root of a cluster that was built with --slurm",
-                Argument("--slurm VERSION|SUITE", "which cluster", takes=_SLURMS, required=True),
-                Argument("command", "the command; write -- before it", nargs="+"),
             ),
             "status": _action("daemons and nodes; exit code 0 if healthy, else 1", _STATE_DIR),
             "add-user": _action(
@@ -481,12 +468,6 @@ The same command again starts what is missing, waits for what runs, and prints t
   python -m slurm_train devcluster kill-node node2      # slurmd dies; the node is down 20 s later
   python -m slurm_train devcluster start-node node2
   python -m slurm_train devcluster down
-
-  python -m slurm_train devcluster up --slurm 24.11     beside that cluster, or without one
-  python -m slurm_train devcluster exec --slurm 24.11 -- python -m slurm_train +cluster=2x2
-  python -m slurm_train devcluster exec --slurm 24.11 -- bash
-  python -m slurm_train devcluster down --slurm 24.11
-  python -m slurm_train devcluster up --slurm 24.11/b --site no-accounting,partition-cancel     a second one of 24.11
 """,
         is_tool=True,
     ),

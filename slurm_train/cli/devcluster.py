@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.cli.terminal import note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
-from slurm_train.tools.devcluster import cluster, root
-from slurm_train.tools.devcluster.plan import ClusterPlan, combined
+from slurm_train.tools.devcluster import cluster
+from slurm_train.tools.devcluster.plan import ClusterPlan
 from slurm_train.verbs import parse
 
 
@@ -25,13 +23,11 @@ def main(words: Sequence[str]) -> int:
     action = arguments.action
     if action != "status":
         cluster.require_root(action)
-    if "slurm" in arguments and arguments.slurm:
-        return _in_root(root.find_root(arguments.slurm), arguments)
     state = Path(arguments.state).resolve()
     if action == "status":
         return _status(state)
     if action == "up":
-        _up(ClusterPlan(arguments.nodes, arguments.gpus, state, site=_habits(arguments)), arguments.user)
+        _up(ClusterPlan(arguments.nodes, arguments.gpus, state), arguments.user)
     elif action == "down":
         with cluster.state_lock(state):
             removed = cluster.tear_down(state)
@@ -56,38 +52,6 @@ def _up(plan: ClusterPlan, users: Sequence[str]) -> None:
         return
     note(f"up: {plan.describe()} in {time.monotonic() - started:.1f} s; all nodes idle")
     note(f"next: python -m slurm_train +cluster={plan.nodes}x{plan.gpus}   (or: srun --nodes={plan.nodes} hostname)")
-
-
-def _habits(arguments: Namespace) -> tuple[str, ...]:
-    return tuple(arguments.site.split(",")) if arguments.site else ()
-
-
-def _in_root(its_root: root.Root, arguments: Namespace) -> int:
-    """Carries out what was typed with --slurm."""
-    if arguments.action == "exec":
-        return root.enter(its_root, arguments.command)
-    with cluster.state_lock(its_root.folder / "init"):
-        if arguments.action == "up":
-            return _up_in_root(its_root, arguments)
-        was_up = root.stop(its_root)
-    kept = f"; its packages stay in {its_root.tree}" if its_root.tree.exists() else ""
-    note(f"{'down: nothing left' if was_up else 'nothing is up'} in the root of Debian {its_root}{kept}")
-    return EXIT_DONE
-
-
-def _up_in_root(its_root: root.Root, arguments: Namespace) -> int:
-    combined(_habits(arguments))
-    was_up = its_root.init() is not None
-    root.start(its_root, say=note)
-    users = (word for name in arguments.user for word in ("--user", name))
-    shape = ["--nodes", str(arguments.nodes), "--gpus", str(arguments.gpus), "--state", arguments.state]
-    shape += ["--site", arguments.site] if arguments.site else []
-    code = root.enter(its_root, [sys.executable, "-m", "slurm_train", "devcluster", "up", *shape, *users])
-    if code == EXIT_DONE:
-        note(f"commands there: python -m slurm_train devcluster exec --slurm {its_root} -- COMMAND")
-    elif not was_up:
-        root.stop(its_root)
-    return code
 
 
 def _status(state: Path) -> int:

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slurm_train.tools.devcluster.root import SUITES
 from tests.campaigns import reports, sites
 from tests.campaigns.preflight_faults import FAULTS
 from tests.campaigns.record import Tally
+from tests.support.cluster_roots import SUITES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 _BEGIN = "<!-- written by `python -m tests.campaigns {} --keep` -->\n\n"

@@ -47,7 +47,7 @@ class Site(NamedTuple):
     """A cluster, and how people work there."""
 
     habits: str = ""
-    """For `devcluster up --site`."""
+    """For `tests.support.devcluster up --site`."""
     shell: str = ""
     """The shell that everything is typed in: "srun --pty", or "salloc" where that makes a shell on a node."""
     refusal: str = ""

@@ -1,7 +1,7 @@
 """What people type, on the Slurm of every Debian release: each flow once, on a one-machine cluster in its own root.
 
 `run` builds and removes a cluster; the flows are typed inside, by this module as a program:
-`python -m slurm_train devcluster exec --slurm 24.11 -- python -m tests.campaigns.versions [FLOW ...]`.
+`python -m tests.support.devcluster exec --slurm 24.11 -- python -m tests.campaigns.versions [FLOW ...]`.
 `faults` runs other campaigns there, with fewer trials.
 """
 
@@ -46,7 +46,7 @@ from tests.support.waiting import wait_for
 
 PATIENCE_S = 400.0
 FAILURES = (AssertionError, OSError, ValueError, subprocess.SubprocessError, SlurmTrainError)
-_DEVCLUSTER = (sys.executable, "-m", "slurm_train", "devcluster")
+_DEVCLUSTER = (sys.executable, "-m", "tests.support.devcluster")
 _SIZE = ("--nodes", "4", "--gpus", "8")
 _NODES, _AT_ONCE = ("node1", "node2", "node3", "node4"), 2
 _WORDS = (*TINY, "train.threads=1", "checkpoint.every_steps=10")

@@ -1,4 +1,4 @@
-"""The Slurm of another Debian release on this machine, in a root and namespaces of its own.
+"""The Slurm of another Debian release on this machine, in a root and namespaces of its own, for tests.
 
 A root is a machine of its own: other files, network, processes and names. `devcluster` runs in it as anywhere, so it
 disturbs neither a cluster of this machine nor one in another root. All that runs in it writes into a layer above the
@@ -170,13 +170,15 @@ def enter(root: Root, words: Sequence[str]) -> int:
     if init is None:
         raise ClusterError(
             f"no cluster with Slurm of Debian {root.suite} is up",
-            hint=f"python -m slurm_train devcluster up --slurm {root}",
+            hint=f"python -m tests.support.devcluster up --slurm {root}",
         )
     environment = {
         "PATH": f"{sys.prefix}/bin:{system.SYSTEM_PATH}",
         "LC_ALL": "C.UTF-8",
         "HOME": "/root",
         "TERM": "xterm",
+        # For the tests' own programs, wherever the command is typed.
+        "PYTHONPATH": str(Path(slurm_train.__file__).parents[1]),
     }
     spaces = ["nsenter", f"--target={init.pid}", "--mount", "--net", "--uts", "--ipc", "--pid", "--root", "--wd"]
     return subprocess.call([*spaces, "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd()), *words], env=environment)
@@ -216,7 +218,7 @@ def _unfinished(root: Root) -> Path:
 def _install(root: Root, *, say: Callable[[str], None]) -> None:
     """Makes the tree unless it is there, under another name until it is complete; waits for another one's that does."""
     if shutil.which("mmdebstrap", path=system.SYSTEM_PATH) is None and not root.tree.exists():
-        raise ClusterError("devcluster up --slurm needs mmdebstrap", hint="apt-get install mmdebstrap")
+        raise ClusterError("up --slurm needs mmdebstrap", hint="apt-get install mmdebstrap")
     unfinished = _unfinished(root)
     root.folder.mkdir(parents=True, exist_ok=True)
     with state_lock(CACHE / "any", timeout_s=_INSTALL_TIMEOUT_S):

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.cli.devcluster import main
 from slurm_train.errors import ClusterError
-from slurm_train.tools.devcluster import root, system
-from slurm_train.tools.devcluster.root import Root, find_root, install_words
+from slurm_train.tools.devcluster import system
+from tests.support import cluster_roots
+from tests.support.cluster_roots import Root, find_root, install_words
+from tests.support.devcluster import main
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(root, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(cluster_roots, "CACHE", tmp_path / "cache")
     monkeypatch.setattr("slurm_train.tools.devcluster.cluster.require_root", lambda _verb: None)
     return tmp_path / "cache"
 
