@@ -35,20 +35,27 @@ def main(words: Sequence[str]) -> int:
     """Prints what differs and returns 0, whether or not something does."""
     arguments = parse_runs("diff", words)
     parts = list(PARTS) if arguments.only is None else read_names(arguments.only)
-    if unknown := [name for name in parts if name not in PARTS]:
+    unknown = [name for name in parts if name not in PARTS]
+    if unknown:
         raise ConfigError(f"--only {unknown[0]}: there is no such part", hint=f"parts: {', '.join(PARTS)}")
     root = arguments.root
     old = find_run(root, arguments.run)
     new = find_run(root, arguments.other) if arguments.other else None
-    found = compare(old, new, parts=parts, env=os.environ)
+    comparison = compare(old, new, parts=parts, env=os.environ)
     if arguments.json:
-        print(json.dumps(found, indent=2, default=str))
+        print(json.dumps(comparison, indent=2, default=str))
         return 0
     in_colour = takes_escapes(sys.stdout, os.environ)
-    for line in _lines(old, new, found, stat=arguments.stat):
-        style = next((style for start, style in _STYLES.items() if line.startswith(start)), "")
-        print(painted(line, style if in_colour else ""))
+    for line in _lines(old, new, comparison, stat=arguments.stat):
+        print(painted(line, _style_of(line) if in_colour else ""))
     return 0
+
+
+def _style_of(line: str) -> str:
+    for start, style in _STYLES.items():
+        if line.startswith(start):
+            return style
+    return ""
 
 
 # --- what differs, as plain values ---
@@ -60,47 +67,73 @@ def compare(
     """Returns what `--json` prints: what differs between two runs, or between a run and what is here now.
 
     Args:
-        old: the one.
-        new: the other; None: its folder and environment as they are now, which have no configuration.
+        old: the first run.
+        new: the second run; None: the first run's folder and environment as they are now, which have no configuration.
         parts: which of `PARTS` are asked for.
         env: environment, for asking git.
 
     Raises:
         RunError: the folder that the code came from is not there any more.
     """
-    found: dict[str, Any] = {"old": str(old.path), "new": None if new is None else str(new.path)}
+    comparison: dict[str, Any] = {"old": str(old.path), "new": None if new is None else str(new.path)}
+    unknown: list[str] = []
     if "config" in parts and new is not None:
-        sizes = [((read_json(run.plan) or {}).get("batch") or {}).get("global_size") for run in (old, new)]
-        configs = [load_config(run.config) for run in (old, new)]
-        old_size, new_size = (size if config.trains else None for size, config in zip(sizes, configs, strict=True))
-        found["config"] = [
-            {"key": change.key, "old": change.old, "new": change.new, "trains": change.kind != "harmless"}
-            for change in differences(*configs, old_global_size=old_size, new_global_size=new_size)
-        ]
+        comparison["config"] = _config_changes(old, new)
     if "code" in parts:
-        sides = _copied_code(old), _code_now(old, env) if new is None else _copied_code(new)
-        (before, _), (after, _) = sides
-        files = [
-            {**asdict(change), "diff": "\n".join(_unified(change, before, after))}
-            for change in compare_code(before, after)
-        ]
-        found["code"] = {"revisions": [revision for _, revision in sides], "files": files}
-    unknown = []
+        comparison["code"] = _code_changes(_copied_code(old), _code_now(old, env) if new is None else _copied_code(new))
     if "environment" in parts:
-        was = environment_of(old)
-        now = environment_of(new) if new is not None else was and read_environment(slurm=was.get("slurm"))
-        if was is not None and now is not None:
-            found["environment"] = [change._asdict() for change in environment_changes(was, now)]
-        for run, its in ((old, was), (new, now)):
-            if run is not None and its is None:
+        before = environment_of(old)
+        after = environment_of(new) if new is not None else before and read_environment(slurm=before.get("slurm"))
+        if before is not None and after is not None:
+            comparison["environment"] = [change._asdict() for change in environment_changes(before, after)]
+        for run, environment in ((old, before), (new, after)):
+            if run is not None and environment is None:
                 unknown.append(f"nothing is known of the environment of {run.name}/{run.run_id}")
-    same = not (found.get("config") or found.get("code", {}).get("files") or found.get("environment"))
-    return found | {"same": same} | ({"unknown": unknown} if unknown else {})
+    files = comparison.get("code", {}).get("files")
+    comparison["same"] = not (comparison.get("config") or files or comparison.get("environment"))
+    if unknown:
+        comparison["unknown"] = unknown
+    return comparison
+
+
+def _config_changes(old: RunDirectory, new: RunDirectory) -> list[dict[str, Any]]:
+    before = load_config(old.config)
+    after = load_config(new.config)
+    changes = differences(
+        before,
+        after,
+        old_global_size=_global_size(old) if before.trains else None,
+        new_global_size=_global_size(new) if after.trains else None,
+    )
+    return [
+        {"key": change.key, "old": change.old, "new": change.new, "trains": change.kind != "harmless"}
+        for change in changes
+    ]
+
+
+def _global_size(run: RunDirectory) -> Any:
+    return ((read_json(run.plan) or {}).get("batch") or {}).get("global_size")
+
+
+def _code_changes(old: tuple[Code, str], new: tuple[Code, str]) -> dict[str, Any]:
+    """Returns the files that differ, each with its diff, and the revisions of both sides.
+
+    Args:
+        old: files and revision of the first side.
+        new: of the second.
+    """
+    before, old_revision = old
+    after, new_revision = new
+    files = []
+    for change in compare_code(before, after):
+        files.append({**asdict(change), "diff": "\n".join(_unified(change, before, after))})
+    return {"revisions": [old_revision, new_revision], "files": files}
 
 
 def _copied_code(run: RunDirectory) -> tuple[Code, str]:
     """Returns a run's copy of the code and the commit that it was made from, see `_revision`."""
-    facts, index = read_json(run.provenance) or {}, read_index(run)
+    facts = read_json(run.provenance) or {}
+    index = read_index(run)
     if index is None:
         names = [os.path.relpath(path, run.code) for path in run.code.rglob("*") if path.is_file()]
         index = index_code(run.code.joinpath, names)
@@ -117,53 +150,63 @@ def _code_now(run: RunDirectory, env: Mapping[str, str]) -> tuple[Code, str]:
     state = read_git(folder, env)
     code = read_source(run, load_config(run.config), folder, state, env=env).code()
     # What was not copied then (a shipped model outside git has no code) is not looked at now.
-    code = code if read_index(run) else Code({}, code.locate)
+    if not read_index(run):
+        code = Code({}, code.locate)
     return code, _revision(state.commit, is_dirty=bool(state.difference))
 
 
 def _revision(commit: str | None, *, is_dirty: bool) -> str:
     """Returns a commit in short, e.g. "1f2e3d4c5 with changes"; "no commit" outside git."""
-    return "no commit" if commit is None else commit[:9] + (" with changes" if is_dirty else "")
+    if commit is None:
+        return "no commit"
+    return f"{commit[:9]} with changes" if is_dirty else commit[:9]
 
 
 def _unified(change: FileChange, before: Code, after: Code) -> Iterator[str]:
     """Yields the lines of a file's unified diff, without line breaks; one sentence for what is no text."""
     name = change.name
-    old, new = before.lines(name), after.lines(name)
+    old = before.lines(name)
+    new = after.lines(name)
     if old is None or new is None:
         yield f"Files a/{name} and b/{name} differ"
         return
     if old == new:
         yield f"Files a/{name} and b/{name} differ in how lines end"
-    paths = (
-        "/dev/null" if change.what == "new" else f"a/{name}",
-        "/dev/null" if change.what == "gone" else f"b/{name}",
-    )
-    yield from difflib.unified_diff(old, new, *paths, lineterm="")
+    old_path = "/dev/null" if change.what == "new" else f"a/{name}"
+    new_path = "/dev/null" if change.what == "gone" else f"b/{name}"
+    yield from difflib.unified_diff(old, new, old_path, new_path, lineterm="")
 
 
 # --- the same for people ---
 
 
-def _lines(old: RunDirectory, new: RunDirectory | None, found: Mapping[str, Any], *, stat: bool) -> Iterator[str]:
+def _lines(old: RunDirectory, new: RunDirectory | None, comparison: Mapping[str, Any], *, stat: bool) -> Iterator[str]:
     yield f"--- {old.name}/{old.run_id}  {old.path}"
     yield "+++ now" if new is None else f"+++ {new.name}/{new.run_id}  {new.path}"
-    if (config := found.get("config")) is not None:
+    config = comparison.get("config")
+    if config is not None:
         yield _heading("config", config)
         width = max((len(change["key"]) for change in config), default=0)
         for change in sorted(config, key=lambda change: (not change["trains"], change["key"])):
             remark = "" if change["trains"] else "  (does not change what is trained)"
             yield f"  {change['key']:<{width}}  {in_words(change['old'])} -> {in_words(change['new'])}{remark}"
-    if (code := found.get("code")) is not None:
-        revisions = "" if len(set(code["revisions"])) == 1 else f": {' -> '.join(code['revisions'])}"
+    code = comparison.get("code")
+    if code is not None:
+        is_same_revision = len(set(code["revisions"])) == 1
+        revisions = "" if is_same_revision else f": {' -> '.join(code['revisions'])}"
         yield _heading(f"code{revisions}", code["files"])
         for file in code["files"]:
             lines = file.pop("diff").split("\n")
-            yield from [f"  {FileChange(**file)}"] if stat else lines
-    if (environment := found.get("environment")) is not None:
+            if stat:
+                yield f"  {FileChange(**file)}"
+            else:
+                yield from lines
+    environment = comparison.get("environment")
+    if environment is not None:
         yield _heading("environment", environment)
-        yield from (f"  {EnvironmentChange(**change)}" for change in environment)
-    yield from found.get("unknown", ())
+        for change in environment:
+            yield f"  {EnvironmentChange(**change)}"
+    yield from comparison.get("unknown", ())
 
 
 def _heading(name: str, changes: Sequence[object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -45,13 +46,12 @@ def write_pictures(document: Document, folder: Path) -> list[Path]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    colours, written = read_colours(), []
+    colours = read_colours()
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for draw, block in _figures(document):
-            rows = len(block.get("attempts") or block.get("ranks") or ())
-            width = 1.6 * len(block["axes"]) + 2.0 if "axes" in block else 6.0 if "curves" in block else 8.0
-            figure = Figure(figsize=(width, max(3.4, 1.4 + 0.28 * min(rows, 60))), layout="constrained")
+            figure = Figure(figsize=_size_of(block), layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.add_subplot()
             axes.spines[["top", "right"]].set_visible(False)
@@ -69,17 +69,36 @@ def write_pictures(document: Document, folder: Path) -> list[Path]:
     return written
 
 
+def _size_of(block: Block) -> tuple[float, float]:
+    """Returns width and height of a figure in inches: more axes are wider, more attempts or ranks higher."""
+    if "axes" in block:
+        width = 1.6 * len(block["axes"]) + 2.0
+    elif "curves" in block:
+        width = 6.0
+    else:
+        width = 8.0
+    rows = len(block.get("attempts") or block.get("ranks") or ())
+    return width, max(3.4, 1.4 + 0.28 * min(rows, _MOST_BARS))
+
+
 def _figures(document: Document) -> Iterator[tuple[Draw, Block]]:
     """Yields what draws each figure, and the figure."""
-    plots = [block for blocks in document["plots"].values() for block in blocks]
-    yield from ((_plot, block) for block in plots if block["curves"])
+    for blocks in document["plots"].values():
+        for block in blocks:
+            if block["curves"]:
+                yield _plot, block
     if document.get("parallel"):
         yield _parallel, document["parallel"]
     if document.get("stragglers"):
         yield _heat_map, {"key": "stragglers", "title": "Own part of a step, by rank", **document["stragglers"]}
     if document.get("attempts") and document["time"]["seconds"]:
-        title = {"key": "timeline", "title": "What the hours went to"}
-        yield _timeline, {**title, "names": document["time"]["names"], "attempts": document["attempts"][-_MOST_BARS:]}
+        timeline = {
+            "key": "timeline",
+            "title": "What the hours went to",
+            "names": document["time"]["names"],
+            "attempts": document["attempts"][-_MOST_BARS:],
+        }
+        yield _timeline, timeline
 
 
 def _plot(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
@@ -87,10 +106,13 @@ def _plot(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
         colour = colours["failed" if kind == "event" else "mark"]
         axes.axvline(at, color=colour, linewidth=0.8, linestyle=":")
     for curve in block["curves"]:
-        columns = [curve[name] for name in ("y", "low", "high") if name in curve]
-        points = [point for point in zip(block["x"], *columns, strict=True) if point[1] is not None]
-        x, y, *band = map(list, zip(*points, strict=True))
-        colour, label, kind = colours[curve["colour"]], _plain(curve["name"]), curve["kind"]
+        has_point = [value is not None for value in curve["y"]]
+        x = list(compress(block["x"], has_point))
+        y = list(compress(curve["y"], has_point))
+        band = [list(compress(curve[name], has_point)) for name in ("low", "high") if name in curve]
+        colour = colours[curve["colour"]]
+        label = _plain(curve["name"])
+        kind = curve["kind"]
         if kind in ("dots", "ranges"):
             axes.plot(x, y, ".", color=colour, markersize=6, label=label)
         else:
@@ -113,7 +135,12 @@ def _plot(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    return next((attempt for attempt in ((3600.0, "h"), (60.0, "min")) if seconds >= 2 * attempt[0]), (1.0, "s"))
+    """Returns the seconds of a unit in which a time is easy to read, and its name, e.g. (60.0, "min")."""
+    if seconds >= 2 * 3600.0:
+        return 3600.0, "h"
+    if seconds >= 2 * 60.0:
+        return 60.0, "min"
+    return 1.0, "s"
 
 
 def _timeline(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
@@ -124,24 +151,30 @@ def _timeline(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
     for attempt, begin in zip(block["attempts"], begins, strict=True):
         left = (begin - first) / size
         for cause, name in block["names"].items():
-            if width := attempt["seconds"].get(cause, 0.0) / size:
-                label, hatch = None if cause in named else name, "////" if cause == "lost_work_s" else None
-                axes.barh(str(attempt["attempt"]), width, left=left, color=colours[cause], label=label, hatch=hatch)
-                named.add(cause)
-                left += width
+            width = attempt["seconds"].get(cause, 0.0) / size
+            if not width:
+                continue
+            # In the legend each cause is named once.
+            label = None if cause in named else name
+            hatch = "////" if cause == "lost_work_s" else None
+            axes.barh(str(attempt["attempt"]), width, left=left, color=colours[cause], label=label, hatch=hatch)
+            named.add(cause)
+            left += width
     axes.invert_yaxis()
     axes.figure.legend(loc="outside right upper", frameon=False, fontsize=7)
     return unit, "attempt"
 
 
 def _heat_map(axes: Axes, block: Block, _colours: Colours) -> tuple[str, str]:
-    edges, ranks = block["map"]["edges_unix_s"], len(block["ranks"])
+    edges = block["map"]["edges_unix_s"]
+    num_ranks = len(block["ranks"])
     size, unit = _unit(edges[-1] - edges[0])
-    across, borders = [(edge - edges[0]) / size for edge in edges], [rank - 0.5 for rank in range(ranks + 1)]
-    mesh = axes.pcolormesh(across, borders, block["map"]["percent"], cmap="Reds", vmin=0, vmax=100)
+    times = [(edge - edges[0]) / size for edge in edges]
+    borders = [rank - 0.5 for rank in range(num_ranks + 1)]
+    mesh = axes.pcolormesh(times, borders, block["map"]["percent"], cmap="Reds", vmin=0, vmax=100)
     axes.figure.colorbar(mesh, ax=axes, label="% longer than the middle rank")
     axes.invert_yaxis()
-    axes.set_yticks(range(0, ranks, -(-ranks // 16)))
+    axes.set_yticks(range(0, num_ranks, -(-num_ranks // 16)))
     return unit, "rank"
 
 
@@ -152,8 +185,10 @@ def _parallel(axes: Axes, block: Block, colours: Colours) -> tuple[str, str]:
         axes.plot(places, heights, "-" if run["has_value"] else "--", color=colours[run["colour"]], linewidth=1.2)
     for place, axis in enumerate(block["axes"]):
         axes.axvline(place, color=colours["mark"], linewidth=0.8, zorder=0)
-        missing = [(_NOWHERE, "none")] if any(run["at"][place] is None for run in block["runs"]) else []
-        for height, label in [*axis["ticks"], *missing]:
+        labels = list(axis["ticks"])
+        if any(run["at"][place] is None for run in block["runs"]):
+            labels.append((_NOWHERE, "none"))
+        for height, label in labels:
             axes.text(place + 0.03, height, _plain(label), fontsize=7, va="center")
     axes.set_xticks(places, [_plain(axis["name"]) for axis in block["axes"]], fontsize=8)
     axes.set_yticks([])

@@ -38,11 +38,11 @@ def read_trial(
         is_active: it runs, waits, or is requeued automatically.
         now_unix_s: the time of day.
     """
-    given = " ".join(f"{key}={value}" for key, value in element.overrides.items())
+    settings = " ".join(f"{key}={value}" for key, value in element.overrides.items())
     return {
         "index": element.index,
         "run": f"{element.run.name}/{element.run.run_id}",
-        "label": f"run {element.index}: {given}",
+        "label": f"run {element.index}: {settings}",
         "given": element.overrides,
         "state": state,
         "note": note,
@@ -72,13 +72,19 @@ def sweep_document(
     Raises:
         ConfigError: no run has the metric.
     """
-    configs = [flat(config) for element in elements if (config := read_config(element.run.config))]
-    own = _own_settings(configs, [key for trial in trials for key in trial["given"]])
-    objective = configs[0].get("sweep.objective") if configs and "sweep.objective" not in own else None
+    configs = _read_configs(elements)
+    different = _different_settings(configs, trials)
+    objective = None
+    if configs and "sweep.objective" not in different:
+        objective = configs[0].get("sweep.objective")
     metric = choose_metric([trial["cells"] for trial in trials], asked=metric, configured=objective)
     runs = grade(trials, metric)
+    attempts = []
+    for run in runs:
+        attempts += run["attempts"]
     newest = max(sweep.code.glob("*.json"), default=None, key=lambda path: path.name)
     origin = (read_json(newest) if newest else None) or {}
+    words = (read_json(sweep.facts) or origin).get("words")
     return {
         "kind": "sweep",
         "title": f"sweep {sweep.sweep_id}: {len(runs)} runs",
@@ -87,14 +93,27 @@ def sweep_document(
         "path": str(sweep.path),
         "written_unix_s": now_unix_s,
         "metric": metric,
-        "runs": [{key: value for key, value in run.items() if key != "attempts"} for run in runs],
+        "runs": [_without_attempts(run) for run in runs],
         "parallel": _parallel(runs, metric),
         "plots": {"values": [_best_so_far(runs, metric)], "curves": _curves(elements, runs, metric)},
-        "time": time_by_cause([attempt for run in runs for attempt in run["attempts"]]),
-        "settings": read_settings(elements[0].run, leave_out=own) if elements else [],
-        "provenance": provenance({**origin, "words": (read_json(sweep.facts) or origin).get("words")}),
+        "time": time_by_cause(attempts),
+        "settings": read_settings(elements[0].run, leave_out=different) if elements else [],
+        "provenance": provenance({**origin, "words": words}),
         "environment": origin.get("environment"),
     }
+
+
+def _read_configs(elements: Sequence[Element]) -> list[dict[str, Any]]:
+    configs = []
+    for element in elements:
+        config = read_config(element.run.config)
+        if config:
+            configs.append(flat(config))
+    return configs
+
+
+def _without_attempts(run: Fact) -> Fact:
+    return {key: value for key, value in run.items() if key != "attempts"}
 
 
 def choose_metric(rows: Sequence[Mapping[str, Any]], *, asked: str | None, configured: str | None) -> str:
@@ -108,26 +127,42 @@ def choose_metric(rows: Sequence[Mapping[str, Any]], *, asked: str | None, confi
     Raises:
         ConfigError: no run has the metric that is asked for.
     """
-    keys = dict.fromkeys(key for row in rows for key, value in row.items() if as_float(value) is not None)
-    names = [key.removeprefix(_BEST) for key in keys if key.startswith(_BEST) and not key.endswith(_STEP)]
+    names: list[str] = []
+    for row in rows:
+        for key, value in row.items():
+            name = key.removeprefix(_BEST)
+            is_metric = key.startswith(_BEST) and not key.endswith(_STEP)
+            if is_metric and name not in names and as_float(value) is not None:
+                names.append(name)
     if asked is not None and asked not in names:
         raise ConfigError(f"--metric {asked}: no run has it", hint=f"there are {', '.join(names) or 'none yet'}")
-    wishes = (asked, configured, "eval_loss", *(name for name in names if name != "loss"))
-    return next((name for name in wishes if name in names), "loss")
+    measures = [name for name in names if name != "loss"]
+    for candidate in (asked, configured, "eval_loss", *measures):
+        if candidate in names:
+            return candidate
+    return "loss"
 
 
 def grade(trials: Sequence[Fact], metric: str) -> list[Fact]:
     """Returns the trials with "value", "place" (0: the best), and "colour": "q0" of the best tenth to "q4"."""
-    found = {trial["index"]: as_float(trial["cells"].get(f"{_BEST}{metric}")) for trial in trials}
-    values = {index: value for index, value in found.items() if value is not None}
+    values: dict[int, float] = {}
+    for trial in trials:
+        value = as_float(trial["cells"].get(f"{_BEST}{metric}"))
+        if value is not None:
+            values[trial["index"]] = value
     order = sorted(values, key=values.__getitem__, reverse=largest_is_best(metric))
     places = {index: place for place, index in enumerate(order)}
     graded = []
     for trial in trials:
-        place, colour = places.get(trial["index"]), "failed" if trial["has_failed"] else "quiet"
+        index = trial["index"]
+        place = places.get(index)
         if place is not None:
             colour = f"q{sum(place >= max(1, part * len(order)) for part in _GRADES)}"
-        graded.append(trial | {"value": values.get(trial["index"]), "place": place, "colour": colour})
+        elif trial["has_failed"]:
+            colour = "failed"
+        else:
+            colour = "quiet"
+        graded.append(trial | {"value": values.get(index), "place": place, "colour": colour})
     return graded
 
 
@@ -141,63 +176,97 @@ def _parallel(runs: Sequence[Fact], metric: str) -> Block | None:
 
     None where the runs differ in nothing.
     """
-    keys = dict.fromkeys(key for run in runs for key in run["given"])
-    swept = [key for key in keys if len({run["given"].get(key) for run in runs}) > 1]
+    swept = _swept_keys(runs)
     if not swept:
         return None
-    columns = {key: [_as_number(run["given"].get(key)) for run in runs] for key in swept[: _MOST_AXES - 1]}
+    columns: dict[str, list[float | str | None]] = {}
+    for key in swept[: _MOST_AXES - 1]:
+        columns[key] = [_as_number(run["given"].get(key)) for run in runs]
     columns[metric.replace("_", " ")] = [run["value"] for run in runs]
-    axes, places = zip(*(_axis(name, values) for name, values in columns.items()), strict=True)
-    at = dict(zip((run["index"] for run in runs), zip(*places, strict=True), strict=True))
-    lines = [
-        {"run": run["index"], "colour": run["colour"], "has_value": run["value"] is not None, "at": at[run["index"]]}
-        for run in _best_last(runs)
-    ]
+    axes: list[Block] = []
+    at: dict[int, list[float | None]] = {run["index"]: [] for run in runs}
+    for name, values in columns.items():
+        axis, places = _axis(name, values)
+        axes.append(axis)
+        for run, place in zip(runs, places, strict=True):
+            at[run["index"]].append(place)
+    lines = []
+    for run in _best_last(runs):
+        index = run["index"]
+        has_value = run["value"] is not None
+        lines.append({"run": index, "colour": run["colour"], "has_value": has_value, "at": tuple(at[index])})
     return {"key": "parallel", "title": "Values and result", "axes": axes, "runs": lines}
+
+
+def _swept_keys(runs: Sequence[Fact]) -> list[str]:
+    """Returns the keys of which the runs have different values, in the order of the sweep."""
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys |= dict.fromkeys(run["given"])
+    return [key for key in keys if len({run["given"].get(key) for run in runs}) > 1]
 
 
 def _axis(name: str, values: Sequence[float | str | None]) -> tuple[Block, list[float | None]]:
     """Returns an axis with its labels and where each run is on it, from 0 below to 1 above; words are spaced evenly."""
-    known: Any = list(dict.fromkeys(value for value in values if value is not None))
-    if any(isinstance(value, str) for value in known):
-        places = {value: (index + 0.5) / len(known) for index, value in enumerate(known)}
+    distinct: Any = list(dict.fromkeys(value for value in values if value is not None))
+    if any(isinstance(value, str) for value in distinct):
+        places = {value: (index + 0.5) / len(distinct) for index, value in enumerate(distinct)}
     else:
-        known.sort()
-        is_log = bool(known) and known[0] > 0 and known[-1] > 8 * known[0]
-        at = [math.log(value) if is_log else value for value in known]
-        span = (at[-1] - at[0]) if len(at) > 1 else 0.0
-        places = {value: 0.04 + 0.92 * (x - at[0]) / span if span else 0.5 for value, x in zip(known, at, strict=True)}
+        distinct.sort()
+        places = _places_of_numbers(distinct)
     ticks: list[tuple[float, str]] = []
     # A label needs room; both ends have one.
-    for value in known:
+    for value in distinct:
         label = value[:24] if isinstance(value, str) else number(value, 4)
         if ticks and places[value] - ticks[-1][0] < 1 / 14:
-            if value != known[-1]:
+            if value != distinct[-1]:
                 continue
             ticks.pop()
         ticks.append((round(places[value], 4), label))
     return {"name": name, "ticks": ticks}, [None if value is None else round(places[value], 4) for value in values]
 
 
+def _places_of_numbers(ascending: Sequence[float]) -> dict[float, float]:
+    """Returns where numbers are on an axis from 0 to 1, with a margin; a wide range of positive ones by logarithm."""
+    if not ascending:
+        return {}
+    is_log = ascending[0] > 0 and ascending[-1] > 8 * ascending[0]
+    at = [math.log(value) if is_log else value for value in ascending]
+    span = at[-1] - at[0]
+    places: dict[float, float] = {}
+    for value, position in zip(ascending, at, strict=True):
+        places[value] = 0.04 + 0.92 * (position - at[0]) / span if span else 0.5
+    return places
+
+
 def _as_number(value: str | None) -> float | str | None:
     try:
-        found = float(value or "")
+        as_number = float(value or "")
     except ValueError:
         return value
-    return found if abs(found) < 1e100 else value
+    return as_number if abs(as_number) < 1e100 else value
 
 
 def _best_so_far(runs: Sequence[Fact], metric: str) -> Block:
     """Returns each run's best value in the order in which the runs ended, and the best up to then."""
-    order = sorted((run["attempts"][-1]["end_time_unix_s"], run["index"], run) for run in runs if run["attempts"])
-    ended = [(place, run) for place, (_, _, run) in enumerate(order, 1)]
-    valued = [(place, run) for place, run in ended if run["value"] is not None]
-    x, y = [place for place, _ in valued], [run["value"] for _, run in valued]
+    ended = [run for run in runs if run["attempts"]]
+    ended.sort(key=lambda run: (run["attempts"][-1]["end_time_unix_s"], run["index"]))
+    x: list[int] = []
+    y: list[float] = []
+    labels: list[str] = []
+    failed: list[tuple[int, str, str]] = []
+    for place, run in enumerate(ended, 1):
+        if run["value"] is not None:
+            x.append(place)
+            y.append(run["value"])
+            labels.append(run["label"])
+        if run["has_failed"]:
+            failed.append((place, f"{run['label']}: {run['state']}", "event"))
     best = list(accumulate(y, max if largest_is_best(metric) else min))
-    failed = [(place, f"{run['label']}: {run['state']}", "event") for place, run in ended if run["has_failed"]]
+    # The best value so far holds until the last run that has ended.
     curves = [
         Curve(name="best so far", x=[*x, len(ended)] if y else [], y=[*best, *best[-1:]], kind="steps"),
-        Curve(name="runs", x=x, y=y, kind="dots", colour="quiet", labels=[run["label"] for _, run in valued]),
+        Curve(name="runs", x=x, y=y, kind="dots", colour="quiet", labels=labels),
     ]
     title, x_label = f"Best so far: {metric.replace('_', ' ')}", "runs that have ended, in order"
     return plot("best", title, curves, x_label=x_label, marks=failed[:_MOST_MARKS], is_wide=True)
@@ -211,17 +280,24 @@ def _curves(elements: Sequence[Element], runs: Sequence[Fact], metric: str) -> l
     curves: dict[str, list[Curve]] = {key: [] for key in dict.fromkeys(("loss", metric))}
     for run in _best_last(runs):
         series = read_series(files[run["index"]])
-        for key, of_key in curves.items():
-            style = {"colour": run["colour"], "run": run["index"]}
-            of_key.append(line(run["label"], *series.points(key), most=most, band=False, **style))
-    return drawn([plot(f"runs_{key}", titles[key], of_key) for key, of_key in curves.items()])
+        for key, lines in curves.items():
+            x, y = series.points(key)
+            lines.append(line(run["label"], x, y, most=most, band=False, colour=run["colour"], run=run["index"]))
+    return drawn([plot(f"runs_{key}", titles[key], lines) for key, lines in curves.items()])
 
 
-def _own_settings(configs: Sequence[Mapping[str, Any]], given: Sequence[str]) -> set[str]:
+def _different_settings(configs: Sequence[Mapping[str, Any]], trials: Sequence[Fact]) -> set[str]:
     """Returns the keys that the runs do not share; a file that the sweep names may set more than its words."""
-    swept = tuple(f"{key}." for key in given)
-    return {
-        key
-        for key, value in (configs[0] if configs else {}).items()
-        if f"{key}.".startswith(swept) or any(key not in other or other[key] != value for other in configs)
-    }
+    if not configs:
+        return set()
+    swept: set[str] = set()
+    for trial in trials:
+        swept |= {f"{key}." for key in trial["given"]}
+    prefixes = tuple(swept)
+    first = configs[0]
+    different: set[str] = set()
+    for key, value in first.items():
+        is_swept = f"{key}.".startswith(prefixes)
+        if is_swept or any(key not in config or config[key] != value for config in configs):
+            different.add(key)
+    return different
