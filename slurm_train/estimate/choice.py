@@ -55,8 +55,10 @@ def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> 
         return config, ""
     half = in_half(config, on_gpu=has_gpus(config, env))
     # Of a range of nodes the fewest: on more nodes each rank has less.
-    is_range, world = world.min_nodes is not None, next(world.possible())
-    card, typed = card_of(config, env), _way(config, world, half=half)
+    is_range = world.min_nodes is not None
+    world = next(world.possible())
+    card = card_of(config, env)
+    typed = _way(config, world, half=half)
     if card is None or typed is None or typed.memory_bytes <= USABLE * card.memory_bytes:
         return config, ""
     asked = config.parallel
@@ -72,8 +74,8 @@ def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> 
             f"does not fit: {needed}; the least, {_in_words(least, typed)}, needs {byte_size(least.memory_bytes)}; "
             f"take more GPUs, or see `plan --suggest {card.memory_bytes >> 30}`"
         )
-    best = min(way.slowness for way in fitting)
-    chosen = next(way for way in _fastest_of_each(fitting) if way.slowness <= (1 + ALIKE) * best)
+    slowest = (1 + ALIKE) * min(way.slowness for way in fitting)
+    chosen = next(way for way in _fastest_of_each(fitting) if way.slowness <= slowest)
     return chosen.config, f"{_in_words(chosen, typed)}, since {needed}; this one {byte_size(chosen.memory_bytes)}"
 
 
@@ -90,9 +92,11 @@ def _ways(config: RunConfig, world: World, typed: ParallelLayout, *, half: bool,
     """Yields the ways to run a configuration with other shards, micro-batches and kinds of checkpointing."""
     batch = solve_batch(config.batch, ranks=typed.data_parallel_size, stages=typed.pp)
     # The batch of a range of nodes suits all of its sizes.
-    is_open = config.batch.local_size is config.batch.accumulation is None and not is_range
-    share = batch.local_size * batch.accumulation
-    sizes = [size for size in range(batch.local_size, 0, -1) if share % size == 0] if is_open else [batch.local_size]
+    is_open = config.batch.local_size is None and config.batch.accumulation is None and not is_range
+    sizes = [batch.local_size]
+    if is_open:
+        share = batch.local_size * batch.accumulation
+        sizes = [size for size in range(batch.local_size, 0, -1) if share % size == 0]
     first = RECOMPUTES.index(config.parallel.activation_checkpointing)
     for shards in _numbers_of_shards(world, typed):
         for size in sizes:
@@ -112,7 +116,8 @@ def _numbers_of_shards(world: World, typed: ParallelLayout) -> list[int]:
     on_node = world.ranks_per_node[0] // (typed.tp * typed.cp)
     if not world.is_even or on_node < 1 or left % on_node:
         return [1, left]
-    return [1, *(on_node * nodes for nodes in range(1, left // on_node + 1) if left // on_node % nodes == 0)]
+    num_nodes = left // on_node
+    return [1, *(on_node * nodes for nodes in range(1, num_nodes + 1) if num_nodes % nodes == 0)]
 
 
 def _way(config: RunConfig, world: World, *, half: bool) -> _Way | None:
@@ -136,7 +141,8 @@ def _grown(config: RunConfig, batch: BatchPlan) -> BatchPlan:
 
 def _in_words(way: _Way, typed: _Way) -> str:
     """Returns what is chosen, e.g. "parallel.dp_shard=8 (FSDP2), batch.local_size=1"."""
-    config, old = way.config, typed.config
+    config = way.config
+    old = typed.config
     parts = [f"parallel.dp_shard={way.shards}"] if way.shards > 1 else []
     if config.parallel.activation_checkpointing != old.parallel.activation_checkpointing:
         parts.append(f"parallel.activation_checkpointing={config.parallel.activation_checkpointing}")

@@ -45,7 +45,10 @@ _TOKENS_PER_STEP = 1 << 24
 
 def traffic(facts: LayoutFacts) -> dict[str, int]:
     """Returns the bytes that a rank of the stage that holds most sends in one step, by axis of more than one rank."""
-    shape, layout, settings, passes = facts.shape, facts.layout, facts.settings, facts.batch.accumulation
+    shape = facts.shape
+    layout = facts.layout
+    settings = facts.settings
+    passes = facts.batch.accumulation
     held = max(facts.held(stage) for stage in range(layout.pp))
     gathers = 2 if settings.reshard_after_forward else 1
     # A pipeline keeps its parameters gathered and reduces once; else both happen for every micro-batch.
@@ -84,14 +87,17 @@ def slowness(facts: LayoutFacts) -> float:
 
 def tokens_per_s(facts: LayoutFacts, world: World) -> float:
     """Returns the tokens of all ranks together per second."""
-    shape, layout, batch = facts.shape, facts.layout, facts.batch
+    shape = facts.shape
+    layout = facts.layout
+    batch = facts.batch
     tokens = batch.global_size * facts.positions
     matrices = shape.num_layers * shape.matrices_in_block(tp=1) + shape.vocab_size * shape.width
     # Six operations per number of a matrix; attention's two products look back half a sequence on average.
     operations = tokens * (6 * matrices + 6 * shape.num_layers * facts.positions * shape.width)
     share = facts.blocks(0) * layout.pp / shape.num_layers  # of the stage that has most
     compute_s = operations * slowness(facts) * share / (layout.world_size * FLOPS)
-    waits, hidden = 0.0, 0.0
+    waits = 0.0
+    hidden = 0.0
     for axis, num_bytes in traffic(facts).items():
         sending_s = num_bytes / INSIDE_NODE
         if spans_nodes(layout, world, axis):
@@ -105,8 +111,7 @@ def tokens_per_s(facts: LayoutFacts, world: World) -> float:
             waits += sending_s
     waits += max(0.0, hidden - _HIDDEN * compute_s)
     settings = facts.settings
-    schedule, per_rank = settings.pipeline_schedule, settings.stages_per_rank
-    idle = pipeline_bubble(layout, batch, stages_per_rank=per_rank, schedule=schedule)
+    idle = pipeline_bubble(layout, batch, stages_per_rank=settings.stages_per_rank, schedule=settings.pipeline_schedule)
     return tokens / ((compute_s + waits) / (1 - idle))
 
 
@@ -126,7 +131,9 @@ class Suggestion:
     @property
     def words(self) -> str:
         """What to type for it."""
-        layout, settings, batch = self.facts.layout, self.facts.settings, self.facts.batch
+        layout = self.facts.layout
+        settings = self.facts.settings
+        batch = self.facts.batch
         chosen: dict[str, object] = {"dp_replicate": layout.dp_replicate, **layout.as_mapping}
         if settings.sequence_parallel:
             chosen["sequence_parallel"] = "true"
@@ -170,30 +177,42 @@ def suggest_layouts(
             "there is no estimate for this model, so no layout can be suggested",
             hint="model=gpt has one; a model of your own is measured by `plan --measure`",
         )
-    if config.batch.global_size is config.batch.accumulation is None:
+    if config.batch.global_size is None and config.batch.accumulation is None:
         # A global batch that does not depend on the layout, and that all ranks share equally.
         share = (config.batch.local_size or 1) * _SAMPLES_PER_RANK
         most = min(_TOKENS_PER_STEP // (share * alone.positions), world.size)
         shares = max((part for part in range(1, most + 1) if world.size % part == 0), default=1)
         config = replace(config, batch=replace(config.batch, global_size=share * shares))
     legal = list(_legal(config, world))
-    found = _fitting(legal, world, memory_bytes)
     num_legal = len({layout for layout, _ in legal})
-    if not found:
+    fitting = _fitting(legal, world, memory_bytes)
+    if not fitting:
         return num_legal, []
-    fastest = max(found, key=lambda layout: layout.tokens_per_s)
-    best = [*found[: count - 1], fastest] if fastest not in found[:count] else found[:count]
+    best = fitting[:count]
+    fastest = max(fitting, key=lambda suggestion: suggestion.tokens_per_s)
+    if fastest not in best:
+        best = [*fitting[: count - 1], fastest]
     labels = {id(fastest): "fastest", id(best[0]): "best"}
-    chosen = [replace(layout, label=labels.get(id(layout), "")) for layout in best]
-    parts = (World(world.ranks_per_node[:nodes]) for nodes in _divisors(world.num_nodes)[:-1])
-    fitting = (_fitting(list(_legal(config, part)), part, memory_bytes) for part in parts)
-    smallest = next((few[0] for few in fitting if few), None)
-    return num_legal, chosen if smallest is None else [*chosen, replace(smallest, label="smallest")]
+    chosen = [replace(suggestion, label=labels.get(id(suggestion), "")) for suggestion in best]
+    smallest = _smallest(config, world, memory_bytes)
+    if smallest is not None:
+        chosen.append(replace(smallest, label="smallest"))
+    return num_legal, chosen
+
+
+def _smallest(config: RunConfig, world: World, memory_bytes: int) -> Suggestion | None:
+    """Returns the best layout on as few nodes as possible; None where that takes all nodes."""
+    for num_nodes in _divisors(world.num_nodes)[:-1]:
+        part = World(world.ranks_per_node[:num_nodes])
+        fitting = _fitting(list(_legal(config, part)), part, memory_bytes)
+        if fitting:
+            return fitting[0]
+    return None
 
 
 def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memory_bytes: int) -> list[Suggestion]:
     """Returns what fits, best first; of a layout the way of cutting the batch and recomputing that is fastest."""
-    found: dict[ParallelLayout, Suggestion] = {}
+    suggestions: dict[ParallelLayout, Suggestion] = {}
     ended: set[ParallelLayout] = set()
     for layout, facts in legal:
         if layout in ended:
@@ -204,10 +223,10 @@ def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memo
                 ended.add(layout)  # larger micro-batches come after this one
             continue
         speed = tokens_per_s(facts, world)
-        if layout not in found or speed > found[layout].tokens_per_s:
-            found[layout] = Suggestion(world=world, facts=facts, memory_bytes=needed, tokens_per_s=speed)
-    best = max((layout.tokens_per_s for layout in found.values()), default=1.0)
-    return sorted(found.values(), key=lambda layout: _order(layout, best=best))
+        if layout not in suggestions or speed > suggestions[layout].tokens_per_s:
+            suggestions[layout] = Suggestion(world=world, facts=facts, memory_bytes=needed, tokens_per_s=speed)
+    best = max((suggestion.tokens_per_s for suggestion in suggestions.values()), default=1.0)
+    return sorted(suggestions.values(), key=lambda suggestion: _order(suggestion, best=best))
 
 
 def _order(suggestion: Suggestion, *, best: float) -> tuple[int, int, float, int, str]:
@@ -235,7 +254,9 @@ def _legal(config: RunConfig, world: World) -> Iterator[tuple[ParallelLayout, La
 
 def _cuts(config: RunConfig, layout: ParallelLayout) -> Iterator[LayoutFacts]:
     """Yields what is known of a layout for each size of micro-batch that the batch can be cut into."""
-    asked, size, half = config.batch, 1, config.train.precision != "float32"
+    asked = config.batch
+    half = config.train.precision != "float32"
+    size = 1
     while asked.local_size is not None or size * layout.data_parallel_size <= (asked.global_size or 1):
         try:
             cut = asked if asked.local_size is not None else replace(asked, local_size=size)
@@ -263,4 +284,4 @@ def _degrees(ranks: int) -> Iterator[dict[str, int]]:
 
 @functools.cache
 def _divisors(number: int) -> list[int]:
-    return [layout for layout in range(1, number + 1) if number % layout == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -155,18 +155,40 @@ def plot(key: str, title: str, curves: Sequence[Curve], *, unit: str = "", linea
             "event" (bad) or "calm"; "from_zero", whether the linear axis begins at 0; "is_wide".
     """
     shown = [curve for curve in curves if len(curve.x)]
-    x = sorted({value for curve in shown for value in curve.x})
-    middle = [value for curve in shown for value in curve.y]
-    least = min((value for curve in shown for value in (*curve.y, *curve.low)), default=0.0)
-    scales = ["linear"]
-    if least > 0 and max(middle) > min(middle):
-        scales = ["log", "linear"] if max(middle) > _LOG_ABOVE * min(middle) and not linear else ["linear", "log"]
+    places: set[float] = set()
+    values: list[float] = []
+    for curve in shown:
+        places.update(curve.x)
+        values += curve.y
+    x = sorted(places)
     factor = 1.0
-    if unit == "s" and max(middle, default=2.0) < 2:
-        unit, factor = "ms", 1000.0
-    found: Block = {"key": key, "title": title, "x_label": "step", "unit": unit, "scales": scales, "marks": []}
-    found |= {"from_zero": False, "is_wide": False, **more}
-    return found | {"x": list(map(_short, x)), "curves": [_as_block(curve, x, factor) for curve in shown]}
+    if unit == "s" and max(values, default=2.0) < 2:
+        unit = "ms"
+        factor = 1000.0
+    block: Block = {
+        "key": key,
+        "title": title,
+        "x_label": "step",
+        "unit": unit,
+        "scales": _scales(shown, values, linear=linear),
+        "marks": [],
+        "from_zero": False,
+        "is_wide": False,
+    }
+    block |= more
+    block["x"] = [_short(place) for place in x]
+    block["curves"] = [_as_block(curve, x, factor) for curve in shown]
+    return block
+
+
+def _scales(curves: Sequence[Curve], values: Sequence[float], *, linear: bool) -> list[str]:
+    """Returns the scales of the y axis that a plot can have, the one to begin with first."""
+    least = min((value for curve in curves for value in (*curve.y, *curve.low)), default=0.0)
+    if least <= 0 or max(values) == min(values):
+        return ["linear"]
+    if linear or max(values) <= _LOG_ABOVE * min(values):
+        return ["linear", "log"]
+    return ["log", "linear"]
 
 
 def drawn(plots: Sequence[Block]) -> list[Block]:
@@ -175,13 +197,15 @@ def drawn(plots: Sequence[Block]) -> list[Block]:
 
 
 def _as_block(curve: Curve, x: Sequence[float], factor: float) -> Block:
-    found: Block = {"name": curve.name, "colour": curve.colour, "kind": curve.kind, "run": curve.run}
-    columns: dict[str, Sequence[Any]] = {"y": curve.y, "low": curve.low, "high": curve.high}
-    columns = {name: [_short(factor * value) for value in values] for name, values in columns.items()}
-    for name, values in (columns | {"labels": curve.labels}).items():
-        if values:
-            found[name] = list(map(dict(zip(curve.x, values, strict=True)).get, x))
-    return found
+    block: Block = {"name": curve.name, "colour": curve.colour, "kind": curve.kind, "run": curve.run}
+    columns: dict[str, Sequence[Any]] = {"labels": curve.labels}
+    for name, values in (("y", curve.y), ("low", curve.low), ("high", curve.high)):
+        columns[name] = [_short(factor * value) for value in values]
+    for name, column in columns.items():
+        if column:
+            at = dict(zip(curve.x, column, strict=True))
+            block[name] = [at.get(place) for place in x]
+    return block
 
 
 def _short(value: float) -> int | float:

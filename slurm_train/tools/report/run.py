@@ -13,7 +13,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -83,12 +83,17 @@ def run_document(run: RunDirectory, *, state: str, note: str = "", nodelist: str
         now_unix_s: the time of day.
     """
     attempts = read_attempts(run, until_unix_s=now_unix_s if state == "running" else None)
-    series, events, saves, settings = read_series(run.metrics), read_events(run), read_saves(run), read_settings(run)
-    ranks, changes, stored = _ranks(run, attempts), [], []
+    series = read_series(run.metrics)
+    events = read_events(run)
+    saves = read_saves(run)
+    ranks = _ranks(run, attempts)
+    changes: list[Fact] = []
+    stored: list[tuple[int, int | None]] = []
     with contextlib.suppress(*_DAMAGE):
         changes = [asdict(change) for change in read_changes(run)]
-        for path, found in survey(run.checkpoints, check_sizes):
-            stored.append((name_of(path).step, None if isinstance(found, SlurmTrainError) else found.num_bytes))
+        for path, manifest in survey(run.checkpoints, check_sizes):
+            num_bytes = None if isinstance(manifest, SlurmTrainError) else manifest.num_bytes
+            stored.append((name_of(path).step, num_bytes))
     for event in events:
         event.pop("sample_ids", None)
         event["is_calm"] = event.get("event") in CALM_EVENTS
@@ -120,7 +125,7 @@ def run_document(run: RunDirectory, *, state: str, note: str = "", nodelist: str
         "stored": stored[::-1],
         "num_events": len(events),
         "events": events[-_MOST_ROWS:],
-        "settings": settings,
+        "settings": read_settings(run),
         "provenance": provenance(read_json(run.provenance) or {}),
         "environment": environment_of(run),
     }
@@ -132,7 +137,8 @@ def _progress(run: RunDirectory, series: Series) -> Fact:
     evaluations: list[tuple[str, float, float | None]] = []
     for key in series.evaluations:
         steps, values = series.points(key)
-        if (final := as_float(result.get(key))) is not None:
+        final = as_float(result.get(key))
+        if final is not None:
             evaluations.append((key, final, None))
         elif len(values):
             evaluations.append((key, values[-1], steps[-1]))
@@ -157,7 +163,9 @@ def read_config(path: Path) -> Mapping[str, Any]:
 def read_settings(run: RunDirectory, *, leave_out: Collection[str] = ()) -> list[Fact]:
     """Returns the settings of a run but for some keys: key, value, default, and whether it was chosen."""
     config = read_config(run.config)
-    return [asdict(setting) for setting in list_settings(config) if setting.key not in leave_out] if config else []
+    if not config:
+        return []
+    return [asdict(setting) for setting in list_settings(config) if setting.key not in leave_out]
 
 
 def provenance(value: Any) -> Any:
@@ -165,7 +173,9 @@ def provenance(value: Any) -> Any:
     if isinstance(value, str):
         lines = value.splitlines()
         left = len(lines) - _MOST_LINES
-        return "\n".join([*lines[:_MOST_LINES], f"... {left} more lines in provenance.json"]) if left > 0 else value
+        if left <= 0:
+            return value
+        return "\n".join([*lines[:_MOST_LINES], f"... {left} more lines in provenance.json"])
     if isinstance(value, list):
         return list(map(provenance, value))
     if isinstance(value, Mapping):
@@ -183,24 +193,43 @@ def _column(series: Series, key: str, name: str, *, factor: float = 1.0, **more:
 
 def _training_plots(series: Series, events: Sequence[Fact]) -> list[Block]:
     curves = [_column(series, "loss", "training"), _column(series, "eval_loss", "held out", colour="two")]
+    marks = [*_attempt_marks(series), *_event_marks(events)]
+    others = []
+    for key in series.evaluations:
+        if key != "eval_loss":
+            name = key.removeprefix("eval_").replace("_", " ")
+            others.append(plot(key, f"Held-out {name}", [_column(series, key, name, colour="two")]))
+    rate = _column(series, "lr", "Learning rate", colour="three")
+    others.append(plot("lr", rate.name, [rate], from_zero=True, linear=True))
+    norm = _column(series, "grad_norm", "Gradient norm before clipping")
+    others.append(plot("grad_norm", norm.name, [norm]))
+    return [plot("loss", "Loss", curves, marks=marks, is_wide=True), *drawn(others)]
+
+
+_Mark = tuple[float, str, str]
+"""Place on the x axis, text, kind; see `plot`."""
+
+
+def _attempt_marks(series: Series) -> list[_Mark]:
+    """Returns a mark where each further attempt begins; none where there are too many to tell apart."""
     columns = series.columns
-    attempts = list(zip(columns["attempt"], columns["step"], strict=True)) if "attempt" in columns else []
-    changes = [(step, f"attempt {new:.0f}", "attempt") for (old, _), (new, step) in pairwise(attempts) if new != old]
-    marks = changes if len(changes) <= _MOST_ATTEMPT_MARKS else []
+    if "attempt" not in columns:
+        return []
+    marks: list[_Mark] = []
+    for (old, _), (new, step) in pairwise(zip(columns["attempt"], columns["step"], strict=True)):
+        if new != old:
+            marks.append((step, f"attempt {new:.0f}", "attempt"))
+    return marks if len(marks) <= _MOST_ATTEMPT_MARKS else []
+
+
+def _event_marks(events: Sequence[Fact]) -> list[_Mark]:
+    marks: list[_Mark] = []
     for event in events[-_MOST_EVENT_MARKS:]:
-        if (step := as_float(event.get("step"))) is not None:
+        step = as_float(event.get("step"))
+        if step is not None:
             name = str(event.get("event")).replace("_", " ")
             marks.append((step, f"{name} at step {step:.0f}", "calm" if event["is_calm"] else "event"))
-    names = {key: key.removeprefix("eval_").replace("_", " ") for key in series.evaluations if key != "eval_loss"}
-    evaluations = [plot(key, f"Held-out {of}", [_column(series, key, of, colour="two")]) for key, of in names.items()]
-    rate, norm = "Learning rate", "Gradient norm before clipping"
-    rates = [_column(series, "lr", rate, colour="three")]
-    others = [
-        *evaluations,
-        plot("lr", rate, rates, from_zero=True, linear=True),
-        plot("grad_norm", norm, [_column(series, "grad_norm", norm)]),
-    ]
-    return [plot("loss", "Loss", curves, marks=marks, is_wide=True), *drawn(others)]
+    return marks
 
 
 _SPEEDS = {
@@ -223,15 +252,17 @@ def _speed_plots(series: Series) -> list[Block]:
 def _save_plot(saves: Sequence[Fact]) -> Block:
     curves = []
     for name, key, colour in (("until durable", "save_s", "one"), ("training paused", "stall_s", "two")):
-        points = sorted(
-            (step, seconds, byte_size(as_float(save.get("bytes")) or 0.0))
-            for save in saves
-            if not save.get("error")
-            for step, seconds in [(as_float(save.get("step")), as_float(save.get(key)))]
-            if step is not None and seconds is not None
-        )
-        x, y, labels = ([point[place] for point in points] for place in range(3))
-        curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))  # type: ignore[arg-type]
+        points: list[tuple[float, float, str]] = []
+        for save in saves:
+            step = as_float(save.get("step"))
+            seconds = as_float(save.get(key))
+            if step is not None and seconds is not None and not save.get("error"):
+                points.append((step, seconds, byte_size(as_float(save.get("bytes")) or 0.0)))
+        points.sort()
+        x = [step for step, _, _ in points]
+        y = [seconds for _, seconds, _ in points]
+        labels = [size for _, _, size in points]
+        curves.append(Curve(name=name, x=x, y=y, kind="dots", colour=colour, labels=labels))
     return plot("saves", "Time of a save", curves, unit="s", from_zero=True)
 
 
@@ -247,34 +278,47 @@ def read_attempts(run: RunDirectory, *, until_unix_s: float | None) -> list[Fact
         run: the run.
         until_unix_s: the end of the newest attempt if it still runs, None if it does not.
     """
-    found: list[Fact] = []
+    attempts: list[Fact] = []
     with contextlib.suppress(*_DAMAGE):
         for entry in read_ledger(run):
-            numbers = [key for key in entry if key.endswith("_s") or key in ("world_size", "first_step", "last_step")]
-            found.append(
-                {key: value for key, value in entry.items() if key not in numbers or as_float(value) is not None}
-            )
-    attempts = [entry for entry in found if "time_unix_s" in entry]
+            valid = _with_valid_numbers(entry)
+            if "time_unix_s" in valid:
+                attempts.append(valid)
     step_before = 0.0
     for entry in attempts:
         if "end_time_unix_s" not in entry:
             _close(run, entry, step_before, until_unix_s if entry is attempts[-1] else None)
         entry["end_time_unix_s"] = max(entry["time_unix_s"], entry["end_time_unix_s"])
         entry["seconds"] = _seconds_of(entry)
-        if isinstance(nodes := entry.get("nodes"), list):
+        nodes = entry.get("nodes")
+        if isinstance(nodes, list):
             entry["nodes"] = compact_nodelist(list(map(str, nodes)))
         step_before = max(step_before, entry.get("last_step", 0))
     return attempts
 
 
+def _with_valid_numbers(entry: Mapping[str, Any]) -> Fact:
+    """Returns a line of the ledger without what should be a number and is none."""
+    valid: Fact = {}
+    for key, value in entry.items():
+        is_number = key.endswith("_s") or key in ("world_size", "first_step", "last_step")
+        if not is_number or as_float(value) is not None:
+            valid[key] = value
+    return valid
+
+
 def _close(run: RunDirectory, entry: Fact, step_before: float, until_unix_s: float | None) -> None:
     """Gives an attempt an end: `until_unix_s` where it runs, else the newest time on record."""
-    attempt, start, end = entry["attempt"], entry["time_unix_s"], until_unix_s
+    attempt = entry["attempt"]
+    start = entry["time_unix_s"]
+    end = until_unix_s
     entry["reason"] = "running"
     if end is None:
-        times = [(read_json(run.account(attempt)) or {}).get("end_unix_s")]
-        times += [record.get("time_unix_s") for record in last_lines(run.metrics) if record.get("attempt") == attempt]
-        end = max((known for moment in times if (known := as_float(moment)) is not None), default=start)
+        times = [as_float((read_json(run.account(attempt)) or {}).get("end_unix_s"))]
+        for record in last_lines(run.metrics):
+            if record.get("attempt") == attempt:
+                times.append(as_float(record.get("time_unix_s")))
+        end = max((time for time in times if time is not None), default=start)
         entry["reason"] = "no end on record"
     entry["end_time_unix_s"] = end
     with contextlib.suppress(*_DAMAGE):
@@ -298,16 +342,21 @@ def _seconds_of(entry: Fact) -> dict[str, float]:
 def time_by_cause(attempts: Sequence[Fact]) -> Fact:
     """Returns the time of all attempts: seconds, and seconds of all devices, by cause; goodput; names of the causes.
 
-    Goodput is None where it is not known. No device is held while a job waits.
+    Goodput is None where it is not known.
     """
-    seconds, device_s = Counter[str](), Counter[str]()
+    seconds: Counter[str] = Counter()
+    device_s: Counter[str] = Counter()
     for entry in attempts:
-        seconds.update(entry["seconds"])
-        device_s.update({cause: spent * entry.get("world_size", 1) for cause, spent in entry["seconds"].items()})
+        num_devices = entry.get("world_size", 1)
+        for cause, spent in entry["seconds"].items():
+            seconds[cause] += spent
+            # No device is held while a job waits.
+            if cause != "queue_s":
+                device_s[cause] += spent * num_devices
     return {
         "names": CAUSES,
         "seconds": {cause: seconds[cause] for cause in CAUSES if cause in seconds},
-        "device_s": {cause: spent for cause, spent in device_s.items() if cause != "queue_s"},
+        "device_s": dict(device_s),
         "held_s": sum(map(held_s, attempts)),
         "held_device_s": sum(held_s(entry) * entry.get("world_size", 1) for entry in attempts),
         "goodput": goodput(attempts).share if any("step_s" in entry for entry in attempts) else None,
@@ -324,7 +373,10 @@ def _ranks(run: RunDirectory, attempts: Sequence[Fact]) -> Fact | None:
     Times are a list: 5 %, median, 95 %, 99 %, longest.
     """
     records = {entry["attempt"]: read_step_times(run, entry["attempt"]) for entry in attempts}
-    counts = {attempt: max(time.step.num for time in times) for attempt, times in records.items() if times}
+    counts: dict[int, int] = {}
+    for number, times in records.items():
+        if times:
+            counts[number] = max(rank_times.step.num for rank_times in times)
     if not counts:
         return None
     attempt = max(counts, key=lambda number: (counts[number], number))
@@ -346,15 +398,20 @@ def _ranks(run: RunDirectory, attempts: Sequence[Fact]) -> Fact | None:
 
 
 def _rank_plots(ranks: Sequence[Fact]) -> list[Block]:
-    x, hosts = [float(rank_row["rank"]) for rank_row in ranks], [rank_row["host"] for rank_row in ranks]
-    nodes = [(host, next(of_host)) for host, of_host in groupby(range(len(hosts)), key=hosts.__getitem__)]
-    marks = [(x[first] - 0.5, host, "node") for host, first in nodes] if 1 < len(nodes) <= _MOST_NODE_MARKS else []
+    x = [float(row["rank"]) for row in ranks]
+    hosts = [row["host"] for row in ranks]
+    marks: list[_Mark] = []
+    for position, host in enumerate(hosts):
+        if position == 0 or host != hosts[position - 1]:
+            marks.append((x[position] - 0.5, host, "node"))
+    if not 1 < len(marks) <= _MOST_NODE_MARKS:
+        marks = []
     plots = []
     for key, title, name in (
         ("rank_step_time", "Step time by rank", "step_s"),
         ("rank_data_wait", "Wait for data by rank", "data_s"),
     ):
-        low, middle, high, late, longest = map(list, zip(*(rank_row[name] for rank_row in ranks), strict=True))
+        low, middle, high, late, longest = ([row[name][place] for row in ranks] for place in range(5))
         curves = [
             Curve(name="longest", x=x, y=longest, kind="dots", colour="quiet"),
             Curve(name="99 %", x=x, y=late, kind="dots", colour="two"),
@@ -366,38 +423,53 @@ def _rank_plots(ranks: Sequence[Fact]) -> list[Block]:
 
 def _stragglers(windows: Sequence[PaceWindow]) -> Fact | None:
     """Returns who held the others up, and the map of the attempt with the longest record; None without a record."""
-    several, seconds = [window for window in windows if len(window.ranks) > 1], Counter[int]()
-    for window in several:
-        seconds[window.attempt] += window.end_unix_s - window.begin_unix_s  # type: ignore[assignment]  # of floats
+    several = [window for window in windows if len(window.ranks) > 1]
     if not several:
         return None
+    seconds: dict[int, float] = {}
+    for window in several:
+        seconds[window.attempt] = seconds.get(window.attempt, 0.0) + window.end_unix_s - window.begin_unix_s
     attempt = max(seconds, key=lambda number: (seconds[number], number))
-    own = [window for window in several if window.attempt == attempt]
+    of_attempt = [window for window in several if window.attempt == attempt]
     # Ranks do not change within an attempt; a line that says otherwise is damaged.
-    own = [window for window in own if len(window.ranks) == len(own[0].ranks)]
+    of_attempt = [window for window in of_attempt if len(window.ranks) == len(of_attempt[0].ranks)]
     findings = []
     for first, finding in all_findings(windows):
-        key = (first.attempt, finding.kind, finding.ranks)
-        last = [
-            window
-            for window in windows
-            for other in window.findings
-            if (window.attempt, other.kind, other.ranks) == key
-        ][-1]
-        span = {"attempt": first.attempt, "begin_unix_s": first.begin_unix_s, "end_unix_s": last.end_unix_s}
+        end_unix_s = _last_window(windows, first.attempt, finding).end_unix_s
+        span = {"attempt": first.attempt, "begin_unix_s": first.begin_unix_s, "end_unix_s": end_unix_s}
         findings.append(asdict(finding) | span)
-    ranks = []
-    for rank, pace in enumerate(own[0].ranks):
-        paces = [window.ranks[rank] for window in own]
-        means = {name: fmean(getattr(pace, name) for pace in paces) for name in ("own_s", "wait_s", "data_s")}
-        named = sum(rank in finding.ranks for window in own for finding in window.findings)
-        ranks.append({"rank": rank, "host": pace.host, **means, "named": named})
     return {
         "attempt": attempt,
         "num_windows": len(windows),
         "findings": findings,
-        "ranks": ranks,
-        "map": _heat_map(own),
+        "ranks": [_pace_of(rank, of_attempt) for rank in range(len(of_attempt[0].ranks))],
+        "map": _heat_map(of_attempt),
+    }
+
+
+def _last_window(windows: Sequence[PaceWindow], attempt: int, finding: Any) -> PaceWindow:
+    """Returns the last window of an attempt that has a finding of the same kind about the same ranks."""
+    for window in reversed(windows):
+        if window.attempt != attempt:
+            continue
+        if any((other.kind, other.ranks) == (finding.kind, finding.ranks) for other in window.findings):
+            return window
+    raise AssertionError(f"no window of attempt {attempt} has {finding}")
+
+
+def _pace_of(rank: int, windows: Sequence[PaceWindow]) -> Fact:
+    """Returns a rank's mean times over windows, and how many findings name it."""
+    paces = [window.ranks[rank] for window in windows]
+    num_findings = 0
+    for window in windows:
+        num_findings += sum(rank in finding.ranks for finding in window.findings)
+    return {
+        "rank": rank,
+        "host": paces[0].host,
+        "own_s": fmean(pace.own_s for pace in paces),
+        "wait_s": fmean(pace.wait_s for pace in paces),
+        "data_s": fmean(pace.data_s for pace in paces),
+        "named": num_findings,
     }
 
 
@@ -410,12 +482,11 @@ def _heat_map(windows: Sequence[PaceWindow]) -> Fact:
     columns = [windows[first : first + width] for first in range(0, len(windows), width)]
     excess = []
     for column in columns:
-        own_s = [
-            fmean(of_rank) for of_rank in zip(*([rank.own_s for rank in point.ranks] for point in column), strict=True)
-        ]
+        num_ranks = len(column[0].ranks)
+        means_s = [fmean(window.ranks[rank].own_s for window in column) for rank in range(num_ranks)]
         # Of an even number the lower of the two in the middle: of two ranks the quick one is what the other should be.
-        middle = sorted(own_s)[(len(own_s) - 1) // 2]
-        excess.append([round(100 * (own / middle - 1)) if middle > 0 else 0 for own in own_s])
+        middle_s = sorted(means_s)[(num_ranks - 1) // 2]
+        excess.append([round(100 * (mean_s / middle_s - 1)) if middle_s > 0 else 0 for mean_s in means_s])
     return {
         "edges_unix_s": [*(column[0].begin_unix_s for column in columns), windows[-1].end_unix_s],
         "percent": list(zip(*excess, strict=True)),
