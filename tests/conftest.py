@@ -20,7 +20,7 @@ _WANTED = ClusterPlan(nodes=4, gpus=8)
 
 
 # Files whose tests take minutes: begun last, one of them would keep one process busy while the others have ended.
-_LONG = ("tests/train/test_layouts.py", "tests/train/test_compile_cache.py", "tests/worker/test_torchrun.py")
+_LONG = ("tests/train/test_layouts.py", "tests/train/test_compilation.py", "tests/worker/test_torchrun.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

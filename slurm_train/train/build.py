@@ -8,61 +8,34 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 
-import torch
-from torch import nn
-
-from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.batch import planned_lr, total_steps
-from slurm_train.config.parallel import stages_of
 from slurm_train.config.schema import RunConfig
-from slurm_train.data.batches import Split
 from slurm_train.data.build import build_source
 from slurm_train.data.stream import StreamSource
-from slurm_train.distributed.group import shutdown, use_timeout
-from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
+from slurm_train.distributed.group import shutdown
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.metrics import Display, open_display
 from slurm_train.models.build import build_model, load_start_weights
-from slurm_train.models.first_weights import fill, first_values
-from slurm_train.models.head import Head
-from slurm_train.models.objective import Objective, default_loss
-from slurm_train.rundir.timing import Spent, StepTimes
+from slurm_train.models.objective import Objective
+from slurm_train.rundir.timing import Spent
 from slurm_train.train.callbacks import Callback, build_callbacks
 from slurm_train.train.checkpointer import build_checkpointer
-from slurm_train.train.compile_cache import CompileCache, mark_compilations, require_compiler
+from slurm_train.train.compilation import CompileCache, compile_in_place, require_compiler
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import end_training
 from slurm_train.train.evaluate import build_evaluator
 from slurm_train.train.health import Health, position_after_rollbacks
-from slurm_train.train.loss_scale import LossScale
-from slurm_train.train.metrics import PaceProbe, build_recorder, flops_per_token
-from slurm_train.train.optimizer import (
-    begin_state,
-    build_optimizer,
-    build_schedule,
-    can_call_kernel,
-    require_rules_fit,
-    to_training,
-)
+from slurm_train.train.layout import apply_parallelism
+from slurm_train.train.metrics import build_recorder, flops_per_token
+from slurm_train.train.optimizer import build_optimizer, build_schedule, require_rules_fit, to_training
 from slurm_train.train.samples import begin_stream, build_global_batches, build_samples, build_split
 from slurm_train.train.start_up import StartUp
-from slurm_train.train.step import (
-    Passes,
-    PipelinePasses,
-    ReplicaPasses,
-    ShardPasses,
-    Stepper,
-    TrainingModule,
-    build_ddp,
-    send_bfloat16,
-)
+from slurm_train.train.step import build_stepper
 from slurm_train.train.stops import Stops
-from slurm_train.train.timing import Timing
+from slurm_train.train.timing import build_timing
 from slurm_train.train.trainer import Trainer
 
 
@@ -182,85 +155,6 @@ def _refuse_for_streams(config: RunConfig) -> None:
         )
 
 
-def apply_parallelism(parts: Parts) -> None:
-    """Leaves this rank's part of the model with its first weights, and an optimizer of it. Collective over all ranks.
-
-    Raises:
-        ConfigError: the model does not say how it can be cut.
-    """
-    from slurm_train.distributed.parallelize import to_float8
-
-    if parts.rank.config.train.precision == "fp8":
-        to_float8(parts.model)
-    if parts.rank.layout.is_replicated:
-        _prepare_replica(parts)
-    else:
-        _prepare_shards(parts)
-
-
-def _prepare_replica(parts: Parts) -> None:
-    """Gives a whole model its weights; its blocks change where activation checkpointing is configured."""
-    from slurm_train.distributed.parallelize import is_deep, prepare_blocks
-
-    rank = parts.rank
-    model = parts.model
-    config = rank.config
-    fill([model], first_values(model), device=rank.device, progress=partial(rank.heartbeat.mark, "start"))
-    # What is fused depends on the device.
-    parts.optimizer = build_optimizer(model, optim=config.optim)
-    by_blocks = rank.compiles and is_deep(model)
-    if by_blocks or config.parallel.activation_checkpointing != "none":
-        prepare_blocks(model, settings=config.parallel, compiles=by_blocks)
-    if config.ddp.find_unused_parameters:
-        # A checkpoint needs the state of every parameter, also of one that was never used.
-        if not can_call_kernel(parts.optimizer):
-            name = type(parts.optimizer).__name__
-            raise ConfigError(
-                f"ddp.find_unused_parameters was asked, but {name} has no state for unused parameters",
-                hint="use optim=adamw or optim=sgd",
-            )
-        begin_state(parts.optimizer)
-
-
-def _prepare_shards(parts: Parts) -> None:
-    """Cuts the model into the parts of the layout, and gives this rank's part its weights."""
-    from slurm_train.distributed.parallelize import build_mesh, gathers_in_bfloat16, has_own_loss, parallelize
-
-    rank = parts.rank
-    model = parts.model
-    config = rank.config
-    layout = rank.layout
-    values = first_values(model)
-    mesh = build_mesh(layout, device=rank.device)
-    gathers_half = gathers_in_bfloat16(model, layout=layout, settings=config.parallel, autocast=rank.autocast)
-    rank.casts_shards = gathers_half and not has_own_loss(model)
-    settings = replace(config.parallel, gather_dtype="bfloat16" if gathers_half else "float32")
-    roots = [model]
-    if layout.pp > 1:
-        parts.group_names = names_of_groups(model, parts.optimizer)
-        place = layout.coordinates(rank.place.rank).pp
-        num_stages = layout.pp * settings.stages_per_rank
-        stages = stages_of(place, num_ranks=layout.pp, per_rank=settings.stages_per_rank)
-        keep_stages(model, stages=stages, num_stages=num_stages)
-        roots = split_stages(model, stages=stages, num_stages=num_stages)
-        group = mesh["pp"].get_group()
-        parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
-    parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=rank.compiles)
-    fill(
-        [model, *roots],
-        values,
-        device=rank.device,
-        # Each weight is progress: the supervisor's watchdog waits for what it knows of.
-        progress=partial(rank.heartbeat.mark, "start"),
-        shards_device=torch.device("cpu") if settings.cpu_offload else None,
-    )
-    use_timeout(rank.collective_timeout_s(config.train.start_timeout_s))
-    # The parameters are other objects now.
-    parts.optimizer = build_optimizer(model, optim=config.optim)
-    if can_call_kernel(parts.optimizer):
-        begin_state(parts.optimizer)
-
-
 def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: Display | None, spent: Spent) -> Trainer:
     """Returns the trainer at the newest checkpoint's position. Collective over all ranks.
 
@@ -277,9 +171,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
     objective = Objective(parts.model)
     compile_cache = CompileCache(rank)
     compile_cache.load()
-    if rank.compiles:
-        mark_compilations(rank)
-        _compile(parts, objective)
+    compile_in_place(parts, objective)
 
     # The state of the newest checkpoint, and the position of the run.
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
@@ -352,94 +244,8 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
         checkpointer=checkpointer,
         saves=checkpointer.saves,
         stops=stops,
-        timing=_build_timing(rank, stepper.passes, split),
+        timing=build_timing(rank, stepper.passes, split),
         recorder=recorder,
         callbacks=callbacks,
         start_up=StartUp(rank, parts.model, compile_cache=compile_cache),
-    )
-
-
-def _compile(parts: Parts, objective: Objective) -> None:
-    """Compiles model and loss, in place, so that names of parameters stay.
-
-    A shallow model is one graph. The blocks of any other have been compiled one by one.
-    """
-    from slurm_train.distributed.parallelize import is_deep
-
-    model = parts.model
-    if parts.rank.layout.is_replicated and not is_deep(model):
-        objective.compile()
-        # Evaluation calls the model by itself.
-        model.compile()
-        return
-    objective.default_loss = torch.compile(default_loss)
-    for module in model.modules():
-        if isinstance(module, Head):
-            module.compile()
-
-
-def _build_timing(rank: Rank, passes: Passes, split: Split) -> Timing:
-    """Returns what measures the steps; the heartbeat writes the histograms now and then."""
-    batch = rank.config.batch
-
-    def data_wait_s() -> float:
-        return passes.data_wait_s
-
-    step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
-    rank.heartbeat.also = step_times.keep_when_due
-    probe = PaceProbe(
-        passes.ddp,
-        rank.heartbeat,
-        every=rank.config.health.pace_every_steps,
-        data_wait_s=data_wait_s,
-        on_device=rank.device.type != "cpu",
-        # Weights are meant to make up for the speed of a rank; batches by length are equal work.
-        work=split.work if batch.shares == "even" and not batch.by_length else 1.0,
-    )
-    return Timing(rank.clock, step_times=step_times, probe=probe, data_wait_s=data_wait_s)
-
-
-def build_stepper(
-    parts: Parts,
-    objective: Objective,
-    *,
-    before_change: Callable[[], None],
-    loss_scale: Sequence[float] | None = None,
-) -> Stepper:
-    """Returns what takes steps in this run's layout. Collective: DDP compares the ranks' parameters.
-
-    Args:
-        parts: what this rank computes with.
-        objective: the loss around the model.
-        before_change: called before parameters change: a copy of them may be running.
-        loss_scale: state of the loss scale in the checkpoint.
-    """
-    scale = LossScale(parts.rank.device, loss_scale) if parts.rank.autocast is torch.float16 else None
-    passes = _build_passes(parts, objective, factor=None if scale is None else scale.factor)
-    return Stepper(parts.rank, passes, parts.optimizer, before_update=before_change, scale=scale)
-
-
-def _build_passes(parts: Parts, objective: nn.Module, *, factor: torch.Tensor | None) -> Passes:
-    """Returns forward and backward of a step's micro-batches, in the run's layout. Collective.
-
-    Args:
-        parts: what this rank computes with.
-        objective: the loss around the model.
-        factor: of the losses that are back-propagated; None for 1.
-    """
-    rank = parts.rank
-    if rank.layout.is_replicated:
-        module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast, factor=factor)
-        ddp = None
-        # DDP copies gradients into its buckets and cuts compiled graphs, so a single rank does without.
-        if rank.place.world_size > 1:
-            ddp = build_ddp(module, ddp=rank.config.ddp, device=rank.device)
-            if rank.config.ddp.comm == "bf16":
-                send_bfloat16(ddp, module.stats_param)
-        return ReplicaPasses(rank, module, ddp)
-    parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
-    if parts.pipeline is None:
-        return ShardPasses(rank, model=parts.model, objective=objective, parameters=parameters, factor=factor)
-    return PipelinePasses(
-        rank, parts.pipeline, model=parts.model, objective=objective, parameters=parameters, factor=factor
     )

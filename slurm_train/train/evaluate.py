@@ -29,8 +29,8 @@ from slurm_train.session.signals import StopFlag
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
 from slurm_train.train.context import Parts, Rank, gather
+from slurm_train.train.device_copies import in_precision, to_device
 from slurm_train.train.preserve import modes_kept, preserved
-from slurm_train.train.step import in_precision, to_device
 
 _MOST_NUMBERS = 1024
 
@@ -51,10 +51,10 @@ class Evaluator:
         The model and the random generators of this process are left as they were, bit for bit.
 
         Args:
-            within: what the model is changed by meanwhile; entered in this order.
+            within: contexts in which the evaluation runs, e.g. with averaged weights; entered in this order.
 
         Returns:
-            None if some rank was asked to stop meanwhile.
+            None if some rank was asked to stop during the evaluation.
         """
         with ExitStack() as stack:
             stack.enter_context(preserved(self.objective.model))
@@ -73,36 +73,45 @@ class Evaluator:
 
     @torch.no_grad()
     def _sums(self) -> dict[str, float] | None:
-        """Returns the sums of this rank's samples, {} without any, None when the evaluation is broken off."""
-        device, part, autocast = self.rank.device, self.rank.sequence_part, self.rank.forward_autocast
-        is_whole, stop = self.rank.layout.is_replicated, self.rank.stop
+        """Returns the sums of this rank's samples, {} without any, None when a stop interrupts the evaluation."""
+        device = self.rank.device
+        autocast = self.rank.forward_autocast
+        part = self.rank.sequence_part
+        is_whole = self.rank.layout.is_replicated
+        stop = self.rank.stop
         totals: dict[str, Tensor] = {}
         for batch, counts in self._batches():
             self.rank.heartbeat.mark("evaluate")
-            if stop.requested if is_whole else _any_asks(stop):
+            if stop.requested if is_whole else _is_any_requested(stop):
                 return None
             batch = to_device(batch if part is None else part.cut(batch), device)
             with in_precision(device, autocast):
                 sums = self._sums_of(batch)
-            for name, value in sums.items() if counts else ():
+            if not counts:
+                continue
+            for name, value in sums.items():
                 # float64 on the device: exact for counts, and nothing waits for the host.
                 totals[name] = totals[name] + value.double() if name in totals else value.double()
         return _as_numbers(totals)
 
     def try_out(self) -> list[str]:
-        """Returns the names of the measures, from two samples: what is wrong is seen before training. Collective.
+        """Returns the names of the measures, from two samples, so that mistakes are seen before training. Collective.
 
         The model is left as it was.
         """
         sample: Any = self.source.batch(np.arange(min(2, len(self.source)), dtype=np.int64))
-        part, device = self.rank.sequence_part, self.rank.device
+        part = self.rank.sequence_part
+        device = self.rank.device
         batch = to_device(sample if part is None else part.cut(sample), device)
         with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
             self.objective.eval()
             with in_precision(device, self.rank.forward_autocast):
                 sums = _as_numbers(self._sums_of(batch))
-        counted = [{**found, **({"count": 1.0} if found else {})} for found in gather(sums)]
-        return sorted(measures(counted, bytes_per_item=getattr(self.source, "bytes_per_target", None)))
+        of_ranks = gather(sums)
+        for of_rank in of_ranks:
+            if of_rank:
+                of_rank["count"] = 1.0
+        return sorted(measures(of_ranks, bytes_per_item=getattr(self.source, "bytes_per_target", None)))
 
     def gives_loss(self) -> bool:
         """Returns whether the model gives a loss of held-out samples, tried on one of lists of tensors. Collective.
@@ -125,30 +134,36 @@ class Evaluator:
         if self.pipeline is None:
             return self.objective.evaluation_sums(batch)
         inputs, targets = batch
-        more = {"targets": targets} if self.objective.takes_targets else {}
-        outputs = self.pipeline.forward(inputs, **more)
+        if self.objective.takes_targets:
+            outputs = self.pipeline.forward(inputs, targets=targets)
+        else:
+            outputs = self.pipeline.forward(inputs)
         return {} if outputs is None else self.objective.sums_of(outputs, targets)
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         """Yields this rank's batches; with parts of a model then the first sample, which does not count."""
-        layout, size, source = self.rank.layout, self.rank.plan.local_size, self.source
-        cap = self.rank.config.train.eval_max_batches
-        most = len(source) if cap is None else min(len(source), cap * self.rank.plan.global_size)
+        layout = self.rank.layout
+        size = self.rank.plan.local_size
+        source = self.source
+        max_batches = self.rank.config.train.eval_max_batches
+        num_samples = len(source)
+        if max_batches is not None:
+            num_samples = min(num_samples, max_batches * self.rank.plan.global_size)
         by_length = self.rank.config.batch.by_length and layout.is_replicated
-        own = evaluation_batches(
+        batches = evaluation_batches(
             source,
             rank=layout.data_parallel_index(self.rank.place.rank),
             size=layout.data_parallel_size,
             batch_size=size,
             lengths=lengths_of(source) if by_length else None,
-            most=most,
+            most=num_samples,
         )
-        num_own = 0
-        for batch in own:
-            num_own += 1
+        num_batches = 0
+        for batch in batches:
+            num_batches += 1
             yield batch, True
-        largest_share = 0 if layout.is_replicated else math.ceil(most / layout.data_parallel_size)
-        for _ in range(num_own, math.ceil(largest_share / size)):
+        largest_share = 0 if layout.is_replicated else math.ceil(num_samples / layout.data_parallel_size)
+        for _ in range(num_batches, math.ceil(largest_share / size)):
             yield source.batch(np.zeros(1, dtype=np.int64)), False
 
 
@@ -164,17 +179,21 @@ def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) 
     count = total.pop("count", 0.0)
     if not count:
         return {}
-    found = {"eval_loss": total.pop("loss") / count}
-    if "correct" in total and bytes_per_item is None:
-        found["eval_accuracy"] = total["correct"] / count
+    loss = total.pop("loss") / count
+    results = {"eval_loss": loss}
+    num_correct = total.pop("correct", None)
+    if num_correct is not None and bytes_per_item is None:
+        results["eval_accuracy"] = num_correct / count
     if bytes_per_item is not None:
-        found["eval_bits_per_byte"] = found["eval_loss"] / math.log(2) / bytes_per_item
-    return found | {f"eval_{name}": value / count for name, value in total.items() if name != "correct"}
+        results["eval_bits_per_byte"] = loss / math.log(2) / bytes_per_item
+    for name, value in total.items():
+        results[f"eval_{name}"] = value / count
+    return results
 
 
 def _as_numbers(totals: dict[str, Tensor]) -> dict[str, float]:
     """Returns sums as numbers; each of a vector gets the name and its place, e.g. "per_class_0"."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in totals.items():
         if value.dim() and (name in ("loss", "count", "correct") or value.numel() > _MOST_NUMBERS):
             raise ConfigError(
@@ -182,18 +201,16 @@ def _as_numbers(totals: dict[str, Tensor]) -> dict[str, float]:
                 hint=f"loss, count and correct are scalars, other sums have at most {_MOST_NUMBERS} numbers",
             )
         places = np.ndindex(*value.shape) if value.dim() else [()]
-        found |= {
-            "_".join((name, *map(str, place))): number
-            for place, number in zip(places, value.flatten().tolist(), strict=True)
-        }
-    return found
+        for place, number in zip(places, value.flatten().tolist(), strict=True):
+            numbers["_".join((name, *map(str, place)))] = number
+    return numbers
 
 
-def _any_asks(stop: StopFlag) -> bool:
+def _is_any_requested(stop: StopFlag) -> bool:
     """Returns whether any rank was asked to stop. Collective over all ranks, on the host."""
-    asked = torch.tensor(int(bool(stop.requested)), dtype=torch.int64)
-    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-    return bool(asked.item())
+    requested = torch.tensor(int(bool(stop.requested)), dtype=torch.int64)
+    dist.all_reduce(requested, op=dist.ReduceOp.MAX)
+    return bool(requested.item())
 
 
 def build_evaluator(

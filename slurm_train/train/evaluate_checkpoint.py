@@ -18,11 +18,12 @@ from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.paths import find_save
-from slurm_train.train.build import apply_parallelism, build_parts, join
-from slurm_train.train.compile_cache import require_compiler
+from slurm_train.train.build import build_parts, join
+from slurm_train.train.compilation import require_compiler
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import write_result
 from slurm_train.train.evaluate import Evaluator
+from slurm_train.train.layout import apply_parallelism
 from slurm_train.train.metrics import format_measures
 from slurm_train.train.texts import continue_texts
 

@@ -18,7 +18,8 @@ from slurm_train.rundir.events import append_event
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Parts, Rank
-from slurm_train.train.step import StepResult, sent_bytes
+from slurm_train.train.ddp import sent_bytes
+from slurm_train.train.step import StepResult
 
 # A killed attempt loses what it did since its last account.
 _ACCOUNT_EVERY_S = 2.0

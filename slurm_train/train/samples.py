@@ -25,8 +25,8 @@ from slurm_train.data.stream import StreamSource
 from slurm_train.metrics import Display
 from slurm_train.rundir.events import append_event
 from slurm_train.train.context import Rank, gather
+from slurm_train.train.device_copies import PinnedBatches
 from slurm_train.train.position import Position
-from slurm_train.train.step import PinnedBatches
 
 
 class Samples:

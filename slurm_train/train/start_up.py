@@ -8,7 +8,7 @@ from torch import nn
 
 from slurm_train.distributed.group import use_timeout
 from slurm_train.train.buffers import SharedBuffers, UnsavedState
-from slurm_train.train.compile_cache import CompileCache
+from slurm_train.train.compilation import CompileCache
 from slurm_train.train.context import Rank, gather
 
 _COLLECT_EVERY_STEPS = 100

@@ -14,8 +14,8 @@ from slurm_train.data.build import build_source
 from slurm_train.data.source import SampleSource
 from slurm_train.errors import ConfigError
 from slurm_train.train.context import Rank, gather
+from slurm_train.train.device_copies import in_precision
 from slurm_train.train.preserve import modes_kept
-from slurm_train.train.step import in_precision
 
 if TYPE_CHECKING:
     from slurm_train.data.prepare import Encoding
@@ -38,12 +38,13 @@ def say_text(
         from slurm_train.models.objective import bigram_bits_per_byte
 
         tokens: TokenSource = heldout  # type: ignore[assignment]
-        shards, per_target = tokens.shards(), tokens.bytes_per_target
-        bits = bigram_bits_per_byte(train_tokens.shards(), shards, vocab_size=vocabulary, bytes_per_target=per_target)
+        bits = bigram_bits_per_byte(
+            train_tokens.shards(), tokens.shards(), vocab_size=vocabulary, bytes_per_target=tokens.bytes_per_target
+        )
         say(f"a bigram model on the same held-out bytes: {bits:.4f} bits per byte")
     if num_tokens > 0 and hasattr(model, "generate"):
         text = sample_text(model, train_tokens.encoding(), num_tokens=num_tokens)
-        # The bytes of a model that has hardly begun are no text, and no news.
+        # The bytes of a model that was hardly trained are no text; to print them helps nobody.
         is_text = text.count(_NOT_PRINTABLE) * 4 < len(text)
         say(f"the model writes:\n{text}" if is_text else "the model does not write text yet; train it longer")
 
@@ -68,8 +69,8 @@ def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int =
     # A compiled model would be compiled again for the lengths that a text has as it grows.
     with modes_kept(model), torch.compiler.set_stance("force_eager"):
         model.eval()
-        found = model.generate(tokens, generator=generator, **how)[0, len(start) :].tolist()
-    return printable(encoding.decode(found))
+        generated = model.generate(tokens, generator=generator, **how)[0, len(start) :].tolist()
+    return printable(encoding.decode(generated))
 
 
 def continue_texts(
@@ -83,19 +84,19 @@ def continue_texts(
         ConfigError: as for `require_generates` and `encoding_of`.
     """
     require_generates(model)
-    encoding, layout = encoding_of(rank.config, tokenizer), rank.layout
-    turns = layout.world_size if layout.is_replicated else 1
-    mine = range(rank.place.rank % turns, len(prompts), turns)
+    encoding = encoding_of(rank.config, tokenizer)
+    turns = rank.layout.world_size if rank.layout.is_replicated else 1
+    numbers_here = range(rank.place.rank % turns, len(prompts), turns)
     # Each token is a pass of the model, and progress for the hang watchdog.
     hook = model.register_forward_pre_hook(lambda *_: rank.heartbeat.mark("evaluate"))
     with in_precision(rank.device, rank.forward_autocast):
-        own = {number: continue_text(model, encoding, prompts[number], **how) for number in mine}
+        texts = {number: continue_text(model, encoding, prompts[number], **how) for number in numbers_here}
     hook.remove()
     rank.heartbeat.mark("gather")
-    found: dict[int, str] = {}
-    for others in gather(own):
-        found |= others
-    return [found[number] for number in range(len(prompts))]
+    all_texts: dict[int, str] = {}
+    for texts_of_rank in gather(texts):
+        all_texts |= texts_of_rank
+    return [all_texts[number] for number in range(len(prompts))]
 
 
 def continue_text(model: nn.Module, encoding: Encoding, prompt: str, **how: Any) -> str:
@@ -128,8 +129,8 @@ def encoding_of(config: RunConfig, tokenizer: str | None) -> Encoding:
     if tokenizer is None:
         source = build_source(config.data or {}, split="train", seed=config.seed)
         if hasattr(source, "encoding"):
-            found: Encoding = source.encoding()  # type: ignore[union-attr]  # it has one
-            return found
+            encoding: Encoding = source.encoding()  # type: ignore[union-attr]  # it has one
+            return encoding
         tokenizer = (config.model or {}).get("path")
         if tokenizer is None or not tokenizer_file(Path(tokenizer)).is_file():
             raise ConfigError(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from slurm_train.data.batches import Split
 from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import StepTimes
+from slurm_train.train.context import Rank
 from slurm_train.train.metrics import PaceProbe
+from slurm_train.train.passes import Passes
 
 
 class Timing:
@@ -50,3 +53,24 @@ class Timing:
         before_s = self._logged_wait_s
         self._logged_wait_s = self._data_wait_s()
         return self._logged_wait_s - before_s
+
+
+def build_timing(rank: Rank, passes: Passes, split: Split) -> Timing:
+    """Returns what measures the steps of a rank; the heartbeat writes the histograms now and then."""
+    batch = rank.config.batch
+
+    def data_wait_s() -> float:
+        return passes.data_wait_s
+
+    step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
+    rank.heartbeat.also = step_times.keep_when_due
+    probe = PaceProbe(
+        passes.ddp,
+        rank.heartbeat,
+        every=rank.config.health.pace_every_steps,
+        data_wait_s=data_wait_s,
+        on_device=rank.device.type != "cpu",
+        # Weights are meant to make up for the speed of a rank; batches by length are equal work.
+        work=split.work if batch.shares == "even" and not batch.by_length else 1.0,
+    )
+    return Timing(rank.clock, step_times=step_times, probe=probe, data_wait_s=data_wait_s)

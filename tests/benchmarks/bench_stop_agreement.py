@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from slurm_train.session.signals import StopFlag
-from slurm_train.train.step import STOP, TrainingModule
+from slurm_train.train.ddp import STOP, TrainingModule
 from tests.benchmarks.bench_step_time import Case, make_data, make_model
 from tests.benchmarks.turns import Facts, in_turns, main, show_table, summary, timed
 

@@ -19,8 +19,9 @@ from slurm_train.distributed import sequence
 from slurm_train.estimate.memory import facts_of, rank_memory
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
-from slurm_train.train.build import apply_parallelism, build_parts, build_stepper
-from slurm_train.train.step import StepFacts
+from slurm_train.train.build import build_parts
+from slurm_train.train.layout import apply_parallelism
+from slurm_train.train.step import StepFacts, build_stepper
 from tests.gpu.catalogue import Stage, require
 from tests.gpu.training import SMALL, sections_of
 from tests.support.ranks import leave_group, make_rank

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.metrics import Display
 from slurm_train.rundir.timing import Spent
-from slurm_train.train.build import apply_parallelism, build_parts, build_trainer
+from slurm_train.train.build import build_parts, build_trainer
 from slurm_train.train.callbacks import build_callbacks
 from slurm_train.train.context import Rank
+from slurm_train.train.layout import apply_parallelism
 from slurm_train.train.trainer import Trainer
 from tests.support.ports import free_port, rank_environments
 from tests.support.ranks import make_rank

@@ -24,7 +24,8 @@ from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.paths import list_checkpoints
 from slurm_train.train.optimizer import build_optimizer
-from slurm_train.train.step import ShardPasses, StepFacts, Stepper
+from slurm_train.train.passes import ShardPasses
+from slurm_train.train.step import StepFacts, Stepper
 from slurm_train.train.trainer import Trainer
 from tests.gpu.catalogue import Stage, require
 from tests.gpu.training import (

@@ -139,8 +139,9 @@ def build_case(rank: Any) -> tuple[Any, Any, Any]:
 
     from slurm_train.models.build import build_model
     from slurm_train.models.objective import Objective
-    from slurm_train.train.build import apply_parallelism, build_stepper
+    from slurm_train.train.layout import apply_parallelism
     from slurm_train.train.optimizer import build_optimizer
+    from slurm_train.train.step import build_stepper
     from tests.support.ranks import make_parts
 
     config, plan = rank.config, rank.plan

@@ -40,8 +40,8 @@ def values_of(parallel: dict[str, Any], *, rank: int, ranks: int, orders: dict[s
     """Returns whole parameters and buffers by name, as this rank has them in a layout."""
     from slurm_train.config.schema import RunConfig, build_config
     from slurm_train.models.build import build_model, load_start_weights
-    from slurm_train.train.build import apply_parallelism
     from slurm_train.train.context import Parts
+    from slurm_train.train.layout import apply_parallelism
     from slurm_train.train.optimizer import build_optimizer
     from tests.support.ranks import make_rank
 

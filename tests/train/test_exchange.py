@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurm_train.train.step import sent_bytes
+from slurm_train.train.ddp import sent_bytes
 from tests.support.warm_ranks import run_pair
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, run_to_end
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from slurm_train.config.schema import DdpSection
 from slurm_train.session.signals import StopFlag
-from slurm_train.train.step import TrainingModule, build_ddp, send_bfloat16
+from slurm_train.train.ddp import TrainingModule, build_ddp, send_bfloat16
 
 cases, steps = json.loads(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo")

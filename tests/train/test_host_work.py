@@ -24,7 +24,8 @@ from slurm_train.distributed.parallelize import build_mesh, shard
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
 from slurm_train.train.optimizer import build_optimizer
-from slurm_train.train.step import ShardPasses, StepFacts, Stepper
+from slurm_train.train.passes import ShardPasses
+from slurm_train.train.step import StepFacts, Stepper
 from tests.support.ranks import make_rank
 
 pytestmark = pytest.mark.usefixtures("group_of_one")

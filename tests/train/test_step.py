@@ -24,23 +24,14 @@ from slurm_train.data.batches import MicroBatch, Prefetch
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.objective import Objective
 from slurm_train.session.signals import StopFlag
-from slurm_train.train.build import build_stepper
 from slurm_train.train.context import Parts, native_precision
+from slurm_train.train.ddp import TrainingModule, build_ddp
+from slurm_train.train.device_copies import DeviceCopies, PinnedBatches
 from slurm_train.train.health import refuse
 from slurm_train.train.loss_scale import LossScale
 from slurm_train.train.optimizer import Update, build_optimizer, can_call_kernel
-from slurm_train.train.step import (
-    DeviceCopies,
-    Passes,
-    PinnedBatches,
-    ReplicaPasses,
-    ShardPasses,
-    StepFacts,
-    Stepper,
-    StepResult,
-    TrainingModule,
-    build_ddp,
-)
+from slurm_train.train.passes import Passes, ReplicaPasses, ShardPasses
+from slurm_train.train.step import StepFacts, Stepper, StepResult, build_stepper
 from tests.support.ranks import make_rank
 
 pytestmark = pytest.mark.usefixtures("group_of_one")

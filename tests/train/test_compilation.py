@@ -14,7 +14,7 @@ import torch
 
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
 from slurm_train.errors import PreflightError
-from slurm_train.train.compile_cache import CompileCache, mark_compilations, require_compiler
+from slurm_train.train.compilation import CompileCache, mark_compilations, require_compiler
 from tests.support.ranks import make_rank
 from tests.support.refusals import refusal
 
@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
-from tests.train.test_compile_cache import COMPILES, CompileCache, make_rank
+from tests.train.test_compilation import COMPILES, CompileCache, make_rank
 
 cache = CompileCache(make_rank(Path(sys.argv[1]), COMPILES))
 cache.load()

@@ -1,10 +1,10 @@
-"""What torch has compiled, kept in the run directory, so that an attempt on other nodes does not compile it again; and
-whether it can compile at all.
+"""Compilation by torch: whether a node can, what of a training is compiled, and a cache of it in the run directory.
 
-torch has its own cache in /tmp of each node. Here the part of it that the first step has used is one file for each GPU
-of a node and stage of a pipeline, since torch's entries name the device; all nodes use those of the first node that has
-the stage. What was made by another torch, for another card or another graph is not found by its hash, and compiled.
-Nothing of the cache may end a run: without a file, the step compiles.
+With the cache an attempt on other nodes does not compile again. torch has its own cache in /tmp of each node. Here the
+part of it that the first step has used is one file for each GPU of a node and stage of a pipeline, since torch's
+entries name the device; all nodes use those of the first node that has the stage. What was made by another torch, for
+another card or another graph is not found by its hash, and compiled. Nothing of the cache may end a run: without a
+file, the step compiles.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from slurm_train.distributed.parallelize import is_deep
 from slurm_train.errors import PreflightError
+from slurm_train.models.head import Head
+from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.files import make_folder, write_atomic
 from slurm_train.rundir.node_disk import compile_obstacles
-from slurm_train.train.context import Rank
+from slurm_train.train.context import Parts, Rank
 
 
 def require_compiler(rank: Rank) -> None:
@@ -29,7 +32,8 @@ def require_compiler(rank: Rank) -> None:
     Raises:
         PreflightError: it cannot, and a default has chosen to compile.
     """
-    train, place = rank.config.train, rank.place
+    train = rank.config.train
+    place = rank.place
     obstacles = compile_obstacles(rank.env, on_gpu=rank.device.type != "cpu") if rank.compiles else []
     if not obstacles:
         return
@@ -40,6 +44,29 @@ def require_compiler(rank: Rank) -> None:
         )
     if place.local_rank == 0:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
+
+
+def compile_in_place(parts: Parts, objective: Objective) -> None:
+    """Compiles model and loss where the run does that; names of parameters stay.
+
+    A shallow model is one graph. The blocks of any other have been compiled one by one.
+
+    Args:
+        parts: has the model.
+        objective: the loss around it.
+    """
+    if not parts.rank.compiles:
+        return
+    mark_compilations(parts.rank)
+    if parts.rank.layout.is_replicated and not is_deep(parts.model):
+        objective.compile()
+        # Evaluation calls the model by itself.
+        parts.model.compile()
+        return
+    objective.default_loss = torch.compile(default_loss)
+    for module in parts.model.modules():
+        if isinstance(module, Head):
+            module.compile()
 
 
 def mark_compilations(rank: Rank) -> None:
@@ -66,26 +93,28 @@ class CompileCache:
     """
 
     def __init__(self, rank: Rank) -> None:
-        place, layout = rank.place, rank.layout
+        place = rank.place
+        layout = rank.layout
         stage = layout.coordinates(place.rank).pp
         self._path = rank.run.compiled(stage, place.local_rank)
         self._is_used = rank.compiles
         # Stages follow each other over the ranks, and the ranks are numbered node by node.
         self._writes = place.rank % (layout.world_size // layout.pp) < place.local_world_size
-        self._known: set[str] = set()
+        self._kept: set[str] = set()
 
     def load(self) -> None:
-        """Gives torch what was kept."""
+        """Gives torch what an earlier attempt has kept."""
         with contextlib.suppress(Exception):  # torch raises anything for a file that is not its own
             if self._is_used and self._path.is_file():
-                self._known = _entries(torch.compiler.load_cache_artifacts(self._path.read_bytes()))
+                self._kept = _entries(torch.compiler.load_cache_artifacts(self._path.read_bytes()))
 
     def keep(self) -> None:
         """Writes what this process has used, if something of it was not kept yet."""
         with contextlib.suppress(Exception):  # a full disk, a torch without it
-            if self._is_used and self._writes and (found := torch.compiler.save_cache_artifacts()) is not None:
-                data, facts = found
-                if not _entries(facts) <= self._known:
+            artifacts = torch.compiler.save_cache_artifacts() if self._is_used and self._writes else None
+            if artifacts is not None:
+                data, facts = artifacts
+                if not _entries(facts) <= self._kept:
                     make_folder(self._path.parent)
                     write_atomic(self._path, data, durable=False)
 

@@ -1,0 +1,84 @@
+"""Micro-batches on their way to the device, and the precision of what is computed there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurm_train.data.batches import MicroBatch
+from slurm_train.data.source import Batch, map_tensors
+
+
+class PinnedBatches:
+    """Iterates over micro-batches and puts their tensors into pinned memory, from which a GPU copies by itself.
+
+    For the thread that reads ahead: pinning is a copy on the host, which the training thread would have to wait for.
+
+    Args:
+        batches: micro-batches in host memory; only one thread touches them.
+        device: the GPU that they will be copied to.
+    """
+
+    def __init__(self, batches: Iterator[MicroBatch], *, device: torch.device) -> None:
+        self._batches = batches
+        self._device = device
+        self._has_entered = False
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        batch = next(self._batches)
+        if not self._has_entered:
+            # A thread begins on GPU 0, and whatever touches CUDA there takes half a GB of it.
+            torch.cuda.set_device(self._device)
+            self._has_entered = True
+        return batch._replace(tensors=map_tensors(_pinned, batch.tensors))
+
+
+class DeviceCopies:
+    """Copies micro-batches to a GPU on a stream of their own, beside what it computes.
+
+    On the stream of the computation a copy would begin when all that was launched before it is done.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Returns copies; what is launched from now on waits for them, and the host does not."""
+        with torch.cuda.stream(self._stream):
+            copies = to_device(batch, self._device)
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._stream)
+
+        def keep(tensor: Tensor) -> Tensor:
+            # Their memory belongs to the other stream, which may not give it away while it is computed with.
+            tensor.record_stream(computing)
+            return tensor
+
+        return map_tensors(keep, copies)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Returns copies on a GPU, made while it works; on the CPU the tensors themselves."""
+    if device.type == "cpu":
+        return batch
+    return map_tensors(lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
+
+
+def in_precision(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context of a forward pass's precision."""
+    return torch.autocast(device.type, dtype=autocast, enabled=autocast is not None)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_cuda else tensor.pin_memory()

@@ -1,0 +1,99 @@
+"""This rank's part of the model in the run's layout, with its first weights and an optimizer of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from slurm_train.checkpoint.state import names_of_groups
+from slurm_train.config.parallel import stages_of
+from slurm_train.distributed.group import use_timeout
+from slurm_train.distributed.parallelize import (
+    build_mesh,
+    gathers_in_bfloat16,
+    has_own_loss,
+    is_deep,
+    parallelize,
+    prepare_blocks,
+    to_float8,
+)
+from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
+from slurm_train.errors import ConfigError
+from slurm_train.models.first_weights import fill, first_values
+from slurm_train.train.context import Parts
+from slurm_train.train.optimizer import begin_state, build_optimizer, can_call_kernel
+
+
+def apply_parallelism(parts: Parts) -> None:
+    """Leaves this rank's part of the model with its first weights, and an optimizer of it. Collective over all ranks.
+
+    Raises:
+        ConfigError: the model does not say how it can be cut.
+    """
+    if parts.rank.config.train.precision == "fp8":
+        to_float8(parts.model)
+    if parts.rank.layout.is_replicated:
+        _prepare_replica(parts)
+    else:
+        _prepare_shards(parts)
+
+
+def _prepare_replica(parts: Parts) -> None:
+    """Gives a whole model its weights; its blocks change where activation checkpointing is configured."""
+    rank = parts.rank
+    model = parts.model
+    config = rank.config
+    fill([model], first_values(model), device=rank.device, progress=partial(rank.heartbeat.mark, "start"))
+    # What is fused depends on the device.
+    parts.optimizer = build_optimizer(model, optim=config.optim)
+    by_blocks = rank.compiles and is_deep(model)
+    if by_blocks or config.parallel.activation_checkpointing != "none":
+        prepare_blocks(model, settings=config.parallel, compiles=by_blocks)
+    if config.ddp.find_unused_parameters:
+        # A checkpoint needs the state of every parameter, also of one that was never used.
+        if not can_call_kernel(parts.optimizer):
+            name = type(parts.optimizer).__name__
+            raise ConfigError(
+                f"ddp.find_unused_parameters was asked, but {name} has no state for unused parameters",
+                hint="use optim=adamw or optim=sgd",
+            )
+        begin_state(parts.optimizer)
+
+
+def _prepare_shards(parts: Parts) -> None:
+    """Cuts the model into the parts of the layout, and gives this rank's part its weights."""
+    rank = parts.rank
+    model = parts.model
+    config = rank.config
+    layout = rank.layout
+    values = first_values(model)
+    mesh = build_mesh(layout, device=rank.device)
+    gathers_half = gathers_in_bfloat16(model, layout=layout, settings=config.parallel, autocast=rank.autocast)
+    rank.casts_shards = gathers_half and not has_own_loss(model)
+    settings = replace(config.parallel, gather_dtype="bfloat16" if gathers_half else "float32")
+    roots = [model]
+    if layout.pp > 1:
+        parts.group_names = names_of_groups(model, parts.optimizer)
+        place = layout.coordinates(rank.place.rank).pp
+        num_stages = layout.pp * settings.stages_per_rank
+        stages = stages_of(place, num_ranks=layout.pp, per_rank=settings.stages_per_rank)
+        keep_stages(model, stages=stages, num_stages=num_stages)
+        roots = split_stages(model, stages=stages, num_stages=num_stages)
+        group = mesh["pp"].get_group()
+        parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
+    parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=rank.compiles)
+    fill(
+        [model, *roots],
+        values,
+        device=rank.device,
+        # Each weight is progress: the supervisor's watchdog waits for what it knows of.
+        progress=partial(rank.heartbeat.mark, "start"),
+        shards_device=torch.device("cpu") if settings.cpu_offload else None,
+    )
+    use_timeout(rank.collective_timeout_s(config.train.start_timeout_s))
+    # The parameters are other objects now.
+    parts.optimizer = build_optimizer(model, optim=config.optim)
+    if can_call_kernel(parts.optimizer):
+        begin_state(parts.optimizer)

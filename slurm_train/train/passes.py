@@ -1,0 +1,494 @@
+"""Forward and backward passes over the micro-batches of a step, and the one exchange between the ranks.
+
+Every step the ranks agree on a stop, on the number of items and on whether anything is not finite, and the log wants
+the sum of the losses. Each rank back-propagates sums; what `reduce` gives is averaged over the ranks that have
+different items, gradients and numbers alike, so one divisor makes gradients those of the mean over all items, and clips
+them (see `step`).
+
+`ReplicaPasses` is DDP over whole models, `ShardPasses` FSDP2, HSDP, tensor and context parallel, `PipelinePasses`
+stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slurm_train.checkpoint.state import local_part
+from slurm_train.config.parallel import ParallelLayout
+from slurm_train.data.batches import MicroBatch
+from slurm_train.data.source import IGNORED, Batch, is_nested, map_tensors
+from slurm_train.distributed.parallelize import own_positions, whole_parameters
+from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.errors import ConfigError, DataError
+from slurm_train.models.head import group_named
+from slurm_train.train.buckets import BucketOrder
+from slurm_train.train.buffers import SharedBuffers
+from slurm_train.train.context import Parts, Rank, gather
+from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, TrainingModule, build_ddp, send_bfloat16
+from slurm_train.train.device_copies import DeviceCopies, in_precision, to_device
+from slurm_train.train.preserve import preserved
+
+_NUM_NAMED = 5
+# Of so many samples at least, more than this share may not be longer than the model's context.
+_ENOUGH_SEEN = 100
+_MOST_CUT = 0.5
+_NUM_COMPARED = 2
+"""Samples that a model's own loss is compared with before the first step."""
+
+
+class Passes:
+    """What all kinds of passes have in common.
+
+    Args:
+        rank: this rank.
+        objective: the loss around its model.
+        num_averaged: ranks that have different items, over which what is reduced is averaged.
+    """
+
+    ddp: DistributedDataParallel | None = None
+    """What is wrapped around the model, if it is DDP."""
+
+    def __init__(self, rank: Rank, *, objective: nn.Module, num_averaged: int) -> None:
+        self.num_averaged = num_averaged
+        self.data_wait_s = 0.0
+        """Seconds that steps have waited for data on this rank."""
+        self.num_cut = 0
+        """Samples of this rank that were longer than the model's table of positions."""
+        self._num_seen = 0
+        self._say: Callable[[str], None] = partial(print, file=sys.stderr) if rank.place.is_first else lambda _: None
+        self._rank = rank
+        self._part = rank.sequence_part
+        self._device = rank.device
+        self._objective: Any = objective
+        self.buffers = SharedBuffers(objective)
+        """Those that all ranks have alike when a step begins."""
+        self._mark = rank.heartbeat.mark
+        self._clock = rank.heartbeat.clock
+        self._accumulation = rank.plan.accumulation
+        self._copies = DeviceCopies(rank.device) if rank.device.type == "cuda" else None
+
+    @property
+    def bucket_order(self) -> list[int]:
+        """The order of DDP's buckets, for checkpoints; empty where there is none."""
+        return []
+
+    def arrange(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
+        """Prepares the first step; returns a note for the user, if any. Collective.
+
+        Args:
+            batch: a micro-batch on the CPU.
+            bucket_order: what a checkpoint has kept; empty at the beginning of a run.
+
+        Raises:
+            ConfigError: the model cannot be trained with it, its layout cannot cut it, or the model computes another
+                loss of it.
+        """
+        del bucket_order
+        layout = self._rank.layout
+        if isinstance(batch, dict) and layout.pp * layout.cp > 1:
+            raise ConfigError(
+                f"batches are dicts ({', '.join(batch)}), which a layout of {layout} cannot cut",
+                hint="let the data set give tuples (inputs, targets), or leave parallel.pp and parallel.cp at 1",
+            )
+        if is_nested(batch):
+            self._require_lists_fit()
+        objective = self._objective
+        objective.look_at(batch)
+        if layout.pp * layout.cp == 1 and not is_nested(batch):
+            samples = to_device(map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch), self._device)
+            with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):
+                objective.compare(samples, is_precise=self._rank.autocast is None)
+        note: str | None = objective.agree(gather(objective.repeats)) if isinstance(batch, dict) else None
+        return note
+
+    def _require_lists_fit(self) -> None:
+        """Checks that the layout leaves lists of tensors as they are.
+
+        Raises:
+            ConfigError: it would cut them, or round coordinates of boxes to bfloat16.
+        """
+        layout = self._rank.layout
+        if layout.pp * layout.cp > 1:
+            raise ConfigError(
+                f"a batch has lists of tensors, which a layout of {layout} cannot cut",
+                hint="leave parallel.pp and parallel.cp at 1",
+            )
+        if self._rank.casts_shards:
+            raise ConfigError(
+                "a batch has lists of tensors, and shards that are gathered in bfloat16 round all inputs, targets too",
+                hint="set parallel.gather_dtype=float32, or define training_loss(batch) on the model",
+            )
+
+    def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
+        """Adds up the gradients of one step's micro-batches, those of so many global batches. Collective."""
+        raise NotImplementedError
+
+    def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Returns this rank's parts of the gradients, the four agreed numbers, and the norm of all gradients.
+
+        Collective.
+        """
+        raise NotImplementedError
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns all parameters of this rank's part of the model."""
+        named: list[tuple[str, nn.Parameter]] = list(self._objective.named_parameters())
+        return named
+
+    def frozen_parameters(self) -> list[nn.Parameter]:
+        """Returns those that are not trained."""
+        return [parameter for _, parameter in self.named_parameters() if not parameter.requires_grad]
+
+    def forget(self) -> None:
+        """Drops what the step left apart from the gradients of the model."""
+
+    def take(self, batches: Iterator[MicroBatch]) -> Any:
+        """Returns the next micro-batch on the device, and counts the time that it took to come."""
+        self._mark("data")
+        start = self._clock()
+        tensors: Any = next(batches).tensors
+        self.data_wait_s += self._clock() - start
+        self._mark("step")
+        if self._objective.own.context is not None:
+            self._count_long(tensors)
+        if self._part is not None:
+            tensors = self._part.cut(tensors)
+        return tensors if self._copies is None else self._copies(tensors)
+
+    def _count_long(self, batch: Batch) -> None:
+        """Counts samples that the objective cuts, since the model has no position for their last tokens.
+
+        Raises:
+            DataError: it is most of them.
+        """
+        self._num_seen += len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+        num_long = self._objective.num_too_long(batch)
+        context = self._objective.own.context
+        if num_long and not self.num_cut:
+            self._say(f"samples have more than the {context} tokens that the model has positions for: they are cut")
+        self.num_cut += num_long
+        if self._num_seen >= _ENOUGH_SEEN and self.num_cut > _MOST_CUT * self._num_seen:
+            raise DataError(
+                f"{self.num_cut} of {self._num_seen} samples have more than the {context} tokens that the model has "
+                "positions for, and lose their ends",
+                hint="cut the samples into pieces of that length, or take a model with more positions",
+            )
+
+
+class ReplicaPasses(Passes):
+    """Every rank has the whole model: DDP adds up gradients and the four numbers as they come.
+
+    Args:
+        rank: this rank.
+        module: what is wrapped.
+        ddp: the wrapper; None for one rank, which exchanges nothing.
+    """
+
+    def __init__(self, rank: Rank, module: TrainingModule, ddp: DistributedDataParallel | None) -> None:
+        super().__init__(rank, objective=module.objective, num_averaged=rank.place.world_size)
+        self.ddp = ddp
+        self._compute: nn.Module = ddp or module
+        # Looked up once: a module's attributes cost half a microsecond each time.
+        self._module = module
+        self._stats_param = module.stats_param
+        self._order = None if ddp is None else BucketOrder(ddp)
+        # A static graph is learnt in the first backward pass, and torch asserts that it is a synchronised one (2.13).
+        # Reducing after every micro-batch gives the same gradient, so the first step does that with a static graph.
+        self._may_accumulate = ddp is None or not ddp.static_graph
+        self._has_sparse = any(getattr(part, "sparse", False) is True for part in module.modules())
+        settings = rank.config.ddp
+        self._may_lack = settings.find_unused_parameters or settings.static_graph
+
+    @property
+    def bucket_order(self) -> list[int]:
+        """The order of DDP's buckets, for checkpoints; empty where there is none."""
+        return [] if self._order is None else self._order.numbers
+
+    def arrange(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
+        """Checks the model with a micro-batch, and orders DDP's buckets as before an interruption. Collective."""
+        note = super().arrange(batch, bucket_order=bucket_order)
+        if self._order is not None and self._order.repeat(bucket_order):
+            self._may_accumulate = True
+        return note
+
+    def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
+        """Adds up the gradients; those of all micro-batches are sent with the last one."""
+        self.buffers.take_first_ranks()
+        for _ in range(self._accumulation * num_batches - 1):
+            with self._without_exchange():
+                self._module.backward(self._compute(self.take(batches)))
+        with self._with_order_recorded():
+            self._module.backward(self._compute(self.take(batches)))
+        self._may_accumulate = True
+
+    def _without_exchange(self) -> contextlib.AbstractContextManager[Any]:
+        return self.ddp.no_sync() if self.ddp and self._may_accumulate else contextlib.nullcontext()
+
+    def _with_order_recorded(self) -> contextlib.AbstractContextManager[Any]:
+        return self._order.recorded() if self._order and self._order.is_missing else contextlib.nullcontext()
+
+    def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Returns gradients, numbers and norm; they have been exchanged already.
+
+        Raises:
+            ConfigError: parameters are unused, and `ddp.find_unused_parameters` is not set.
+        """
+        if self._has_sparse:
+            # Norm, clipping and division are over all numbers of a gradient.
+            for parameter in parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if len(gradients) < len(parameters) and not self._may_lack:
+            # DDP has not exchanged the buckets that they are in; by itself it raises in the next step.
+            without = [
+                (name, parameter) for name, parameter in self._module.named_parameters() if parameter.grad is None
+            ]
+            names = [name for name, parameter in without if parameter.requires_grad]
+            if not names:
+                trained = {id(parameter) for parameter in parameters}
+                raise changed_error([name for name, parameter in without if id(parameter) in trained], "is frozen")
+            raise ConfigError(
+                f"the loss does not depend on {len(names)} parameters of the model, among them "
+                + ", ".join(name.removeprefix("objective.model.") for name in names[:_NUM_NAMED]),
+                hint="if that is meant, set ddp.find_unused_parameters=true, or freeze what is never used: "
+                "requires_grad_(False)",
+            )
+        numbers = self._stats_param.grad
+        assert numbers is not None
+        # What torch.nn.utils.get_total_norm computes for one device, without sorting the gradients by device and type
+        # again at every step (30 us).
+        return gradients, numbers, torch.linalg.vector_norm(_norms(gradients))
+
+    def forget(self) -> None:
+        """Drops the numbers."""
+        self._stats_param.grad = None
+
+
+class ShardPasses(Passes):
+    """Ranks hold parts of the model; five numbers travel in one exchange of their own after the backward pass.
+
+    A rank adds to a number only where it is the one that counts for it, so nothing that several ranks hold alike counts
+    twice.
+
+    Args:
+        rank: this rank.
+        model: its part of the model.
+        objective: the loss around it.
+        parameters: what the optimizer has, in its order.
+        factor: of the losses that are back-propagated (`LossScale`), None for 1.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        model: nn.Module,
+        objective: nn.Module,
+        parameters: Sequence[Tensor],
+        factor: Tensor | None = None,
+    ) -> None:
+        layout = rank.layout
+        super().__init__(rank, objective=objective, num_averaged=layout.reducing_size)
+        self._sharded: Any = model if hasattr(model, "set_requires_all_reduce") else None
+        self._autocast = rank.forward_autocast
+        self._factor = factor
+        self._counts = layout.owns_items(rank.place.rank)
+        self._shares = [_weight(parameter, layout) for parameter in parameters]
+        of_positions, self._positions_group = own_positions(model)
+        self._of_positions = {number for number, parameter in enumerate(parameters) if parameter in of_positions}
+        whole, self._reducing_groups = whole_parameters(model)
+        self._whole = [parameter for parameter in parameters if parameter in whole]
+        # Numbers of the parameters that had a gradient in the step before, and the weights of their squares.
+        self._with_gradient: list[int] = []
+        self._weights = torch.zeros(0)
+        self._values = self._no_values()
+
+    def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
+        """Adds up the gradients, one micro-batch after the other."""
+        self.buffers.take_first_ranks()
+        values = self._no_values()
+        for number in range(self._accumulation * num_batches, 0, -1):
+            tensors = self.take(batches)
+            # Shards are reduced in every backward pass, or a whole gradient would have to stay; copies of shards once.
+            # Each pass is closed, too: of one that is not, FSDP prefetches blocks in the next pass that come later.
+            if self._sharded is not None:
+                self._sharded.set_requires_all_reduce(number == 1)
+            with in_precision(self._device, self._autocast):
+                loss, count = self._objective(tensors)
+            loss.backward(self._factor)
+            if self._counts:
+                values[COUNT] += count
+                values[LOSS] += loss.detach()
+                values[NON_FINITE] += loss.detach().isfinite().logical_not()
+        self._values = values
+
+    def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Returns this rank's parts of the gradients, the numbers, and the norm of the whole gradient. Collective."""
+        values = self._values
+        if self._rank.stop.requested:
+            values[STOP] = 1.0
+        if self._whole:
+            self._average_whole()
+        with_gradient = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
+        gradients = [local_part(_gradient_as_parameter(parameters[number])) for number in with_gradient]
+        if self._of_positions:
+            numbered = zip(with_gradient, gradients, strict=True)
+            of_positions = [gradient for number, gradient in numbered if number in self._of_positions]
+            self._add_up(of_positions, groups=[self._positions_group])
+        if gradients:
+            norms = _norms(gradients).double()
+            if with_gradient != self._with_gradient:
+                # Kept, since the host waits for a copy to a GPU. Gradients that are offloaded are on the host.
+                shares = [self._shares[number] for number in with_gradient]
+                self._with_gradient = with_gradient
+                self._weights = torch.tensor(shares, dtype=norms.dtype, device=norms.device)
+            values[SQUARES] = (norms.square() * self._weights).sum().to(values.device)
+        dist.all_reduce(values)
+        return gradients, values[:SQUARES] / self.num_averaged, values[SQUARES].sqrt()
+
+    def _average_whole(self) -> None:
+        """Averages the gradients of parameters that FSDP passes over, as it does those of shards. Collective."""
+        gradients = []
+        for parameter in self._whole:
+            if parameter.grad is None:
+                # Another rank may have one, and all have to make the same exchange.
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        self._add_up(gradients, groups=self._reducing_groups)
+        torch._foreach_div_(gradients, self.num_averaged)
+
+    def _add_up(self, gradients: Sequence[Tensor], *, groups: Sequence[str]) -> None:
+        """Adds up, in place and in one exchange with each group, gradients of which each rank has a part."""
+        # Those that are offloaded are on the host.
+        whole = torch.cat([gradient.flatten() for gradient in gradients]).to(self._device)
+        for name in groups:
+            dist.all_reduce(whole, group=group_named(name))
+        parts = torch.split(whole, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def _no_values(self) -> Tensor:
+        return torch.zeros(5, dtype=torch.float64, device=self._device)
+
+
+class PipelinePasses(ShardPasses):
+    """Forward and backward are torch's schedule over the micro-batches of the accumulation; the last stage has losses.
+
+    Args:
+        rank: this rank.
+        pipeline: its stages.
+        **how: as for `ShardPasses`.
+    """
+
+    def __init__(self, rank: Rank, pipeline: Pipeline, **how: Any) -> None:
+        super().__init__(rank, **how)
+        name = rank.config.parallel.pipeline_schedule
+        self._schedule = pipeline.build_schedule(name=name, num_batches=self._accumulation, loss=self._scaled_loss)
+        self._pipeline = pipeline
+        # Lets a schedule free scores before the step ends; older torch always keeps them.
+        has_option = "return_outputs" in inspect.signature(self._schedule.step).parameters
+        self._options: dict[str, Any] = {"return_outputs": False} if has_option else {}
+
+    def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
+        """Adds up the gradients; all micro-batches of the step are in the pipeline at once."""
+        assert num_batches == 1, "the schedule has a fixed number of micro-batches"
+        taken = [self.take(batches) for _ in range(self._accumulation)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
+        losses: list[Tensor] = []
+        arguments = [inputs] if self._pipeline.is_first else []
+        keywords = dict(self._options)
+        if self._pipeline.is_last:
+            keywords |= {"target": targets, "losses": losses}
+            if self._objective.takes_targets:
+                keywords["targets"] = targets
+        with in_precision(self._device, self._autocast):
+            self._schedule.step(*arguments, **keywords)
+        values = self._no_values()
+        if self._counts:
+            all_losses = torch.stack([loss.detach().double() for loss in losses])
+            values[COUNT] = targets.numel() if targets.is_floating_point() else (targets != IGNORED).sum()
+            values[LOSS] = all_losses.sum() if self._factor is None else all_losses.sum() / self._factor
+            values[NON_FINITE] = all_losses.isfinite().logical_not().sum()
+        self._values = values
+
+    def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self._objective.loss_of(outputs, targets)[0]
+        # A schedule that cuts the backward pass in two detaches the loss in place, which a view does not allow.
+        return loss.clone() if self._factor is None else loss * self._factor
+
+
+def build_passes(parts: Parts, objective: nn.Module, *, factor: torch.Tensor | None) -> Passes:
+    """Returns forward and backward of a step's micro-batches, in the run's layout. Collective.
+
+    Args:
+        parts: what this rank computes with.
+        objective: the loss around the model.
+        factor: of the losses that are back-propagated; None for 1.
+    """
+    rank = parts.rank
+    if rank.layout.is_replicated:
+        module = TrainingModule(objective, stop=rank.stop, device=rank.device, autocast=rank.autocast, factor=factor)
+        ddp = None
+        # DDP copies gradients into its buckets and cuts compiled graphs, so a single rank does without.
+        if rank.place.world_size > 1:
+            ddp = build_ddp(module, ddp=rank.config.ddp, device=rank.device)
+            if rank.config.ddp.comm == "bf16":
+                send_bfloat16(ddp, module.stats_param)
+        return ReplicaPasses(rank, module, ddp)
+    parameters = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
+    if parts.pipeline is None:
+        return ShardPasses(rank, model=parts.model, objective=objective, parameters=parameters, factor=factor)
+    return PipelinePasses(
+        rank, parts.pipeline, model=parts.model, objective=objective, parameters=parameters, factor=factor
+    )
+
+
+def changed_error(names: Sequence[str], change: str) -> ConfigError:
+    """Returns the error for parameters that were frozen or unfrozen after the training began."""
+    shown = [name.removeprefix("objective.").removeprefix("model.") for name in names[:_NUM_NAMED]]
+    return ConfigError(
+        f"{', '.join(shown)} {change} since the training began: {len(names)} parameters, and the optimizer and the "
+        "exchange between ranks have those that required a gradient at the start",
+        hint="choose the trained parameters in the constructor of the model; for another choice later start a second "
+        "run with train.init_from",
+    )
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """Returns the norm of each gradient; of those in bfloat16 in float32, since they decide about clipping."""
+    lowered = gradients[0].dtype == torch.bfloat16
+    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if lowered else None))
+
+
+def _gradient_as_parameter(parameter: Tensor) -> Tensor:
+    """Returns the gradient of a parameter, laid out as the parameter is.
+
+    The gradient of a bias after a sum over positions is a partial sum; FSDP adds those up itself, else it is done here.
+    """
+    gradient: Any = parameter.grad
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    laid_out: Tensor = gradient
+    return laid_out
+
+
+def _weight(parameter: Tensor, layout: ParallelLayout) -> float:
+    """Returns what part of a gradient's squares this rank adds, where several ranks hold the same part of it."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    placements = getattr(parameter, "placements", ())
+    parts = math.prod(mesh.size(axis) for axis, place in enumerate(placements) if not place.is_replicate())
+    share: float = parts * layout.pp / layout.world_size
+    return share
