@@ -48,9 +48,13 @@ def is_installed(path: str) -> bool:
 
 def _tables(finders: Iterable[Any]) -> list[dict[str, str]]:
     """Returns the tables of setuptools' finders: package and its folder, or module and its file."""
-    modules = (sys.modules.get(getattr(finder, "__module__", "")) for finder in finders)
-    found = [getattr(module, "MAPPING", None) for module in modules if module is not None]
-    return [table for table in found if isinstance(table, dict)]
+    tables = []
+    for finder in finders:
+        module = sys.modules.get(getattr(finder, "__module__", ""))
+        table = getattr(module, "MAPPING", None)
+        if isinstance(table, dict):
+            tables.append(table)
+    return tables
 
 
 # --- on the login node ---
@@ -64,17 +68,24 @@ def import_roots(folder: str, paths: Iterable[str], finders: Iterable[Any]) -> l
         paths: `sys.path`, see `own_paths`.
         finders: `sys.meta_path`.
     """
-    # Only a folder that has the package's name makes the folder above it a place to import from.
-    mapped = [
-        os.path.dirname(place)
-        for table in _tables(finders)
-        for name, place in table.items()
-        if os.path.splitext(os.path.basename(place))[0] == name
-    ]
+    candidates = list(paths)
+    for table in _tables(finders):
+        for name, place in table.items():
+            # Only a folder that has the package's name makes the folder above it a place to import from.
+            if os.path.splitext(os.path.basename(place))[0] == name:
+                candidates.append(os.path.dirname(place))
     live = os.path.realpath(folder)
-    real = [os.path.realpath(place) for place in (*paths, *mapped) if place and os.path.isdir(place)]
-    inside = [place for place in real if is_below(place, live) and not is_installed(place)]
-    return list(dict.fromkeys("" if place == live else os.path.relpath(place, live) for place in inside))
+    roots: list[str] = []
+    for candidate in candidates:
+        if not candidate or not os.path.isdir(candidate):
+            continue
+        place = os.path.realpath(candidate)
+        if not is_below(place, live) or is_installed(place):
+            continue
+        root = "" if place == live else os.path.relpath(place, live)
+        if root not in roots:
+            roots.append(root)
+    return roots
 
 
 def code_elsewhere(folders: Iterable[str], paths: Iterable[str], finders: Iterable[Any]) -> list[str]:
@@ -87,12 +98,14 @@ def code_elsewhere(folders: Iterable[str], paths: Iterable[str], finders: Iterab
         paths: `sys.path`, see `own_paths`.
         finders: `sys.meta_path`.
     """
-    mapped = (os.path.dirname(place) for table in _tables(finders) for place in table.values())
+    candidates = list(paths)
+    for table in _tables(finders):
+        candidates += [os.path.dirname(place) for place in table.values()]
     copied = [os.path.realpath(folder) for folder in folders]
-    found = dict.fromkeys(os.path.realpath(place) for place in (*paths, *mapped) if place)
+    places = dict.fromkeys(os.path.realpath(candidate) for candidate in candidates if candidate)
     return [
         place
-        for place in found
+        for place in places
         if not is_installed(place)
         and not any(is_below(place, folder) for folder in copied)
         and os.access(place, os.R_OK | os.W_OK | os.X_OK)
@@ -110,16 +123,17 @@ def built_modules(folder: str, names: Iterable[str]) -> list[str]:
         folder: the folder that `names` are relative to.
         names: the files that belong to the code anyway.
     """
-    known = set(names)
-    found = []
-    for holder in {name.rpartition("/")[0] for name in known if name.endswith(".py")}:
+    listed = set(names)
+    packages = {name.rpartition("/")[0] for name in listed if name.endswith(".py")}
+    built: list[str] = []
+    for package in packages:
         with contextlib.suppress(FileNotFoundError):  # git lists what was deleted as well
-            for entry in os.scandir(os.path.join(folder, holder)):
-                name = os.path.join(holder, entry.name)
+            for entry in os.scandir(os.path.join(folder, package)):
+                name = os.path.join(package, entry.name)
                 is_built = entry.name in _BUILT_NAMES or entry.name.endswith(_BUILT_SUFFIXES)
-                if is_built and name not in known and entry.is_file():
-                    found.append(name)
-    return sorted(found)
+                if is_built and name not in listed and entry.is_file():
+                    built.append(name)
+    return sorted(built)
 
 
 # --- in the job ---
@@ -150,7 +164,8 @@ def import_from_stage(stage: str) -> str:
     top = os.path.dirname(stage)
     if not (is_private(top) and is_private(stage)):
         return f"{stage} is not a folder that only you can enter"
-    if (folder := folder_without_names(top)) is not None:
+    folder = folder_without_names(top)
+    if folder is not None:
         return f"anybody may rename what lies in {folder}"
     paths = []
     for path in sys.path:
@@ -192,26 +207,25 @@ def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]
     code = os.path.realpath(os.path.join(run, "code"))
     if not os.path.isdir(code):
         return python_path, []
-    record, directory = _read(os.path.join(run, "code.json")), _read(os.path.join(run, "plan.json")).get("directory")
-    copies = {
-        os.path.realpath(live): os.path.normpath(os.path.join(code, place))
-        for place, live in {"": directory, **record.get("folders", {})}.items()
-        if live
-    }
+    record = _read(os.path.join(run, "code.json"))
+    copies = _copies_of(record, code, directory=_read(os.path.join(run, "plan.json")).get("directory"))
     recorded = [os.path.normpath(os.path.join(code, root)) for root in record.get("roots", [])]
     # Runs may lie in the project, and a virtual environment as well.
-    places = (os.path.realpath(path) for path in sys.path if path)
-    own = [place for place in places if not is_installed(place) and not is_below(place, code)]
-    copied = [copy for place in own if (copy := copy_of(place, copies)) is not None]
-    wanted = [place for place in dict.fromkeys([code, *recorded, *copied]) if os.path.isdir(place)]
+    places = [os.path.realpath(path) for path in sys.path if path]
+    live = [place for place in places if not is_installed(place) and not is_below(place, code)]
+    copied = [copy_of(place, copies) for place in live]
+    wanted = [place for place in dict.fromkeys([code, *recorded, *copied]) if place and os.path.isdir(place)]
     sys.path[:] = [*wanted, *(path for path in sys.path if os.path.realpath(path) not in wanted)]
 
     # Anything may lie in a copied folder itself: only what is imported from it is of interest.
-    looked_at = [place for place in wanted if place != code or code in recorded]
-    looked_at += [place for place in own if place not in copies and copy_of(place, copies) and os.path.isdir(place)]
-    names = {name for place in looked_at for name in _packages_in(place)} | _redirect(copies, sys.meta_path)
+    searched = [place for place in wanted if place != code or code in recorded]
+    searched += [place for place in live if place not in copies and copy_of(place, copies) and os.path.isdir(place)]
+    names = _redirect(copies, sys.meta_path)
+    for place in searched:
+        names |= _packages_in(place)
     importlib.invalidate_caches()
-    from_copy, lines = [], []
+    from_copy: list[str] = []
+    lines: list[str] = []
     for name in sorted(names):
         place = os.path.realpath(_place_of(name) or "/")
         if is_below(place, code):
@@ -222,10 +236,27 @@ def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]
             )
     if from_copy:
         lines.insert(0, f"imported from the run's copy of the code: {', '.join(from_copy)}")
-    first = [path for path in sys.path if is_below(path, code)]
-    return os.pathsep.join(
-        [*first, *(folder for folder in python_path.split(os.pathsep) if folder and folder not in first)]
-    ), lines
+    search = [path for path in sys.path if is_below(path, code)]
+    for folder in python_path.split(os.pathsep):
+        if folder and folder not in search:
+            search.append(folder)
+    return os.pathsep.join(search), lines
+
+
+def _copies_of(record: Mapping[str, Any], code: str, *, directory: str | None) -> dict[str, str]:
+    """Returns each copied folder with its copy, see `copy_of`.
+
+    Args:
+        record: `code.json` of the run.
+        code: the snapshot.
+        directory: where the run was typed; a folder that the record names for the same place wins.
+    """
+    folders = {"": directory, **record.get("folders", {})}
+    copies: dict[str, str] = {}
+    for place, folder in folders.items():
+        if folder:
+            copies[os.path.realpath(folder)] = os.path.normpath(os.path.join(code, place))
+    return copies
 
 
 def copy_of(path: str, copies: Mapping[str, str]) -> str | None:
@@ -235,7 +266,10 @@ def copy_of(path: str, copies: Mapping[str, str]) -> str | None:
         path: e.g. "/home/ada/project/src".
         copies: each copied folder with its copy, e.g. {"/home/ada/project": "/runs/gpt/1/code"}.
     """
-    return next((copy + path[len(live) :] for live, copy in copies.items() if is_below(path, live)), None)
+    for live, copy in copies.items():
+        if is_below(path, live):
+            return copy + path[len(live) :]
+    return None
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -252,20 +286,21 @@ def _redirect(copies: Mapping[str, str], finders: Iterable[Any]) -> set[str]:
     names = set()
     for table in _tables(finders):
         for name, place in list(table.items()):
-            if (copied := copy_of(os.path.realpath(place), copies)) is not None:
+            copy = copy_of(os.path.realpath(place), copies)
+            if copy is not None:
                 names.add(name.partition(".")[0])
-                table[name] = copied if os.path.exists(copied) else place
+                table[name] = copy if os.path.exists(copy) else place
     return names
 
 
 def _packages_in(folder: str) -> set[str]:
-    found = set()
+    names: set[str] = set()
     for entry in os.scandir(folder):
         if entry.is_dir() and os.path.exists(os.path.join(entry.path, "__init__.py")):
-            found.add(entry.name)
+            names.add(entry.name)
         elif entry.name.endswith(".py"):
-            found.add(entry.name[:-3])
-    return {name for name in found if name.isidentifier() and name not in _NOT_IMPORTED}
+            names.add(entry.name[:-3])
+    return {name for name in names if name.isidentifier() and name not in _NOT_IMPORTED}
 
 
 def _place_of(name: str) -> str | None:
