@@ -13,7 +13,9 @@ from tests.campaigns.catalogue import CAMPAIGNS
 @pytest.mark.slurm
 @pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize(("name", "trials"), [("kills", 2), pytest.param("cancel", 8, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("name", "trials"), [("kills", 2), ("script-hang", 2), pytest.param("cancel", 8, marks=pytest.mark.campaign)]
+)
 def test_a_short_campaign_breaks_no_promise(name: str, trials: int, slurm_cluster: ClusterPlan, tmp_path: Path) -> None:
     found = CAMPAIGNS[name].run(seed=7, trials=trials, folder=tmp_path)
     assert found.is_kept, found.problems
