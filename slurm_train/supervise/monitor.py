@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.parallel import solve_layout
+from slurm_train.config.schema import ParallelSection, RunConfig
 from slurm_train.errors import EXIT_FAILURE, ClusterError
 from slurm_train.formatting import shorten
 from slurm_train.launch.provenance import record_environment
@@ -252,7 +253,10 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
             dog = SilenceWatchdog(run, attempt, limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock)
             monitor.add(dog)
     if config.health.pace_every_steps is not None:
-        monitor.add(StragglerSearch(run, attempt, excess=config.health.straggler_excess, world_size=world_size))
+        excess = config.health.straggler_excess
+        # A program of a user's own cuts its model, or not, without being asked here.
+        parallel = config.parallel if config.trains else ParallelSection(dp_shard=1)
+        monitor.add(StragglerSearch(run, attempt, excess=excess, world_size=world_size, parallel=parallel))
     return monitor
 
 
@@ -488,6 +492,7 @@ class StragglerSearch(_OfRanks):
         attempt: number of the attempt.
         excess: see `Judge`.
         world_size: ranks; a single rank waits for no other.
+        parallel: how they cut the model.
         first_window_s: length of the first window; later ones grow.
     """
 
@@ -496,9 +501,17 @@ class StragglerSearch(_OfRanks):
     _NOTE_EVERY_S = 5.0
 
     def __init__(
-        self, run: RunDirectory, attempt: int, *, excess: float, world_size: int, first_window_s: float = 3.0
+        self,
+        run: RunDirectory,
+        attempt: int,
+        *,
+        excess: float,
+        world_size: int,
+        parallel: ParallelSection,
+        first_window_s: float = 3.0,
     ) -> None:
         self._excess, self._first_window_s = excess, first_window_s
+        self._parallel = parallel
         self._said: set[tuple[str, tuple[int, ...]]] = set()
         self._note_s = 0.0
         super().__init__(run, attempt, world_size)
@@ -507,7 +520,10 @@ class StragglerSearch(_OfRanks):
         """Begins the first window of other ranks."""
         # A line has some 50 bytes per rank: a thousand ranks get one in eight minutes.
         longest_s = 60.0 * max(1.0, world_size / 128)
-        self._judge = Judge(excess=self._excess)
+        layout = solve_layout(self._parallel, world_size=world_size)
+        # Stages of a pipeline and parts of a sequence have work of different sizes.
+        alike = None if layout.is_replicated else list(layout.groups(("dp_replicate", "dp_shard", "tp")))
+        self._judge = Judge(excess=self._excess, alike=alike)
         self._cutter = WindowCutter(
             self._attempt, world_size=world_size, first_s=self._first_window_s, longest_s=longest_s
         )

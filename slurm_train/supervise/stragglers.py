@@ -95,25 +95,36 @@ class Judge:
 
     Args:
         excess: how much longer than the others' own time makes a straggler, 0.1 for a tenth.
+        alike: groups of ranks that have equal work; only those of one group are compared. None: all have. Of a model
+            that is cut, batches that differ are not looked for.
     """
 
-    def __init__(self, *, excess: float) -> None:
+    def __init__(self, *, excess: float, alike: Sequence[Sequence[int]] | None = None) -> None:
         self._excess = excess
+        self._alike = alike
         self._slow_for: dict[int, int] = {}
         self._others_for: dict[str, int] = {}
 
     def take(self, window: PaceWindow) -> PaceWindow:
         """Returns the window with its findings; call it once for each, in order."""
-        slow = slow_ranks(window.ranks, excess=self._excess)
+        groups = self._groups(window.ranks)
+        slow = sorted(rank for group in groups for rank in slow_ranks(group, excess=self._excess))
         self._slow_for = {rank: self._slow_for.get(rank, 0) + 1 for rank in slow}
         lasting = [rank for rank, count in self._slow_for.items() if count >= WINDOWS_IN_A_ROW]
         if lasting:
             self._others_for = {}
-            return replace(window, findings=(explain_stragglers(window.ranks, lasting),))
-        found = [] if slow else [f for f in (find_uneven(window.ranks), find_data(window.ranks)) if f is not None]
+            compared = [rank for group in groups if {*lasting} & {rank.rank for rank in group} for rank in group]
+            return replace(window, findings=(explain_stragglers(compared, lasting),))
+        uneven = find_uneven(window.ranks) if self._alike is None else None
+        found = [] if slow else [f for f in (uneven, find_data(window.ranks)) if f is not None]
         self._others_for = {finding.kind: self._others_for.get(finding.kind, 0) + 1 for finding in found}
         held = (finding for finding in found if self._others_for[finding.kind] >= WINDOWS_IN_A_ROW)
         return replace(window, findings=tuple(held))
+
+    def _groups(self, ranks: Sequence[RankPace]) -> list[Sequence[RankPace]]:
+        if self._alike is None:
+            return [ranks]
+        return [[rank for rank in ranks if rank.rank in group] for group in self._alike]
 
 
 def slow_ranks(ranks: Sequence[RankPace], *, excess: float) -> list[int]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from slurm_train.data.source import SampleSource
 from slurm_train.metrics import Display, MetricsWriter
 from slurm_train.rundir.events import append_event
-from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
+from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ddp import sent_bytes
@@ -301,101 +299,6 @@ def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, flo
     attention: int = positions * getattr(model, "attention_width", int)()
     papers = 6.0 * sum(weight.numel() for weight in model.parameters()) + 12.0 * attention if attention else 0.0
     return 6.0 * sum(weight.numel() for weight in weights), papers
-
-
-_AIM_S = 0.25
-_MOST_STEPS = 64
-# On a GPU reading the timers waits for the device once.
-_LEAST_STEPS_ON_DEVICE = 50
-_NEVER = 2**30
-# What comes before is still warming up.
-_FIRST_STEP = 5
-_NS = 1e-9
-
-
-class PaceProbe:
-    """Measures every so many steps what a rank's step is spent on: its own work, or waiting for others' gradients.
-
-    DDP has timers of its own; they are off but for the sampled steps, and what they say goes into the heartbeat, which
-    is written anyway. So no collective is added, and a step between samples costs two comparisons. The loop calls
-    `begin` and `end` around each step.
-
-    Args:
-        ddp: the wrapped module; torch itself measures its first ten passes. None: nothing is measured.
-        heartbeat: carries the sums.
-        every: steps between samples, the first of which is step 5; "auto": about four samples a second, at least one
-            in 64 steps; None: none.
-        data_wait_s: gives the seconds that this rank has waited for data so far.
-        on_device: whether steps run on a GPU, asynchronously to the host.
-        work: this rank's samples of a step as a multiple of the mean: where slices differ by one sample, a rank with
-            two of them is not slower than one with one. Its own time is divided by it.
-    """
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel | None,
-        heartbeat: Heartbeat,
-        *,
-        every: int | Literal["auto"] | None,
-        data_wait_s: Callable[[], float],
-        on_device: bool,
-        work: float = 1.0,
-    ) -> None:
-        self.exchange_s = 0.0
-        """Seconds of exchanges outside DDP so far, added by whoever makes them: they are waits, too."""
-        # torch has no types for its timers.
-        self._ddp: Any = ddp
-        self._heartbeat = heartbeat
-        self._data_wait_s, self._every, self._on_device = data_wait_s, every, on_device
-        self._work = work
-        # The interface is a prototype of torch's (2.6 to 2.13): without it, or unasked, nothing is measured.
-        can_measure = every is not None and hasattr(ddp, "_set_ddp_runtime_logging_sample_rate")
-        self._steps_left = _FIRST_STEP if can_measure else _NEVER
-        # Seconds by the clock, of waits for data, of exchanges: at the begin of the sampled step, then of the step.
-        self._before: tuple[float, ...] = ()
-        self._step: tuple[float, ...] | None = None
-        self._iteration = -1
-
-    def begin(self) -> None:
-        """Called before a step."""
-        self._steps_left -= 1
-        if self._steps_left == 0:
-            self._ddp._set_ddp_runtime_logging_sample_rate(1)
-            self._before = self._counters()
-
-    def end(self) -> None:
-        """Called after it. The timers of a step can be read when the pass after it has begun."""
-        if self._steps_left > 0:
-            return
-        if self._step is None:
-            self._step = tuple(late - early for late, early in zip(self._counters(), self._before, strict=True))
-            return
-        (step_s, data_s, exchange_s), self._step = self._step, None
-        self._ddp._set_ddp_runtime_logging_sample_rate(_NEVER)
-        self._steps_left = self._steps_to_next(step_s)
-        facts = self._ddp._get_ddp_logging_data()
-        # A pass that torch did not measure leaves the numbers of an earlier one.
-        if facts.get("iteration") == self._iteration:
-            return
-        self._iteration = facts.get("iteration", -1)
-        # From the first gradient that is sent to the last that comes back, without the part spent on computing others.
-        waited_ns = facts.get("backward_comm_time", 0) - facts.get("backward_compute_comm_overlap_time", 0)
-        wait_s = max(waited_ns * _NS, 0.0) + exchange_s
-        own_s = max(step_s - wait_s, 0.0)
-        if self._on_device:
-            # The host runs ahead of the device, so its clock says nothing of one step; the device's timers do.
-            computed_ns = facts.get("forward_compute_time", 0) + facts.get("backward_compute_time", 0)
-            own_s = computed_ns * _NS + data_s
-        self._heartbeat.pace = self._heartbeat.pace.plus(own_s=own_s / self._work, wait_s=wait_s, data_s=data_s)
-
-    def _counters(self) -> tuple[float, ...]:
-        return self._heartbeat.clock(), self._data_wait_s(), self.exchange_s
-
-    def _steps_to_next(self, step_s: float) -> int:
-        if isinstance(self._every, int):
-            return max(self._every - 1, 1)
-        least = _LEAST_STEPS_ON_DEVICE if self._on_device else 1
-        return max(min(math.ceil(_AIM_S / max(step_s, 1e-6)), _MOST_STEPS), least)
 
 
 def format_measures(measures: dict[str, float]) -> str:

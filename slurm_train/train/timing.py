@@ -8,7 +8,7 @@ from slurm_train.data.batches import Split
 from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import StepTimes
 from slurm_train.train.context import Rank
-from slurm_train.train.metrics import PaceProbe
+from slurm_train.train.pace import PaceProbe, WaitTimer
 from slurm_train.train.passes import Passes
 
 
@@ -72,5 +72,7 @@ def build_timing(rank: Rank, passes: Passes, split: Split) -> Timing:
         on_device=rank.device.type != "cpu",
         # Weights are meant to make up for the speed of a rank; batches by length are equal work.
         work=split.work if batch.shares == "even" and not batch.by_length else 1.0,
+        # Of one rank alone, which has no DDP either, there is nobody to wait for.
+        waits=None if rank.layout.is_replicated else WaitTimer(rank.device, sees_functions=not rank.compiles),
     )
     return Timing(rank.clock, step_times=step_times, probe=probe, data_wait_s=data_wait_s)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_train.config.schema import ParallelSection
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import AttemptStart, begin_round, open_attempt, read_ledger
 from slurm_train.rundir.events import Finding, first_mark, read_events, write_preflight
@@ -365,7 +366,8 @@ def test_a_rank_whose_data_come_late_is_named_and_a_healthy_run_is_not(tmp_path:
         start_rank(RANK_PROGRAM, json.dumps(orders), env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
-    monitor, search = Monitor(), StragglerSearch(run, 0, excess=0.1, world_size=2, first_window_s=1.0)
+    monitor = Monitor()
+    search = StragglerSearch(run, 0, excess=0.1, world_size=2, parallel=ParallelSection(), first_window_s=1.0)
     search.every_s = 0.2
     try:
         monitor.add(search)

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import sys
-import time
 from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from slurm_train.assets import read_asset
@@ -27,7 +24,6 @@ from slurm_train.errors import ConfigError, RunError
 from slurm_train.metrics import Display
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
-from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.context import Rank
@@ -35,7 +31,6 @@ from slurm_train.train.ending import say_stopped, write_result
 from slurm_train.train.evaluate import _as_numbers, measures
 from slurm_train.train.metrics import (
     GpuReader,
-    PaceProbe,
     Recorder,
     flops_per_token,
     peak_flops,
@@ -44,7 +39,6 @@ from slurm_train.train.position import Position
 from slurm_train.train.step import StepFacts, StepResult
 from slurm_train.train.texts import printable, say_text
 from tests.support.ranks import make_rank
-from tests.support.warm_ranks import run_pair
 
 
 def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:
@@ -170,75 +164,6 @@ def test_the_text_at_the_end_compiles_nothing() -> None:
     source: Any = SimpleNamespace(encoding=lambda: encoding, shards=list)
     say_text(said.append, model, train=source, heldout=None, num_tokens=5)
     assert (said, compiled) == (["the model writes:\nxxxxx"], [])
-
-
-# Rank 1 computes 80 ms longer in each step; each rank leaves its sums, by kind of DDP.
-PROGRAM = """
-import json, os, time, torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from slurm_train.rundir.heartbeat import Heartbeat
-from slurm_train.train.metrics import PaceProbe
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-
-def pace_of(kind):
-    ddp = DistributedDataParallel(torch.nn.Linear(64, 64), static_graph=kind == "static")
-    heart = Heartbeat()
-    probe = PaceProbe(ddp, heart, every=5, data_wait_s=lambda: 0.0, on_device=False)
-    for _ in range(25):
-        probe.begin()
-        loss = ddp(torch.ones(8, 64)).sum()
-        time.sleep(0.08 * rank)
-        loss.backward()
-        ddp.zero_grad(set_to_none=True)
-        probe.end()
-    pace = heart.pace
-    return pace.samples, pace.own_s / pace.samples, pace.wait_s / pace.samples
-
-with open(os.environ["OUT"], "w") as file:
-    json.dump({kind: pace_of(kind) for kind in ("plain", "static")}, file)
-dist.barrier()
-os._exit(0)
-"""
-
-
-@pytest.mark.distributed
-def test_the_victim_waits_and_the_cause_does_not(tmp_path: Path) -> None:
-    victims, causes = run_pair(tmp_path, PROGRAM)
-    for kind, victim in victims.items():
-        cause = causes[kind]
-        assert victim[0] == cause[0] == 4, kind
-        assert victim[2] > 0.07 and cause[1] > 0.08, kind
-        assert cause[2] < 0.5 * victim[2] and victim[1] < 0.5 * cause[1], kind
-
-
-# The very first step may be long enough for another look at once.
-@pytest.mark.parametrize(("every", "steps", "samples"), [(7, 71, (10,)), ("auto", 140, (2, 3, 4)), (None, 20, (0,))])
-def test_a_sample_is_taken_every_so_many_steps(
-    group_of_one: None, every: Any, steps: int, samples: tuple[int, ...]
-) -> None:
-    ddp, heart = DistributedDataParallel(nn.Linear(4, 4)), Heartbeat()
-    probe = PaceProbe(ddp, heart, every=every, data_wait_s=lambda: 0.0, on_device=False)
-    for _ in range(steps):
-        probe.begin()
-        ddp(torch.ones(2, 4)).sum().backward()
-        probe.end()
-    assert heart.pace.samples in samples
-    assert heart.pace == Pace() if every is None else heart.pace.own_s > 0 and heart.pace.own_squared > 0
-
-
-def test_a_step_between_samples_costs_less_than_two_microseconds() -> None:
-    probe = PaceProbe(None, Heartbeat(), every=None, data_wait_s=lambda: 0.0, on_device=False)
-
-    def cost_s() -> float:
-        start = time.perf_counter()
-        for _ in range(10_000):
-            probe.begin()
-            probe.end()
-        return (time.perf_counter() - start) / 10_000
-
-    assert min(cost_s() for _ in range(20)) < 2e-6
 
 
 class Nvml(ModuleType):
