@@ -2,6 +2,10 @@
 
 Floats are written in full precision, so two runs can be compared bit for bit. Nothing is ever rewritten: after a
 resume the newer attempt's lines supersede the older ones, and `read_metrics` returns those that count. No torch here.
+
+Whoever reads the metrics of a run also gets what evaluators have measured of its checkpoints (`evaluate --follow`,
+`rundir.scores`): `read_metrics` and `read_series` are the one place where these numbers come together. At a step that
+the training has evaluated itself, its own number counts.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import math
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from slurm_train.formatting import clock as countdown
 from slurm_train.rundir.files import open_file, read_lines, write_all
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.scores import Score, scores_that_count
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -61,10 +68,42 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the lines that count, in step order: a newer attempt supersedes older ones from its first step on.
 
     Args:
-        path: a metrics.jsonl; an absent one has no lines.
+        path: the metrics.jsonl of a run; an absent one has no lines.
     """
     lines = list(metric_lines(path))
-    return [lines[position] for position in counting([head_of(line) for line in lines])]
+    counted = [lines[position] for position in counting([head_of(line) for line in lines])]
+    scores = scores_that_count(RunDirectory(path.parent))
+    if not scores:
+        return counted
+    has = {(line["step"], key) for line in counted for key in line if key.startswith("eval_")}
+    steps = [line["step"] for line in counted]
+    attempts = [line["attempt"] for line in counted]
+    # The order of lines of one step stays, and scores come after them.
+    lines = [*counted, *_score_lines(scores, has=has, steps=steps, attempts=attempts)]
+    return sorted(lines, key=lambda line: line["step"])
+
+
+def _score_lines(
+    scores: Iterable[Score], *, has: Collection[tuple[int, str]], steps: Sequence[float], attempts: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Returns scores of a run's checkpoints as lines.
+
+    Args:
+        scores: by step.
+        has: steps at which the training has a measure itself.
+        steps: of the lines that count.
+        attempts: of the same lines; a score is put into the attempt that stands at its step.
+    """
+    lines = []
+    for score in scores:
+        values = {
+            key: value for key, value in score.values.items() if value is not None and (score.step, key) not in has
+        }
+        place = bisect_right(steps, score.step)
+        attempt = int(attempts[place - 1]) if place else score.attempt
+        if values:
+            lines.append({"step": score.step, "attempt": attempt, **values, "time_unix_s": score.time_unix_s})
+    return lines
 
 
 def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -170,8 +209,33 @@ def read_series(path: Path) -> Series:
         heads += map(head_of, chunk)
     positions = counting(heads)
     counted = {key: array("d", [column[place] for place in positions]) for key, column in columns.items()}
+    _add_scores(counted, path)
     with_numbers = {key: column for key, column in counted.items() if not all(map(math.isnan, column))}
     return Series(with_numbers, num_superseded=len(heads) - len(positions))
+
+
+def _add_scores(columns: dict[str, Column[float]], path: Path) -> None:
+    """Puts the scores of a run's checkpoints into the columns of its lines."""
+    found = scores_that_count(RunDirectory(path.parent))
+    if not found:
+        return
+    steps = columns.get("step", array("d"))
+    evaluated = {key: column for key, column in columns.items() if key.startswith("eval_")}
+    has = {
+        (int(step), key)
+        for key, column in evaluated.items()
+        for step, value in zip(steps, column, strict=True)
+        if not math.isnan(value)
+    }
+    scores = _score_lines(found, has=has, steps=steps, attempts=columns.get("attempt", array("d")))
+    num_lines = len(steps)
+    all_steps = [*steps, *(score["step"] for score in scores)]
+    # The order of lines of one step stays, and scores come after them.
+    order = sorted(range(len(all_steps)), key=all_steps.__getitem__)
+    for key in dict.fromkeys(chain(columns, *scores)):
+        column = columns.get(key, array("d", [math.nan]) * num_lines)
+        column.extend(_number(score.get(key)) for score in scores)
+        columns[key] = array("d", [column[place] for place in order])
 
 
 def _number(value: Any) -> float:

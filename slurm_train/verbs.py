@@ -306,12 +306,20 @@ The same command again starts what is missing, waits for what runs, and prints t
             Argument("run RUN|CHECKPOINT", _CHECKPOINT, takes="run"),
             _ROOT,
             Argument("--config-dir DIR", "YAML files of your own, for cluster=NAME"),
+            Argument("--follow", "score each checkpoint of RUN as it appears, until the run is over"),
+            Argument("--with SETTING", 'with --follow: a scorer of your own, e.g. "script=[score.py]"', dest="scorer"),
+            Argument("--name NAME", "with --follow: what the measures are called, e.g. wiki for eval_wiki_loss"),
+            Argument(
+                "--keep N", "with --follow: so many checkpoints that wait for their score stay (default: 8)", type=int
+            ),
         ],
         settings="after",
         examples="""\
   python -m slurm_train evaluate gpt-stdlib                          the newest checkpoint, on this machine
   python -m slurm_train evaluate 3f9a1c07@200 data.path=data/other   of step 200, on other text
   python -m slurm_train evaluate 3f9a1c07 +cluster=1x8 parallel.dp_shard=8
+  python -m slurm_train evaluate 3f9a1c07 --follow +cluster=1x1      each checkpoint as it appears, in a small job
+  python -m slurm_train evaluate 3f9a1c07 --follow --with "script=[score.py]" +cluster=1x1
 """,
     ),
     "generate": Verb(

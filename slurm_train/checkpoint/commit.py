@@ -50,7 +50,7 @@ from slurm_train.errors import CheckpointError
 from slurm_train.rundir.attempts import publishing
 from slurm_train.rundir.files import for_each, fsync_directory, make_folder, rename
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, CheckpointName, list_checkpoints, name_of, parse_name
-from slurm_train.rundir.pins import pinned_saves
+from slurm_train.rundir.pins import awaited_saves, pinned_saves
 
 TRASH_PREFIX = ".trash-"
 STAGING_SUFFIX = ".tmp"
@@ -267,7 +267,8 @@ class Place:
     def prune(self, newest: Path, *, protect: Collection[str] = ()) -> Pruned:
         """Discards the attempt's whole checkpoints beyond the newest `keep`, and what earlier attempts left.
 
-        What the newest says is to be kept stays, too, see `kept_paths`, and the newest of what was passed over.
+        What the newest says is to be kept stays, too, see `kept_paths`, and what evaluations need, see `rundir.pins`,
+        and the newest of what was passed over.
 
         Args:
             newest: the one that was just saved or verified; it stays, and a newer one counts for nothing.
@@ -289,10 +290,11 @@ class Place:
                 untrusted.append(path)
         kept = kept_paths(read_manifest(newest), whole)
         pinned = pinned_saves(self.root)
+        needed = pinned | awaited_saves(self.root, map(name_of, whole))
         outdated = [
             path
             for path in whole[self.keep :]
-            if path.name not in protect and path not in kept and name_of(path).save_id not in pinned
+            if path.name not in protect and path not in kept and name_of(path).save_id not in needed
         ]
         # Saved again, and this time it holds.
         same_step = [path for path in untrusted if name_of(path).step == name_of(newest).step]

@@ -28,7 +28,8 @@ from slurm_train.checkpoint.manifest import (
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
 from slurm_train.errors import CheckpointError
 from slurm_train.rundir.files import ask_server
-from slurm_train.rundir.paths import list_checkpoints, name_of, parse_name
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of, parse_name
+from slurm_train.rundir.scores import best_first
 
 VISIBLE_TIMEOUT_S = 120.0
 _NUM_HASHING_THREADS = 4
@@ -122,8 +123,15 @@ def kept_paths(newest: Manifest, paths: Sequence[Path]) -> dict[Path, str]:
     """
     kept: dict[Path, str] = {}
     by_step = {name_of(path).step: path for path in reversed(paths)}
+    by_save = {name_of(path).save_id: path for path in paths}
     for rule in newest.extra.get("kept", ()):
-        found = [(by_step[step], value) for step, value in rule["steps"] if step in by_step]
+        if "measure" in rule:
+            # What a follower has scored by now, not what was known when the newest was saved.
+            run = RunDirectory(paths[0].parent.parent)
+            scores = best_first(run, measure=rule["measure"], mode=rule["mode"])
+            found = [(by_save[scored.save_id], scored.value) for scored in scores if scored.save_id in by_save]
+        else:
+            found = [(by_step[step], value) for step, value in rule["steps"] if step in by_step]
         kept |= {path: f"{rule['name']} {value:.4f}" for path, value in found[: rule["keep"]]}
     return kept
 

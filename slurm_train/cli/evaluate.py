@@ -5,6 +5,10 @@ Settings change what is measured and how (data.path=DIR, parallel.dp_shard=8). A
 The save and the held-out samples are its identity: the same number is measured once, whoever owns the checkpoint by
 then, and other samples are another evaluation. The checkpoint is kept while the evaluation is queued or running.
 
+`evaluate RUN --follow` scores every checkpoint as it appears, oldest first, until the run is over; with +cluster=1x1
+in a small job that is requeued like any other. `--with "script=[score.py]"` calls a scorer of your own for each. A
+checkpoint that waits for its score stays, up to `--keep` of them.
+
 `generate RUN|CHECKPOINT --prompt TEXT`: lets a language model continue texts, and prints both, with the tokenizer of
 the run's data. Without +cluster=NxG it works in this process, on a GPU of this machine if there is one; with it the
 texts are a run of its own in `generations/`.
@@ -12,9 +16,11 @@ texts are a run of its own in `generations/`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,22 +35,40 @@ from slurm_train.config.compose import Composed, apply_words
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import BatchSection, DdpSection, ParallelSection, RunConfig, RunSection, TrackSection
 from slurm_train.data.check import known_fingerprint
-from slurm_train.errors import EXIT_DONE, CheckpointError, ClusterError, ConfigError, RunError
+from slurm_train.errors import EXIT_DONE, CheckpointError, ClusterError, ConfigError, RunError, require_all
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.start import Start
 from slurm_train.launch.write import require_writable
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.attempts import withdraw_result
+from slurm_train.rundir.files import make_folder, read_json
+from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.node_disk import kernel_variables
-from slurm_train.rundir.paths import RunDirectory, find_save, parse_name, require_private, save_path, typed_root
-from slurm_train.rundir.pins import pin_save, release_pins
+from slurm_train.rundir.paths import (
+    RunDirectory,
+    existing_attempts,
+    find_save,
+    parse_name,
+    require_private,
+    save_path,
+    typed_root,
+)
+from slurm_train.rundir.pins import pin_save, release_pins, renew_lease
 from slurm_train.slurm.job_variables import node_name
-from slurm_train.status.activity import clear_dead_pins
+from slurm_train.status.activity import clear_dead_pins, refuse_active
+from slurm_train.status.following import MOST_WAITING, summary_of
 
 
 def main(words: Sequence[str]) -> int:
     """Evaluates here and prints the result, or submits the evaluation; a second time it prints what is known."""
     arguments = parse_runs("evaluate", words)
+    if arguments.follow:
+        return _follow(arguments, words)
+    alone = {"--with": arguments.scorer, "--name": arguments.name, "--keep": arguments.keep}
+    for flag, value in alone.items():
+        if value is not None:
+            raise ConfigError(f"{flag} {value} is for an evaluation that follows a run", hint="add --follow")
     checkpoint, run = find_saved(arguments.run, root=arguments.root)
     plan = _plan(run, checkpoint, settings=arguments.settings, config_dir=arguments.config_dir)
     if plan.run.result.exists() and plan.config.train.evaluate_data is None:
@@ -104,17 +128,26 @@ def find_saved(word: str, *, root: Path) -> tuple[Path, RunDirectory]:
     Raises:
         CheckpointError, RunError: there is none, or others may have written it.
     """
-    # As the run is spelled: a link may lead elsewhere on the nodes.
     real = find_checkpoint(word, root=root).resolve()
     folder = real.parent.parent
+    run = _enter(folder)
+    return run.path / real.relative_to(folder), run
+
+
+def _enter(folder: Path) -> RunDirectory:
+    """Returns the run in a folder without links; relative paths mean where it was typed from now on.
+
+    Raises:
+        RunError: others may have written it.
+    """
+    # As the run is spelled: a link may lead elsewhere on the nodes.
     run = RunDirectory(typed_root(folder.parent.parent) / folder.parent.name / folder.name)
-    checkpoint = run.path / real.relative_to(folder)
     # Its code runs in the name of whoever types.
     require_private(run)
     directory = (read_json(run.plan) or {}).get("directory")
     if directory and Path(directory).is_dir():
         os.chdir(directory)
-    return checkpoint, run
+    return run
 
 
 def _plan(
@@ -124,20 +157,32 @@ def _plan(
     settings: Sequence[str],
     config_dir: str | None,
     texts: dict[str, Any] | None = None,
+    follow: str | None = None,
+    scorer: str | None = None,
 ) -> RunPlan:
-    """Returns the plan of an evaluation, or of `texts`: the run's model and data, and nothing of its training."""
+    """Returns the plan of an evaluation, or of `texts`: the run's model and data, and nothing of its training.
+
+    Args:
+        run: the run.
+        checkpoint: what is measured; of a follower the folder of checkpoints.
+        settings: what was typed.
+        config_dir: YAML files of the person's own.
+        texts: what is to be continued.
+        follow: the name of a follower's scores.
+        scorer: the setting that names a scorer of the person's own, e.g. "script=[score.py]".
+    """
     before, facts = load_config(run.config), read_json(run.plan) or {}
-    if not before.trains:
+    if not before.trains and scorer is None:
         raise RunError(
             f"{run.name}/{run.run_id} is a task or script of your own, which the built-in evaluation does not know",
-            hint="`evaluate` and `generate` are for runs with model and data",
+            hint="`evaluate` and `generate` are for runs with model and data; `evaluate --follow --with "
+            '"script=[score.py]"` calls a scorer of your own',
         )
+    processes = before.run.processes if scorer is None else 1
     alone = replace(
         before,
         launch="slurm",
-        run=RunSection(
-            root=str(run.path), name="evaluations" if texts is None else "generations", processes=before.run.processes
-        ),
+        run=RunSection(root=str(run.path), name="evaluations" if texts is None else "generations", processes=processes),
         batch=BatchSection(local_size=facts.get("batch", {}).get("local_size"), by_length=before.batch.by_length),
         train=replace(
             before.train,
@@ -145,16 +190,20 @@ def _plan(
             eval_max_batches=None,
             evaluate_from=str(save_path(checkpoint)),
             generate=texts,
+            follow=follow,
             init_from=None,
         ),
         ddp=DdpSection(),
         parallel=ParallelSection(),
         track=TrackSection(),
         callbacks=[],
+        script=None,
+        task=None if scorer is not None else before.task,
         cluster=before.cluster if _is_for_slurm(settings) else None,
     )
-    config: RunConfig = apply_words(alone, settings, config_dir=config_dir)
-    if texts is None:
+    words = [*settings, *([scorer] if scorer is not None else [])]
+    config: RunConfig = apply_words(alone, words, config_dir=config_dir)
+    if texts is None and config.trains:
         config = replace(config, train=replace(config.train, evaluate_data=_heldout_fingerprint(config, run)))
     return plan_run(Composed(config, {}, {}), cwd=Path.cwd(), env=dict(os.environ))
 
@@ -179,6 +228,106 @@ def _heldout_fingerprint(config: RunConfig, run: RunDirectory) -> str | None:
 
 def _is_for_slurm(settings: Sequence[str]) -> bool:
     return any(word.lstrip("+").startswith("cluster=") for word in settings)
+
+
+# --- following ---
+
+
+def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
+    """Scores each checkpoint of a run as it appears, here or in a job; returns the exit code."""
+    name, scorer, settings = arguments.name or "", arguments.scorer, arguments.settings
+    _require_follows(name, scorer, settings, most=arguments.keep)
+    run = _enter(find_run(arguments.root, arguments.run).path.resolve())
+    plan = plan_following(run, settings=settings, config_dir=arguments.config_dir, name=name, scorer=scorer)
+    if scorer is not None and plan.world.size != 1:
+        raise ConfigError(
+            f"a scorer is called once per checkpoint, and {plan.world.size} ranks are asked for",
+            hint="+cluster=1x1; the scorer may start processes itself",
+        )
+    own, start = plan.run, Start(words=["evaluate", *words], env=dict(os.environ), say=note)
+    require_writable(own)
+    source: Source | RunDirectory = run
+    if scorer is None:
+        check_inputs(plan, cwd=Path(plan.directory))
+    else:
+        source = read_source(own, plan.config, Path.cwd(), env=dict(os.environ))
+    with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is kept stays
+        clear_dead_pins(run, start.commands)
+        refuse_active(own, start.commands)
+    if own.result.exists():
+        # It had ended with the run, which may have gone on since.
+        keep = own.path / "before" / f"result_{len(existing_attempts(own))}.json"
+        make_folder(keep.parent)
+        withdraw_result(own, keep)
+    note(f"scores each checkpoint of {run.name}/{run.run_id} as it appears, in {own.path}")
+    most = MOST_WAITING if arguments.keep is None else arguments.keep
+    renew_lease(run.checkpoints, own, most=most)
+    try:
+        code = start_run(start, plan, source)
+    except BaseException:
+        release_pins(own)
+        raise
+    if plan.config.cluster is not None and plan.config.launch == "slurm":
+        # A job of the run that began meanwhile has seen no job of the follower.
+        renew_lease(run.checkpoints, own, most=most)
+    else:
+        release_pins(own)
+        if code == EXIT_DONE:
+            answer(json.dumps(summary_of(own).as_json()))
+    return code
+
+
+def plan_following(
+    run: RunDirectory,
+    *,
+    settings: Sequence[str] = (),
+    config_dir: str | None = None,
+    name: str = "",
+    scorer: str | None = None,
+) -> RunPlan:
+    """Returns the plan of an evaluator that follows a run.
+
+    Args:
+        run: the run.
+        settings: what was typed.
+        config_dir: YAML files of the person's own.
+        name: of the scores, "" for none.
+        scorer: the setting that names a scorer of the person's own, e.g. "script=[score.py]".
+
+    Raises:
+        RunError: the run has no model and data of the built-in trainer, and there is no scorer.
+        ConfigError: a setting that makes no sense.
+    """
+    return _plan(run, run.checkpoints, settings=settings, config_dir=config_dir, follow=name, scorer=scorer)
+
+
+def _require_follows(name: str, scorer: str | None, settings: Sequence[str], *, most: int | None) -> None:
+    """Checks what was typed behind `evaluate --follow`.
+
+    Raises:
+        ConfigError: it makes no sense.
+    """
+    measures_other_data = any(word.lstrip("+~").startswith("data") for word in settings)
+    require_all(
+        [
+            (
+                bool(re.fullmatch(r"\w*", name)) is False,
+                f"--name {name!r} becomes a part of the names of measures",
+                "use letters, digits and _, e.g. --name wiki for eval_wiki_loss",
+            ),
+            (
+                scorer is not None and not scorer.startswith("script="),
+                f"--with {scorer} names no scorer",
+                'write --with "script=[score.py,--flag]"',
+            ),
+            (
+                scorer is None and measures_other_data and not name,
+                "other data would give the measures of the run's own held-out samples another meaning",
+                "name them: --name wiki records eval_wiki_loss",
+            ),
+            (most is not None and most < 0, f"--keep must be at least 0, got {most}", "for example --keep 4"),
+        ]
+    )
 
 
 # --- generate ---

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
 from slurm_train.cli.logs import LogPrinter
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig
@@ -42,7 +41,7 @@ from slurm_train.supervise.monitor import note_environment, say, watch_ranks
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.ranks import start_local
 from slurm_train.supervise.scheduler import Scheduler
-from slurm_train.supervise.supervisor import Supervisor, refused_code
+from slurm_train.supervise.supervisor import Supervisor, progress_of, refused_code
 from slurm_train.tools.trackers import build_trackers
 from slurm_train.worker.output import outlive_terminal
 
@@ -60,7 +59,7 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         run,
         Scheduler(start, env),
         config.requeue,
-        committed_step=partial(newest_committed_step if config.trains else committed_step_of_program, run.checkpoints),
+        committed_step=progress_of(run, config),
         is_own_code=not config.trains,
         notify=Notifier(run, config.notify, env=env, say=say) if config.notify else None,
     )

@@ -29,8 +29,9 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.lookup import is_own, known_roots, list_runs, newest_runs, owner_of
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.sweep import list_sweeps, read_table
+from slurm_train.rundir.sweep import Element, list_sweeps, read_table
 from slurm_train.rundir.timing import goodput, held_s
+from slurm_train.status.following import summaries_of
 from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, Survey, Surveyor, until_over
 from slurm_train.status.selection import Selection, build_surveyor, summary
 from slurm_train.verbs import DEFAULT_ROOT, parse
@@ -194,7 +195,8 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
     elif len(statuses) == 1:
         run = statuses[0].run
         kept = [f"{name}: {path.name}" for path, name in find_kept(run.checkpoints).items()]
-        after = [str(run.path), *kept, *_goodput_lines(run), *([] if statuses[0].is_finished else _attempt_lines(run))]
+        ends = [] if statuses[0].is_finished else _attempt_lines(run)
+        after = [str(run.path), *kept, *_follower_lines(run, env), *_goodput_lines(run), *ends]
     width, in_colour = width_of(sys.stdout), takes_escapes(sys.stdout, env)
     lines = table_lines(statuses, now_unix_s=time.time(), width=width, of_sweep=sweep is not None, in_colour=in_colour)
     print("\n".join([*lines, *after]))
@@ -204,6 +206,17 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
         for other in list_sweeps(selection.root)[:_MOST_SWEEPS]:
             if (num := len({element.run for element in read_table(other)} & runs)) > 1:
                 note(f"{num} of them are a sweep: `status {other.sweep_id}` shows the values of each")
+
+
+def _follower_lines(run: RunDirectory, env: Mapping[str, str]) -> list[str]:
+    """Returns what evaluators that follow a run are doing, and what they have scored; one line each."""
+    summaries = summaries_of(run)
+    subjects = [Element(run=summary.follower) for summary in summaries]
+    statuses = look_once(subjects, env) if subjects else []
+    return [
+        f"follower {summary.follower.run_id}: {status.state.label}, {summary.words}"
+        for summary, status in zip(summaries, statuses, strict=True)
+    ]
 
 
 def _attempt_lines(run: RunDirectory) -> list[str]:

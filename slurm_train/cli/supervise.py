@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_FAILURE, EXIT_REQUEUE, ConfigError
@@ -23,7 +21,7 @@ from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.srun import SrunLaunch, share_of
-from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals
+from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals, progress_of
 from slurm_train.tools.trackers import build_trackers
 
 
@@ -77,7 +75,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
         run,
         job,
         replace(config.requeue, enabled=_may_return(config)),
-        committed_step=partial(newest_committed_step if config.trains else committed_step_of_program, run.checkpoints),
+        committed_step=progress_of(run, config),
         is_own_code=not config.trains or config.preflight.only,
         notify=Notifier(run, config.notify, env=env, say=say) if config.notify else None,
     )

@@ -71,6 +71,7 @@ _UNUSED: Mapping[str, Mapping[str, Any]] = {
         "evaluate_from": None,
         "evaluate_data": None,
         "generate": None,
+        "follow": None,
         "param_dtype": "float32",
     },
 }

@@ -235,6 +235,9 @@ class TrainSection:
     another evaluation."""
     generate: dict[str, Any] | None = None
     """Texts that `evaluate_from` continues, and how, in place of the evaluation; `generate` sets it."""
+    follow: str | None = None
+    """Scores every checkpoint of the folder `evaluate_from` as it appears, until the run there is over; the text is the
+    name of the scores, "" for none. `evaluate --follow` sets it."""
     sample_tokens: Whole = 0
     """Length of the text that is generated at the end of a run, if the model can generate; 0: none."""
 

@@ -134,6 +134,8 @@ class RunDirectory:
     """What each checkpoint took: one JSON object per save."""
     report = Below("report.html")
     """The page that `report` writes."""
+    scores = Below("scores.jsonl")
+    """Of an evaluation that follows a run: what it has measured of each checkpoint."""
     stragglers = Below("stragglers.jsonl")
     """What the ranks spent their steps on: one JSON object per window of some seconds."""
     tensorboard = Below("tensorboard")

@@ -32,7 +32,8 @@ from slurm_train.rundir.jobs import (
     this_process,
 )
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.pins import list_pins
+from slurm_train.rundir.pins import lease_path, list_pins, read_leases
+from slurm_train.rundir.scores import follower_of
 from slurm_train.rundir.sweep import ArrayDirectory, element_jobs
 from slurm_train.slurm.commands import SlurmCommands, is_job_id
 from slurm_train.slurm.records import JobState
@@ -259,13 +260,15 @@ def clear_dead_pins(run: RunDirectory, commands: SlurmCommands) -> None:
     Raises:
         ClusterError: Slurm is here and does not answer.
     """
-    pins = list_pins(run.checkpoints)
-    active = find_active([pin.evaluation for pin in pins], commands) if pins else {}
-    for pin in pins:
-        submitter = read_holder(pin.evaluation.submission_lock)
+    kept = [(pin.path, pin.evaluation) for pin in list_pins(run.checkpoints)]
+    for lease in read_leases(run.checkpoints):
+        kept.append((lease_path(run.checkpoints, lease.follower_id), follower_of(run.path, lease.follower_id)))
+    active = find_active([evaluation for _, evaluation in kept], commands) if kept else {}
+    for path, evaluation in kept:
+        submitter = read_holder(evaluation.submission_lock)
         is_submitted_now = submitter is not None and holder_lives(submitter, commands)
-        if pin.evaluation.result.exists() or not (pin.evaluation in active or is_submitted_now):
-            pin.path.unlink(missing_ok=True)
+        if evaluation.result.exists() or not (evaluation in active or is_submitted_now):
+            path.unlink(missing_ok=True)
 
 
 def wait_for_runs(

@@ -30,6 +30,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
 from slurm_train.status.activity import is_of_another_run, jobs_by_name, jobs_by_script, unread_submission
+from slurm_train.status.following import summaries_of
 
 SILENT_AFTER_S = 60.0
 """A heartbeat is written twice a second; a network file system may keep it back for half a minute."""
@@ -296,6 +297,7 @@ class RunStatus:
             "slurm_reason": (job and job.reason) or None,
             "slurm_source": job and job.source,
             "partition": (job and job.partition) or None,
+            "followers": [summary.as_json() for summary in summaries_of(self.run)],
         }
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,9 +13,11 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from slurm_train.config.schema import RequeueSection
+from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
+from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
 from slurm_train.launch.snapshot import require_sealed
 from slurm_train.metrics import last_numbers
@@ -37,6 +39,7 @@ from slurm_train.rundir.events import (
 from slurm_train.rundir.files import change_times, is_there, listed
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from slurm_train.rundir.scores import num_recorded
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.slurm.records import end_and_limit
@@ -98,6 +101,16 @@ class _End:
     """Whether the ranks were ended because they hung."""
 
 
+def progress_of(run: RunDirectory, config: RunConfig) -> Callable[[], int | None]:
+    """Returns what tells whether an attempt brought a run on, for `Supervisor`.
+
+    A training has come as far as its newest checkpoint, an evaluation that follows one as many as it has recorded.
+    """
+    if config.train.follow is not None:
+        return partial(num_recorded, run)
+    return partial(newest_committed_step if config.trains else committed_step_of_program, run.checkpoints)
+
+
 class Supervisor:
     """One job's work on a run, from the opening of its attempt to the requeue.
 
@@ -105,9 +118,9 @@ class Supervisor:
         run: the run.
         scheduler: what started the job.
         settings: when to come back.
-        committed_step: gives the step of the newest checkpoint, -1 if there is none. None, here or from it, where
-            checkpoints are not known, as of a user's own program that has saved none here: its progress is the newest
-            logged step, and how often its job comes back has no limit.
+        committed_step: gives the step of the newest checkpoint, -1 if there is none, or what else `progress_of` counts.
+            None, here or from it, where checkpoints are not known, as of a user's own program that has saved none here:
+            its progress is the newest logged step, and how often its job comes back has no limit.
         is_own_code: the ranks run a user's function or script, which leaves no `result.json` of ours: ending with 0
             on a job that Slurm still calls running is its mark of being done.
         notify: sends messages to the person; None: nobody is told.

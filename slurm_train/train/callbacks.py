@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import TARGET, instantiate, keywords_in_source
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.scores import values_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from slurm_train.train.position import Position
     from slurm_train.train.step import StepResult
 
+# A follower's scores are minutes apart.
+_LOOK_AT_SCORES_S = 10.0
 # A best checkpoint whose save failed gives way to the next best that is on disk.
 _NUM_SPARE = 3
 
@@ -104,7 +107,8 @@ class Callback:
         """Returns which checkpoints stay whatever their age, None for no wish.
 
         {"name": "best eval_loss", "keep": 1, "steps": [[300, 1.2], [200, 1.3]]}: the first `keep` of these steps that
-        are on disk, each with a value to show. Rank 0's counts.
+        are on disk, each with a value to show. Or {"name": ..., "keep": 1, "measure": "eval_loss", "mode": "min"}: the
+        best of those that a follower has scored, at the time when somebody asks. Rank 0's counts.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +171,8 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
         for callback in config.callbacks
         if str(callback.get(TARGET, "slurm_train.")).startswith("slurm_train.")
     ]
-    compares = any(isinstance(callback, Monitor) for callback in build_callbacks(shipped).values())
+    made = build_callbacks(shipped).values()
+    compares = any(isinstance(callback, Monitor) and not callback.follower for callback in made)
     if not compares:
         return
     if not (config.train.evaluate and config.train.eval_every_steps):
@@ -201,12 +206,16 @@ class Monitor(Callback):
     Args:
         monitor: the measure, e.g. "eval_loss".
         mode: "min" if less is better, else "max".
+        follower: the measure is one that `evaluate --follow` gives to checkpoints, and not the training's own.
     """
 
-    def __init__(self, *, monitor: str, mode: str) -> None:
+    def __init__(self, *, monitor: str, mode: str, follower: bool = False) -> None:
         if mode not in ("min", "max"):
             raise ConfigError(f"mode must be min or max, got {mode!r}", hint="min: less is better, as for eval_loss")
-        self.monitor, self.sign = monitor, 1.0 if mode == "min" else -1.0
+        if not isinstance(follower, bool):
+            raise ConfigError(f"follower must be true or false, got {follower!r}", hint="see docs/callbacks.md")
+        self.monitor, self.mode, self.sign = monitor, mode, 1.0 if mode == "min" else -1.0
+        self.follower = follower
 
     def read(self, measures: Mapping[str, float]) -> float:
         """Returns the measure.
@@ -230,23 +239,53 @@ class EarlyStopping(Monitor):
         patience: evaluations without improvement after which the run ends.
         min_delta: a smaller improvement counts as none.
         mode: "min" if less is better, else "max".
+        follower: see `Monitor`. Scores are counted by step, whenever they come; rank 0 looks for new ones now and then.
     """
 
     def __init__(
-        self, *, monitor: str = "eval_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
+        self,
+        *,
+        monitor: str = "eval_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str = "min",
+        follower: bool = False,
     ) -> None:
-        super().__init__(monitor=monitor, mode=mode)
+        super().__init__(monitor=monitor, mode=mode, follower=follower)
         _require("patience", patience, least=1)
         _require("min_delta", min_delta, least=0.0)
         self.patience, self.min_delta = patience, min_delta
         self.best, self.best_step, self.num_worse = math.inf, 0, 0
+        self._next_look_s = 0.0
 
     def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
         """Compares, and asks for the end."""
-        value = self.sign * self.read(measures)
+        if not self.follower:
+            self._compare(self.read(measures), step=trainer.position.step)
+            self._end_if_due(trainer)
+
+    def on_step_end(self, trainer: Training) -> None:
+        """Looks at the scores of a follower, on rank 0; all ranks learn of the end with the exchange of a step."""
+        rank = trainer.rank
+        if not self.follower or not rank.place.is_first or rank.clock() < self._next_look_s:
+            return
+        self._next_look_s = rank.clock() + _LOOK_AT_SCORES_S
+        # All scores are in the follower's file: nothing of them is lost, or counted twice, when the run resumes.
+        self.best, self.best_step, self.num_worse = math.inf, 0, 0
+        try:
+            scores = values_of(rank.run, self.monitor)
+        except OSError:
+            return
+        for scored in scores:
+            self._compare(scored.value, step=scored.step)
+        self._end_if_due(trainer)
+
+    def _compare(self, value: float, *, step: int) -> None:
         self.num_worse += 1
-        if value < self.best - self.min_delta:
-            self.best, self.best_step, self.num_worse = value, trainer.position.step, 0
+        if self.sign * value < self.best - self.min_delta:
+            self.best, self.best_step, self.num_worse = self.sign * value, step, 0
+
+    def _end_if_due(self, trainer: Training) -> None:
         if self.num_worse >= self.patience:
             best = f"best {self.sign * self.best:.4f} at step {self.best_step}"
             trainer.end_early(f"{self.monitor} has not improved in {self.num_worse} evaluations, {best}")
@@ -267,16 +306,19 @@ class BestCheckpoint(Monitor):
         monitor: the measure.
         mode: "min" if less is better, else "max".
         keep: how many stay.
+        follower: see `Monitor`. Then no additional checkpoints are saved: the best of those with a score stay.
     """
 
-    def __init__(self, *, monitor: str = "eval_loss", mode: str = "min", keep: int = 1) -> None:
-        super().__init__(monitor=monitor, mode=mode)
+    def __init__(self, *, monitor: str = "eval_loss", mode: str = "min", keep: int = 1, follower: bool = False) -> None:
+        super().__init__(monitor=monitor, mode=mode, follower=follower)
         _require("keep", keep, least=1)
         self.keep = keep
         self.steps: list[list[Any]] = []
 
     def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
         """Sorts the step in, and asks for a save if it is one to keep."""
+        if self.follower:
+            return
         value, step = self.read(measures), trainer.position.step
         if not math.isfinite(value):
             return
@@ -287,8 +329,11 @@ class BestCheckpoint(Monitor):
             trainer.ask_to_save()
 
     def kept_steps(self) -> dict[str, Any] | None:
-        """Returns the best steps."""
-        return {"name": f"best {self.monitor}", "keep": self.keep, "steps": self.steps}
+        """Returns the best steps, or by which scores of a follower they are found."""
+        rule = {"name": f"best {self.monitor}", "keep": self.keep}
+        if self.follower:
+            return rule | {"measure": self.monitor, "mode": self.mode}
+        return rule | {"steps": self.steps}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best steps with their values."""

@@ -243,7 +243,8 @@ def check_measures(parts: Parts, callbacks: Mapping[str, Callback], evaluator: E
     Raises:
         ConfigError: there are no held-out samples, or no measure of the name, or sums that are none.
     """
-    monitors = [callback for callback in callbacks.values() if isinstance(callback, Monitor)]
+    compare = (callback for callback in callbacks.values() if isinstance(callback, Monitor))
+    monitors = [callback for callback in compare if not callback.follower]
     if evaluator is None:
         if monitors:
             raise ConfigError(

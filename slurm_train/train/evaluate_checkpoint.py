@@ -47,17 +47,15 @@ def evaluate_checkpoint(rank: Rank) -> int:
     apply_parallelism(parts)
     texts_wanted = rank.config.train.generate
     if texts_wanted is None:
-        _require_same_samples(parts)
-    path, manifest = _load_weights(parts, Path(str(rank.config.train.evaluate_from)))
+        require_same_samples(parts)
+    path, manifest = load_weights(parts, Path(str(rank.config.train.evaluate_from)))
     values: dict[str, Any] | None
     if texts_wanted is not None:
         texts = continue_texts(rank, parts.model, **texts_wanted)
         values = {"texts": texts}
         summary = f"{len(texts)} texts"
     else:
-        assert parts.heldout is not None
-        objective = Objective(parts.model)
-        values = Evaluator(rank=rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline).evaluate()
+        values = measure(parts)
         summary = format_measures(values or {})
     if values is not None and rank.place.is_first:
         facts = {"step": manifest.step, "samples": manifest.samples, **values, "checkpoint": str(path)}
@@ -67,7 +65,7 @@ def evaluate_checkpoint(rank: Rank) -> int:
     return EXIT_REQUEUE if values is None else EXIT_DONE
 
 
-def _require_same_samples(parts: Parts) -> None:
+def require_same_samples(parts: Parts) -> None:
     """Checks that the held-out samples are those of which the evaluation was typed.
 
     Raises:
@@ -84,12 +82,23 @@ def _require_same_samples(parts: Parts) -> None:
         )
 
 
-def _load_weights(parts: Parts, save: Path) -> tuple[Path, Manifest]:
+def measure(parts: Parts) -> dict[str, float] | None:
+    """Returns the measures of the model as it is now, None where a rank was asked to stop. Collective."""
+    assert parts.heldout is not None
+    objective = Objective(parts.model)
+    return Evaluator(rank=parts.rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline).evaluate()
+
+
+def load_weights(parts: Parts, save: Path) -> tuple[Path, Manifest]:
     """Loads the weights of a checkpoint; returns where it lies now, and its manifest. Collective.
 
     Args:
         parts: has the model.
         save: the checkpoint, by a path from `save_path`.
+
+    Raises:
+        CheckpointError: the checkpoint does not verify, or belongs to another user.
+        RunError: its weights do not fit the model.
     """
     group = dist.group.WORLD
     while True:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.config.batch import BatchPlan, recut_batch, solve_batch
@@ -54,6 +54,9 @@ from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.activity import live_holder
 from slurm_train.supervise.hang import recording_environment
 from slurm_train.worker.output import outlive_terminal
+
+if TYPE_CHECKING:
+    from slurm_train.train.context import Rank
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 # Devices, networks and files fail for a time; tried again, the same program may go on.
@@ -245,6 +248,10 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     heartbeat.mark("start")
     if config.preflight.only:
         return EXIT_DONE
+    if config.script is not None and config.train.follow is not None:
+        from slurm_train.worker.scoring import follow_with_script
+
+        return follow_with_script(config, place=place, env=env, code_dir=code_dir, run=run, attempt=attempt, stop=stop)
     if is_watched and not config.trains and config.health.hang_timeout_s is not None:
         env = {**env, **_watch(run, attempt, place, env, limit_s=config.health.hang_timeout_s)}
     if config.script is not None:
@@ -270,13 +277,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
 
         answer_watcher(dict(env))
         return run_task(rank)
-    if config.train.evaluate_from is not None:
-        from slurm_train.train.evaluate_checkpoint import evaluate_checkpoint
-
-        return evaluate_checkpoint(rank)
-    from slurm_train.train.build import train
-
-    return train(rank)
+    return _train_or_evaluate(rank)
 
 
 def _watch(
@@ -289,6 +290,21 @@ def _watch(
     with contextlib.suppress(PackageNotFoundError):
         answers |= {name: os.environ[name] for name in recording_environment(version("torch")) if name in os.environ}
     return answers
+
+
+def _train_or_evaluate(rank: Rank) -> int:
+    """Returns the exit code of the built-in trainer, or of what measures checkpoints in its place."""
+    if rank.config.train.follow is not None:
+        from slurm_train.train.follow import follow_checkpoints
+
+        return follow_checkpoints(rank)
+    if rank.config.train.evaluate_from is not None:
+        from slurm_train.train.evaluate_checkpoint import evaluate_checkpoint
+
+        return evaluate_checkpoint(rank)
+    from slurm_train.train.build import train
+
+    return train(rank)
 
 
 def _prepare_torch() -> None:

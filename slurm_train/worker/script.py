@@ -36,12 +36,20 @@ def run_script(
         ConfigError: there is no such script, or MASTER_ADDR or MASTER_PORT is not set.
     """
     command = script_command(words, code_dir=code_dir, run=run)
-    script_env = torchrun_env(place, env) | {RUN_DIR: str(run.path)}
-    # What a user's file imports from beside it must come from the same snapshot.
-    script_env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(code_dir), env.get("PYTHONPATH", ""))))
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, script_env)
+    os.execve(command[0], command, script_env(place, env, code_dir=code_dir, run=run))
+
+
+def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run: RunDirectory) -> dict[str, str]:
+    """Returns the environment of a script on a rank.
+
+    Raises:
+        ConfigError: MASTER_ADDR or MASTER_PORT is missing.
+    """
+    # What a user's file imports from beside it must come from the same snapshot.
+    python_path = os.pathsep.join(filter(None, (str(code_dir), env.get("PYTHONPATH", ""))))
+    return torchrun_env(place, env) | {RUN_DIR: str(run.path), "PYTHONPATH": python_path}
 
 
 def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -> list[str]:

@@ -88,6 +88,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         1000,
         LOCAL,
     ),
+    "following": Campaign(
+        "a run and an evaluator that follows it (`evaluate --follow`), either killed at any moment, with "
+        "`checkpoint.keep=1`: every checkpoint is scored exactly once, none is removed before, and each loss of the "
+        "training has the bits that it has without an evaluator",
+        "following:run",
+        120,
+        LOCAL,
+    ),
     "nfs-kills": Campaign(
         "on NFS (a FUSE client) with lost replies and a server that is slow, away, and away for a minute: any rank "
         "killed at any moment, and no committed step is lost",

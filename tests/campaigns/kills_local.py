@@ -125,10 +125,10 @@ class Life:
     def attempt(self, aim: Aim) -> bool:
         """Runs one attempt; returns whether somebody was killed in it."""
         start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=self.world_size)
-        attempts: list[_Attempt] = []
+        attempts: list[Attempt] = []
 
         def launch(number: int) -> int:
-            attempts.append(_Attempt(self, number, aim))
+            attempts.append(Attempt(self, number, aim))
             return attempts[0].run()
 
         settings = load_config(self.run.config).requeue
@@ -151,7 +151,7 @@ class Life:
         if not problems:
             shutil.rmtree(self.run.path.parent, ignore_errors=True)
 
-    def _look_after(self, ended: _Attempt) -> None:
+    def _look_after(self, ended: Attempt) -> None:
         """Checks what a kill has left."""
         phases = [note.phase for note in ended.dead.values()]
         phase = "+".join(sorted(set(phases)))
@@ -169,7 +169,7 @@ class Life:
         self.tally.add(words, problems)
 
 
-class _Attempt:
+class Attempt:
     """The ranks of one attempt, and the kill that is aimed at them."""
 
     def __init__(self, life: Life, number: int, aim: Aim) -> None:

@@ -41,6 +41,17 @@ PHASES = {
     "exit": Phase("slurm_train.train.build", "shutdown", 0.005),
 }
 AT_THE_END = ("finish", "result", "exit")
+FOLLOWING = {
+    "next": Phase("slurm_train.status.following", "Follower.next", 0.01, only_first=True),
+    "pin": Phase("slurm_train.status.following", "pin_save", 0.002, only_first=True),
+    "weights": Phase("slurm_train.train.follow", "load_weights", 0.03),
+    "measure": Phase("slurm_train.train.follow", "measure", 0.05),
+    "record": Phase("slurm_train.status.following", "Follower.record", 0.004, only_first=True),
+    "line": Phase("slurm_train.status.following", "append_score", 0.002, only_first=True),
+    "release": Phase("slurm_train.status.following", "release_pin", 0.001, only_first=True),
+}
+"""Of an evaluator that follows a run."""
+_ALL = {**PHASES, **FOLLOWING}
 
 NOTE = struct.Struct("<12s12sq")
 """Fields of a `Note` in its file; the phases are filled up with zeros."""
@@ -109,7 +120,7 @@ def note_phases(memory: Any, *, moment: Moment | None, run: Path) -> None:
         memory[24:32] = struct.pack("<q", newest_complete(run / "checkpoints"))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    for phase in PHASES:
+    for phase in _ALL:
         _wrap(phase, memory, on_enter)
 
 
@@ -124,8 +135,8 @@ def newest_complete(checkpoints: Path) -> int:
 
 
 def _wrap(phase: str, memory: Any, on_enter: Callable[[str], None]) -> None:
-    owner: Any = importlib.import_module(PHASES[phase].module)
-    *classes, name = PHASES[phase].function.split(".")
+    owner: Any = importlib.import_module(_ALL[phase].module)
+    *classes, name = _ALL[phase].function.split(".")
     for part in classes:
         owner = getattr(owner, part)
     real = getattr(owner, name)

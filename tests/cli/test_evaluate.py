@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from slurm_train.config.schema import ClusterSection, ParallelSection, RunConfig
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
-from slurm_train.rundir.pins import list_pins
+from slurm_train.rundir.pins import list_pins, read_leases
 from tests.cli.conftest import Shell
 from tests.support.small_checkpoints import make_header, steps_in
 
@@ -132,9 +133,58 @@ def test_a_start_that_slurm_refuses_keeps_nothing(shell: Shell, run: RunDirector
     assert list_pins(run.checkpoints) == []
 
 
+def test_a_follower_is_a_small_job_that_keeps_what_it_has_not_scored(shell: Shell, run: RunDirectory) -> None:
+    own = shell.submits("evaluate gpt-stdlib --follow +cluster=1x1 parallel.dp_shard=1 --keep 5")
+    train = load_config(own.config).train
+    assert (train.follow, train.evaluate_from) == ("", str(run.checkpoints))
+    assert [(lease.follower_id, lease.most) for lease in read_leases(run.checkpoints)] == [(own.run_id, 5)]
+    shell.slurm.queue("4711", "PENDING")
+    place = Place(root=run.checkpoints, attempt=1, keep=1)
+    place.prune(list_checkpoints(run.checkpoints)[0])
+    assert steps_in(run.checkpoints) == [2, 1], "it waits in the queue, and the checkpoints wait for it"
+    words = "evaluate gpt-stdlib --follow +cluster=1x1 parallel.dp_shard=1"
+    assert "is active already" in shell.refuses("job 4711", words)
+    assert len(read_leases(run.checkpoints)) == 1, "the lease is that of the job"
+    named = shell.submits(f"{words} --name wiki")
+    assert named != own and load_config(named.config).train.follow == "wiki"
+    status = json.loads(shell.types("status gpt-stdlib --json").out)[0]
+    assert {follower["run"] for follower in status["followers"]} == {own.run_id, named.run_id}
+    assert f"follower {own.run_id}: queued, 0 scored" in shell.types("status gpt-stdlib").out
+    shell.types("cancel", str(own.path))
+    assert [lease.follower_id for lease in read_leases(run.checkpoints)] == [named.run_id]
+
+
+def test_a_dead_follower_is_forgotten_when_something_is_started(shell: Shell, run: RunDirectory) -> None:
+    own = shell.submits("evaluate gpt-stdlib --follow +cluster=1x1 parallel.dp_shard=1")
+    shell.slurm.queue("4711", "CANCELLED")
+    run.epochs.mkdir(exist_ok=True)
+    (run.epochs / "attempt_1").touch()
+    assert shell.types("checkpoint gc gpt-stdlib --keep 1").code == 0
+    assert read_leases(run.checkpoints) == [] and own.config.exists()
+
+
+def test_a_scorer_of_ones_own_needs_no_model_of_ours(shell: Shell, run: RunDirectory) -> None:
+    (shell.folder / "score.py").write_text("print('{}')")
+    run.config.write_text(
+        dump_config(replace(load_config(run.config), task={"_target_": "my.main"}, parallel=ParallelSection()))
+    )
+    words = ("evaluate", "gpt-stdlib", "--follow", "--with", "script=[score.py,--fast]", "+cluster=1x1")
+    own = shell.submits(*words)
+    config = load_config(own.config)
+    assert (config.script, config.task, config.train.follow) == (["score.py", "--fast"], None, "")
+    assert (own.code / "score.py").exists(), "it runs as it was when it was submitted"
+    shell.refuses("2 ranks are asked for", *words[:-1], "+cluster=1x2")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        ("evaluate gpt-stdlib --keep 3", "--keep 3 is for an evaluation that follows a run"),
+        ("evaluate gpt-stdlib --name a", "--name a is for an evaluation that follows a run"),
+        ("evaluate gpt-stdlib --follow --name a-b", "--name 'a-b' becomes a part of the names of measures"),
+        ("evaluate gpt-stdlib --follow --with task=x", "--with task=x names no scorer"),
+        ("evaluate gpt-stdlib --follow --keep -1", "--keep must be at least 0, got -1"),
+        ("evaluate gpt-stdlib --follow data.path=other", "other data would give the measures"),
         ("evaluate gpt-stdlib data=text", "data.path"),
         ("generate gpt-stdlib +cluster=1x2", "no tokenizer is known"),
         ("generate gpt-stdlib +cluster=1x2 optim.rl=1", "there is no configuration key 'optim.rl'"),

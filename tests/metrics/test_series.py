@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_train.metrics import read_metrics, read_series
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.scores import Score, append_score
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -47,3 +49,23 @@ def test_points_leave_out_lines_without_a_finite_value(tmp_path: Path) -> None:
     assert (list(steps), list(values)) == ([0.0, 4.0], [3.0, 1.0])
     assert (series.last("loss"), series.last("mfu")) == (1.0, None)
     assert set(series.columns) == {"attempt", "step", "loss"}, "texts and truth values are no numbers"
+
+
+def test_scores_of_a_follower_are_read_with_the_rest(tmp_path: Path) -> None:
+    """Of a step that the training has evaluated itself its own number counts, and the order of steps stays."""
+    follower = RunDirectory(tmp_path / "evaluations" / "7d434a1ed8a2")
+    follower.path.mkdir(parents=True)
+    lines = [{"attempt": 0, "step": step, "loss": 1.0 / step} for step in (10, 20, 30)]
+    lines.insert(2, {"attempt": 0, "step": 20, "eval_loss": 0.5})
+    path = write(tmp_path / "metrics.jsonl", lines)
+    for step in (30, 20, 15):
+        values = {"eval_loss": 0.1 * step, "eval_wiki_loss": float(step), "eval_odd": math.nan}
+        append_score(follower, Score(save_id=f"{step:08x}", step=step, attempt=0, values=values))
+    counted = read_metrics(path)
+    assert [line["step"] for line in counted] == [10, 15, 20, 20, 20, 30, 30]
+    assert [line.get("eval_loss") for line in counted] == [None, 1.5, None, 0.5, None, None, 3.0]
+    series = read_series(path)
+    assert [*series.points("eval_loss")[1]] == [1.5, 0.5, 3.0]
+    assert [*series.points("eval_wiki_loss")[0]] == [15.0, 20.0, 30.0]
+    assert series.evaluations == ["eval_loss", "eval_wiki_loss"] and series.num_superseded == 0
+    assert {*series.columns["attempt"]} == {0.0} and series.last("step") == 30.0

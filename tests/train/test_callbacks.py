@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import load_rank_state, read_model
 from slurm_train.checkpoint.verify import find_kept, newest_verified
 from slurm_train.data.prepare import PrepareOptions, prepare
@@ -21,9 +22,11 @@ from slurm_train.errors import ConfigError
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.scores import Score, append_score
 from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks
 from slurm_train.train.evaluate import check_measures
 from tests.support.ranks import make_rank
+from tests.support.small_checkpoints import make_checkpoint
 from tests.train.small_runs import (
     assert_same_steps,
     config_of,
@@ -337,6 +340,50 @@ def test_the_best_are_sorted_in_and_asked_for_and_nan_is_none(tmp_path: Path) ->
     assert asked == [1, 3, 5]
     kept = {"name": "best eval_loss", "keep": 2, "steps": [[5, 1], [3, 2], [6, 2], [1, 3], [4, 4]]}
     assert callback.kept_steps() == kept
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"), [([3.0, 2.0, 1.0, 0.5], False), ([1.0, 2.0, 3.0, 4.0], True), ([1.0, 2.0, 3.0], False)]
+)
+def test_early_stopping_counts_the_scores_of_a_follower_by_step(
+    tmp_path: Path, values: list[float], ends: bool
+) -> None:
+    """They are all in the follower's file, so an attempt that begins anew has lost none and counts none twice."""
+    run = RunDirectory(tmp_path / "a" / "3f9a1c07")
+    follower = RunDirectory(run.path / "evaluations" / "7d434a1ed8a2")
+    follower.path.mkdir(parents=True)
+    for step, value in reversed([*enumerate(values, start=1)]):
+        append_score(follower, Score(save_id=f"{step:08x}", step=step, attempt=0, values={"eval_wiki_loss": value}))
+    reasons, clock_s = list[str](), [0.0]
+    place = SimpleNamespace(is_first=True)
+    rank = SimpleNamespace(run=run, place=place, clock=lambda: clock_s[0])
+    trainer: Any = SimpleNamespace(rank=rank, end_early=reasons.append)
+    for _ in range(2):
+        callback = EarlyStopping(monitor="eval_wiki_loss", follower=True)
+        callback.on_evaluation(trainer, {"eval_loss": 1.0})
+        callback.on_step_end(trainer)
+        callback.on_step_end(trainer)
+    reason = "eval_wiki_loss has not improved in 3 evaluations, best 1.0000 at step 1"
+    assert reasons == ([reason, reason] if ends else []), "it looks now and then, not at each step"
+    place.is_first = False
+    EarlyStopping(monitor="eval_wiki_loss", follower=True).on_step_end(trainer)
+    assert len(reasons) == 2 * ends
+
+
+def test_the_best_by_the_scores_of_a_follower_stays_whenever_it_is_scored(tmp_path: Path) -> None:
+    """A save is pruned after it is written; the score of an older one may have come in between."""
+    run = RunDirectory(tmp_path / "a" / "3f9a1c07")
+    follower = RunDirectory(run.path / "evaluations" / "7d434a1ed8a2")
+    follower.path.mkdir(parents=True)
+    callback = BestCheckpoint(monitor="eval_acc", mode="max", follower=True)
+    callback.on_evaluation(SimpleNamespace(), {"eval_loss": 1.0})  # type: ignore[arg-type]  # is not used
+    paths = [make_checkpoint(run.checkpoints, step, extra={"kept": [callback.kept_steps()]}) for step in (1, 2, 3)]
+    for path, value in zip(paths, (0.2, 0.9, 0.1), strict=True):
+        score = Score(save_id=name_of(path).save_id, step=name_of(path).step, attempt=1, values={"eval_acc": value})
+        append_score(follower, score)
+    assert find_kept(run.checkpoints) == {paths[1]: "best eval_acc 0.9000"}
+    Place(root=run.checkpoints, attempt=1).prune(paths[2])
+    assert sorted(path.name for path in list_checkpoints(run.checkpoints)) == [paths[1].name, paths[2].name]
 
 
 @pytest.mark.parametrize(
