@@ -32,10 +32,11 @@ def test_a_stopped_program_has_the_losses_of_an_undisturbed_one(program: Program
     program.require()
     shutil.copy(REPOSITORY / "examples" / f"{program.name}.py", tmp_path)
     person = Person(tmp_path)
-    words = (program.words(step_s=0.02), "run.processes=2")
-    whole = person.types(*words, "run.name=whole", timeout_s=300)
+    whole = person.types(program.words(step_s=0.0), "run.processes=2", "run.name=whole", timeout_s=300)
     assert whole.code == 0, whole.out + whole.err
 
+    # Four seconds from the first checkpoint to the end are enough to be stopped in.
+    words = (program.words(step_s=0.1), "run.processes=2")
     argv = [sys.executable, "-m", "slurm_train", *words, "run.name=stopped"]
     process = subprocess.Popen(
         argv, cwd=tmp_path, env=person.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
