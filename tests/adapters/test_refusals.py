@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +28,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> client.JoinedSession:
+def in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[client.JoinedSession]:
     monkeypatch.setattr(client, "_joined", [])
     run = RunDirectory(tmp_path / "runs" / "mine" / "0123456789ab")
     run.path.mkdir(parents=True)
     attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
     place = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")
-    return client.enter(run, RunConfig(), place, {}, attempt=attempt, stop=StopFlag(), heartbeat=Heartbeat())
+    heart = Heartbeat()
+    yield client.enter(run, RunConfig(), place, {}, attempt=attempt, stop=StopFlag(), heartbeat=heart)
+    # Else it writes beside the tests that follow in this process, some of which count such calls.
+    heart.stop()
 
 
 @NEEDS_TRANSFORMERS

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,22 @@ def new_run(folder: Path) -> RunDirectory:
     return run
 
 
+_hearts: list[Heartbeat] = []
+
+
+@pytest.fixture(autouse=True)
+def _stop_hearts() -> Iterator[None]:
+    """Else they write beside the tests that follow in this process, some of which count such calls."""
+    yield
+    while _hearts:
+        _hearts.pop().stop()
+
+
 def join(run: RunDirectory, stop: StopFlag | None = None) -> JoinedSession:
     start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1)
     attempt = open_attempt(run, start)
-    return JoinedSession(run, RunConfig(), ALONE, {}, attempt=attempt, stop=stop or StopFlag(), heartbeat=Heartbeat())
+    _hearts.append(Heartbeat())
+    return JoinedSession(run, RunConfig(), ALONE, {}, attempt=attempt, stop=stop or StopFlag(), heartbeat=_hearts[-1])
 
 
 def test_outside_of_a_run_everything_works_and_nothing_is_left(tmp_path: Path) -> None:
