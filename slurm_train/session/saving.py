@@ -112,16 +112,17 @@ class DirectorySave:
         shutil.rmtree(self._folder)
 
     def _discard(self) -> None:
+        filling = self._filling
+        if filling is not None and not filling.is_saved:
+            # The leader removes what all ranks have written.
+            filling.discard()
+            return
+        if not self._folder.name:
+            return  # none was given out
         with contextlib.suppress(OSError):
             shutil.rmtree(self._folder, ignore_errors=True)
-        filling = self._filling
-        if filling is None or not self._place.is_leader:
-            return
-        if not filling.is_saved:
-            filling.discard()
-        else:
-            with contextlib.suppress(OSError):
-                self._folder.parent.rmdir()
+            # Each rank removes its own, and the last of them the directory around them.
+            self._folder.parent.rmdir()
 
 
 def seal_files(folder: Path) -> Records:
