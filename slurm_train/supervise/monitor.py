@@ -386,7 +386,7 @@ class HangWatchdog(_OfRanks):
 
 
 class SilenceWatchdog(HangWatchdog):
-    """Ends the ranks of a script or function once none shows a sign of life and one waits for another in vain.
+    """Ends the ranks of a script or function once none shows a sign of life and one waits for another that cannot come.
 
     A program that was silent before and went on has shown how long it may be silent: twice that is waited from then on.
     Ranks that are silent without such a proof are not ended; `status` says so, and which GPUs do nothing.
@@ -449,7 +449,7 @@ class SilenceWatchdog(HangWatchdog):
         return beats
 
     def is_hung(self) -> bool:
-        """Returns whether all ranks are silent for too long, and one of them waits in vain."""
+        """Returns whether all ranks are silent for too long, and one of them waits for what cannot come."""
         silent_s = self._observer.silent_s()
         if silent_s is None or self._reports:
             return False

@@ -147,7 +147,7 @@ def place_of(frames: Sequence[Frame]) -> str:
 
 
 def is_evident(signs: Mapping[int, Signs]) -> bool:
-    """Returns whether silent ranks are known to wait in vain, and are not silent for reasons of their own."""
+    """Returns whether silent ranks wait for what cannot come, and are not silent for reasons of their own."""
     return any(rank.waits or rank.state in ("T", "t", "D") for rank in signs.values() if not rank.has_ended)
 
 
