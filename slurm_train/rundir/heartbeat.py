@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import math
 import operator
 import os
@@ -29,9 +28,9 @@ from slurm_train.rundir.files import (
     listed,
     make_folder,
     open_file,
-    parse_lines,
+    read_parts,
     read_record,
-    to_records,
+    write_part,
     write_record,
 )
 from slurm_train.rundir.paths import RunDirectory
@@ -111,9 +110,6 @@ NOT_WATCHED = ("end", "joined")
 """Phases without progress: after the last save; of a user's own program that has not begun to report its steps."""
 _EVERY_S = 0.5
 _FLUSH_EVERY_S = 10.0
-# Each rank of a node overwrites its own part of the node's file in place; whatever a newer record is shorter by stays
-# blank. A file per rank would cost the supervisor of a thousand nodes eight times as many look-ups for each look.
-_RECORD_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,8 +284,7 @@ class _Writer:
             "written_unix_s": time.time(),
             "pace": heart.pace,
         }
-        # One write: a reader sees the old or the new.
-        os.pwrite(self._file, json.dumps(beat).encode().ljust(_RECORD_SIZE), self._part * _RECORD_SIZE)
+        write_part(self._file, self._part, beat)
 
     def _look_at_own_progress(self, now: float) -> None:
         # Time in which the job was suspended is not on the clock; other long absences do not count either.
@@ -329,15 +324,7 @@ def has_joined(run: RunDirectory, attempt: int) -> bool:
 
 def read_beats(run: RunDirectory, attempt: int) -> dict[int, Beat]:
     """Returns the newest heartbeat of every rank that has one, by rank; one that cannot be read now is left out."""
-    beats = {}
-    with contextlib.suppress(OSError):
-        for path in listed(run.attempt_logs(attempt)):
-            if re.fullmatch(r"heartbeats_\d+", path.name):
-                with contextlib.suppress(OSError):
-                    data = path.read_bytes()
-                    parts = (data[at : at + _RECORD_SIZE] for at in range(0, len(data), _RECORD_SIZE))
-                    for beat in to_records(Beat, parse_lines(parts)):
-                        beats[beat.rank] = beat
+    beats = {beat.rank: beat for beat in read_parts(run.attempt_logs(attempt), "heartbeats", Beat)}
     return dict(sorted(beats.items()))
 
 

@@ -6,27 +6,22 @@ overwrites the rank's part of its node's file, as heartbeats do. The supervisor 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from slurm_train.rundir.files import (
-    listed,
     make_folder,
     open_file,
-    parse_lines,
     read_json,
-    to_records,
+    read_parts,
+    write_part,
     write_record,
 )
 from slurm_train.rundir.paths import RunDirectory
 
-_RECORD_SIZE = 1024
 _FLUSH_EVERY_S = 10.0
 
 
@@ -82,8 +77,7 @@ class SignsFile:
         Raises:
             OSError: the file system refuses.
         """
-        line = json.dumps({**asdict(signs), "written_unix_s": time.time()})
-        os.pwrite(self._file, line.encode().ljust(_RECORD_SIZE), self._part * _RECORD_SIZE)
+        write_part(self._file, self._part, {**asdict(signs), "written_unix_s": time.time()})
         # A network file system keeps a file that stays open to itself for half a minute.
         if time.monotonic() - self._flushed_s > _FLUSH_EVERY_S:
             self._flushed_s = time.monotonic()
@@ -92,15 +86,7 @@ class SignsFile:
 
 def read_signs(run: RunDirectory, attempt: int) -> dict[int, Signs]:
     """Returns the newest signs of every rank that has some, by rank; what cannot be read now is left out."""
-    signs = {}
-    with contextlib.suppress(OSError):
-        for path in listed(run.attempt_logs(attempt)):
-            if re.fullmatch(r"signs_\d+", path.name):
-                with contextlib.suppress(OSError):
-                    data = path.read_bytes()
-                    parts = (data[at : at + _RECORD_SIZE] for at in range(0, len(data), _RECORD_SIZE))
-                    for record in to_records(Signs, parse_lines(parts)):
-                        signs[record.rank] = record
+    signs = {record.rank: record for record in read_parts(run.attempt_logs(attempt), "signs", Signs)}
     return dict(sorted(signs.items()))
 
 
