@@ -129,6 +129,19 @@ def het_job_ids(env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(str(_int(env, f"SLURM_JOB_ID_HET_GROUP_{index}")) for index in _components(env))
 
 
+def fewest_cpus(env: Mapping[str, str]) -> int | None:
+    """Returns how many CPUs the job has on the node where it has the fewest; None where Slurm does not say it.
+
+    The components of a heterogeneous job have numbers of their own, and there is none for all of them.
+
+    Raises:
+        ClusterError: the variable is malformed.
+    """
+    if _components(env) or not env.get("SLURM_JOB_CPUS_PER_NODE"):
+        return None
+    return min(_listed(env, parse_tasks_per_node, "SLURM_JOB_CPUS_PER_NODE"))
+
+
 def _components(env: Mapping[str, str]) -> range:
     return range(_int(env, "SLURM_HET_SIZE") if env.get("SLURM_HET_SIZE") else 0)
 

@@ -36,7 +36,7 @@ from slurm_train.rundir.events import (
 from slurm_train.rundir.files import create_empty, for_each, read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import Allocation, compact_nodelist, het_job_ids
+from slurm_train.slurm.allocation import Allocation, compact_nodelist, fewest_cpus, het_job_ids
 from slurm_train.slurm.job_variables import with_gpus_for
 from slurm_train.slurm.records import NO_STEP
 from slurm_train.supervise.monitor import (
@@ -86,6 +86,30 @@ def share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> tu
     if len(per_node) <= allocation.num_nodes:
         allocation = replace(allocation, nodes=nodes, tasks_per_node=tuple(per_node))
     return allocation, allocation.num_tasks
+
+
+def within_allocation(words: Sequence[str], env: Mapping[str, str], *, tasks_per_node: int) -> list[str]:
+    """Returns srun's words, asking for no more CPUs per task than the allocation has.
+
+    The script's own job has what it asks for. An allocation that somebody else has made (salloc, sbatch with other
+    flags) may have less, and srun would create no step in it.
+
+    Args:
+        words: srun and its arguments.
+        env: the job's environment.
+        tasks_per_node: of the step.
+    """
+    flag, has = "--cpus-per-task=", fewest_cpus(env)
+    found = list(words)
+    for index, word in enumerate(words):
+        if not word.startswith(flag) or has is None:
+            continue
+        per_task = max(1, has // tasks_per_node)
+        asked = int(word.removeprefix(flag))
+        if asked > per_task:
+            say(f"this allocation has {per_task} CPUs per task, the run asks for {asked}: its ranks get {per_task}")
+            found[index] = f"{flag}{per_task}"
+    return found
 
 
 def _address(node: str, job: SlurmJob) -> str:
@@ -313,6 +337,7 @@ class SrunLaunch:
             words = [f"--output={waits}" if word.startswith("--output=") else word for word in words]
         for name, value in known.items():
             words = [word.replace(name, value) for word in words]
+        words = within_allocation(words, self.env, tasks_per_node=max(self.allocation.tasks_per_node))
         stage = self.config.cluster.stage_python if self.config.cluster is not None else None
         if stage and not self.stages.get(nodes):  # one that failed is tried again
             self.stages[nodes] = stage_python(stage, run.path.parent.parent, nodes, self.env)

@@ -114,7 +114,7 @@ def _train(sections: Sections, folder: Path, *, stop_at: int = 0, attempt: int =
         trainer.advance(stop_at - 1)
         trainer.rank.stop.request()
     finished = trainer.run()
-    require(finished != bool(stop_at), f"the run ended at step {trainer.position.step}: {trainer.not_saved}")
+    require(finished != bool(stop_at), f"the run ended at step {trainer.position.step}: {trainer.stops.not_saved}")
     if attempt:
         first = read_metrics(trainer.rank.run.metrics)
         require({line["attempt"] for line in first} == {0, attempt}, "the second attempt did not resume")
@@ -297,7 +297,7 @@ def _sharded_losses(stage: Stage, folder: Path, *, steps: int, offload: bool) ->
     losses = []
     for step in range(1, steps + 1):
         lr = reference.schedule.lr_at(step * rank.plan.global_size)
-        result = stepper.step(StepFacts(step, step, lr), reference.batches) or stepper.drain()
+        result = stepper.step(StepFacts(step, step, lr), reference.samples.stream) or stepper.drain()
         assert result is not None
         losses.append(result.loss)
     release(reference)

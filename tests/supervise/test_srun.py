@@ -15,7 +15,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.supervise import srun
 from slurm_train.supervise.scheduler import SlurmJob
-from slurm_train.supervise.srun import share_of
+from slurm_train.supervise.srun import share_of, within_allocation
 
 NODES = ("node1", "node2", "node3")
 
@@ -33,6 +33,24 @@ def test_a_node_that_was_found_bad_before_is_the_spare_one(tmp_path: Path) -> No
     without = RunConfig(cluster=ClusterSection(nodes=2, gpus_per_node=2))
     assert share_of(allocation(*NODES), run, with_spare) == (allocation("node2", "node3"), 4)
     assert share_of(allocation(*NODES), run, without) == (allocation("node1", "node2"), 4)
+
+
+@pytest.mark.parametrize(
+    ("cpus_per_node", "asked", "used"),
+    [
+        pytest.param("8(x3)", 4, 4, id="the-script's-own-job"),
+        pytest.param("2(x3)", 4, 1, id="an-salloc-without-a-number"),
+        pytest.param("8,4(x2)", 4, 2, id="uneven-nodes"),
+        pytest.param("1(x3)", 4, 1, id="overcommitted"),
+        pytest.param("", 4, 4, id="not-said"),
+    ],
+)
+def test_ranks_ask_for_no_more_cpus_than_their_allocation_has(cpus_per_node: str, asked: int, used: int) -> None:
+    words = ["srun", "--nodes=3", f"--cpus-per-task={asked}", "python"]
+    found = within_allocation(words, {"SLURM_JOB_CPUS_PER_NODE": cpus_per_node}, tasks_per_node=2)
+    assert found == ["srun", "--nodes=3", f"--cpus-per-task={used}", "python"]
+    components = {"SLURM_HET_SIZE": "2", "SLURM_JOB_CPUS_PER_NODE": "1"}
+    assert within_allocation(words, components, tasks_per_node=2) == words, "each component has a number of its own"
 
 
 @pytest.fixture
