@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -230,7 +231,7 @@ def share_of(sizes: Mapping[str, int], *, rank: int, num_ranks: int) -> set[str]
 
 def own_part(state: dict[str, Any], agreed: Agreement) -> dict[str, Any]:
     """Gives the part of a training state that this rank has to save, so that it copies no more than it writes."""
-    return _without(state, (), agreed.left_out)
+    return _without(state, (), agreed.left_out) if agreed.left_out else state
 
 
 def part_if_alike(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[str, Any]:
@@ -285,10 +286,17 @@ def _of_model(tensors: Mapping[str, str]) -> dict[str, str]:
 def _leaf_of(value: Any) -> Leaf:
     if not isinstance(value, Tensor):
         return Leaf(_VALUE, shards="with shards" if _holds_shards(value) else "")
-    kind = text_of_tensor(str(value.dtype), value.shape)
-    if not hasattr(value, "placements"):
+    kind = _kind_of(value.dtype, value.shape)
+    # Asking a tensor for what it lacks takes longer than all the rest.
+    placements = () if type(value) in (Tensor, nn.Parameter) else getattr(value, "placements", ())
+    if not placements:
         return Leaf(kind, num_bytes=value.nbytes)
-    return Leaf(kind, shards=f"cut {tuple(value.placements)}")
+    return Leaf(kind, shards=f"cut {tuple(placements)}")
+
+
+@lru_cache(maxsize=4096)
+def _kind_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return text_of_tensor(str(dtype), shape)
 
 
 def _holds_shards(value: Any) -> bool:

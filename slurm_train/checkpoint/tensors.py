@@ -11,12 +11,15 @@ import io
 import math
 import os
 import pickle
+import sys
 import uuid
 import warnings
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +32,18 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, rank_in, size_of
 from slurm_train.checkpoint.manifest import check_hash, text_of_tensor
@@ -155,7 +165,7 @@ _kept: _Plan | None = None
 
 
 class _Writer(FileSystemWriter):
-    """Waits for the directory and reports the system's own error.
+    """Waits for the directory, writes without holding up the training, and reports the system's own error.
 
     torch's zip writer answers a full disk with "unexpected pos 704 vs 598"; its cause does not travel to other ranks.
     """
@@ -170,19 +180,132 @@ class _Writer(FileSystemWriter):
         wait_until_visible(Path(self.path))
         return super().prepare_local_plan(plan, *args, **kwargs)
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        results = []
         try:
-            return super().write_data(plan, planner)
+            with (Path(self.path) / name).open("wb") as file:
+                for item in (*values, *tensors):
+                    begin = file.tell()
+                    _write_one(file, planner.resolve_data(item))
+                    place = _StorageInfo(name, begin, file.tell() - begin)
+                    results.append(WriteResult(item.index, place.length, place))
+                file.flush()
+                os.fsync(file.fileno())
         except Exception as err:
             link: BaseException | None = err
             while link is not None and not isinstance(link, OSError):
                 link = link.__cause__ or link.__context__
             raise (link or err) from err
+        found: Future[list[WriteResult]] = Future()
+        found.set_result(results)
+        return found
 
     def finish(self, metadata: Any, results: Any) -> None:
         # torch sends `metadata` to all ranks afterwards, so it is an empty one until here, and stays so.
         del metadata
         super().finish(pickle.loads(self._planner.packed), results)  # this process has made it
+
+
+# From so many bytes on. torch.save keeps the interpreter from all other threads while it sums up and copies a tensor:
+# beside a save of 1.6 GB in the background a step of GPT-2 took 1.9 times as long on an H200.
+_LARGE = 1 << 18
+# Those that torch keeps under a name of their own in its files.
+_NAMED_STORAGES = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+
+
+def _write_one(file: BinaryIO, data: Tensor | io.BytesIO) -> None:
+    """Writes a value, or a tensor as `torch.load` reads it."""
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+        return
+    tensor = data.detach().cpu()
+    if tensor.nbytes >= _LARGE and type(tensor) is Tensor and tensor.dtype in _NAMED_STORAGES:
+        _write_large(file, tensor.contiguous())
+        return
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()  # else torch.save writes all that the memory holds
+    torch.save(tensor, file)
+
+
+def _write_large(file: BinaryIO, tensor: Tensor) -> None:
+    """Writes what torch.save does, a zip archive of pickle and bytes; other threads run while bytes are summed up."""
+    records = {
+        "data.pkl": _pickled(tensor.dtype, tuple(tensor.shape)),
+        "byteorder": sys.byteorder.encode(),
+        "data/0": tensor.reshape(-1).view(torch.uint8).numpy().data,
+        "version": b"3\n",
+    }
+    with zipfile.ZipFile(_FromHere(file), "w") as archive:
+        for name, content in records.items():
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+
+
+class _FromHere:
+    """A file from its present position on, for an archive in the middle of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, content: bytes) -> int:
+        """Writes bytes; an archive asks for no position then."""
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        """Hands what is written to the system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Does nothing: an archive closes only what it has opened."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """The memory of a tensor, of which a pickle has only the name."""
+
+    dtype: torch.dtype
+    numel: int
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor without its memory; a pickle of it gives the tensor."""
+
+    storage: _Storage
+    shape: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides = [1]
+        for size in self.shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        stride = tuple(strides) if self.shape else ()
+        rebuild = torch._utils._rebuild_tensor_v2
+        return rebuild, (self.storage, 0, self.shape, stride, False, OrderedDict())
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Storage):
+            return "storage", _NAMED_STORAGES[value.dtype], "0", "cpu", value.numel
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=2).dump(_Described(_Storage(dtype, math.prod(shape)), shape))
+    return file.getvalue()
 
 
 class _Reader(FileSystemReader):

@@ -38,6 +38,10 @@ from slurm_train.train.stops import Stops
 from slurm_train.train.timing import build_timing
 from slurm_train.train.trainer import Trainer
 
+TURN_OF_A_THREAD_S = 5e-5
+"""Measured beside a thread that computes: 165 us for that operation; with a fifth of it 117 us, and 5 % less for the
+thread."""
+
 
 def train(rank: Rank) -> int:
     """Trains one rank to the end or to an agreed stop; returns the exit code. All ranks call it.
@@ -48,6 +52,10 @@ def train(rank: Rank) -> int:
     Raises:
         SlurmTrainError: the user can correct it; the caller must end the process without tearing the group down.
     """
+    # Threads beside this one read samples and write checkpoints. torch gives the interpreter away in each operation and
+    # Python takes it back from another thread after 5 ms only: a save in the background made an operation of 14 us take
+    # 6 ms, and on a GPU a step 1.6 times as long.
+    sys.setswitchinterval(TURN_OF_A_THREAD_S)
     rank.enter_device()
     require_compiler(rank)
     parts = build_parts(rank)

@@ -136,12 +136,12 @@ def test_the_parts_of_the_ranks_make_the_whole_and_what_all_need_is_the_first_on
 
 
 def pin_with(monkeypatch, register):
-    """Pretends that tensors are on a GPU and that this function pins their buffers; returns what is kept meanwhile."""
-    kept = []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    """Pretends that tensors are on a GPU and that this function pins their buffers; returns which no longer are."""
+    unpinned = []
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unpinned.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(StagingBuffers, "_kind_of", lambda _, tensor: (tensor.shape, tensor.dtype, True))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: kept.append(tensor.shape))
-    return kept
+    return unpinned
 
 
 def test_memory_that_cannot_be_pinned_is_said_once_and_used_as_it_is(buffers, monkeypatch, capsys):
@@ -164,11 +164,21 @@ def test_memory_that_cannot_be_pinned_is_said_once_and_used_as_it_is(buffers, mo
 def test_large_buffers_pin_no_more_than_they_need(buffers, monkeypatch):
     """Torch rounds what it pins up to a power of two: an 8B model's moments would take up to twice their size."""
     pinned = []
-    kept = pin_with(monkeypatch, lambda _, size, flags: pinned.append((size, flags)) or 0)
+    pin_with(monkeypatch, lambda _, size, flags: pinned.append((size, flags)) or 0)
     buffers.stage({"weight": torch.zeros(3, 100_000), "moment": torch.zeros(5, 90_000)})
     assert pinned == [(4 * 300_000, 1), (4 * 450_000, 1)]
-    # Their memory is not given to others before they are copied.
-    assert kept == [(3, 100_000), (5, 90_000)]
+
+
+def test_memory_is_unpinned_before_it_is_freed(monkeypatch):
+    """CUDA would go on copying from and to the old pages of the address: a second training loaded wrong values."""
+    pinned = []
+    unpinned = pin_with(monkeypatch, lambda address, *_: pinned.append(address) or 0)
+    buffers = StagingBuffers(torch.device("cpu"))
+    staged = buffers.stage({"weight": torch.zeros(3, 100_000), "moment": torch.ones(5, 90_000)})
+    assert unpinned == []
+    del buffers
+    assert unpinned == pinned and len(pinned) == 2
+    assert staged["moment"].eq(1).all(), "who holds a copy still has it"
 
 
 @pytest.mark.gpu

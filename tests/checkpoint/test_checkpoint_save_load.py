@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from slurm_train.checkpoint import commit as commit_module
 from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors, weights_digest
@@ -63,6 +64,40 @@ def test_resume_is_bitwise_with_fused_adamw_dropout_and_buffers(root):
     assert [group["weight_decay"] for group in other_optimizer.param_groups] == [0.1, 0.0]
     train(other, other_optimizer, first=3, last=6)
     assert weights_digest(other.state_dict().items()) == weights_digest(model.state_dict().items())
+
+
+class OfAllKinds(torch.nn.Module):
+    """Tied, frozen, with running statistics, and with a part that is compiled or replicated."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.first = wrap(torch.nn.Linear(4, 4))
+        self.second = torch.nn.Linear(4, 4, bias=False)
+        self.tied = self.second
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x):
+        return self.tied(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize("wrap", [lambda module: module, lambda module: torch.compile(module, backend="eager")])
+def test_names_of_a_training_state_are_those_of_torch(wrap, has_stepped):
+    model = OfAllKinds(wrap)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained[::2]}, {"params": trained[1::2], "weight_decay": 0.0}])
+    if has_stepped:
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = training_state(model, optimizer)
+    expected_model, expected = get_state_dict(model, optimizer)
+    assert list(found["model"]) == list(expected_model)
+    assert found["optimizer"]["param_groups"] == expected["param_groups"]
+    assert list(found["optimizer"]["state"]) == list(expected["state"])
+    for name, kept in expected["state"].items():
+        assert all(found["optimizer"]["state"][name][key] is value for key, value in kept.items())
 
 
 def test_files_are_private_whatever_the_umask(root):

@@ -1,0 +1,60 @@
+"""How a tensor is written: what torch reads again, without a copy that other threads would wait for."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import pytest
+import torch
+
+from slurm_train.checkpoint import tensors as module
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+def written(tensor):
+    """Returns what is written of a tensor behind other bytes, as torch's reader cuts it out."""
+    file = io.BytesIO()
+    file.write(b"another tensor")
+    begin = file.tell()
+    module._write_one(file, tensor)
+    return file.getvalue()[begin:]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int16, torch.complex64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(1 << 19,), (300, 1000), (2, 3, 70_000), (1, 1 << 19), (3, 5), ()], ids=str)
+def test_torch_reads_what_is_written(dtype, shape):
+    tensor = (torch.randn(shape) * 50).to(dtype)
+    read = torch.load(io.BytesIO(written(tensor)), weights_only=True)
+    assert (read.dtype, read.shape, read.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert read.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+    assert read.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("width", [800, 8], ids=["large", "small"])
+def test_a_view_is_written_without_the_rest(width, tmp_path):
+    view = torch.randn(1000, 1000).t()[:, 100 : 100 + width]
+    content = written(view)
+    assert len(content) < view.nbytes + 2000
+    path = tmp_path / "tensor.pt"
+    path.write_bytes(content)
+    assert torch.load(path, mmap=True).equal(view)
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+def test_a_large_tensor_is_written_from_where_it_is():
+    """torch.save copies it into bytes, and no other thread of the process runs meanwhile."""
+    tensor, seen = torch.randn(512, 512), []
+
+    class File(io.BytesIO):
+        def write(self, content):
+            seen.append(content)
+            return super().write(content)
+
+    module._write_one(File(), tensor)
+    (largest,) = [content for content in seen if len(content) > 1000]
+    assert isinstance(largest, memoryview)
+    tensor.zero_()
+    assert not any(largest), "it is the tensor's own memory"
