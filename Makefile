@@ -45,6 +45,7 @@ lint: setup-test  ## ruff, mypy, shellcheck, no large files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file .ci/tools.mypy.ini
 	$(BIN)/shellcheck .ci/run .ci/*.sh
 	@sh .ci/large-files.sh
 

@@ -39,7 +39,7 @@ TINY = {"vocab_size": 500, "context": 32, "num_layers": 1, "num_heads": 2, "widt
 ITEMS: dict[str, dict[str, Any]] = {
     "compile": {"train.compile": False},
     "bfloat16": {"train.precision": "float32"},
-    "fused AdamW": {"optim.keywords": {"fused": False, "foreach": True}},
+    "fused AdamW": {"optim.fused": False, "optim.foreach": True},
     "clipping": {"optim.grad_clip_norm": None},
     "deterministic": {"train.deterministic": True},
     "log every step": {"train.log_every_steps": 1},

@@ -580,7 +580,7 @@ def first_failed(size: int, folder: Path) -> Cost:
     """The supervisor reads the marks of ranks that have all failed, and what srun said of each node."""
     from slurm_train.rundir.events import FailureMark, first_mark
     from slurm_train.rundir.paths import RunDirectory
-    from slurm_train.supervise.scheduler import violent_end
+    from slurm_train.slurm.records import violent_end
 
     run = RunDirectory(folder / "n" / "run")
     logs = run.attempt_logs(0)
@@ -780,7 +780,7 @@ def _written_again(size: int, folder: Path) -> tuple[dict[str, int], int]:
 
     plans, metadata = create_default_global_save_plan(_plans(size))
     planner = _SavePlanner({}, is_coordinator=True)
-    planner.before = _Plan("1", (0, size), plans[0], plans[0], pickle.dumps(metadata))
+    planner.before = _Plan("1", (0, size), plans[0], plans[0], pickle.dumps(metadata), {})
     results = [
         [WriteResult(one.index, 1, _StorageInfo(f"__{rank}_0.distcp", 9, 1)) for one in plan.items]
         for rank, plan in enumerate(plans)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,18 +121,24 @@ def memory_plan(stage: Stage) -> dict[str, Any]:
     found, off = dict[str, Any](), dict[str, float]()
     for size, parallel in _LAYOUTS:
         name = f"{size} {' '.join(f'{key}={value}' for key, value in parallel.items())}"
-        peak, planned = _peak_of(stage, size, parallel)
-        found[name] = {"peak_gb": peak / 1e9, "planned_gb": planned / 1e9}
+        peak, planned, alive = _peak_of(stage, size, parallel)
+        found[name] = {"peak_gb": peak / 1e9, "planned_gb": planned / 1e9, "alive_at_peak": alive}
         off[name] = peak / planned - 1 if stage.on_gpu else 0.0
     leave_group()
     worst = max(off, key=lambda name: abs(off[name]))
     far = {name: f"{value:+.1%}" for name, value in off.items() if abs(value) > 0.1}
-    require(not far, f"the peak is farther from the plan than 10 %: {far}; {found}")
+    alive = {name: found[name].pop("alive_at_peak") for name in list(off)}
+    shown = "\n".join(f"{name}: {json.dumps(alive[name], indent=1)}" for name in off if name in far or name == worst)
+    print(shown)
+    require(not far, f"the peak is farther from the plan than 10 %: {far}; {found}; alive at the peak:\n{shown}")
     return {"layouts": len(off), "farthest": off[worst], "farthest_layout": worst, **found}
 
 
-def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, int]:
-    """Returns the most bytes that a rank's third step has allocated, 0 without a GPU, and the bytes planned."""
+def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    """Returns the most bytes that a third step has allocated, 0 without a GPU, the bytes planned, and both by part.
+
+    Apart: MB by the lines of code that have allocated them, the largest first, and by the plan's parts.
+    """
     shape = {**_LLAMA, **stage.size(_SIZES[size], _SMALL_SIZE), "context": stage.size(4096, 64)}
     sections = sections_of(
         shape, local_size=1, parallel={"dp_replicate": 1, **parallel}, train={"precision": "bfloat16"}
@@ -139,6 +150,8 @@ def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, in
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
+    if stage.on_gpu:
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
     parts = build_parts(rank)
     apply_parallelism(parts)
     stepper = build_stepper(parts, Objective(parts.model), before_change=lambda: None)
@@ -150,9 +163,41 @@ def _peak_of(stage: Stage, size: str, parallel: dict[str, Any]) -> tuple[int, in
     stepper.drain()
     stage.sync()
     peak = torch.cuda.max_memory_allocated() - before
+    alive = _alive_at_peak() if stage.on_gpu else {}
     facts = facts_of(config, layout, plan, half=True)
     assert facts is not None
-    return peak, rank_memory(facts, stage=0).total_bytes
+    memory = rank_memory(facts, stage=0)
+    alive["planned"] = {key: round(value / 1e6) for key, value in asdict(memory).items() if isinstance(value, int)}
+    return peak, memory.total_bytes, alive
+
+
+def _alive_at_peak() -> dict[str, Any]:
+    """Returns the megabytes that were allocated when most were, by the innermost lines that asked for them."""
+    (trace,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    alive: dict[int, tuple[int, str]] = {}
+    total = most = 0
+    at_peak: dict[int, tuple[int, str]] = {}
+    events = [event for event in trace if event["action"] in ("alloc", "free_completed")]
+    for event in events:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event["size"], _lines_of(event["frames"])
+            total += event["size"]
+            if total > most:
+                most, at_peak = total, dict(alive)
+        elif event["addr"] in alive:
+            total -= alive.pop(event["addr"])[0]
+    by_line: defaultdict[str, int] = defaultdict(int)
+    for size, line in at_peak.values():
+        by_line[line] += size
+    largest = sorted(by_line.items(), key=lambda item: -item[1])[:24]
+    return {line: round(size / 1e6, 1) for line, size in largest} | {"all": round(most / 1e6, 1)}
+
+
+def _lines_of(frames: Sequence[Mapping[str, Any]]) -> str:
+    shown = [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in frames]
+    own = [text for frame, text in zip(frames, shown, strict=True) if "slurm_train" in frame["filename"]]
+    return " < ".join([*shown[:2], *own[:2]])
 
 
 def loss(stage: Stage) -> dict[str, Any]:
