@@ -241,7 +241,7 @@ def _write_one(file: BinaryIO, data: Tensor | io.BytesIO) -> None:
 
 def _write_large(file: BinaryIO, tensor: Tensor) -> None:
     """Writes what torch.save does, a zip archive of pickle and bytes; other threads run while bytes are summed up."""
-    records = {
+    records: dict[str, Any] = {
         "data.pkl": _pickled(tensor.dtype, tuple(tensor.shape)),
         "byteorder": sys.byteorder.encode(),
         "data/0": tensor.reshape(-1).view(torch.uint8).numpy().data,

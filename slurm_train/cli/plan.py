@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of
 from slurm_train.cli.terminal import note, working_folder
@@ -22,9 +22,13 @@ from slurm_train.launch.preview import plan_rows
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
+    from slurm_train.estimate.when import Option
     from slurm_train.slurm.site import SiteFacts
 
 _MEASURE_S = 300.0
+_NOW_S = 5.0
+"""Slurm gives the time of its answer, or a moment later, for what it would start at once."""
+_TIME_KEYS = ("cluster.time", "cluster.time_limit_min")
 _HELP = """\
 usage: python -m slurm_train plan [settings]
 
@@ -36,11 +40,14 @@ estimated start; to stdout the batch script. Nothing is submitted or written.
   --measure    memory of a model of your own: it is built without its memory, by a process that imports torch
   --ranks      on stdout a table instead: each rank's node, its number there, and its place on each axis of `parallel`
   --suggest GB on stdout a table instead: layouts of `parallel` that fit into devices of so much memory, best first
+  --when NODES on stdout a table instead: when the run would start and end with so many nodes (2,4,8 or 1-4) and with
+               its time limit, half and a quarter of it, what ends first is marked; Slurm is asked, nothing is submitted
 
   python -m slurm_train plan +cluster=4x8 batch.global_size=512
   python -m slurm_train plan --json +cluster=4x8
   python -m slurm_train plan --ranks +cluster=16x4 "parallel={dp_shard:8,tp:4,pp:2}" model.tied=false
   python -m slurm_train plan --suggest 80 +cluster=8x8 model.width=4096 model.num_layers=32 model.tied=false
+  python -m slurm_train plan --when 1-4 +cluster=4x8 cluster.time=8:00:00 train.max_steps=20000
   python -m slurm_train plan --measure +cluster=4x8 model._target_=my_package.MyModel data._target_=my_package.MyData
   python -m slurm_train plan -m +cluster=1x8 optim.lr=1e-3,3e-4 "seed=range(8)"
 """
@@ -59,12 +66,16 @@ def main(words: Sequence[str]) -> int:
     settings = read_settings_of(flags)
     flags = settings.words
     if flags.multirun:
-        if flags.suggest is not None or flags.ranks:
-            raise ConfigError("--suggest and --ranks are for one run", hint="drop -m and give each key one value")
+        if flags.suggest is not None or flags.when is not None or flags.ranks:
+            raise ConfigError(
+                "--suggest, --when and --ranks are for one run", hint="drop -m and give each key one value"
+            )
         return _plan_sweep(settings, after=flags.after, env=env, cwd=cwd)
     composed = settings.compose()
     if flags.suggest is not None:
         return _suggest(composed.config, flags.suggest, env)
+    if flags.when is not None:
+        return _when(settings, flags.when, env=env, cwd=cwd, as_json=flags.json)
     from slurm_train.estimate.choice import settle_parallel
 
     plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel)
@@ -240,6 +251,100 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
         note(f"  {f'array {number}':<13}  {len(array.runs)} runs; Slurm {says}")
         print(script, end="")
     return 0
+
+
+def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: Path, as_json: bool) -> int:
+    """Prints when the run would start and end, by size and time limit, to stdout, and where the pace is from to stderr.
+
+    Raises:
+        ConfigError: there is no cluster, nodes are uneven, or the sizes are none.
+        ClusterError: there is no Slurm.
+    """
+    from slurm_train.estimate.estimate import estimate_run
+    from slurm_train.estimate.when import HEADER, START_S, limits_of, read_sizes, rows_of
+
+    numbers = read_sizes(sizes)
+    typed = plan_run(settings.compose(), cwd=cwd, env=env)
+    if typed.config.cluster is None:
+        raise ConfigError("--when is about jobs of Slurm", hint="name a cluster: plan --when 1-4 +cluster=4x8")
+    if not typed.world.is_even:
+        raise ConfigError(
+            f"--when is for equal nodes, not for {list(typed.world.ranks_per_node)}",
+            hint="give cluster.gpus_per_node one number",
+        )
+    estimate = estimate_run(typed, facts=_site_facts(typed, env), env=env)
+    options: list[Option] = []
+    sources: dict[str, None] = {}
+    for num_nodes in numbers:
+        for limit_min in limits_of(estimate.cost.limit_min):
+            size = _Size(num_nodes, limit_min, estimate.cost.left_steps)
+            option, source = _option(settings, typed, size, env=env, cwd=cwd)
+            options.append(option)
+            sources[source] = None
+    if as_json:
+        print(json.dumps([option.as_json() for option in options], indent=2))
+        return 0
+    known = [source for source in sources if source]
+    pace = f"pace of {'; '.join(known)}, falling in proportion to the ranks" if known else "no pace is known"
+    note(f"  {pace}; {START_S:.0f} s assumed from a job's begin to its first step")
+    note("  starts by `sbatch --test-only`: today's queue; each later job is taken to wait as long as the first")
+    print(table(HEADER, rows_of(options), right=True))
+    return 0
+
+
+class _Size(NamedTuple):
+    num_nodes: int
+    limit_min: int | None
+    left_steps: int | None
+
+
+def _option(
+    settings: HydraSettings, typed: RunPlan, size: _Size, *, env: Mapping[str, str], cwd: Path
+) -> tuple[Option, str]:
+    """Returns what is known of the run with a size and a limit, and where its pace is from."""
+    import time
+
+    from slurm_train.estimate.choice import settle_parallel
+    from slurm_train.estimate.when import Option, option_of, pace_of
+    from slurm_train.launch.batch_script import render_script
+    from slurm_train.rundir.timing import warning_lead_s
+    from slurm_train.slurm.records import unix_s
+
+    num_nodes, limit_min, left_steps = size
+    num_devices = num_nodes * typed.num_devices // typed.world.num_nodes
+    words = [f"cluster.nodes={num_nodes}"]
+    if typed.config.trains:
+        words.append(f"batch.global_size={typed.batch.global_size}")
+    limit = typed.config.cluster.time_limit_min if typed.config.cluster else None
+    if limit_min is not None and limit_min != limit:
+        words.append(f"cluster.time_limit_min={limit_min}")
+    try:
+        composed = settings.composer.compose([*_without_time(settings.words.overrides, words), *words])
+        plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel)
+        answer = _ask_slurm(render_script(plan), env, plan)
+    except ConfigError as err:
+        return Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min, problem=err.message), ""
+    if not answer.get("is_accepted"):
+        problem = answer.get("message") or answer["says"]
+        return Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min, problem=problem), ""
+    start = unix_s(answer["start"]) if answer["start"] else None
+    starts_in_s = None if start is None else max(0.0, start - time.time())
+    if starts_in_s is not None and starts_in_s < _NOW_S:
+        starts_in_s = 0.0
+    pace = pace_of(plan, env)
+    limit_s = None if limit_min is None else 60.0 * limit_min
+    warns_s = warning_lead_s(plan.config.requeue.warn_before_limit_s, plan.run, limit_s=limit_s)
+    option = option_of(
+        plan, left_steps=left_steps, limit_min=limit_min, starts_in_s=starts_in_s, pace=pace, warns_s=warns_s
+    )
+    return option, "" if pace is None else pace.source
+
+
+def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Returns overrides without the time limit, where another is given."""
+    if not any(word.startswith("cluster.time_limit_min=") for word in words):
+        return list(overrides)
+    return [word for word in overrides if word.lstrip("+").partition("=")[0] not in _TIME_KEYS]
 
 
 def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:

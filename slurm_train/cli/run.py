@@ -40,7 +40,7 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     flags = read_words(words)
     env = dict(os.environ)
     cwd = working_folder(env)
-    for name in ("json", "measure", "suggest"):
+    for name in ("json", "measure", "suggest", "when"):
         if getattr(flags, name):
             raise ConfigError(f"--{name} goes with `plan`", hint=f"write `plan --{name} ...` to look at the run first")
     if flags.only_prints:

@@ -63,6 +63,8 @@ class Words:
     package: str | None = None
     suggest: str | None = None
     """GiB of one device, for which `plan` prints layouts that fit."""
+    when: str | None = None
+    """Numbers of nodes, for which `plan` prints when the run would start and end."""
     resolve: bool = False
     run: bool = False
     multirun: bool = False

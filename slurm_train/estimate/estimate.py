@@ -31,6 +31,7 @@ from slurm_train.launch.placement import count_local_gpus, spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.lookup import list_runs
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_measured, warning_lead_s
 from slurm_train.slurm.policy import Preemption, return_in_words
 from slurm_train.slurm.site import SiteFacts, default_qos, preemption_in
@@ -385,24 +386,54 @@ def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
 
 def measured_speed(plan: RunPlan) -> Speed | None:
     """Returns the step time of this run, else of the newest one that trains the same model in the same world."""
-
-    def work(config: RunConfig) -> tuple[Any, ...]:
-        """Returns what decides how long a step takes."""
-        return config.model, config.data, config.task, config.script, config.train.precision, config.train.compile
-
-    others = (run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name)
-    for run in [plan.run, *list(others)[:_MOST_RUNS]]:
-        lines = [line for line in last_lines(run.metrics) if "step_time_s" in line][-_MOST_LINES:]
-        times = [float(line["step_time_s"]) for line in lines if line.get("world_size") == plan.world.size]
-        if not times or (read_json(run.plan) or {}).get("batch") != plan.as_json()["batch"]:
-            continue
-        try:
-            is_same = work(load_config(run.config)) == work(plan.config)
-        except SlurmTrainError:
-            continue
-        if is_same:
+    for run in _runs_like(plan):
+        times = _step_times(run).get(plan.world.size)
+        is_alike = bool(times) and (read_json(run.plan) or {}).get("batch") == plan.as_json()["batch"]
+        if times and is_alike and _does_same_work(run, plan):
             return Speed(median(times), f"{run.name}/{run.run_id}")
     return None
+
+
+def measured_speeds(plan: RunPlan) -> dict[int, Speed]:
+    """Returns the step times of the same work and global batch by number of ranks; of each the newest."""
+    found: dict[int, Speed] = {}
+    for run in _runs_like(plan):
+        by_size = _step_times(run)
+        batch = (read_json(run.plan) or {}).get("batch") or {}
+        if by_size.keys() <= found.keys() or batch.get("global_size") != plan.batch.global_size:
+            continue
+        if _does_same_work(run, plan):
+            for size, times in by_size.items():
+                found.setdefault(size, Speed(median(times), f"{run.name}/{run.run_id}"))
+    return found
+
+
+def _runs_like(plan: RunPlan) -> list[RunDirectory]:
+    """Returns this run and the newest ones of its name."""
+    others = (run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name)
+    return [plan.run, *list(others)[:_MOST_RUNS]]
+
+
+def _step_times(run: RunDirectory) -> dict[int, list[float]]:
+    """Returns the last step times of a run by its number of ranks."""
+    times: dict[int, list[float]] = {}
+    for line in [line for line in last_lines(run.metrics) if "step_time_s" in line][-_MOST_LINES:]:
+        size = line.get("world_size")
+        if isinstance(size, int) and size > 0:
+            times.setdefault(size, []).append(float(line["step_time_s"]))
+    return times
+
+
+def _does_same_work(run: RunDirectory, plan: RunPlan) -> bool:
+    """Returns whether a step of a run computes what one of the plan does."""
+
+    def work(config: RunConfig) -> tuple[Any, ...]:
+        return config.model, config.data, config.task, config.script, config.train.precision, config.train.compile
+
+    try:
+        return work(load_config(run.config)) == work(plan.config)
+    except SlurmTrainError:
+        return False
 
 
 def worst_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta
 
 from tests.cli.conftest import Shell
 from tests.support.command_line import REPOSITORY, TINY_MODULE
@@ -145,6 +146,24 @@ def test_suggestions_are_a_table_of_words_to_type(shell: Shell) -> None:
     lines = shell.types("plan --suggest 80 +cluster=2x8 model.tied=false").out.splitlines()
     assert lines[0].split() == ["WHAT", "NODES", "MEMORY", "SPEED", "WORDS"]
     assert lines[1].startswith("best") and '"parallel={dp_replicate:' in lines[1]
+
+
+def test_sizes_and_limits_are_asked_of_slurm_and_nothing_is_submitted(shell: Shell) -> None:
+    start = datetime.now() + timedelta(hours=1, minutes=1)
+    verdict = f"sbatch: Job 5 to start at {start:%Y-%m-%dT%H:%M:%S} using 4 processors on nodes n1 in partition main"
+    (shell.slurm.folder / "verdict").write_text(f"{verdict}\n")
+    words = "+cluster=2x4 cluster.time=8:00:00 batch.global_size=16 train.max_steps=1000"
+    done = shell.types(f"plan --when 1,2,8 {words}")
+    lines = done.out.splitlines()
+    assert done.code == 0 and shell.left() == [] and shell.slurm.said("submitted.sh") is None
+    assert len(lines) == 1 + 3 * 3 and "sbatch --test-only" in done.err
+    assert " 1 h " in lines[1] and lines[1].endswith("ends first")
+    assert "batch.global_size=16 has no sample for each of 32 ranks" in lines[-1]
+    found = json.loads(shell.types(f"plan --json --when 2 {words}").out)
+    assert [option["limit_min"] for option in found] == [120, 240, 480]
+    assert all(3600 < option["starts_in_s"] < 3700 for option in found)
+    shell.slurm.refuse(f"{FAILED}Invalid qos specification")
+    assert "Invalid qos specification" in shell.types(f"plan --when 2 {words}").out
 
 
 def test_a_plan_says_what_was_chosen_and_a_run_and_a_sweep_ask_for_it(shell: Shell) -> None:
