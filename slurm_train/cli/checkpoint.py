@@ -6,26 +6,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from slurm_train.checkpoint.commit import Place, list_passed_over
+from slurm_train.checkpoint.collect import collect_checkpoints
+from slurm_train.checkpoint.commit import list_passed_over
 from slurm_train.checkpoint.manifest import MANIFEST_FILE
 from slurm_train.checkpoint.verify import find_kept, newest_verified, read_manifest, survey, verify
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import nested
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError, ClusterError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
 from slurm_train.formatting import byte_size, table
-from slurm_train.rundir.jobs import release_lock, take_lock, this_process
 from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.paths import existing_attempts, list_checkpoints, name_of
+from slurm_train.rundir.paths import list_checkpoints, name_of
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.status.activity import clear_dead_pins, holder_lives
 
 
 def main(words: Sequence[str]) -> int:
@@ -106,26 +104,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _collect(arguments: argparse.Namespace) -> int:
     run = find_run(arguments.root, arguments.run)
     keep = load_config(run.config).checkpoint.keep if arguments.keep is None else arguments.keep
-    commands, holder = SlurmCommands(os.environ), this_process()
-    take_lock(run.lock, holder, is_alive=lambda current: holder_lives(current, commands))
-    try:
-        # All attempts are over. What stays gets the number of the next one, so none of them can remove it any more.
-        attempt = max(existing_attempts(run), default=-1) + 1
-        place = Place(root=run.checkpoints, attempt=attempt, keep=keep)
-        # Where Slurm does not answer, what is pinned stays.
-        with contextlib.suppress(ClusterError):
-            clear_dead_pins(run, commands)
-        search = place.claim()
-        if search.found is not None:
-            pruned = place.prune(search.found[0])
-        elif search.passed_over:
-            raise CheckpointError(
-                f"no checkpoint in {run.checkpoints} verifies, so none is removed", hint="look with `checkpoint verify`"
-            )
-        else:
-            pruned = place.prune_leftovers()
-    finally:
-        release_lock(run.lock, holder)
+    pruned = collect_checkpoints(run, SlurmCommands(os.environ), keep=keep)
     for path in pruned.discarded:
         print(path)
     for line in (*pruned.problems, *(f"{path} cannot be trusted; look at it" for path in pruned.untrusted)):

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.checkpoint.collect import discard_kept
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError
 from slurm_train.rundir.files import create_empty
@@ -144,6 +145,7 @@ class _First:
             facts |= {"step": summary.newest.step, **summary.newest.values}
         write_result(self._rank, facts)
         release_pins(self._rank.run)
+        discard_kept(self._follower.run, SlurmCommands(self._rank.env))
         _say(f"the run is over, and {len(scores)} of its checkpoints are done: {summary.words}")
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from slurm_train.checkpoint.collect import discard_kept
 from slurm_train.checkpoint.verify import verify
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
@@ -94,6 +95,7 @@ def follow_with_script(
             print(f"step {score.step}: {score.problem or json.dumps(score.values)}", file=sys.stderr, flush=True)
     follower.finish()
     release_pins(run)
+    discard_kept(follower.run, SlurmCommands(env))
     print(f"the run is over: {summary_of(run).words}", file=sys.stderr, flush=True)
     return EXIT_DONE
 

@@ -104,6 +104,28 @@ PIPELINES: dict[str, Parallel] = {
 }
 
 
+# Others of the suite have each of their parts; these take five minutes.
+TAKE_LONG = {
+    "FSDP2 over 2, two micro-batches",
+    "FSDP2 over 2, recomputed",
+    "FSDP2 over 4",
+    "replicas 2 x TP2",
+    "CP2",
+    "HSDP over CP2",
+    "PP2",
+    "PP2 x DP2",
+    "PP2 x DP2, two stages each",
+    "PP2 x DP2, zero bubble",
+    "PP2 x TP2 by positions, zero bubble",
+    "PP2 x TP2 by positions, two stages each",
+}
+
+
+def each_of(layouts: dict[str, Parallel]) -> list[Any]:
+    marks = {name: pytest.mark.campaign if name in TAKE_LONG else () for name in layouts}
+    return [pytest.param(name, id=name, marks=marks[name]) for name in layouts]
+
+
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def alone(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The same training in one process."""
@@ -117,17 +139,14 @@ with_untied = pytest.mark.parametrize("alone", ["untied"], indirect=True)
 
 
 @with_tied
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", each_of(LAYOUTS))
 def test_losses_and_weights_are_those_of_one_process(tmp_path: Path, alone: Path, name: str) -> None:
     train(tmp_path / "run", LAYOUTS[name], accumulation=2 if "micro" in name else None)
     assert_same_training(tmp_path / "run", alone)
 
 
-# Each of what the longest puts together is in another one.
 @with_untied
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.campaign] if "by positions" in name else []) for name in PIPELINES]
-)
+@pytest.mark.parametrize("name", each_of(PIPELINES))
 def test_a_pipeline_trains_as_one_process(tmp_path: Path, alone: Path, name: str) -> None:
     train(tmp_path / "run", PIPELINES[name], tied=False)
     assert_same_training(tmp_path / "run", alone)
