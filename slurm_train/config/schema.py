@@ -619,7 +619,7 @@ class ReadingSection:
     """What any `data` may have besides the keywords of its target (`data.build`)."""
 
     heldout: dict[str, Any] | None = None
-    num_workers: Whole | None = None
+    num_workers: Whole | Literal["auto"] = "auto"
     prefetch: Whole | None = None
     keyed_randomness: bool = True
     allow_world_change: bool = False

@@ -4,7 +4,7 @@
 arguments a user's data set may have
 
 - `heldout`: what differs for the held-out samples, e.g. `{train: false}`; with a `_target_` it is used alone;
-- `num_workers`: processes that read ahead (0);
+- `num_workers`: processes that read ahead ("auto", see `data.workers`);
 - `collate`: what makes a batch of a list of items: dotted path of a function, or a mapping with `_target_`;
 - `keyed_randomness`: seed the random generators before each sample (true); false is faster where nothing is random.
 
@@ -29,6 +29,7 @@ from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.shards import Split
 from slurm_train.data.source import SampleSource
 from slurm_train.data.stream import StreamSource, is_stream
+from slurm_train.data.workers import AUTO, AutoWorkers
 from slurm_train.errors import ConfigError, DataError
 
 _HELDOUT = "heldout"
@@ -46,6 +47,7 @@ def build_source(
     seed: int,
     part: tuple[int, int] | None = None,
     note: Callable[[str], None] = lambda _text: None,
+    workers: AutoWorkers | None = None,
 ) -> SampleSource | None:
     """Returns the samples of a split, None where a configuration has no held-out ones.
 
@@ -55,6 +57,7 @@ def build_source(
         seed: the run's seed; keys the randomness of a user's data set.
         part: the data-parallel rank and how many they are; None where a stream cannot be used.
         note: gets a line where held-out samples have another name.
+        workers: chooses their number where `num_workers` is "auto"; None: there are none then.
 
     Raises:
         ConfigError: the target cannot be found, or takes other keywords.
@@ -92,7 +95,11 @@ def build_source(
                 hint=f"leave data.{key} out",
             )
         return made
-    return MapStyleSource(made, collate=collate, num_workers=int(reading.get("num_workers", 0)), seed=keyed)
+    num_workers: Any = reading.get("num_workers", AUTO)
+    if num_workers == AUTO:
+        # A thread that reads ahead would only wait for the workers.
+        num_workers = 0 if workers is None or config.get(_PREFETCH) else workers
+    return MapStyleSource(made, collate=collate, num_workers=num_workers, seed=keyed)
 
 
 def _made(words: Mapping[str, Any], given: dict[str, Any], *, note: Callable[[str], None]) -> Any:
@@ -134,7 +141,7 @@ def _check_stream(made: Any, reading: Mapping[str, Any], *, part: tuple[int, int
             f"the stream {name} does not know its rank: all {part[1]} data-parallel ranks would read the same samples",
             hint="let what data._target_ names take `rank` and `num_ranks`, and give each rank its own part",
         )
-    if reading.get("num_workers"):
+    if reading.get("num_workers", AUTO) not in (AUTO, 0):
         raise ConfigError(
             f"data.num_workers={reading['num_workers']} was asked of the stream {name}",
             hint="let the stream read ahead itself, e.g. a StatefulDataLoader with num_workers",
@@ -153,7 +160,7 @@ def prefetch_depth(config: Mapping[str, Any], source: SampleSource) -> int:
             "data.prefetch would read a stream ahead of the place that is saved",
             hint="let the stream itself read ahead",
         )
-    if depth and config.get("num_workers"):
+    if depth and config.get("num_workers", AUTO) not in (AUTO, 0):
         raise ConfigError(
             "data.prefetch and data.num_workers both read ahead", hint="keep data.num_workers and drop data.prefetch"
         )

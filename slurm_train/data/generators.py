@@ -1,4 +1,6 @@
-"""Random generators that a data set owns: attributes of it, of its transforms, and of what these hold.
+"""What a data set owns besides its samples: random generators, and files that are open.
+
+Looked for are attributes of it, of its transforms, and of what these hold.
 
 numpy's `Generator` and `RandomState`, Python's `random.Random` and torch's `Generator` are found behind attributes, in
 lists and dicts, in closures and partial functions. albumentations, for instance, draws from generators of its own,
@@ -8,7 +10,9 @@ which no seed of the global ones reaches.
 from __future__ import annotations
 
 import functools
+import io
 import random
+import socket
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +21,9 @@ import numpy as np
 import torch
 
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+# Processes that share them read at each other's place, or the library forbids it.
+_HANDLES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper, socket.socket)
+_PACKAGES_OF_HANDLES = {"h5py", "lmdb", "sqlite3", "netCDF4", "tables", "rasterio", "decord", "av"}
 # What these packages hold is data, or a cache of it.
 _LEFT_OUT = {"pyarrow", "pandas", "threading", "multiprocessing", "logging", "io", "_io", "builtins"}
 # Longer containers hold samples, not transforms.
@@ -33,20 +40,7 @@ class OwnedGenerators:
     """
 
     def __init__(self, owner: Any) -> None:
-        self._getters: list[Callable[[], Any]] = []
-        seen: dict[int, Any] = {id(owner): owner}
-        level = [owner]
-        for _ in range(_DEPTH):
-            following: list[Any] = []
-            for holder in level:
-                for get in _getters_of(holder):
-                    value = get()
-                    if isinstance(value, _KINDS):
-                        self._getters.append(get)
-                    elif id(value) not in seen:
-                        seen[id(value)] = value
-                        following.append(value)
-            level = following
+        self._getters = [get for get, value in _held_by(owner) if isinstance(value, _KINDS)]
 
     def __len__(self) -> int:
         return len(self._getters)
@@ -55,6 +49,39 @@ class OwnedGenerators:
         """Seeds each of them with a number of its own; one that several attributes name has the same each time."""
         for number, get in enumerate(self._getters):
             _seed(get(), (key + number * _STRIDE) % 2**63)
+
+
+def open_handle(owner: Any) -> str | None:
+    """Returns the type of something behind an object that forked processes cannot share, None if nothing is found.
+
+    It is an open file, a zip or tar file, a socket, or what HDF5, LMDB, SQLite and the like open.
+    """
+    for _, value in _held_by(owner):
+        kind = type(value)
+        if isinstance(value, _HANDLES) or kind.__module__.partition(".")[0] in _PACKAGES_OF_HANDLES:
+            return f"{kind.__module__}.{kind.__qualname__}"
+    return None
+
+
+def _held_by(owner: Any) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """Yields how to get each object behind another one, and the object.
+
+    A random generator comes once for each of its holders, everything else once.
+    """
+    seen: dict[int, Any] = {id(owner): owner}
+    level = [owner]
+    for _ in range(_DEPTH):
+        following: list[Any] = []
+        for holder in level:
+            for get in _getters_of(holder):
+                value = get()
+                if isinstance(value, _KINDS):
+                    yield get, value
+                elif id(value) not in seen:
+                    yield get, value
+                    seen[id(value)] = value
+                    following.append(value)
+        level = following
 
 
 def _seed(generator: Any, key: int) -> None:

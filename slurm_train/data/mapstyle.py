@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, islice
 from multiprocessing.process import BaseProcess
 from operator import itemgetter
 from typing import Any, cast
@@ -27,9 +28,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from slurm_train.data.generators import OwnedGenerators
+from slurm_train.data.generators import OwnedGenerators, open_handle
 from slurm_train.data.order import Int64Array, mix64
-from slurm_train.data.source import IGNORED, Batch, Draw
+from slurm_train.data.source import IGNORED, Batch, Draw, map_tensors
+from slurm_train.data.workers import AutoWorkers
 from slurm_train.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -44,7 +46,7 @@ class MapStyleSource:
         dataset: has `__len__` and `__getitem__` or `__getitems__`; one item is a tensor, a tuple of them, or a
             mapping of names to tensors, numbers or lists of numbers.
         collate: makes a batch of a list of items; None takes torch's default_collate, and `pad` for mappings.
-        num_workers: processes that read ahead; 0 reads in this one.
+        num_workers: processes that read ahead; 0 reads in this one. `AutoWorkers` chooses when the reading begins.
         seed: keys the randomness of reading; None leaves the random generators alone, which is faster by some 20 us
             per sample and right for data sets that draw nothing.
 
@@ -53,7 +55,12 @@ class MapStyleSource:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], *, collate: Collate | None = None, num_workers: int = 0, seed: int | None = None
+        self,
+        dataset: Dataset[Any],
+        *,
+        collate: Collate | None = None,
+        num_workers: int | AutoWorkers = 0,
+        seed: int | None = None,
     ) -> None:
         _require_map_style(dataset)
         self._reader = _Reader(dataset, collate or pad_or_stack)
@@ -85,12 +92,20 @@ class MapStyleSource:
 
     def stream(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Yields one micro-batch per draw; with workers, some are read ahead of being asked for."""
-        if not self._num_workers or self._tensors is not None:
+        if self._tensors is not None or self._num_workers == 0:
             return (self._read(draw) for draw in draws)
         return self._stream_from_workers(draws)
 
     def _stream_from_workers(self, draws: Iterator[Draw]) -> Iterator[Batch]:
-        """Starts the workers when the first micro-batch is asked for."""
+        """Starts the workers when the first micro-batch is asked for, where there are to be any."""
+        if isinstance(self._num_workers, AutoWorkers):
+            first = list(islice(draws, 1))
+            draws = chain(first, draws)
+            # Chosen once: the stream after a rollback is read as this one.
+            self._num_workers = self._choose(self._num_workers, first[0]) if first else 0
+        if self._num_workers == 0:
+            yield from (self._read(draw) for draw in draws)
+            return
         loader = DataLoader(
             cast("Dataset[Any]", self._reader),
             batch_sampler=(self._keys(draw) for draw in draws),
@@ -110,6 +125,17 @@ class MapStyleSource:
         finally:
             atexit.unregister(end)
             end()
+
+    def _choose(self, auto: AutoWorkers, draw: Draw) -> int:
+        """Returns how many workers read micro-batches like this one."""
+
+        def obstacle() -> str | None:
+            kind = open_handle(self._reader.dataset) or open_handle(self._reader.collate)
+            return None if kind is None else f"processes cannot share the open {kind} of the data set"
+
+        return auto.choose(
+            self._reader.read, self._keys(draw), num_bytes=_bytes_of, prepare=_prepare_trial, obstacle=obstacle
+        )
 
     def _read(self, draw: Draw) -> Batch:
         if self._tensors is not None:
@@ -192,6 +218,24 @@ def prepare_worker(_: int) -> None:
             signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _prepare_trial() -> None:
+    """Makes a process read as a worker does."""
+    prepare_worker(0)
+    torch.set_num_threads(1)
+
+
+def _bytes_of(batch: Batch) -> int:
+    """Returns the bytes of a batch's tensors."""
+    sizes: list[int] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    map_tensors(add, batch)
+    return sum(sizes)
 
 
 def _end_workers(batches: Any, workers: list[BaseProcess]) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from slurm_train.config.batch import planned_shares, shares_in_words, total_steps
 from slurm_train.config.schema import BatchSection, TrackSection
+from slurm_train.config.target import TARGET
 from slurm_train.data.check import known_num_samples
+from slurm_train.data.workers import AUTO, SPARE_CPUS, most_workers
 from slurm_train.formatting import shorten
 from slurm_train.launch.placement import layout_rows
 from slurm_train.launch.plan import RunPlan
@@ -55,6 +57,7 @@ def _training_rows(plan: RunPlan) -> list[tuple[str, str]]:
     )
     rows.append(("global batch", ", ".join([plan.batch.as_sum(), *_growth(plan.config.batch)])))
     rows += _shares_rows(plan)
+    rows += _reading_rows(plan)
     rows.append(("length", _length_text(plan)))
     rows.append(("peak lr", _lr_text(plan)))
     rows.append(("checkpoints", _checkpoint_text(plan)))
@@ -68,6 +71,22 @@ def _shares_rows(plan: RunPlan) -> list[tuple[str, str]]:
     shares = planned_shares(plan.config, plan.batch, ranks_per_node=ranks_per_node)
     nodes = [f"node {number}:" for number in range(1, plan.world.num_nodes + 1)]
     return [("shares", shares_in_words(shares, ranks_per_node=ranks_per_node, nodes=nodes))]
+
+
+def _reading_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Returns what `data.num_workers=auto` means for a data set of the user's own."""
+    data = plan.config.data or {}
+    is_shipped = str(data.get(TARGET, "slurm_train.")).startswith("slurm_train.")
+    if is_shipped or data.get("num_workers", AUTO) != AUTO or data.get("prefetch"):
+        return []
+    cpus = plan.cpus_per_rank
+    if cpus is None:
+        text = f"by processes, where a sample takes time and a rank has {SPARE_CPUS + 1} CPUs or more"
+    elif most_workers(cpus):
+        text = f"by up to {most_workers(cpus)} processes per rank, where a sample takes time; a rank has {cpus} CPUs"
+    else:
+        text = f"by the training process: a rank has {cpus} CPUs"
+    return [("reading", f"{text} (data.num_workers=auto)")]
 
 
 def _requeue_text(plan: RunPlan) -> str:

@@ -14,6 +14,7 @@ from slurm_train.config.batch import planned_lr, total_steps
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
 from slurm_train.data.stream import StreamSource
+from slurm_train.data.workers import AutoWorkers, cpus_of_rank
 from slurm_train.distributed.group import shutdown
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
@@ -117,6 +118,11 @@ def build_parts(rank: Rank) -> Parts:
         split="train",
         seed=config.seed,
         part=(rank.layout.data_parallel_index(rank.place.rank), rank.layout.data_parallel_size),
+        workers=AutoWorkers(
+            cpus=cpus_of_rank(rank.env, ranks_on_node=rank.place.local_world_size),
+            ranks_on_node=rank.place.local_world_size,
+            note=_print if rank.place.is_first else _ignore,
+        ),
     )
     assert train_data is not None
     if isinstance(train_data, StreamSource):

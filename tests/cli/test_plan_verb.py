@@ -114,6 +114,14 @@ def test_a_model_of_ones_own_is_measured_apart(shell: Shell) -> None:
     words = "model._target_=tiny.Tiny run.processes=1 data._target_=tiny."
     memory = rows_of(shell, f"--measure {words}Numbers")["memory"]
     assert "(measured, float32)" in memory and "activations are missing" not in memory
+    per_rank = "+cluster=1x1 cluster.cpus_per_gpu="
+    numbers = f"{words}Numbers {per_rank}"
+    assert (
+        rows_of(shell, f"{numbers}2")["reading"] == "by the training process: a rank has 2 CPUs (data.num_workers=auto)"
+    )
+    assert rows_of(shell, f"{numbers}8")["reading"].startswith("by up to 6 processes per rank, where a sample takes")
+    assert "reading" not in rows_of(shell, f"{numbers}8 +data.num_workers=1")
+    assert "reading" not in rows_of(shell, f"{per_rank}8")
     memory = rows_of(shell, f"--measure {words}Broken")["memory"]
     assert memory == "not known; the model cannot be measured here: ValueError: no disk"
     assert "(formula, float32)" in rows_of(shell, "--measure run.processes=1")["memory"]

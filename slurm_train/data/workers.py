@@ -1,0 +1,185 @@
+"""How many processes read a map-style data set ahead where `data.num_workers=auto`.
+
+The samples, their order and random numbers are the same for any number, so `auto` may go by what it finds when a run
+starts: the CPUs of this rank, and what a trial process says that reads some samples as a worker would. Workers are
+started only where they pay and nothing speaks against them. Without torch, for the plan.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+AUTO = "auto"
+MOST_WORKERS = 8
+"""Each is a copy of the training process with batches of its own; a file server has to serve those of all ranks."""
+SPARE_CPUS = 2
+"""Left to each rank: one for the training thread, one for NCCL and the threads that save."""
+WORTH_S = 5e-3
+"""Reading a micro-batch in less is left to the training thread: measured, workers on busy CPUs cost it as much."""
+_HANDED_OVER_PER_S = 1e9
+"""Bytes; a micro-batch of 10 MB that lay in memory took 14 ms to read, and 23 ms to get from a worker."""
+TRIAL_LIMIT_S = 60.0
+_TRIED = 8
+"""Samples that the trial reads at most in each of two parts, after a first one that may open files."""
+_BATCHES_AHEAD = 3
+"""Micro-batches of each worker in shared memory: two that are ready, and one that is read."""
+_SHARED_MEMORY = "/dev/shm"
+
+
+def cpus_of_rank(env: Mapping[str, str], *, ranks_on_node: int) -> int:
+    """Returns the CPUs that this rank may use without taking those of another rank of its node.
+
+    Args:
+        env: of the process; Slurm's variables say what the job has of a node that does not bind tasks.
+        ranks_on_node: ranks that share the node.
+    """
+    bound = len(os.sched_getaffinity(0))
+    on_node = env.get("SLURM_CPUS_ON_NODE", "")
+    if not on_node.isdecimal():
+        # Nothing says whether the ranks are bound one by one.
+        return bound // ranks_on_node
+    limits = [bound, int(on_node) // ranks_on_node]
+    per_task = env.get("SLURM_CPUS_PER_TASK", "")
+    if per_task.isdecimal():
+        limits.append(int(per_task))
+    return min(limits)
+
+
+def most_workers(cpus: int) -> int:
+    """Returns how many processes a rank with so many CPUs has at most."""
+    return max(0, min(MOST_WORKERS, cpus - SPARE_CPUS))
+
+
+class Cost(NamedTuple):
+    """What the trial process found of one micro-batch, or of one sample."""
+
+    seconds: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoWorkers:
+    """Chooses the number of workers when the first micro-batch is asked for."""
+
+    cpus: int
+    """Of this rank."""
+    ranks_on_node: int = 1
+    """Ranks that share /dev/shm."""
+    note: Callable[[str], None] = lambda _text: None
+    """Gets a line about the choice, where there was one to make."""
+    trial_limit_s: float = TRIAL_LIMIT_S
+    """A trial process that takes longer is ended: a worker would hang, too."""
+
+    def choose(
+        self,
+        read: Callable[[list[Any]], Any],
+        keys: list[Any],
+        *,
+        num_bytes: Callable[[Any], int],
+        prepare: Callable[[], None],
+        obstacle: Callable[[], str | None],
+    ) -> int:
+        """Returns the number of processes, 0 for none. Starts a process that reads some samples and ends.
+
+        Args:
+            read: makes a batch of samples.
+            keys: the samples of a micro-batch.
+            num_bytes: of a batch.
+            prepare: called first in a process that reads.
+            obstacle: says what the data set holds that processes cannot share, None for nothing.
+        """
+        most = most_workers(self.cpus)
+        # Workers of another start method import everything anew, and take a pickled copy of the data set.
+        if not most or multiprocessing.get_start_method(allow_none=True) not in (None, "fork"):
+            return 0
+        problem = obstacle()
+        if problem is not None:
+            self.note(f"data.num_workers=auto: 0, since {problem}")
+            return 0
+        cost = _tried(read, keys, num_bytes=num_bytes, prepare=prepare, limit_s=self.trial_limit_s)
+        if isinstance(cost, str):
+            self.note(f"data.num_workers=auto: 0, since a trial process {cost}")
+            return 0
+        if cost.seconds < WORTH_S + cost.num_bytes / _HANDED_OVER_PER_S:
+            return 0
+        fitting = min(most, _fitting_workers(cost.num_bytes, ranks=self.ranks_on_node))
+        limit = "" if fitting == most else f"; {_SHARED_MEMORY} has no room for more"
+        self.note(
+            f"data.num_workers=auto: {fitting}, since a micro-batch takes {1000 * cost.seconds:.3g} ms to read and "
+            f"this rank has {self.cpus} CPUs{limit}"
+        )
+        return fitting
+
+
+def _fitting_workers(num_bytes: float, *, ranks: int) -> int:
+    """Returns for how many workers of each rank half of the free shared memory has room."""
+    try:
+        disk = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return 0
+    free = disk.f_bavail * disk.f_frsize / 2 / ranks
+    return int(free // max(1.0, _BATCHES_AHEAD * num_bytes))
+
+
+def _tried(
+    read: Callable[[list[Any]], Any],
+    keys: list[Any],
+    *,
+    num_bytes: Callable[[Any], int],
+    prepare: Callable[[], None],
+    limit_s: float,
+) -> Cost | str:
+    """Returns what a micro-batch costs a process that reads it, or in words why a process cannot.
+
+    It is not read in this process: files that a data set opens at its first sample would be shared by all workers.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def try_reading() -> None:
+        try:
+            prepare()
+            read(keys[:1])
+            costs = [_cost_of_one(read, part, num_bytes) for part in _parts(keys[1:] or keys)]
+            # The least: another process may have had the CPU meanwhile.
+            sender.send(Cost(*(len(keys) * min(values) for values in zip(*costs, strict=True))))
+        except Exception as err:
+            # If it is not for the process, the training thread meets it in its turn.
+            sender.send(f"could not read: {type(err).__name__}: {str(err)[:200]}")
+
+    process = context.Process(target=try_reading, daemon=True)
+    process.start()
+    sender.close()
+    answer: Cost | str = f"did not read {1 + 2 * _TRIED} samples within {limit_s:g} s"
+    try:
+        if receiver.poll(limit_s):
+            answer = "ended without a word"
+            with suppress(EOFError):
+                answer = receiver.recv()
+    finally:
+        receiver.close()
+        process.join(1)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return answer
+
+
+def _parts(keys: list[Any]) -> list[list[Any]]:
+    """Returns at most two parts of some samples; no sample is in both, which a cache would make cheap."""
+    size = min(_TRIED, max(1, len(keys) // 2))
+    return [part for part in (keys[:size], keys[size : 2 * size]) if part]
+
+
+def _cost_of_one(read: Callable[[list[Any]], Any], keys: list[Any], num_bytes: Callable[[Any], int]) -> Cost:
+    """Returns what one of some samples costs that are read together."""
+    start_s = time.perf_counter()
+    batch = read(keys)
+    took_s = time.perf_counter() - start_s
+    return Cost(took_s / len(keys), num_bytes(batch) / len(keys))
