@@ -50,13 +50,15 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.image_format: torch.memory_format | None = None
+        """How images are laid out; None: as they come."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def __call__(self, batch: Batch) -> Batch:
         """Returns copies; what is launched from now on waits for them, and the host does not."""
         with torch.cuda.stream(self._stream):
-            copies = to_device(batch, self._device)
+            copies = to_device(batch, self._device, image_format=self.image_format)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
 
@@ -68,11 +70,28 @@ class DeviceCopies:
         return map_tensors(keep, copies)
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Returns copies on a GPU, made while it works; on the CPU the tensors themselves."""
-    if device.type == "cpu":
-        return batch
-    return map_tensors(lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
+def to_device(batch: Batch, device: torch.device, *, image_format: torch.memory_format | None = None) -> Batch:
+    """Returns copies on a GPU, made while it works; on the CPU the tensors themselves.
+
+    Args:
+        batch: in host memory.
+        device: where the copies are to be.
+        image_format: how images are laid out there; None: as they come.
+    """
+    if device.type != "cpu":
+        batch = map_tensors(lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
+    # By the device: the host would take longer for it than for the copy.
+    return batch if image_format is None else in_format(batch, image_format)
+
+
+def in_format(batch: Batch, image_format: torch.memory_format) -> Batch:
+    """Returns a batch with its images, floating-point tensors of four dimensions, laid out in a format."""
+
+    def lay_out(tensor: Tensor) -> Tensor:
+        is_image = tensor.dim() == 4 and tensor.is_floating_point()
+        return tensor.to(memory_format=image_format) if is_image else tensor
+
+    return map_tensors(lay_out, batch)
 
 
 def in_precision(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

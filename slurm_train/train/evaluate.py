@@ -84,7 +84,7 @@ class Evaluator:
             self.rank.heartbeat.mark("evaluate")
             if stop.requested if is_whole else _is_any_requested(stop):
                 return None
-            batch = to_device(batch if part is None else part.cut(batch), device)
+            batch = to_device(batch if part is None else part.cut(batch), device, image_format=self.rank.image_format)
             with in_precision(device, autocast):
                 sums = self._sums_of(batch)
             if not counts:

@@ -35,6 +35,7 @@ from slurm_train.models.head import group_named
 from slurm_train.train.buckets import BucketOrder
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Parts, Rank, gather
+from slurm_train.train.convolutions import tune_convolutions
 from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, TrainingModule, build_ddp, send_bfloat16
 from slurm_train.train.device_copies import DeviceCopies, in_precision, to_device
 from slurm_train.train.preserve import preserved
@@ -104,13 +105,18 @@ class Passes:
         if is_nested(batch):
             self._require_lists_fit()
         objective = self._objective
+        notes: list[str | None] = []
         objective.look_at(batch)
         if layout.pp * layout.cp == 1 and not is_nested(batch):
             samples = to_device(map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch), self._device)
             with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):
                 objective.compare(samples, is_precise=self._rank.autocast is None)
-        note: str | None = objective.agree(gather(objective.repeats)) if isinstance(batch, dict) else None
-        return note
+            notes.append(tune_convolutions(self._rank, objective, samples))
+            if self._copies is not None:
+                self._copies.image_format = self._rank.image_format
+        if isinstance(batch, dict):
+            notes.append(objective.agree(gather(objective.repeats)))
+        return "; ".join(filter(None, notes)) or None
 
     def _require_lists_fit(self) -> None:
         """Checks that the layout leaves lists of tensors as they are.

@@ -1,0 +1,94 @@
+"""What makes convolutions fast on a GPU: cuDNN's fastest algorithm for each shape, and channels in the last place.
+
+torch computes a convolution in the format of its input, and so is what follows. So the images are laid out anew on
+their way to the model, and weights, gradients, the optimizer's state and checkpoints stay as they are, which FSDP2,
+for instance, wants (it takes contiguous parameters only). For 16 bits alone: that is what tensor cores read in this
+format, and in float32 it may be slower. A model may want images as they were (`x.view(len(x), -1)` behind a
+convolution raises), so it is tried before the first step.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from slurm_train.data.source import Batch, is_nested, map_tensors
+from slurm_train.models.objective import Objective
+from slurm_train.train.context import Rank
+from slurm_train.train.device_copies import in_format, in_precision
+from slurm_train.train.preserve import preserved
+
+_NEEDS_CONTIGUOUS = ("view size is not compatible", "expected contiguous", "must be contiguous", "to be contiguous")
+
+
+def tune_convolutions(rank: Rank, objective: Objective, batch: Batch) -> str | None:
+    """Chooses for a model with convolutions on a GPU how they are computed; returns a note for the user, if any.
+
+    Args:
+        rank: this rank; its `image_format` is set.
+        objective: the loss around the model.
+        batch: some samples, on the device.
+    """
+    if rank.config.train.deterministic or rank.device.type == "cpu" or not has_convolutions(objective.model):
+        return None
+    # For each new shape cuDNN tries its algorithms anew, and AMD's library takes minutes.
+    if torch.version.hip is None and not rank.config.batch.by_length and not is_nested(batch):
+        torch.backends.cudnn.benchmark = True
+    # What cuts a model has not been tried in this format.
+    if not rank.layout.is_replicated or rank.autocast is None or not has_images(batch):
+        return None
+    obstacle = obstacle_to_channels_last(objective, batch, autocast=rank.autocast)
+    if obstacle is None:
+        rank.image_format = torch.channels_last
+        # Of weights that are alike in both formats (one channel or pixel) the gradients have the strides of the images;
+        # DDP copies them as it does the others.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        return None
+    return (
+        f"images stay as they are: {type(objective.model).__name__} cannot be computed with channels_last, which is "
+        f"faster ({obstacle}); write reshape in place of view"
+    )
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    """Returns whether a model has convolutions over images."""
+    return any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in model.modules())
+
+
+def has_images(batch: Batch) -> bool:
+    """Returns whether tensors of a batch may be images: numbers with a fraction, of four dimensions."""
+    shapes: list[bool] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        shapes.append(tensor.dim() == 4 and tensor.is_floating_point())
+        return tensor
+
+    map_tensors(look, batch)
+    return not is_nested(batch) and any(shapes)
+
+
+def obstacle_to_channels_last(objective: Objective, batch: Batch, *, autocast: torch.dtype | None) -> str | None:
+    """Returns why a model cannot be trained with images in channels_last, None if it can; leaves it as it was.
+
+    Args:
+        objective: the loss around the model.
+        batch: some samples, on the model's device.
+        autocast: lower precision of the forward pass, None for none.
+    """
+    parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    images = in_format(batch, torch.channels_last)
+    try:
+        # Compiled graphs would be made for this alone. DDP would exchange what `backward` gives.
+        with preserved(objective.model), torch.compiler.set_stance("force_eager"):
+            with in_precision(parameters[0].device, autocast):
+                loss, _ = objective(images)
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+    except Exception as err:
+        text = str(err).strip().partition("\n")[0]
+        if not any(words in text for words in _NEEDS_CONTIGUOUS):
+            # The step will raise it as well, and better said; if not, images as they are were right.
+            return f"{type(err).__name__} in a trial"
+        return text[:120]
+    return None
