@@ -224,10 +224,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         env = {OFFLINE: os.environ[OFFLINE], **env}
     for name, value in gloo_environment(place.world_size).items():
         os.environ.setdefault(name, value)
-    # Relative paths in a user's code mean the directory that the run was submitted from, where the node has it.
-    directory = str(plan.get("directory", ""))
-    if directory and Path(directory).is_dir():
-        os.chdir(directory)
+    _enter(str(plan.get("directory", "")))
     point = MeetingPoint(
         master_addr=master_of(env),
         ports=meeting_ports(run.run_id, attempt=attempt, env=env),
@@ -278,6 +275,12 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         answer_watcher(dict(env))
         return run_task(rank)
     return _train_or_evaluate(rank)
+
+
+def _enter(directory: str) -> None:
+    """Makes relative paths in a user's code mean the directory that the run was submitted from, if the node has it."""
+    if directory and Path(directory).is_dir():
+        os.chdir(directory)
 
 
 def _watch(
