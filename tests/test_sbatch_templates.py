@@ -12,7 +12,7 @@ import pytest
 from slurm_train.assets import asset_dir
 
 # Templates with placeholders.
-RENDERED = ("run.sh", "array.sh")
+RENDERED = ("run.sh", "array.sh", "pack.sh")
 PROGRAMS = sorted(path for path in asset_dir("sbatch_templates").iterdir() if path.name not in RENDERED)
 
 

@@ -238,12 +238,13 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
     commands = SlurmCommands(env)
     site = commands.show_config() if commands.is_available() else {}
     scripts = [(run_plan.run, render_script(run_plan)) for run_plan in plan.plans]
-    arrays = cut_arrays(scripts, max_size=max_array_size(site), max_parallel=plan.max_parallel)
+    limits: dict[str, Any] = {"max_parallel": plan.max_parallel, "pack": plan.pack}
+    arrays = cut_arrays(scripts, max_size=max_array_size(site), **limits)
     with contextlib.suppress(ClusterError):
         if commands.is_available() and refuses_arrays(arrays[0], plan.sweep, commands):
-            arrays = cut_arrays(scripts, max_size=0, max_parallel=plan.max_parallel)
+            arrays = cut_arrays(scripts, max_size=0, **limits)
     if arrays[0].is_alone:
-        note(f"  {'arrays':<13}  this site takes none: each of {len(arrays)} runs is a job like the first")
+        note(f"  {'arrays':<13}  this site takes none: each of {len(arrays)} jobs is like the first")
         arrays = arrays[:1]
     for number, array in enumerate(arrays):
         script = render_array(array, plan.sweep, number)

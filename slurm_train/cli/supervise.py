@@ -19,6 +19,7 @@ from slurm_train.status.activity import clear_dead_pins
 from slurm_train.supervise.continuation import continued_job
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.notify import Notifier
+from slurm_train.supervise.pack import BACK, PACK, PackedJob, Share, return_of
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.srun import SrunLaunch, share_of
 from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals, progress_of
@@ -31,6 +32,8 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"supervise cannot read {list(words)}", hint="supervise RUN_DIR -- srun ...")
     run, env = RunDirectory(Path(words[0])), job_environment(os.environ)
     ignore_stop_signals()
+    if env.get(PACK) == BACK:
+        return _bring_pack_back(run, env)
     try:
         return _supervise(run, list(words[2:]), env)
     except OSError as err:
@@ -38,10 +41,25 @@ def main(words: Sequence[str]) -> int:
         config = BestEffort()("the configuration", lambda: load_config(run.config), None)
         if config is not None and not _may_return(config):
             raise
-        allocation, settings = Allocation.from_env(env), RequeueSection()
-        retry_s = settings.controller_timeout_s
-        job = SlurmJob(run, allocation, env, world_size=allocation.num_tasks, retry_s=retry_s)
-        return Supervisor(run, job, settings).come_back_later(err)
+        settings = RequeueSection()
+        return Supervisor(run, _job(run, env, settings), settings).come_back_later(err)
+
+
+def _job(run: RunDirectory, env: Mapping[str, str], settings: RequeueSection) -> SlurmJob:
+    """Returns the job that this process runs in, for what is done about the job alone."""
+    allocation = Allocation.from_env(env)
+    kind = SlurmJob if Share.from_env(env) is None else PackedJob
+    return kind(run, allocation, env, world_size=allocation.num_tasks, retry_s=settings.controller_timeout_s)
+
+
+def _bring_pack_back(run: RunDirectory, env: Mapping[str, str]) -> int:
+    """Requeues the job of a pack in which all runs have ended, and this one is to continue."""
+    alone = {name: value for name, value in env.items() if name != PACK}
+    settings = load_config(run.config).requeue
+    job = _job(run, alone, settings)
+    decision = return_of(run, job)
+    say(f"all runs of job {job.job_id} have ended, and it is requeued for those that continue: {decision.note}")
+    return Supervisor(run, job, settings).come_back(decision)
 
 
 def _may_return(config: RunConfig) -> bool:
@@ -56,7 +74,8 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
     allocation, world_size = share_of(whole, run, config)
     has_spares = config.cluster is not None and config.cluster.spare_nodes > 0
     trackers = build_trackers(run, config.track, env=env, say=say)
-    job = SlurmJob(
+    kind = SlurmJob if Share.from_env(env) is None else PackedJob
+    job = kind(
         run,
         allocation,
         env,

@@ -356,6 +356,8 @@ class SweepSection:
 
     max_parallel: Count | None = None
     """Largest number of runs at the same time; default: no limit on a cluster, one on this machine."""
+    pack: Count = 1
+    """Runs that share one job on one node, side by side, each with its own GPUs; for sites that give whole nodes."""
     objective: str | None = None
     """Key of result.json that a sweeper optimizes; default: eval_loss, or loss without evaluation."""
 

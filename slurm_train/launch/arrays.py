@@ -1,5 +1,7 @@
 """The job arrays of a sweep: which run is an element of which array, their scripts, and their submission.
 
+An element is a run, or with `sweep.pack` a pack: so many runs side by side in one allocation of one node.
+
 The elements of an array have the same resources, so runs of another shape go into another array, and no array has more
 elements than the site's MaxArraySize. Each is numbered from 0; a file next to the script says which run an element is.
 The run's own `submit.sh` does the rest, so an element is carried out like a run submitted alone. Where a site takes no
@@ -12,6 +14,7 @@ leaves enough to find the array again, by the path of its script.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -22,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_train.assets import read_template
-from slurm_train.errors import ClusterError
+from slurm_train.errors import EXIT_REQUEUE, ClusterError
 from slurm_train.formatting import count
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, slurm_verdict
 from slurm_train.launch.plan import RunPlan
@@ -35,6 +38,7 @@ from slurm_train.rundir.sweep import (
     array_job_id,
     element_jobs,
     existing_arrays,
+    pack_of,
     read_table,
     record_array,
     write_table,
@@ -53,9 +57,11 @@ class ArrayPlan:
     """One job array as it would be submitted."""
 
     runs: tuple[RunDirectory, ...]
-    """Element i is the run at position i."""
+    """Element i is the run at position i, or the i-th pack of them."""
     directives: tuple[str, ...]
-    """The #SBATCH lines that its runs have in common."""
+    """The #SBATCH lines that its runs have in common; they ask for what one run needs."""
+    pack: int = 1
+    """Runs that share the allocation of an element."""
     throttle: int | None = None
     """Elements that may run at once; None: as many as there is room for."""
     after: int | None = None
@@ -63,7 +69,12 @@ class ArrayPlan:
     name_prefix: str = ""
     """What the site prescribes of its name."""
     is_alone: bool = False
-    """Whether it is a plain job for its one run, for a site that takes no arrays."""
+    """Whether it is a plain job for its one run or pack, for a site that takes no arrays."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of jobs."""
+        return math.ceil(len(self.runs) / self.pack)
 
 
 def max_array_size(settings: Mapping[str, str]) -> int:
@@ -78,7 +89,7 @@ def max_array_size(settings: Mapping[str, str]) -> int:
 
 
 def cut_arrays(
-    scripts: Sequence[tuple[RunDirectory, str]], *, max_size: int, max_parallel: int | None
+    scripts: Sequence[tuple[RunDirectory, str]], *, max_size: int, max_parallel: int | None, pack: int = 1
 ) -> list[ArrayPlan]:
     """Returns the arrays for runs with their own scripts, in the order in which they are to be submitted.
 
@@ -88,27 +99,35 @@ def cut_arrays(
     Args:
         scripts: each run with the text of its `submit.sh`.
         max_size: elements that an array may have; 0: each run is a job of its own.
-        max_parallel: runs of the whole sweep that may run at once; None: no limit.
+        max_parallel: runs of the whole sweep that may run at once, at least a pack; None: no limit.
+        pack: runs that share the allocation of an element.
     """
-    step = max(1, max_size)
     by_shape: dict[tuple[str, tuple[str, ...]], list[RunDirectory]] = {}
     for run, script in scripts:
         lines = (line for line in script.splitlines() if line.startswith("#SBATCH "))
         shape = tuple(line for line in lines if not line.startswith(_OWN_FLAGS))
         by_shape.setdefault((_name_prefix(script, run), shape), []).append(run)
-    arrays = [
-        ArrayPlan(runs=tuple(runs[start : start + step]), directives=shape, name_prefix=prefix, is_alone=max_size == 0)
-        for (prefix, shape), runs in by_shape.items()
-        for start in range(0, len(runs), step)
-    ]
+    arrays: list[ArrayPlan] = []
+    for (prefix, shape), runs in by_shape.items():
+        # Fewer runs than a pack ask for no more than they need.
+        whole = ArrayPlan(
+            runs=tuple(runs),
+            directives=shape,
+            pack=min(pack, len(runs)),
+            name_prefix=prefix,
+            is_alone=max_size == 0,
+        )
+        step = max(1, max_size) * whole.pack
+        arrays += [replace(whole, runs=whole.runs[start : start + step]) for start in range(0, len(runs), step)]
     if max_parallel is None:
         return arrays
-    num_lanes = min(max_parallel, len(arrays))
-    shares = _split(max_parallel, [len(array.runs) for array in arrays[:num_lanes]])
+    most_elements = max(1, max_parallel // pack)
+    num_lanes = min(most_elements, len(arrays))
+    shares = _split(most_elements, [array.num_elements for array in arrays[:num_lanes]])
     return [
         replace(
             array,
-            throttle=min(shares[position % num_lanes], len(array.runs)),
+            throttle=min(shares[position % num_lanes], array.num_elements),
             after=position - num_lanes if position >= num_lanes else None,
         )
         for position, array in enumerate(arrays)
@@ -135,16 +154,35 @@ def _split(total: int, weights: Sequence[int]) -> list[int]:
 def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     """Returns the text of the script of a sweep's array of this number."""
     array, name = sweep.array(number), f"{plan.name_prefix}sweep-{sweep.sweep_id}-{number}"
-    spec = f"0-{len(plan.runs) - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
+    spec = f"0-{plan.num_elements - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
     own = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
     if plan.is_alone:
         own = {"job-name": name, "output": str(array.logs / "0.log")}
-    return read_template("array.sh").format(
-        title=f"{name}: {count(len(plan.runs), 'run')}",
+    packs = f", {plan.pack} in a job" if plan.pack > 1 else ""
+    return read_template("pack.sh" if plan.pack > 1 else "array.sh").format(
+        title=f"{name}: {count(len(plan.runs), 'run')}{packs}",
         index="0" if plan.is_alone else "${SLURM_ARRAY_TASK_ID:?this script is for sbatch}",
-        sbatch="\n".join([*(f"#SBATCH {flag_word(*flag)}" for flag in own.items()), *plan.directives]),
+        sbatch="\n".join([*(f"#SBATCH {flag_word(*flag)}" for flag in own.items()), *_packed(plan)]),
         runs=shlex.quote(str(array.runs)),
+        pack=plan.pack,
+        requeue=EXIT_REQUEUE,
     )
+
+
+# What a run asks for by number, so that a pack asks for as many times that.
+_COUNTED = re.compile(r"#SBATCH --(?:ntasks|ntasks-per-node|gpus-per-node|gres|mem)=(?:.*:)?(?P<number>[0-9]+)G?")
+
+
+def _packed(plan: ArrayPlan) -> list[str]:
+    """Returns the #SBATCH lines that ask for what a pack needs, on one node."""
+    lines: list[str] = []
+    for line in plan.directives:
+        counted = _COUNTED.fullmatch(line)
+        if counted is not None:
+            number = int(counted["number"]) * plan.pack
+            line = f"{line[: counted.start('number')]}{number}{line[counted.end('number') :]}"
+        lines.append(line)
+    return lines
 
 
 def next_number(sweep: SweepDirectory) -> int:
@@ -158,6 +196,7 @@ def plan_arrays(
     commands: SlurmCommands,
     *,
     max_parallel: int | None,
+    pack: int = 1,
     example: RunPlan | None = None,
 ) -> list[ArrayPlan]:
     """Returns the arrays for the runs; Slurm has said that it would take each shape.
@@ -167,6 +206,7 @@ def plan_arrays(
         scripts: each run with the text of its `submit.sh`.
         commands: Slurm.
         max_parallel: runs of the sweep that may run at once; None: no limit.
+        pack: runs that share the allocation of an element.
         example: a run of it, to explain a refusal.
 
     Raises:
@@ -175,17 +215,17 @@ def plan_arrays(
     if not scripts:
         return []
     max_size = max_array_size(commands.show_config())
-    arrays = cut_arrays(scripts, max_size=max_size, max_parallel=max_parallel)
+    arrays = cut_arrays(scripts, max_size=max_size, max_parallel=max_parallel, pack=pack)
     # A limit on submitted jobs counts the elements of all arrays: the first question is about as many as can be asked.
     whole = arrays[0]
     if not whole.is_alone:
-        whole = replace(whole, runs=tuple(run for run, _ in scripts)[:max_size], throttle=None)
+        whole = replace(whole, runs=tuple(run for run, _ in scripts)[: max_size * whole.pack], throttle=None)
     try:
         _require_all_acceptable([whole, *arrays], sweep, commands, example)
     except ClusterError:
         if not refuses_arrays(whole, sweep, commands):
             raise
-        arrays = cut_arrays(scripts, max_size=0, max_parallel=max_parallel)
+        arrays = cut_arrays(scripts, max_size=0, max_parallel=max_parallel, pack=pack)
         _require_all_acceptable(arrays, sweep, commands, example)
     return arrays
 
@@ -197,7 +237,13 @@ def _require_all_acceptable(
     by_shape = {array.directives: array for array in reversed(arrays)}
     for array in reversed(by_shape.values()):
         script = render_array(array, sweep, next_number(sweep))
-        require_acceptable(script, commands, example if array is arrays[0] else None)
+        try:
+            require_acceptable(script, commands, example if array is arrays[0] else None)
+        except ClusterError as err:
+            if array.pack == 1:
+                raise
+            what = f"a pack asks for {array.pack} runs' GPUs, CPUs and memory on one node"
+            raise ClusterError(err.message, hint=f"{what}: lower sweep.pack; else {err.hint}") from err
 
 
 def refuses_arrays(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmCommands) -> bool:
@@ -208,7 +254,7 @@ def refuses_arrays(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmComman
     """
     if plan.is_alone:
         return False
-    listed = replace(plan, runs=plan.runs[:1], throttle=None)
+    listed = replace(plan, runs=plan.runs[: plan.pack], throttle=None)
     alone = replace(listed, is_alone=True)
     number = next_number(sweep)
     if slurm_verdict(render_array(listed, sweep, number), commands).is_accepted:
@@ -270,7 +316,8 @@ def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str) -> None:
     write_atomic(array.job, json.dumps({"job_id": job_id, "submit_time_unix_s": time.time()}) + "\n")
     write_table(sweep, record_array(read_table(sweep), array, job_id))
     jobs = element_jobs(array, job_id)
-    for_each(lambda pair: record_job(pair[0], pair[1], durable=False), jobs.items())
+    is_packed = pack_of(array) > 1
+    for_each(lambda pair: record_job(pair[0], pair[1], durable=False, is_packed=is_packed), jobs.items())
 
 
 def _lies_in(script: str, folder: Path) -> bool:

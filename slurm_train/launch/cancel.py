@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.jobs import Holder, ask_to_stop
+from slurm_train.rundir.jobs import Holder, ask_to_stop, read_job
 from slurm_train.rundir.lookup import is_own, owner_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.pins import release_pins
@@ -40,8 +40,14 @@ def cancel_run(run: RunDirectory, commands: SlurmCommands) -> list[str]:
         if active.process is not None:
             _require_owners_process(run, active.process)
             done.append(_stop_process(run, active.process.host, active.process.pid))
-        cancelled: list[str] = []
-        new = list(active.jobs)
+        cancelled = _leave_packs(run, active.jobs, commands)
+        if cancelled:
+            ids = ", ".join(cancelled)
+            done.append(
+                f"asked {run.name}/{run.run_id} to save and stop; job {ids} goes on with its other runs; "
+                f"`resume {run.run_id}` continues this one"
+            )
+        new = [job_id for job_id in active.jobs if job_id not in cancelled]
         # A job that ends may be submitting the one that takes over; that one submits none.
         while new:
             for job_id in new:
@@ -60,6 +66,22 @@ def cancel_run(run: RunDirectory, commands: SlurmCommands) -> list[str]:
         with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
             release_pins(run)
     return done
+
+
+def _leave_packs(run: RunDirectory, jobs: Sequence[str], commands: SlurmCommands) -> list[str]:
+    """Ends a run in those of its jobs that it shares with other runs, which go on; returns these jobs."""
+    record = read_job(run)
+    shared = [job_id for job_id in jobs if record is not None and job_id in record.packed]
+    if not shared:
+        return []
+    for job_id in shared:
+        _require_owners_job(run, job_id, commands)
+    ask_to_stop(run, shared, newest_job=newest_job(commands))
+    for job_id in shared:
+        for step, name in commands.steps(job_id).items():
+            if name.endswith(f".{run.run_id}"):
+                commands.ask_step(step)
+    return shared
 
 
 # Whoever owns a run may write any number into its files. An administrator who cancels it, or somebody who takes it for
@@ -124,13 +146,14 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
             hint="`status` shows what is",
         )
     done: list[str] = []
-    in_slurm = [run for run in meant if active[run].process is None]
+    spared = [job_id for run, active_run in active.items() if run not in meant for job_id in active_run.jobs]
+    # Of a pack that others go on in, each run is ended by itself.
+    in_slurm = [run for run in meant if active[run].process is None and not set(spared) & set(active[run].jobs)]
     for run in meant:
         if run not in in_slurm:
             done += cancel_run(run, commands)
     if in_slurm:
         array_ids = {array_job_id(array) for array in existing_arrays(sweep)}
-        spared = [job_id for run, active_run in active.items() if run not in meant for job_id in active_run.jobs]
         jobs = [job_id for run in in_slurm for job_id in active[run].jobs]
         job_ids = job_ids_of(jobs, spared=spared, own_arrays=array_ids)
         for job_id in job_ids:

@@ -477,6 +477,11 @@ class SweepPlan:
         return self.plans[0].config.sweep.max_parallel
 
     @property
+    def pack(self) -> int:
+        """Runs that share a job."""
+        return self.plans[0].config.sweep.pack
+
+    @property
     def uses_cluster(self) -> bool:
         """Whether the runs go through Slurm."""
         return self.plans[0].config.cluster is not None
@@ -547,6 +552,7 @@ def plan_sweep(
             ),
         ]
     )
+    require_all(_not_packable(plans))
     if sweep_id is None:
         # The sweep's name on disk says which runs it has, in whatever order they were typed.
         names = "\n".join(sorted(f"{plan.run.name}/{plan.run.run_id}" for plan in plans))
@@ -560,6 +566,57 @@ def plan_sweep(
         ),
         plans=tuple(plans),
     )
+
+
+# A pack asks for the same number of times what a run's own keys ask for; these would say it a second way.
+_OWN_SHARES = re.compile(r"gres|gpus|gpus[-_]per.*|ntasks[-_]per.*|mem|tres.*|cores.*")
+
+
+def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
+    """Yields what cannot share a job with other runs (`sweep.pack`)."""
+    config = plans[0].config
+    pack = config.sweep.pack
+    yield (
+        len({plan.config.sweep.pack for plan in plans}) > 1,
+        "sweep.pack differs between the runs of one sweep",
+        "give it one value",
+    )
+    if pack == 1:
+        return
+    yield (
+        config.cluster is None,
+        f"sweep.pack={pack} puts runs into one Slurm job, and these runs are trained on this machine",
+        f"sweep.max_parallel={pack} trains so many at a time here",
+    )
+    most = config.sweep.max_parallel
+    yield (
+        most is not None and most < pack,
+        f"sweep.max_parallel={most} is fewer than the runs of one job, sweep.pack={pack}",
+        f"set sweep.max_parallel={pack} or more, or lower sweep.pack",
+    )
+    for plan in plans:
+        cluster = plan.config.cluster
+        if cluster is None:
+            continue
+        asked = plan.world.nodes_in_words + (f" and {cluster.spare_nodes} to spare" if cluster.spare_nodes else "")
+        yield (
+            plan.world.num_nodes > 1 or plan.world.min_nodes is not None or cluster.spare_nodes > 0,
+            f"sweep.pack={pack} shares one node among runs, and {plan.run.name}/{plan.run.run_id} asks for {asked}",
+            "leave sweep.pack out, or ask for one node each: +cluster=1x1",
+        )
+        yield (
+            plan.config.requeue.warm_ranks,
+            f"sweep.pack={pack} shares one node among runs, each with its own CPUs; the ranks of "
+            "requeue.warm_ranks=true would take another run's",
+            "leave requeue.warm_ranks out",
+        )
+        for name in cluster.sbatch:
+            yield (
+                _OWN_SHARES.fullmatch(name) is not None,
+                f"sweep.pack={pack} shares one node among runs, and cluster.sbatch.{name} says what the job gets",
+                "use cluster.gpus_per_node, cluster.gpu_type, cluster.gpu_flag and cluster.memory_gb_per_gpu, which "
+                "are meant for a run",
+            )
 
 
 def describe(point: Mapping[str, str]) -> str:

@@ -59,7 +59,8 @@ class PreparedSweep:
             ClusterError: Slurm refuses an array; those before it are submitted and recorded.
         """
         if any(array.is_alone for array in self.arrays):
-            self.start.say("this site takes no job arrays: each run is a job of its own")
+            what = "run" if self.config.sweep.pack == 1 else "pack of runs"
+            self.start.say(f"this site takes no job arrays: each {what} is a job of its own")
         if self.scripts:
             run, script = self.scripts[0]
             # Said once; each array leaves out the bad nodes by itself.
@@ -108,7 +109,9 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
                 find_lost_arrays(sweep, commands)
         missing = _missing_runs(start, plan)
         todo = [(run, script) for run, script in scripts.items() if run in missing]
-        arrays = plan_arrays(sweep, todo, commands, max_parallel=plan.max_parallel, example=plan.plans[0])
+        arrays = plan_arrays(
+            sweep, todo, commands, max_parallel=plan.max_parallel, pack=plan.pack, example=plan.plans[0]
+        )
         if is_new:
             held.enter_context(submitting(sweep))
             if sweep.table.exists():
@@ -226,7 +229,7 @@ def prepare_resumed_sweep(
         if config.cluster is not None:
             require_slurm(commands, start.env)
             scripts = [(run, run.submit_script.read_text(encoding="utf-8")) for run in runs]
-        arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel)
+        arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel, pack=config.sweep.pack)
         code = None
         if source is not None:
             code = _replace_code(start, sweep, runs, source)

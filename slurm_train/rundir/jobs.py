@@ -50,6 +50,8 @@ class JobRecord:
     """When the newest was submitted."""
     continues: dict[str, str] = field(default_factory=dict)
     """By job: the one that it takes over from when that one has ended."""
+    packed: tuple[str, ...] = ()
+    """Those that other runs share (`sweep.pack`): they may go on when this run has ended."""
 
     @property
     def job_id(self) -> str:
@@ -66,6 +68,7 @@ def read_job(run: RunDirectory) -> JobRecord | None:
             job_ids=(*record.job_ids, *entry.job_ids),
             submit_time_unix_s=entry.submit_time_unix_s,
             continues=record.continues | entry.continues,
+            packed=(*record.packed, *entry.packed),
         )
     return record if record.job_ids else None
 
@@ -80,7 +83,9 @@ def _unlisted(run: RunDirectory, listed: Iterable[str]) -> list[JobRecord]:
     return sorted(found, key=lambda entry: entry.submit_time_unix_s)
 
 
-def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None, durable: bool = True) -> None:
+def record_job(
+    run: RunDirectory, job_id: str, *, continues: str | None = None, durable: bool = True, is_packed: bool = False
+) -> None:
     """Adds a job to those of a run; one that is recorded already stays as it is.
 
     Args:
@@ -88,16 +93,40 @@ def record_job(run: RunDirectory, job_id: str, *, continues: str | None = None, 
         job_id: the job.
         continues: the job that it takes over from; such a job does not start if that one was cancelled.
         durable: fsync it; False where the id is kept elsewhere as well.
+        is_packed: other runs share the job.
     """
     before = read_job(run)
     if before is not None and job_id in before.job_ids:
         return
     make_folder(run.jobs)
     entry = JobRecord(
-        job_ids=(job_id,), submit_time_unix_s=time.time(), continues={job_id: continues} if continues else {}
+        job_ids=(job_id,),
+        submit_time_unix_s=time.time(),
+        continues={job_id: continues} if continues else {},
+        packed=(job_id,) if is_packed else (),
     )
     write_record(run.jobs / job_id, entry, durable=durable)
     write_record(run.job, read_job(run), durable=durable)
+
+
+def left_jobs(run: RunDirectory, record: JobRecord | None, ledger: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Returns the jobs that a run shares with others and in which it does nothing more: they may go on without it.
+
+    Args:
+        run: the run.
+        record: its jobs.
+        ledger: its attempts.
+    """
+    left = set[str]()
+    for job_id in record.packed if record is not None else ():
+        last = next((entry for entry in reversed(ledger) if entry.get("job_id") == job_id), None)
+        if last is not None and last.get("action") in ("stop", "finish"):
+            left.add(job_id)
+        # The next start of the job obeys the file.
+        elif last is None or "end_time_unix_s" in last:
+            asked = read_json(run.stop_file) or {}
+            left.update({job_id} & set(asked.get("jobs", ())))
+    return frozenset(left)
 
 
 def ask_to_stop(run: RunDirectory, job_ids: Iterable[str], *, newest_job: int | None, durable: bool = True) -> None:

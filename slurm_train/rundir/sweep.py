@@ -45,7 +45,7 @@ class ArrayDirectory:
     script = Below("submit.sh")
     """The sbatch script; works by hand."""
     runs = Below("runs.txt")
-    """One run directory per line, in the order of the elements."""
+    """One run directory per line, in the order of the elements; an element may have several (`pack_of`)."""
     job = Below("job.json")
     """The array's job id; missing while, or if, sbatch did not give one."""
     unread = Below("unread_answer.txt")
@@ -131,13 +131,19 @@ def record_array(elements: Iterable[Element], array: ArrayDirectory, job_id: str
     return [replace(element, job=jobs.get(element.run, element.job)) for element in elements]
 
 
+def pack_of(array: ArrayDirectory) -> int:
+    """Returns how many runs share an element of an array."""
+    pack = re.search(r"^pack=([0-9]+)$", array.script.read_text(encoding="utf-8"), re.MULTILINE)
+    return 1 if pack is None else int(pack[1])
+
+
 def element_jobs(array: ArrayDirectory, job_id: str) -> dict[RunDirectory, str]:
     """Returns the job of each run of an array: "12_3", or "12" where its script is that of a plain job."""
     runs = read_runs(array)
-    script = array.script.read_text(encoding="utf-8")
-    if len(runs) == 1 and "\n#SBATCH --array=" not in script:
-        return {runs[0]: job_id}
-    return {run: f"{job_id}_{task}" for task, run in enumerate(runs)}
+    pack = pack_of(array)
+    if len(runs) <= pack and "\n#SBATCH --array=" not in array.script.read_text(encoding="utf-8"):
+        return dict.fromkeys(runs, job_id)
+    return {run: f"{job_id}_{position // pack}" for position, run in enumerate(runs)}
 
 
 @contextlib.contextmanager

@@ -415,6 +415,12 @@ class SlurmCommands:
             raise ClusterError(f"{step_id!r} is not the id of a step", hint='write "123.0"')
         self._scancel(*(["--signal=KILL"] if kill else []), step_id)
 
+    def ask_step(self, step_id: str) -> None:
+        """Asks the tasks of one step of a job to save and stop. One that has ended already is no error."""
+        if _STEP_ID.fullmatch(step_id) is None:
+            raise ClusterError(f"{step_id!r} is not the id of a step", hint='write "123.0"')
+        self._scancel("--signal=TERM", step_id)
+
     def _scancel(self, *words: str) -> None:
         argv = ["scancel", *words]
         done = self._call(argv)

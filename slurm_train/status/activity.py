@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
+from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, listed, make_private
 from slurm_train.rundir.jobs import (
     Holder,
+    left_jobs,
     number_of,
     process_lives,
     read_holder,
@@ -113,7 +115,11 @@ def _is_active(job_id: str, states: Mapping[str, JobState]) -> bool:
 def _job_ids(run: RunDirectory, holder: Holder | None, found: Sequence[str]) -> list[str]:
     record = read_job(run)
     held = [holder.job_id] if holder is not None and holder.job_id is not None else []
-    return list(dict.fromkeys([*(record.job_ids if record is not None else ()), *held, *found]))
+    job_ids = dict.fromkeys([*(record.job_ids if record is not None else ()), *held, *found])
+    if record is None or not record.packed:
+        return list(job_ids)
+    left = left_jobs(run, record, read_ledger(run))
+    return [job_id for job_id in job_ids if job_id not in left]
 
 
 def jobs_by_script(runs: Sequence[RunDirectory], scripts: Mapping[str, str]) -> dict[RunDirectory, list[str]]:

@@ -19,7 +19,7 @@ from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
 from slurm_train.rundir.heartbeat import Beat, read_oldest
-from slurm_train.rundir.jobs import JobRecord, has_stopped, number_of, process_lives, read_holder, read_job
+from slurm_train.rundir.jobs import JobRecord, has_stopped, left_jobs, number_of, process_lives, read_holder, read_job
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.signs import read_remarks
 from slurm_train.rundir.sweep import Element
@@ -128,7 +128,7 @@ def read_states(text: str, *, option: str, of: tuple[RunState, ...] = tuple(RunS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """What the files of a run say, read once."""
+    """What the files of a run say, read once. Wide because each file of a run has its part here."""
 
     run: RunDirectory
     record: JobRecord | None
@@ -154,6 +154,8 @@ class RunFiles:
     """Its jobs that only Slurm knows of: typed by hand, or submitted by somebody who has not learnt the id."""
     jobs_of_others: tuple[str, ...] = ()
     """Recorded jobs whose ids Slurm has given to jobs of other runs since."""
+    left_jobs: frozenset[str] = frozenset()
+    """Jobs that other runs share, and in which this one does nothing more."""
     lost_answer: str = ""
     """What is not known of its newest submission, and what helps; "" where its job is known."""
 
@@ -186,13 +188,13 @@ class RunFiles:
 
 def read_files(run: RunDirectory) -> RunFiles:
     """Returns what the files of a run say; of files that are torn or missing nothing is known."""
-    ledger, holder = tuple(read_ledger(run)), read_holder(run.lock)
+    ledger, holder, record = tuple(read_ledger(run)), read_holder(run.lock), read_job(run)
     is_open = bool(ledger) and "end_time_unix_s" not in ledger[-1]
     attempt = int(ledger[-1]["attempt"]) if ledger else 0
     line: Mapping[str, Any] = next((line for line in reversed(last_lines(run.metrics)) if "loss" in line), {})
     return RunFiles(
         run=run,
-        record=read_job(run),
+        record=record,
         holder_job=holder.job_id if holder is not None else None,
         ledger=ledger,
         line=line,
@@ -204,6 +206,7 @@ def read_files(run: RunDirectory) -> RunFiles:
         runs_here=holder is not None and holder.job_id is None and process_lives(holder),
         oldest_beat=read_oldest(run, attempt) if is_open else None,
         slow_because=_slow_because(run, attempt) if is_open else "",
+        left_jobs=left_jobs(run, record, ledger),
     )
 
 
@@ -325,7 +328,7 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         and files.is_settled
         and float(last.get("end_time_unix_s", 0)) > now_unix_s - (look.age_s or 0.0)
     )
-    job = None if is_old else newest_job_state(files.job_ids, look.jobs)
+    job = None if is_old else _newest_job(files, look)
     job_id = job.job_id if job is not None else files.job_ids[-1] if files.job_ids else None
     state, note = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
     note = "; ".join(filter(None, [note, files.lost_answer]))
@@ -365,13 +368,19 @@ def newest_job_state(job_ids: Sequence[str], jobs: Mapping[str, JobState]) -> Jo
     return active[-1] if active else jobs.get(job_ids[-1]) if job_ids else None
 
 
+def _newest_job(files: RunFiles, look: Look) -> JobState | None:
+    job = newest_job_state(files.job_ids, look.jobs)
+    # Whatever becomes of a job that others go on in says nothing of this run.
+    return None if job is not None and job.job_id in files.left_jobs else job
+
+
 def _without(recorded: Sequence[str], jobs: Iterable[str]) -> list[str]:
     """Returns the jobs that are not recorded, oldest first."""
     return sorted((job_id for job_id in jobs if job_id not in recorded), key=number_of)
 
 
 def _has_active_job(files: RunFiles, look: Look) -> bool:
-    job = newest_job_state(files.job_ids, look.jobs)
+    job = _newest_job(files, look)
     return job is not None and job.is_active
 
 

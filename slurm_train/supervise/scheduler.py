@@ -55,6 +55,8 @@ class Scheduler:
     """The job that this one takes over from."""
     can_relaunch = False
     """Whether failed ranks are started again here, without a person."""
+    is_shared = False
+    """Whether other runs have supervisors of their own in the same job."""
 
     def __init__(self, start: AttemptStart, env: Mapping[str, str]) -> None:
         self.start, self.commands = start, SlurmCommands(env)
@@ -116,6 +118,14 @@ class Scheduler:
 
     def requeue(self, _decision: Decision) -> bool:
         """Requeues this job; returns whether Slurm confirmed it."""
+        return False
+
+    def wait_for_requeue(self, decision: Decision) -> None:
+        """Waits until this process is ended by the requeue, or the requeue is sure."""
+        wait_for_the_end(lambda: self.requeue(decision))
+
+    def has_left(self) -> bool:
+        """Returns whether the run has stopped for good in an earlier start of a job that goes on without it."""
         return False
 
     def resubmit(self, _decision: Decision) -> str:
@@ -232,6 +242,10 @@ class SlurmJob(Scheduler):
         self._spares = [node for node in self._spares if node not in by]
         self.start = replace(self.start, nodes=tuple(node for node in self._all_nodes if node in used))
 
+    def step_name(self, attempt: int) -> str:
+        """Returns the name of an attempt's step, by which it is found again."""
+        return STEP_NAME.format(attempt=attempt)
+
     def clear(self, attempt: int) -> bool:
         """Ends the attempt's steps."""
         if NO_STEP in self.explain(attempt) and self._has_begun_before(attempt):
@@ -239,14 +253,14 @@ class SlurmJob(Scheduler):
             return False
         if self.lost:
             # The step stays until Slurm gives the lost node up; on the other nodes its ranks are killed at once.
-            name = STEP_NAME.format(attempt=attempt)
+            name = self.step_name(attempt)
             for step in [step for step, its_name in self.commands.steps(self.job_id).items() if its_name == name]:
                 self.commands.cancel_step(step, kill=True)
             return True
         mark = first_mark(self._run, attempt)
         # Slurm has no process left that could end the step of a killed slurmstepd (22.05: it stays until the job ends).
         within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
-        name = STEP_NAME.format(attempt=first_round(self._run, attempt))
+        name = self.step_name(first_round(self._run, attempt))
         return all(end_step(job_id, name, self.commands, within_s=within_s) for job_id in self.job_ids)
 
     def _has_begun_before(self, attempt: int) -> bool:

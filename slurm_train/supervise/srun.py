@@ -17,7 +17,6 @@ from typing import BinaryIO
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, NodesError, SilentNodesError
-from slurm_train.launch.batch_script import STEP_NAME
 from slurm_train.rundir.attempts import newest_round
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
@@ -37,6 +36,7 @@ from slurm_train.rundir.files import create_empty, for_each, read_json
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation, compact_nodelist, fewest_cpus, het_job_ids
+from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
 from slurm_train.slurm.records import NO_STEP
 from slurm_train.supervise.monitor import (
@@ -48,6 +48,7 @@ from slurm_train.supervise.monitor import (
     say,
     watch_ranks,
 )
+from slurm_train.supervise.pack import Share
 from slurm_train.supervise.ranks import (
     LINGER_S,
     ORPHAN_LINGER_S,
@@ -186,7 +187,7 @@ class _StepsInTheWay(Task):
 
     def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob) -> None:
         self._run, self._attempt, self._job = run, attempt, job
-        self._earlier = {STEP_NAME.format(attempt=earlier) for earlier in range(attempt)}
+        self._earlier = {job.step_name(earlier) for earlier in range(attempt)}
         self._has_begun, self._looks = False, 0
         self.left = ""
         """Such steps that stay, by their ids."""
@@ -197,7 +198,7 @@ class _StepsInTheWay(Task):
         if self._has_begun:
             return
         steps = {step: name for job_id in self._job.job_ids for step, name in self._job.commands.steps(job_id).items()}
-        self._has_begun = STEP_NAME.format(attempt=self._attempt) in steps.values()
+        self._has_begun = self._job.step_name(self._attempt) in steps.values()
         left = [step for step, name in steps.items() if name in self._earlier]
         self._looks = self._looks + 1 if left and not self._has_begun else 0
         if self._looks >= self._MOST_LOOKS:
@@ -337,7 +338,9 @@ class SrunLaunch:
             words = [f"--output={waits}" if word.startswith("--output=") else word for word in words]
         for name, value in known.items():
             words = [word.replace(name, value) for word in words]
-        words = within_allocation(words, self.env, tasks_per_node=max(self.allocation.tasks_per_node))
+        name = f"--job-name={self.job.step_name(attempt)}"
+        words = [name if word.startswith("--job-name=") else word for word in words]
+        words = self._within_share(words)
         stage = self.config.cluster.stage_python if self.config.cluster is not None else None
         if stage and not self.stages.get(nodes):  # one that failed is tried again
             self.stages[nodes] = stage_python(stage, run.path.parent.parent, nodes, self.env)
@@ -353,6 +356,19 @@ class SrunLaunch:
         # This process works elsewhere: its own imports must not come from code that was not verified.
         cwd = run.code if run.code.is_dir() else None
         return start_step(words, env=env, log=log, cwd=cwd, waits=waits is not None)
+
+    def _within_share(self, words: list[str]) -> list[str]:
+        """Returns the words of srun for what the run may take of its allocation."""
+        tasks_per_node = max(self.allocation.tasks_per_node)
+        share = Share.from_env(self.env)
+        if share is None:
+            return within_allocation(words, self.env, tasks_per_node=tasks_per_node)
+        cluster = self.config.cluster
+        assert cluster is not None, "a run without a cluster is in no pack"
+        asked = resource_flags(cluster, per_node=self.job.start.world_size)
+        gpus = {name: str(value) for name, value in asked.items() if name in ("gres", "gpus-per-node", "gpus-per-task")}
+        words = within_allocation(words, self.env, tasks_per_node=tasks_per_node * share.num_runs)
+        return share.step_words(words, self.env, gpus)
 
     def _start_next(self, attempt: int) -> None:
         path = self.run.logs / f"waiting_{attempt}.log"

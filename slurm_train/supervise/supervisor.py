@@ -61,11 +61,13 @@ from slurm_train.supervise.decision import (
 from slurm_train.supervise.evidence import Diagnosis, Evidence, Surroundings, diagnose, read_evidence
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.notify import Event, Notifier
-from slurm_train.supervise.scheduler import Scheduler, wait_for_the_end
+from slurm_train.supervise.scheduler import Scheduler
 
 _WRITER_WAIT_S = 60.0
 _MOST_FAILED_STARTS = 10
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 60, 3600
+FIRST_DELAY_S = 60
+"""How long a job waits after the file system has failed it for the first time."""
+_LONGEST_DELAY_S = 3600
 # Nothing that passes by itself.
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 _LOST_REASONS = {
@@ -159,7 +161,7 @@ class Supervisor:
             start = self._start()
             # Not before: a job that does not get the run must not hide the one that has it.
             if job_id is not None:
-                record_job(run, job_id, continues=scheduler.continues)
+                record_job(run, job_id, continues=scheduler.continues, is_packed=scheduler.is_shared)
             close_lost(run, start, past_ends=scheduler.past_ends, last_step=last_step(run))
             if is_there(run.result):
                 say(f"{run.path} is finished already; see {run.result}")
@@ -167,6 +169,9 @@ class Supervisor:
             refusal = obey_stop(run, job_id, continues=scheduler.continues, newest_job=scheduler.newest_job)
             if refusal:
                 say(refusal)
+                return EXIT_FAILURE
+            if scheduler.has_left():
+                say(f"it has stopped in an earlier start of job {job_id}; `resume {run.run_id}` continues the run")
                 return EXIT_FAILURE
             why = self._budget_used_up(start)
             if why:
@@ -208,6 +213,10 @@ class Supervisor:
             return EXIT_FAILURE
         decision = _later(what, tries)
         say(decision.note)
+        return self.come_back(decision)
+
+    def come_back(self, decision: Decision) -> int:
+        """Requeues the job as decided, or has another one take over; returns the exit code of the whole."""
         if self._scheduler.requeue(decision):
             return self._act(decision, EXIT_FAILURE)
         return self._hand_over(decision)
@@ -450,7 +459,7 @@ class Supervisor:
         if decision.action == "finish":
             return EXIT_DONE
         if decision.action in ("requeue", "leave"):
-            wait_for_the_end(lambda: self._scheduler.requeue(decision))
+            self._scheduler.wait_for_requeue(decision)
             return EXIT_REQUEUE
         return exit_code or EXIT_FAILURE
 
@@ -545,7 +554,7 @@ def ignore_stop_signals() -> None:
 
 
 def _later(what: str, tries: int) -> Decision:
-    delay_s = min(_FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
+    delay_s = min(FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
     note = f"{what}; the job is requeued, for {delay_s} s later"
     return Decision("file_system", "requeue", note, delay_s=delay_s)
 

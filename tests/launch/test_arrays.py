@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.plans import make_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "array_16.sh"
+GOLDEN_PACK = GOLDEN.with_name("pack_10.sh")
 SWEEP = SweepDirectory(Path("/home/user/it's mine/runs/sweeps/9b1c44e0"))
 
 
@@ -147,3 +149,106 @@ def test_where_there_are_no_arrays_each_run_is_a_job_of_its_own_and_the_limit_ho
     run.submit_script.write_text("echo here\n")
     done = element(tmp_path, run, task=None, is_alone=True)
     assert (done.returncode, (run.logs / "batch.log").read_text()) == (0, "here\n")
+
+
+# --- packs ---
+
+
+def test_the_script_of_packs_is_the_golden_file() -> None:
+    one_node = {"nodes": 1, "gpus_per_node": 2, "gpu_flag": "gres", "gpu_type": "a100", "memory_gb_per_gpu": 16}
+    (plan,) = cut_arrays(scripts(10, **one_node), max_size=1001, max_parallel=9, pack=4)
+    assert render(plan) == GOLDEN_PACK.read_text(encoding="utf-8")
+
+
+PACKS = [
+    # runs, largest array, limit, pack -> sizes, elements, throttles, runs of an element
+    (16, 1001, None, 8, [16], [2], [None], [8]),
+    (10, 2, 8, 4, [8, 2], [2, 1], [1, 1], [4, 4]),
+    (10, 0, None, 4, [4, 4, 2], [1, 1, 1], [None] * 3, [4] * 3),
+    (3, 1001, None, 8, [3], [1], [None], [3]),
+]
+
+
+@pytest.mark.parametrize(("count", "size", "limit", "pack", "sizes", "elements", "throttles", "packs"), PACKS)
+def test_packs_are_the_elements_of_arrays(
+    count: int,
+    size: int,
+    limit: int | None,
+    pack: int,
+    sizes: list[int],
+    elements: list[int],
+    throttles: list[int | None],
+    packs: list[int],
+) -> None:
+    arrays = cut_arrays(scripts(count, nodes=1), max_size=size, max_parallel=limit, pack=pack)
+    assert [len(array.runs) for array in arrays] == sizes
+    assert [array.num_elements for array in arrays] == elements
+    assert [array.throttle for array in arrays] == throttles
+    assert [array.pack for array in arrays] == packs, "fewer runs than a pack ask for no more than they need"
+
+
+def pack_element(folder: Path, bodies: Sequence[str], *, pack: int, task: str) -> subprocess.CompletedProcess[str]:
+    """Carries out an element of an array of packs; each run's script has a line, and notes how it was called."""
+    runs = [RunDirectory(folder / f"run {index}") for index in range(len(bodies))]
+    for run, body in zip(runs, bodies, strict=True):
+        run.logs.mkdir(parents=True)
+        run.submit_script.write_text(f'echo "$SLURM_TRAIN_PACK" >> "{run.path}/calls"\n{body}\n')
+    sweep = SweepDirectory(folder / "sweep")
+    sweep.array(0).path.mkdir(parents=True)
+    sweep.array(0).runs.write_text("".join(f"{run.path}\n" for run in runs))
+    script = render_array(ArrayPlan(runs=tuple(runs), directives=(), pack=pack), sweep, 0)
+    env = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": task}
+    return subprocess.run(["bash"], input=script, env=env, cwd=folder, capture_output=True, text=True)
+
+
+def calls(folder: Path) -> list[list[str]]:
+    """Returns how the script of each run was called."""
+    paths = [folder / f"run {index}" / "calls" for index in range(len(list(folder.glob("run *"))))]
+    return [path.read_text().split() if path.exists() else [] for path in paths]
+
+
+ENDS = [
+    # what each run's script does -> code of the job, calls of each
+    (["exit 0", "exit 0"], 0, [["0/2"], ["1/2"]]),
+    (["exit 3", "exit 0"], 3, [["0/2"], ["1/2"]]),
+    (["exit 3", "exit 75"], 75, [["0/2"], ["1/2", "back"]]),
+    (["[ $SLURM_TRAIN_PACK = back ] || exit 75", "exit 1"], 0, [["0/2", "back"], ["1/2"]]),
+]
+
+
+@pytest.mark.parametrize(("bodies", "code", "expected"), ENDS)
+def test_a_pack_comes_back_once_all_have_ended(
+    bodies: list[str], code: int, expected: list[list[str]], tmp_path: Path
+) -> None:
+    assert pack_element(tmp_path, bodies, pack=2, task="0").returncode == code
+    assert calls(tmp_path) == expected
+
+
+def test_an_element_carries_its_own_runs_out_side_by_side(tmp_path: Path) -> None:
+    # Each waits for the other, so they end only if both run.
+    meets = 'touch "{own}"; while [ ! -e "{other}" ]; do sleep 0.05; done'
+    files = [tmp_path / name for name in ("a", "b")]
+    bodies = ["exit 9"] * 2 + [meets.format(own=files[at], other=files[1 - at]) for at in range(2)] + ["exit 9"]
+    assert pack_element(tmp_path, bodies, pack=2, task="1").returncode == 0
+    assert calls(tmp_path) == [[], [], ["0/2"], ["1/2"], []]
+
+
+def test_a_pack_outlives_the_signals_that_are_for_the_ranks(tmp_path: Path) -> None:
+    bodies = ["kill -TERM $PPID; kill -USR2 $PPID; sleep 0.2; exit 75", "sleep 0.5; touch ../ended; exit 0"]
+    (tmp_path / "work").mkdir()
+    assert pack_element(tmp_path / "work", bodies, pack=2, task="0").returncode == 75
+    assert (tmp_path / "ended").exists(), "the other one was waited for"
+    assert calls(tmp_path / "work") == [["0/2", "back"], ["1/2"]]
+
+
+def test_a_run_of_a_pack_that_others_may_write_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "run 0").mkdir()
+    (tmp_path / "run 0").chmod(0o777)
+    done = pack_element(tmp_path, ["exit 0", "exit 0"], pack=2, task="0")
+    assert done.returncode == 2 and "somebody else owns it or may write it" in done.stderr
+    assert calls(tmp_path) == [[], ["1/2"]]
+
+
+def test_a_pack_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    done = pack_element(tmp_path, ["exit 0"], pack=2, task="7")
+    assert (done.returncode, done.stderr) == (2, "error: there is no such line in runs.txt\n")

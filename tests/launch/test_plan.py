@@ -216,6 +216,8 @@ NO_SWEEPS: list[tuple[list[dict[str, Any]], str]] = [
     ([{"run": {"root": "a"}}, {"run": {"root": "b"}}], "the runs of one sweep have several roots: a, b"),
     ([{"sweep": {"max_parallel": 1}}, {"seed": 2}], "sweep.max_parallel differs"),
     ([{"launch": "interactive"}, {"seed": 2, "launch": "interactive"}], "launch=interactive waits for one run"),
+    ([{"sweep": {"pack": 2}}, {"seed": 2}], "sweep.pack differs"),
+    ([{"seed": 1, "sweep": {"pack": 2}}, {"seed": 2, "sweep": {"pack": 2}}], "sweep.pack=2 puts runs into one Slurm"),
     ([{}, {"script": []}], "run 1 (n=1): script=[] names no file"),
 ]
 
@@ -223,3 +225,23 @@ NO_SWEEPS: list[tuple[list[dict[str, Any]], str]] = [
 @pytest.mark.parametrize(("sections", "message"), NO_SWEEPS)
 def test_what_cannot_be_one_sweep_is_refused(sections: list[dict[str, Any]], message: str) -> None:
     assert refusal(ConfigError, sweep_of, *sections).message.startswith(message)
+
+
+NOT_PACKED: list[tuple[dict[str, Any], str]] = [
+    ({"cluster": {"nodes": 2}}, "sweep.pack=2 shares one node among runs, and gpt-stdlib/"),
+    ({"cluster": {"spare_nodes": 1}}, "sweep.pack=2 shares one node among runs, and gpt-stdlib/"),
+    ({"requeue": {"warm_ranks": True}}, "sweep.pack=2 shares one node among runs, each with its own CPUs"),
+    ({"cluster": {"sbatch": {"gres": "gpu:2"}}}, "sweep.pack=2 shares one node among runs, and cluster.sbatch.gres"),
+    ({"sweep": {"pack": 2, "max_parallel": 1}}, "sweep.max_parallel=1 is fewer than the runs of one job, sweep.pack=2"),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), NOT_PACKED)
+def test_what_cannot_share_a_job_is_refused(sections: dict[str, Any], message: str) -> None:
+    packed = {"sweep": {"pack": 2}, **sections, "cluster": {"nodes": 1, **sections.get("cluster", {})}}
+    assert refusal(ConfigError, sweep_of, {"seed": 1, **packed}, {"seed": 2, **packed}).message.startswith(message)
+
+
+def test_runs_of_one_node_share_jobs() -> None:
+    packed = {"sweep": {"pack": 2, "max_parallel": 2}, "cluster": {"nodes": 1, "sbatch": {"exclusive": True}}}
+    assert sweep_of({"seed": 1, **packed}, {"seed": 2, **packed}).pack == 2

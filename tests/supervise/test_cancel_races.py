@@ -20,7 +20,7 @@ from slurm_train.rundir.jobs import Holder, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.commands import ControllerAway
 from slurm_train.slurm.records import JobState
-from slurm_train.supervise import supervisor as supervise_module
+from slurm_train.supervise import scheduler as scheduler_module
 from slurm_train.supervise.continuation import continued_job, is_cancelled
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import Scheduler, bring_back
@@ -121,7 +121,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(supervise_module, "wait_for_the_end", lambda _: None)
+    monkeypatch.setattr(scheduler_module, "wait_for_the_end", lambda _: None)
     yield
 
 

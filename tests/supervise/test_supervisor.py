@@ -19,7 +19,7 @@ from slurm_train.rundir.files import append_line
 from slurm_train.rundir.jobs import Holder, read_holder, take_lock
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import last_step
-from slurm_train.supervise import supervisor as module
+from slurm_train.supervise import scheduler as module
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, close_lost, ignore_stop_signals

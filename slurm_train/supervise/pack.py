@@ -1,0 +1,98 @@
+"""A run's part in a job that it shares with other runs of a sweep (`sweep.pack`).
+
+Each run has its own supervisor, which keeps to its run's share of the node and leaves the job alone: a requeue would
+end the other runs. It says by its exit code that the run is to continue. When all supervisors have ended, the batch
+script calls those runs once more, and the first of them requeues the job for all. Runs that are finished, or have
+stopped for good, end at once in the job's next start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.jobs import left_jobs, read_job
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.allocation import fewest_cpus
+from slurm_train.supervise.decision import Decision, is_over_its_limit
+from slurm_train.supervise.monitor import BestEffort
+from slurm_train.supervise.scheduler import SlurmJob
+from slurm_train.supervise.supervisor import FIRST_DELAY_S
+
+PACK = "SLURM_TRAIN_PACK"
+"""Variable that the batch script of a pack sets: "2/8" for the third of eight runs, or `BACK`."""
+BACK = "back"
+"""All runs of the pack have ended, and this one is to continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A run's share of a node that several runs use at a time."""
+
+    num_runs: int
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Share | None:
+        """Returns the share of the run whose batch script has this environment; None where it has the whole job."""
+        _, slash, num_runs = env.get(PACK, "").partition("/")
+        return cls(int(num_runs)) if slash else None
+
+    def step_words(self, words: Sequence[str], env: Mapping[str, str], gpus: Mapping[str, str]) -> list[str]:
+        """Returns the words of srun for a step that gets this share, and holds none of the others' up.
+
+        Args:
+            words: srun and its words, as for a job of the run's own.
+            env: the job's environment.
+            gpus: the flag by which the run asks for its GPUs, empty without any.
+        """
+        # Without a number a step takes all that the job has, and the next one waits for it.
+        flags = ["--exact", *(f"--{name}={value}" for name, value in gpus.items())]
+        memory_mb = env.get("SLURM_MEM_PER_NODE", "")
+        if memory_mb.isdigit():
+            # 0: all of the node's, for each.
+            flags.append(f"--mem={int(memory_mb) // self.num_runs}")
+        num_cpus = fewest_cpus(env)
+        if num_cpus is not None and not any(word.startswith("--cpus-per-task=") for word in words):
+            num_tasks = next((int(word[9:]) for word in words if word.startswith("--ntasks=")), 1)
+            flags.append(f"--cpus-per-task={max(1, num_cpus // (self.num_runs * num_tasks))}")
+        return [words[0], *flags, *words[1:]]
+
+
+class PackedJob(SlurmJob):
+    """The Slurm job of a pack, as the supervisor of one of its runs sees it."""
+
+    is_shared = True
+
+    def step_name(self, attempt: int) -> str:
+        """Returns a name that no other run's step has."""
+        return f"{super().step_name(attempt)}.{self._run.run_id}"
+
+    def has_left(self) -> bool:
+        """Returns whether the run has stopped for good in an earlier start of this job."""
+        return self.job_id in left_jobs(self._run, read_job(self._run), read_ledger(self._run))
+
+    def requeue(self, _decision: Decision) -> bool:
+        """Leaves it to the exit code: the job is requeued when all runs of the pack have ended."""
+        return True
+
+    def wait_for_requeue(self, decision: Decision) -> None:
+        """Returns at once: the batch script waits for this process."""
+
+
+def return_of(run: RunDirectory, job: SlurmJob) -> Decision:
+    """Returns how a run of a pack, which has ended to be continued, comes back: as its ledger says."""
+    record = job.show_job()
+    is_over = record is not None and is_over_its_limit(record)
+    ledger = BestEffort()("the ledger", lambda: read_ledger(run), list[dict[str, Any]]())
+    last = ledger[-1] if ledger else {}
+    this_start = (job.job_id, job.start.restart_count)
+    is_closed_here = (last.get("job_id"), last.get("restart_count")) == this_start and "action" in last
+    if not is_closed_here or last.get("reason") == "file_system":
+        # Its attempt could not be opened, or not be closed: later it may be possible.
+        note = "the run could not write its files"
+        return Decision("file_system", "requeue", note, is_over=is_over, delay_s=FIRST_DELAY_S)
+    failed_on = str(last.get("failed_on") or "")
+    exclude = tuple(filter(None, failed_on.split(",")))
+    return Decision(last["reason"], "requeue", str(last.get("note", "")), exclude=exclude, is_over=is_over)

@@ -1,0 +1,72 @@
+"""Runs of a sweep that share jobs on a real Slurm (`sweep.pack`): what becomes of one disturbs no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurm_train.rundir.attempts import read_ledger
+from tests.campaigns.arrays import restarts
+from tests.support.cluster_faults import take_nodes
+from tests.support.command_line import Person
+from tests.support.packs import gpus_of, losses_alone, runs_of, submits_packs
+from tests.support.slurm_runs import command, losses, wait_until_ended, wait_until_finished, wait_until_step
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+STEPS = 200
+PATIENCE: dict[str, Any] = {"within_s": 150.0, "what": "the ledgers of the pack"}
+
+
+def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Person) -> None:
+    table = submits_packs(person, runs=4, pack=4, steps=STEPS)
+    job = str(table[0].job)
+    assert [element.job for element in table] == [job] * 4 and job.endswith("_0")
+    first, second, cancelled, failing = runs_of(table)
+    wait_for(lambda: read_ledger(failing)[-1:] and read_ledger(failing)[-1].get("action") == "stop", **PATIENCE)
+    wait_until_step(second, 6)
+    assert len(set(gpus_of(person, 4))) == 4, "each run has a GPU of its own"
+    assert "fails on purpose" in person.types("status", failing.run_id).out
+    assert "3 running, 1 failed" in person.types("status", table_id := job.partition("_")[0]).out
+
+    # The warning before the time limit: all save, and the job comes back once.
+    command("scancel", "--signal=USR2", job)
+    wait_for(
+        lambda: len(read_ledger(first)) == len(read_ledger(second)) == len(read_ledger(cancelled)) == 2, **PATIENCE
+    )
+    wait_until_step(cancelled, max(losses(cancelled)) + 2)
+    assert person.types("cancel", table_id, "--where", "model.scale=3").code == 0
+    assert wait_until_ended(cancelled)[-1]["reason"] == "stopped"
+
+    (person.folder / "hold").unlink()
+    results = [wait_until_finished(run) for run in (first, second)]
+    assert [result["step"] for result in results] == [STEPS, STEPS]
+    assert set(restarts(job.partition("_")[0]).values()) == {1}, "requeued once, for all"
+    reasons = [[entry["reason"] for entry in read_ledger(run)] for run in (first, second, cancelled, failing)]
+    assert reasons == [["time_limit", "done"], ["time_limit", "done"], ["time_limit", "stopped"], ["failed"] * 2]
+    alone = losses_alone(person, runs=4, steps=STEPS)
+    assert [losses(first), losses(second)] == alone[:2], "bit for bit"
+    assert "2 finished, 1 stopped, 1 failed" in person.types("status", table_id).out
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+def test_of_sixteen_runs_on_two_nodes_one_fails_and_one_pack_is_preempted(person: Person) -> None:
+    table = submits_packs(person, runs=16, pack=8, steps=STEPS)
+    job = str(table[0].job).partition("_")[0]
+    assert [element.job for element in table] == [f"{job}_0"] * 8 + [f"{job}_1"] * 8
+    runs = runs_of(table)
+    wait_for(lambda: all(losses(run) for run in runs), within_s=600, what="a step of all 16 runs")
+    failing = runs[-1]
+    wait_for(lambda: (read_ledger(failing) or [{}])[-1].get("action") == "stop", within_s=600, what="the failed run")
+    (node,) = {node for run in runs[:8] for node in read_ledger(run)[-1]["nodes"]}
+    take_nodes([node])
+    (person.folder / "hold").unlink()
+    results = [wait_until_finished(run, within_s=900) for run in runs[:-1]]
+    assert {result["step"] for result in results} == {STEPS}
+    reasons = [[entry["reason"] for entry in read_ledger(run)] for run in runs]
+    assert reasons == [["preempted", "done"]] * 8 + [["done"]] * 7 + [["failed"] * 2]
+    assert restarts(job) == {0: 1, 1: 0}
+    assert len(set(gpus_of(person, 16))) == 8, "each of a node's GPUs was used"
+    assert [losses(run) for run in runs[:-1]] == losses_alone(person, runs=16, steps=STEPS)[:-1], "bit for bit"

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_train.config.schema import RequeueSection
+from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
+from slurm_train.rundir.jobs import ask_to_stop, left_jobs, read_job, record_job
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.allocation import Allocation
+from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.pack import PACK, PackedJob, Share, return_of
+from slurm_train.supervise.scheduler import SlurmJob
+from slurm_train.supervise.supervisor import Supervisor
+from tests.fakes.slurm_commands import FakeSlurmCommands
+
+SRUN = ("srun", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2")
+
+STEPS = [
+    # environment, words after --ntasks-per-node -> what a step asks for in addition
+    ({}, (), []),
+    ({"SLURM_MEM_PER_NODE": "65536"}, (), ["--mem=16384"]),
+    ({"SLURM_MEM_PER_NODE": "0"}, (), ["--mem=0"]),
+    ({"SLURM_MEM_PER_CPU": "2048"}, (), []),
+    ({"SLURM_JOB_CPUS_PER_NODE": "64"}, (), ["--cpus-per-task=8"]),
+    ({"SLURM_JOB_CPUS_PER_NODE": "4"}, (), ["--cpus-per-task=1"]),
+    ({"SLURM_JOB_CPUS_PER_NODE": "64"}, ("--cpus-per-task=6",), []),
+]
+
+
+@pytest.mark.parametrize(("env", "words", "expected"), STEPS)
+def test_a_step_takes_no_more_than_its_share(env: dict[str, str], words: tuple[str, ...], expected: list[str]) -> None:
+    share = Share.from_env({PACK: "2/4"})
+    assert share is not None
+    argv = share.step_words([*SRUN, *words, "python"], env, {"gres": "gpu:a100:2"})
+    assert argv == ["srun", "--exact", "--gres=gpu:a100:2", *expected, *SRUN[1:], *words, "python"]
+
+
+@pytest.mark.parametrize("env", [{}, {PACK: "back"}])
+def test_a_run_that_has_the_whole_job_has_no_share(env: dict[str, str]) -> None:
+    assert Share.from_env(env) is None
+
+
+class Pack:
+    """A run in a job that it shares, at a start of this job."""
+
+    def __init__(self, folder: Path, *, restart_count: int = 0) -> None:
+        self.run = RunDirectory(folder)
+        self.commands = FakeSlurmCommands(fields={"7_1": {"JobState": "RUNNING", "Restarts": str(restart_count)}})
+        self.allocation = Allocation(
+            requeue_id="7_1", restart_count=restart_count, nodes=("node1",), tasks_per_node=(4,)
+        )
+
+    def job(self, kind: type[SlurmJob] = PackedJob) -> SlurmJob:
+        job = kind(self.run, self.allocation, {}, world_size=1, retry_s=0.0)
+        job.commands = self.commands
+        return job
+
+    def ends(self, **facts: object) -> None:
+        start = AttemptStart(job_id="7_1", restart_count=self.allocation.restart_count, nodes=("node1",), world_size=1)
+        close_attempt(self.run, open_attempt(self.run, start), facts)
+
+
+def test_a_supervisor_in_a_pack_does_not_requeue_the_job(tmp_path: Path) -> None:
+    pack = Pack(tmp_path)
+    supervisor = Supervisor(pack.run, pack.job(), RequeueSection())
+    assert supervisor.come_back(Decision("preempted", "requeue", "preempted")) == 75
+    assert pack.commands.requeued == []
+
+
+def test_the_steps_of_the_runs_of_a_pack_have_different_names(tmp_path: Path) -> None:
+    names = {Pack(tmp_path / run_id).job().step_name(0) for run_id in ("3f9a", "77b1")}
+    assert names == {"attempt_0.3f9a", "attempt_0.77b1"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"reason": "time_limit", "note": "as said"}, Decision("time_limit", "requeue", "as said")),
+        ({"reason": "failed", "failed_on": "node1"}, Decision("failed", "requeue", "", exclude=("node1",))),
+        (
+            {"reason": "file_system"},
+            Decision("file_system", "requeue", "the run could not write its files", delay_s=60),
+        ),
+    ],
+)
+def test_a_run_comes_back_as_its_ledger_says(facts: dict[str, str], expected: Decision, tmp_path: Path) -> None:
+    pack = Pack(tmp_path)
+    pack.ends(action="requeue", **facts)
+    assert return_of(pack.run, pack.job(SlurmJob)) == expected
+
+
+def test_a_run_that_could_open_no_attempt_comes_back_later(tmp_path: Path) -> None:
+    Pack(tmp_path).ends(action="requeue", reason="preempted")
+    assert return_of(tmp_run := RunDirectory(tmp_path), Pack(tmp_path, restart_count=1).job(SlurmJob)).delay_s == 60
+    assert len(read_ledger(tmp_run)) == 1
+
+
+def test_a_run_that_has_stopped_for_good_does_not_start_again_with_its_pack(tmp_path: Path) -> None:
+    pack = Pack(tmp_path)
+    record_job(pack.run, "7_1", is_packed=True)
+    assert not pack.job().has_left()
+    pack.ends(action="stop", reason="failed")
+    later = Pack(tmp_path, restart_count=1)
+    assert later.job().has_left()
+    supervisor = Supervisor(later.run, later.job(), RequeueSection())
+    assert supervisor.supervise(lambda _attempt: pytest.fail("it was started")) == 1
+    # Another job is another matter: a person has resumed the run.
+    record_job(pack.run, "8")
+    assert left_jobs(pack.run, read_job(pack.run), read_ledger(pack.run)) == {"7_1"}
+
+
+def test_a_run_that_was_cancelled_while_its_pack_waits_has_left_it(tmp_path: Path) -> None:
+    pack = Pack(tmp_path)
+    record_job(pack.run, "7_1", is_packed=True)
+    ask_to_stop(pack.run, ["7_1"], newest_job=7)
+    assert pack.job().has_left()
+
+
+def test_a_job_of_its_own_is_never_left(tmp_path: Path) -> None:
+    pack = Pack(tmp_path)
+    record_job(pack.run, "7_1")
+    pack.ends(action="stop", reason="failed")
+    assert left_jobs(pack.run, read_job(pack.run), read_ledger(pack.run)) == frozenset()
