@@ -446,8 +446,9 @@ class ParallelSection:
     on GPUs with `sequence_parallel`."""
     allow_tp_across_nodes: bool = False
     """Lets a tensor-parallel group span nodes, where every layer waits for the network."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Computes activations again; selective keeps matrix products and attention, full only the input of each block."""
+    activation_checkpointing: Literal["none", "selective", "alternate", "full"] = "none"
+    """Computes activations again; selective keeps matrix products and attention, alternate every second product and
+    attention, full only the input of each block."""
     stages_per_rank: Count = 1
     """Stages on each rank of a pipeline; more than one interleaves them: a smaller bubble, more traffic."""
     pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble"] = "1f1b"

@@ -325,7 +325,7 @@ def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: boo
         if is_apart:
             block.forward = torch.compile(block.forward)
         if settings.activation_checkpointing != "none":
-            _recompute(block, selective=settings.activation_checkpointing == "selective")
+            _recompute(block, kind=settings.activation_checkpointing)
         if compiles and not is_apart:
             block.compile()
 
@@ -521,13 +521,15 @@ def shared_parts(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _recompute(block: nn.Module, *, selective: bool) -> None:
+def _recompute(block: nn.Module, *, kind: str) -> None:
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     # The method is replaced rather than the module wrapped, so parameters keep their names.
     options: dict[str, Any] = {"use_reentrant": False}
-    if selective:
+    if kind == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept_operations())
+    elif kind == "alternate":
+        options["context_fn"] = functools.partial(_keep_every_second, _kept_operations(), _matrix_products())
     computed = block.forward
 
     # A function and no `partial`: dynamo does not enter that, and the block would be left uncompiled (torch 2.13).
@@ -537,17 +539,39 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
     block.forward = forward
 
 
+def _keep_every_second(kept: Sequence[Any], products: Sequence[Any]) -> Any:
+    """Returns torch's contexts for one call of a block: of its matrix products the first, third, fifth ... are kept.
+
+    torchtitan counts them in the same way. Each call counts anew, so all blocks keep the same products.
+
+    Args:
+        kept: operations whose results are kept.
+        products: those of them that are counted.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    # torch asks once in the forward pass and once more when the block is computed again.
+    counts = {False: 0, True: 0}
+
+    def decide(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if operation in products:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def _matrix_products() -> list[Any]:
+    aten = torch.ops.aten
+    return [packet.default for packet in (aten.mm, aten.bmm, aten.addmm, aten._scaled_mm)]
+
+
 def _kept_operations() -> list[Any]:
     """Returns the operations whose results are dear to compute again: matrix products, attention, exchanges of sums."""
     aten, exchanges = torch.ops.aten, torch.ops._c10d_functional
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     sums = [exchanges.all_reduce, exchanges.reduce_scatter_tensor]
-    packets = [
-        aten.mm,
-        aten.bmm,
-        aten.addmm,
-        aten._scaled_mm,
-        *sums,
-        *(getattr(aten, f"_scaled_dot_product_{name}", None) for name in names),
-    ]
-    return [packet.default for packet in packets if packet is not None]
+    packets = [*sums, *(getattr(aten, f"_scaled_dot_product_{name}", None) for name in names)]
+    return [*_matrix_products(), *(packet.default for packet in packets if packet is not None)]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from slurm_train.config.batch import solve_batch
+from slurm_train.config.batch import BatchPlan, solve_batch
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
@@ -27,15 +27,16 @@ INSIDE_NODE = 300e9
 """Bytes per second that a device sends to its node's other devices."""
 BETWEEN_NODES = 40e9
 """Bytes per second that it sends to other nodes."""
-_RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
-"""Arithmetic beside that of an ordinary step: all of the forward pass again, or what is cheap of it."""
+_RECOMPUTED = {"none": 1.0, "selective": 1.03, "alternate": 1.03, "full": 4 / 3}
+"""Arithmetic beside that of an ordinary step: all of the forward pass again, or what is cheap of it; alternate's matrix
+products come on top."""
 _ROWS_AT_HALF_SPEED = 256
 """Positions of a micro-batch at which reading a matrix takes as long as multiplying with it."""
 _HIDDEN = 0.8
 """Part of the computation under which torch can send parameters and gradients."""
 USABLE = 0.9
 """Part of a device's memory that is planned with; torch's allocator, NCCL and kernels take the rest."""
-RECOMPUTES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+RECOMPUTES: tuple[Literal["none", "selective", "alternate", "full"], ...] = ("none", "selective", "alternate", "full")
 ALIKE = 0.05
 """Speeds that differ by less than this part count as equal: the model of them is not better than that."""
 _SAMPLES_PER_RANK = 4
@@ -81,7 +82,11 @@ def _all_reduce(num_bytes: int, ranks: int) -> int:
 
 def slowness(facts: LayoutFacts) -> float:
     """Returns how much longer a rank computes than it would with large micro-batches of which nothing is recomputed."""
-    again = _RECOMPUTED[facts.settings.activation_checkpointing]
+    recompute = facts.settings.activation_checkpointing
+    again = _RECOMPUTED[recompute]
+    if recompute == "alternate":
+        # The forward pass is a third of a step.
+        again += facts.shape.repeated_part / 3
     return again * (1 + _ROWS_AT_HALF_SPEED / facts.tokens)
 
 
@@ -214,14 +219,17 @@ def _fitting(legal: list[tuple[ParallelLayout, LayoutFacts]], world: World, memo
     """Returns what fits, best first; of a layout the way of cutting the batch and recomputing that is fastest."""
     suggestions: dict[ParallelLayout, Suggestion] = {}
     ended: set[ParallelLayout] = set()
+    fitting: tuple[ParallelLayout, BatchPlan] | None = None
     for layout, facts in legal:
-        if layout in ended:
+        # Where a batch fits, computing more of it again is only slower.
+        if layout in ended or fitting == (layout, facts.batch):
             continue
         needed = fullest_rank(facts)[1].total_bytes
         if needed > USABLE * memory_bytes:
             if facts.settings.activation_checkpointing == RECOMPUTES[-1]:
                 ended.add(layout)  # larger micro-batches come after this one
             continue
+        fitting = layout, facts.batch
         speed = tokens_per_s(facts, world)
         if layout not in suggestions or speed > suggestions[layout].tokens_per_s:
             suggestions[layout] = Suggestion(world=world, facts=facts, memory_bytes=needed, tokens_per_s=speed)

@@ -74,6 +74,23 @@ class GptShape(GptSection):
         return 5 if self.activation == "swiglu" else 4
 
     @property
+    def product_widths(self) -> tuple[int, ...]:
+        """Widths of the results of a block's matrix products, in the order in which `forward` computes them."""
+        num_inner = 2 if self.activation == "swiglu" else 1
+        projections = (self.width, self.keys_width, self.keys_width, self.width)
+        return (*projections, *[self.hidden_width] * num_inner, self.width)
+
+    @property
+    def repeated_part(self) -> float:
+        """Part of a block's matrix products that is computed again where every second result is kept.
+
+        The last one is not: what needs its result is no longer the block.
+        """
+        inner = [self.width] * (len(self.product_widths) - 1)
+        numbers = [size * width for size, width in zip(self.product_widths, [*inner, self.hidden_width], strict=True)]
+        return sum(numbers[1:-1:2]) / sum(numbers)
+
+    @property
     def norm_parameters(self) -> int:
         """Numbers in one norm."""
         return self.width * (2 if self.bias and self.norm != "rmsnorm" else 1)
@@ -217,11 +234,17 @@ class LayoutFacts:
         dealt = tp if self.settings.sequence_parallel else 1
         width, keys, sums = shape.width, shape.keys_width, FLOAT * shape.num_heads // tp
         attention, inner = kept * 2 * (width + keys) // tp, kept * shape.inner_width // tp
+        # A product of matrices that are cut by inputs is a part of a sum; where it is kept, the sum is kept, too.
+        added = 2 * width // dealt if tp > 1 else 0
         if recompute == "full":
             num_bytes = stream * width // dealt
         elif recompute == "selective":
             # Its input, and the results of the matrix products and of attention.
-            num_bytes = stream * width // dealt + attention + inner + kept * 2 * width + sums
+            num_bytes = stream * width // dealt + attention + inner + kept * (2 * width + added) + sums
+        elif recompute == "alternate":
+            # Its input, the result of attention, and those of the first, third, fifth ... matrix product.
+            *by_outputs, last = [size if index % 2 == 0 else 0 for index, size in enumerate(shape.product_widths)]
+            num_bytes = stream * width // dealt + kept * (width + sum(by_outputs)) // tp + kept * (last + added) + sums
         else:
             # Two norms; q, k, v and attention's result; input and result of the activation, and of SwiGLU's product.
             # Autocast casts a float32 output of a norm for each of the matrices behind it anew. Dropout keeps a byte a

@@ -37,6 +37,7 @@ ALONE = {
     "one process, bfloat16": _case(precision="bfloat16"),
     "one process, full checkpointing": _case(activation_checkpointing="full"),
     "one process, selective checkpointing": _case(activation_checkpointing="selective"),
+    "one process, alternate checkpointing": _case(activation_checkpointing="alternate"),
     "one process, two micro-batches": _case(TWICE),
 }
 TWO = {
@@ -49,6 +50,8 @@ TWO = {
     "FSDP2, bfloat16": _case(dp_shard=2, precision="bfloat16"),
     "FSDP2, bfloat16, full checkpointing": _case(dp_shard=2, precision="bfloat16", activation_checkpointing="full"),
     "PP2, bfloat16": _case(FLOWING, pp=2, precision="bfloat16"),
+    "FSDP2, selective checkpointing": _case(dp_shard=2, activation_checkpointing="selective"),
+    "FSDP2, alternate checkpointing": _case(dp_shard=2, activation_checkpointing="alternate"),
     "FSDP2, full checkpointing": _case(dp_shard=2, activation_checkpointing="full"),
     "FSDP2, two micro-batches": _case(TWICE, dp_shard=2),
     "FSDP2, large vocabulary": _case(dp_shard=2, model=MANY_WORDS),
@@ -60,6 +63,11 @@ TWO = {
     "CP2": _case(cp=2),
     "FSDP2, Llama's form": _case(dp_shard=2, model=LLAMA),
     "FSDP2, Llama's form, full checkpointing": _case(dp_shard=2, activation_checkpointing="full", model=LLAMA),
+    "FSDP2, Llama's form, alternate checkpointing": _case(
+        dp_shard=2, activation_checkpointing="alternate", model=LLAMA
+    ),
+    "TP2, selective checkpointing": _case(tp=2, activation_checkpointing="selective"),
+    "TP2, alternate checkpointing": _case(tp=2, activation_checkpointing="alternate"),
     "TP2 by positions, Llama's form": _case(tp=2, sequence_parallel=True, model=LLAMA),
     "CP2, Llama's form": _case(cp=2, model=LLAMA),
     "PP2, Llama's form": _case(FLOWING, pp=2, model=LLAMA),

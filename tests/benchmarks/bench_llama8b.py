@@ -46,7 +46,7 @@ _OF_A_SAVE = ("save_stall_s", "two_steps_with_save_s", "save_s", "state_gb")
 def variants(*, tiny: bool, context: int, local_size: int) -> dict[str, dict[str, Any]]:
     """Returns the variants by name: layers, sequences of a micro-batch and settings by key."""
     few, whole = (2, 4) if tiny else (8, 32)
-    kinds = {kind: {"parallel.activation_checkpointing": kind} for kind in ("none", "selective", "full")}
+    kinds = {kind: {"parallel.activation_checkpointing": kind} for kind in ("none", "selective", "alternate", "full")}
     found: dict[str, tuple[int, dict[str, Any]]] = {f"{few} layers, {kind}": (few, kinds[kind]) for kind in kinds}
     found[f"{few} layers, not compiled"] = few, {"train.compile": False}
     for kind in ("selective", "full"):

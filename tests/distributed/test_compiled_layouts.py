@@ -23,7 +23,7 @@ dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 compile, found = torch.compile, {}
 torch.compile = lambda function, **how: compile(function, **how | {"backend": "aot_eager"})
 for axis, more in (("dp_shard", {}), ("tp", {"sequence_parallel": True}), ("cp", {})):
-    for kind in ("none", "full"):
+    for kind in ("none", "alternate", "full"):
         torch._dynamo.reset()
         counters.clear()
         layout = ParallelLayout(**{axis: 2})
@@ -44,4 +44,4 @@ def test_all_blocks_are_one_graph_in_every_layout() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found == {key: [1, 0] for key in found} and len(found) == 6
+    assert found == {key: [1, 0] for key in found} and len(found) == 9

@@ -39,7 +39,7 @@ def settled(config: RunConfig, nodes: int, *, min_nodes: int | None = None) -> t
         (config_of("llama3-8b", gpu_type=None), 2, ParallelLayout(dp_replicate=2, dp_shard=8), "none", 1),
         (config_of("llama3-8b", context=256), 1, ParallelLayout(dp_shard=8), "none", None),
         (config_of("llama3-70b"), 8, ParallelLayout(dp_replicate=2, dp_shard=32), "full", None),
-        (config_of("llama3-70b", tp=8), 8, ParallelLayout(dp_shard=8, tp=8), "selective", 1),
+        (config_of("llama3-70b", tp=8), 8, ParallelLayout(dp_shard=8, tp=8), "alternate", 1),
         (config_of("gpt2-124m", context=1024), 8, ParallelLayout(dp_replicate=64), "none", None),
     ],
 )

@@ -124,11 +124,33 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, par
     assert shape is not None and shape.parameters == parameters
 
 
-def test_full_checkpointing_keeps_what_enters_each_block() -> None:
-    model = build({})
-    prepare_blocks(model, settings=ParallelSection(activation_checkpointing="full"), compiles=False)
-    facts = facts_of(ParallelLayout(), activation_checkpointing="full")
-    assert kept_bytes(model) == pytest.approx(kept_by_forward(facts, stage=0), rel=0.01)
+@forms
+@pytest.mark.parametrize("kind", ["selective", "alternate", "full"])
+def test_checkpointing_keeps_what_the_formula_says(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, form: dict[str, Any]
+) -> None:
+    # What is kept of operations lies in torch's own storage; hooks of autograd see the rest.
+    kept: list[torch.Tensor] = []
+    caching = torch.utils.checkpoint._CachingTorchDispatchMode
+    begin = caching.__init__
+
+    def remember(self: Any, policy: Any, *args: Any, **kwargs: Any) -> None:
+        def ask(context: Any, operation: Any, *values: Any, **options: Any) -> Any:
+            decision = policy(context, operation, *values, **options)
+            if decision is torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE:
+                results = context.op_output
+                kept.extend(one for one in (results if isinstance(results, tuple) else [results]) if one.dim())
+            return decision
+
+        begin(self, ask, *args, **kwargs)
+
+    monkeypatch.setattr(caching, "__init__", remember)
+    model = build(form)
+    prepare_blocks(model, settings=ParallelSection(activation_checkpointing=kind), compiles=False)
+    facts = facts_of(ParallelLayout(), form=form, activation_checkpointing=kind)
+    found = kept_bytes(model) + sum({one.untyped_storage().data_ptr(): one.nbytes for one in kept}.values())
+    assert bool(kept) == (kind != "full")
+    assert found == pytest.approx(kept_by_forward(facts, stage=0), rel=0.01)
 
 
 @forms

@@ -54,7 +54,12 @@ CHECKS = (
     Check("gpt2_quick", "speed_checks", "A", 110, 260, "GPT-2 124M: at least as fast as a tuned plain loop"),
     Check("fsdp_one_rank", "training_checks", "B", 30, 120, "FSDP in bfloat16 near unsharded; float32 angles; offload"),
     Check(
-        "compiled_everywhere", "training_checks", "B", 80, 240, "graphs for every checkpointing and layout; loss inside"
+        "compiled_everywhere",
+        "training_checks",
+        "B",
+        105,
+        300,
+        "graphs for every checkpointing and layout; loss inside",
     ),
     Check("attention_kernels", "speed_checks", "B", 15, 90, "a fused attention kernel runs; chunks equal the whole"),
     Check("flight_is_nccl", "system_checks", "B", 12, 60, "NCCL's flight recorder has 8 all_reduces"),

@@ -347,7 +347,7 @@ def compiled_everywhere(stage: Stage) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     found: dict[str, Any] = {}
-    for kind in ("none", "selective", "full"):
+    for kind in ("none", "selective", "alternate", "full"):
         for layout in ("replica", "sharded"):
             torch._dynamo.reset()
             counters.clear()

@@ -20,6 +20,12 @@ LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "num_heads": 8, "num_kv_head
 CASES = {
     "replicas, two micro-batches": case(dp_replicate=2, accumulation=2),
     "shards, recomputed": case(dp_shard=2, activation_checkpointing="full"),
+    "shards, every second product kept": {
+        **case(dp_shard=2, activation_checkpointing="alternate"),
+        "model": LLAMA,
+    },
+    "parts of matrices, products kept": case(tp=2, activation_checkpointing="selective"),
+    "parts of matrices, every second product kept": case(tp=2, activation_checkpointing="alternate"),
     "parts of matrices by positions": case(tp=2, sequence_parallel=True),
     "parts of sequences": {**case(cp=2), "model": LLAMA},
     # A last stage that kept the scores of all micro-batches would have half as much again.
