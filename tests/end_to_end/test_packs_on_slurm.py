@@ -14,7 +14,7 @@ from tests.support.packs import gpus_of, losses_alone, runs_of, submits_packs
 from tests.support.slurm_runs import command, losses, wait_until_ended, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 200
 PATIENCE: dict[str, Any] = {"within_s": 150.0, "what": "the ledgers of the pack"}
 
