@@ -16,12 +16,15 @@ from typing import Any
 import torch
 
 from slurm_train.distributed.parallelize import is_deep
-from slurm_train.errors import PreflightError
+from slurm_train.errors import ConfigError, PreflightError
 from slurm_train.models.head import Head
 from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.files import make_folder, write_atomic
 from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.train.context import Parts, Rank
+
+# What torch.compile(mode="reduce-overhead") sets; and a shape that varies goes without, since each is recorded anew.
+_WITH_GRAPHS: dict[str, Any] = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
 
 
 def require_compiler(rank: Rank) -> None:
@@ -46,6 +49,43 @@ def require_compiler(rank: Rank) -> None:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
 
 
+def require_graphs_fit(rank: Rank) -> None:
+    """Checks that a run that asks for CUDA graphs is one for which they are right.
+
+    The gradients that a graph gives lie in its own memory, which its next run overwrites: those of a second micro-batch
+    would be added to themselves (https://github.com/pytorch/pytorch/issues/96693). torch cuts compiled graphs under
+    DDP, and its hooks take gradients from that memory; nobody has tried this here.
+
+    Raises:
+        ConfigError: nothing is compiled, there are several ranks or micro-batches, or shapes vary.
+    """
+    config = rank.config
+    if not config.train.cuda_graphs:
+        return
+    num_batches = rank.plan.accumulation * max(config.batch.growth.values(), default=1)
+    obstacles = {
+        "nothing is compiled": ("train.compile=true", not rank.compiles),
+        f"the run has {rank.place.world_size} ranks": ("one rank", rank.place.world_size > 1),
+        f"a step has up to {num_batches} micro-batches": (
+            "batch.accumulation=1, without batch.growth",
+            num_batches > 1,
+        ),
+        "batch.by_length=true gives batches of many shapes": ("batch.by_length=false", config.batch.by_length),
+    }
+    for problem, (remedy, is_met) in obstacles.items():
+        if is_met:
+            raise _graphs_error(problem, remedy)
+    if rank.device.type == "cpu":
+        print("train.cuda_graphs=true: this rank has a CPU, where torch makes no graphs", file=sys.stderr, flush=True)
+
+
+def _graphs_error(problem: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"train.cuda_graphs=true was asked, and {problem}",
+        hint=f"CUDA graphs are for small models: use {remedy}, or leave train.cuda_graphs out",
+    )
+
+
 def compile_in_place(parts: Parts, objective: Objective) -> None:
     """Compiles model and loss where the run does that; names of parameters stay.
 
@@ -54,15 +94,21 @@ def compile_in_place(parts: Parts, objective: Objective) -> None:
     Args:
         parts: has the model.
         objective: the loss around it.
+
+    Raises:
+        ConfigError: CUDA graphs were asked of a model that is compiled block by block.
     """
     if not parts.rank.compiles:
         return
     mark_compilations(parts.rank)
+    uses_graphs = parts.rank.config.train.cuda_graphs
     if parts.rank.layout.is_replicated and not is_deep(parts.model):
-        objective.compile()
+        objective.compile(options=_WITH_GRAPHS if uses_graphs else None)
         # Evaluation calls the model by itself.
         parts.model.compile()
         return
+    if uses_graphs:
+        raise _graphs_error("the model is so deep that it is compiled block by block", "a model of fewer blocks")
     objective.default_loss = torch.compile(default_loss)
     for module in parts.model.modules():
         if isinstance(module, Head):

@@ -388,3 +388,48 @@ def _compiled_step(stage: Stage, *, kind: str, layout: str) -> list[str]:
     objective: nn.Module = Objective(module)
     objective(tuple(tensor.to(rank.device) for tensor in batch))[0].backward()
     return []
+
+
+def cuda_graphs(stage: Stage) -> dict[str, Any]:
+    """A training with CUDA graphs has the losses of one without, with and without dropout; its speed is reported."""
+    found: dict[str, Any] = {}
+    for name, base in (("plain", SMALL), ("dropout", _DROPPING)):
+        model = {**base, "num_layers": stage.size(4, 1)}
+        losses = {}
+        for way, uses_graphs in (("without", False), ("with", True)):
+            folder = stage.folder / f"{name}_{way}"
+            losses[way], step_ms, num_skipped = _steps_with_graphs(stage, model, folder, uses_graphs=uses_graphs)
+            found[f"{name}_{way}_ms"] = step_ms
+            if uses_graphs:
+                found[f"{name}_skipped"] = num_skipped
+        found[f"{name}_farthest"] = farthest(losses["with"], losses["without"])
+        found[f"{name}_equal"] = losses["with"] == losses["without"]
+        found[f"{name}_ratio"] = found[f"{name}_with_ms"] / found[f"{name}_without_ms"]
+        # The kernels are the same; a sum of the backward pass may have another order on a GPU.
+        off = found[f"{name}_farthest"]
+        require(off < 1e-3, f"{name}: losses with CUDA graphs are up to {off:.3g} from those without")
+        require(len(set(losses["with"])) == len(losses["with"]), f"{name}: steps repeat each other's losses")
+        if stage.on_gpu:
+            require(not found[f"{name}_skipped"], f"{name}: torch made no CUDA graph of {found[f'{name}_skipped']}")
+    return found
+
+
+def _steps_with_graphs(
+    stage: Stage, model: dict[str, Any], folder: Path, *, uses_graphs: bool
+) -> tuple[list[float], float, int]:
+    """Returns losses, milliseconds of a step, and how many graphs torch has left out."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    trainer = training_of(sections_of(model, train={"compile": True, "cuda_graphs": uses_graphs}), folder)
+    # The first steps warm up and record, the later ones replay.
+    losses = next_losses(trainer, stage.size(12, 4))
+    num_steps = stage.size(100, 3)
+    stage.sync()
+    begin_s = time.perf_counter()
+    trainer.advance(trainer.position.step + num_steps)
+    stage.sync()
+    step_ms = 1e3 * (time.perf_counter() - begin_s) / num_steps
+    losses += next_losses(trainer, stage.size(4, 2))
+    release(trainer)
+    return losses, step_ms, counters["inductor"]["cudagraph_skips"]
