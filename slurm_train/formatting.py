@@ -107,7 +107,8 @@ def byte_size(num: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num < 1024:
             break
-        num, unit = num / 1024, "PiB"
+        num = num / 1024
+        unit = "PiB"
     return f"{num:.0f} {unit}" if unit == "B" or num >= 100 else f"{num:.1f} {unit}"
 
 

@@ -279,8 +279,11 @@ class Display:
         self.max_steps = max_steps
         self.due_s = clock() + (0.0 if has_bar else _FIRST_LINE_AFTER_S)
         """The time (of `clock`) from which the next `show` is welcome."""
-        self._stream, self._has_bar, self._no_color = stream, has_bar, no_color
-        self._every_s, self._clock = every_s, clock
+        self._stream = stream
+        self._has_bar = has_bar
+        self._no_color = no_color
+        self._every_s = every_s
+        self._clock = clock
         self._bar: tuple[Progress, TaskID] | None = None
 
     def show(self, step: int, *, loss: float, rate: float, unit: str, step_time_s: float) -> None:

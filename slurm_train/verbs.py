@@ -56,7 +56,8 @@ class Argument:
     def __init__(self, spec: str, about: str = "", *, takes: str = "", **options: Any) -> None:
         words = spec.split()
         self.names = tuple(word for word in words if word.startswith("-")) or (words[0],)
-        self.about, self.options = about, options
+        self.about = about
+        self.options = options
         if len(words) > len(self.names):
             options["metavar"] = words[-1]
         elif self.is_flag and "choices" not in options:
@@ -95,8 +96,13 @@ class Verb:
         actions: Mapping[str, Verb] | None = None,
         is_tool: bool = False,
     ) -> None:
-        self.module, self.about, self.arguments = module, about, arguments
-        self.settings, self.examples, self.actions, self.is_tool = settings, examples, actions or {}, is_tool
+        self.module = module
+        self.about = about
+        self.arguments = arguments
+        self.settings = settings
+        self.examples = examples
+        self.actions = actions or {}
+        self.is_tool = is_tool
 
     def load(self) -> Callable[[Sequence[str]], int]:
         """Returns its function."""
@@ -660,7 +666,8 @@ def parse(name: str, words: Sequence[str]) -> Namespace:
         name: of the verb.
         words: what was typed behind it.
     """
-    verb, parser = VERBS[name], build_parser(name)
+    verb = VERBS[name]
+    parser = build_parser(name)
     if verb.settings == "any":
         arguments, rest = parser.parse_known_args(words)
         arguments.settings = rest

@@ -33,7 +33,8 @@ class SessionCallback(pl.Callback):  # type: ignore[misc]  # of an extra
 
     def __init__(self, *, every_steps: int | None = None, log_every_steps: int = 10) -> None:
         self.session = join()
-        self._every_steps, self._log_every_steps = every_steps, log_every_steps
+        self._every_steps = every_steps
+        self._log_every_steps = log_every_steps
         self._step = self._saved_step = 0
         self._checkpoint: Checkpoint | None = None
 
@@ -71,7 +72,8 @@ class SessionCallback(pl.Callback):  # type: ignore[misc]  # of an extra
 
     def on_train_batch_end(self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any) -> None:
         """Reports a step; saves where that is due; leaves where all ranks are to stop."""
-        run, step = self.session, trainer.global_step
+        run = self.session
+        step = trainer.global_step
         if step == self._step:  # gradients are accumulated
             run.mark("step")
             return

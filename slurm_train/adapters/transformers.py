@@ -99,7 +99,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         if not self._output_dir:
             return
         folder = Path(args.output_dir)
-        args.output_dir, self._output_dir = self._output_dir, ""
+        args.output_dir = self._output_dir
+        self._output_dir = ""
         written = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         for path in sorted(written.iterdir()) if written.is_dir() else ():
             shutil.move(path, folder)

@@ -58,7 +58,8 @@ def exchange_files(
         CheckpointError: a copy is not what its writer has reported.
         OSError: a file cannot be read, or a copy cannot be written.
     """
-    own, errors = group.rank(), list[Exception]()
+    own = group.rank()
+    errors = list[Exception]()
 
     def send() -> None:
         try:
@@ -91,7 +92,8 @@ def exchange_files(
 
 def _send(path: Path, num_bytes: int, keeper: int, group: ProcessGroup, errors: list[Exception]) -> None:
     """Sends as many bytes as the keeper expects; zeros where they cannot be read, which its hash shows."""
-    chunk, to = torch.zeros(min(_CHUNK_BYTES, num_bytes), dtype=torch.uint8), dist.get_global_rank(group, keeper)
+    chunk = torch.zeros(min(_CHUNK_BYTES, num_bytes), dtype=torch.uint8)
+    to = dist.get_global_rank(group, keeper)
     try:
         file: FileIO | BytesIO = open_plain(path)
     except OSError as err:
@@ -100,7 +102,8 @@ def _send(path: Path, num_bytes: int, keeper: int, group: ProcessGroup, errors: 
     with file:
         for at in range(0, num_bytes, _CHUNK_BYTES):
             part = chunk[: num_bytes - at]
-            view, filled = part.numpy().data, 0
+            view = part.numpy().data
+            filled = 0
             try:
                 while count := file.readinto(view[filled:]):
                     filled += count
@@ -110,7 +113,8 @@ def _send(path: Path, num_bytes: int, keeper: int, group: ProcessGroup, errors: 
 
 
 def _received(num_bytes: int, source: int, group: ProcessGroup) -> Iterator[memoryview]:
-    chunk, rank = torch.empty(min(_CHUNK_BYTES, num_bytes), dtype=torch.uint8), dist.get_global_rank(group, source)
+    chunk = torch.empty(min(_CHUNK_BYTES, num_bytes), dtype=torch.uint8)
+    rank = dist.get_global_rank(group, source)
     for at in range(0, num_bytes, _CHUNK_BYTES):
         part = chunk[: num_bytes - at]
         dist.recv(part, rank, group=group)

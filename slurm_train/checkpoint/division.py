@@ -90,7 +90,8 @@ class Division:
     """
 
     def __init__(self, *, group: ProcessGroup | None, stage: int = 0) -> None:
-        self._group, self._stage = group, stage
+        self._group = group
+        self._stage = stage
         self._held: Holdings = {}
         self._agreed: Agreement | None = None
 

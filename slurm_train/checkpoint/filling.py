@@ -68,7 +68,9 @@ class Filling:
         Raises:
             SlurmTrainError: on every rank.
         """
-        place, group, staging = self.place, self.group, self.staging
+        place = self.place
+        group = self.group
+        staging = self.staging
         manifest = Manifest.of(self.header, {name: record for of_rank in records for name, record in of_rank.items()})
         here = {
             name for node, of_rank in zip(self.nodes, records, strict=True) if node == place.node for name in of_rank

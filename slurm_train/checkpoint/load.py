@@ -153,7 +153,8 @@ def _verify_together(path: Path, *, group: Group | None) -> Manifest:
 
 def _verify_share(question: _Question, group: Group | None) -> list[str]:
     """Returns what each rank finds wrong in its share of the files, "" for nothing. Collective."""
-    number, of = rank_in(group), size_of(group)
+    number = rank_in(group)
+    of = size_of(group)
 
     def find() -> str:
         path, manifest = question

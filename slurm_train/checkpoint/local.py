@@ -119,7 +119,8 @@ def held_here(place: NodePlace, wanted: Callable[[Manifest], bool], texts: dict[
     found = {}
     for path, manifest in survey(place.root, read_manifest):
         if isinstance(manifest, Manifest) and wanted(manifest):
-            text, names = manifest.to_json(), sorted(manifest.files)
+            text = manifest.to_json()
+            names = sorted(manifest.files)
             candidate = Held(manifest.step, manifest.attempt, digest_of(text.encode()).decode())
             texts[candidate] = text
             found[candidate] = [n for n, name in enumerate(names) if _has(path / name, manifest.files[name])]
@@ -162,14 +163,16 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
     Raises:
         CheckpointError: no node has a file as its manifest says, or it cannot be written; nothing is left of the copy.
     """
-    manifest, own = reachable.manifest, rank_in(group)
+    manifest = reachable.manifest
+    own = rank_in(group)
 
     def copy_own(staging: Path, names: Sequence[str]) -> tuple[Records, dict[str, str]]:
         """Returns what was copied, and why other files were not."""
         if not names:
             return {}, {}
         wait_until_visible(staging)
-        source, left = _find(place, manifest), dict[str, str]()
+        source = _find(place, manifest)
+        left = dict[str, str]()
         for name in names:
             try:
                 if source is None:
@@ -183,14 +186,16 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
 
     def copy_all(staging: Path) -> list[Records]:
         records: list[Records] = [{} for _ in range(size_of(group))]
-        names, tries = sorted(reachable.holders), 0
+        names = sorted(reachable.holders)
+        tries = 0
         while names:
             own_names = [name for name in names if reachable.holders[name][tries] == own]
             found = on_every_rank(group, partial(copy_own, staging, own_names))
             for of_rank, (copied, _) in zip(records, found, strict=True):
                 of_rank |= copied
             left = {name: text for _, of_rank in found for name, text in of_rank.items()}
-            names, tries = sorted(left), tries + 1
+            names = sorted(left)
+            tries = tries + 1
             if lost := [text for name, text in left.items() if len(reachable.holders[name]) == tries]:
                 raise CheckpointError("; ".join(dict.fromkeys(lost)), hint=_LOST_HINT)
         return records
@@ -233,7 +238,8 @@ class LocalSaves:
 
     def copy_if_due(self, saved: Saved, *, group: ProcessGroup) -> None:
         """Hands a save on to the copying thread, where it is due and rank 0 is copying nothing. Collective."""
-        manifest, name = saved.manifest, saved.path.name
+        manifest = saved.manifest
+        name = saved.path.name
         assert manifest is not None
         self.saves_since_copy += 1
         if on_rank_zero(group, lambda: self.saves_since_copy >= self.copy_every and not self.copying):
@@ -278,11 +284,13 @@ class LocalSaves:
                 above = choice.manifest.step
         except CheckpointError:
             # All in the run directory are damaged.
-            choice, above = None, -1
+            choice = None
+            above = -1
         if above is not None:
             copied, more = bring_in(above=above)
             if more or choice is None:
-                choice, notes = choose_in_run(copied), notes + more
+                choice = choose_in_run(copied)
+                notes = notes + more
         return choice and choice._replace(near=_find(self.place, choice.manifest)), notes
 
     def bring_in(

@@ -114,7 +114,8 @@ class CheckpointHeader:
     def __post_init__(self) -> None:
         """Refuses values of another type and negative counts."""
         for name, kind in get_type_hints(type(self)).items():
-            value, expected = getattr(self, name), get_origin(kind) or kind
+            value = getattr(self, name)
+            expected = get_origin(kind) or kind
             if not isinstance(value, expected) or isinstance(value, bool):
                 raise CheckpointError(
                     f"checkpoint {name}={value!r} is not of type {expected.__name__}", hint=_HEADER_HINT
@@ -302,7 +303,8 @@ def receive_file(target: Path, parts: Iterable[bytes | memoryview]) -> FileRecor
     Raises:
         OSError: the file exists, or the file system refuses; the parts that are left are not taken.
     """
-    hasher, num_bytes = xxhash.xxh3_128(), 0
+    hasher = xxhash.xxh3_128()
+    num_bytes = 0
     descriptor = _create(target)
     try:
         for data in parts:
@@ -368,7 +370,8 @@ def _create(path: Path) -> int:
 
 def _measure(file: FileIO) -> FileRecord:
     """Reads a file to its end; it does not depend on a size that may change meanwhile."""
-    hasher, num_bytes = xxhash.xxh3_128(), 0
+    hasher = xxhash.xxh3_128()
+    num_bytes = 0
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, os.fstat(file.fileno()).st_size + 1)))
     while count := file.readinto(buffer):
         hasher.update(buffer[:count])

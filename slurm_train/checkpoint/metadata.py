@@ -123,11 +123,13 @@ def check_metadata(path: Path, manifest: Manifest) -> None:
         CheckpointError: as `read_metadata`; or a part of a tensor lies in no file of the checkpoint, or beyond its end;
             or a parameter or a buffer of the model is missing, in whole or in part.
     """
-    metadata, files = _read(path, _DryReader), manifest.files
+    metadata = _read(path, _DryReader)
+    files = manifest.files
     if manifest.weights:
         require_tensors(manifest.tensors, _stored_tensors(metadata))
     for part in metadata.storage_data.values():
-        record, end = files.get(str(part.relative_path)), part.offset + part.length
+        record = files.get(str(part.relative_path))
+        end = part.offset + part.length
         if record is None or not 0 <= part.offset <= end <= record.bytes:
             raise CheckpointError(
                 f"{METADATA_FILE} describes bytes {part.offset} to {end} of {part.relative_path}, which the checkpoint "

@@ -95,7 +95,8 @@ def save_to(
             rank = rank_in(group)
             if rank == 0:
                 require_tensors(header.tensors if expected is None else expected, described)
-            own, of_tensors = rank_file(rank), sorted(staging.glob(f"__{rank}_*.distcp"))
+            own = rank_file(rank)
+            of_tensors = sorted(staging.glob(f"__{rank}_*.distcp"))
             records = {own: write_file(staging / own, _to_bytes(rank_state))}
             of_tensors += [staging / METADATA_FILE] if rank == 0 else []
             return records | {path.name: seal_file(path) for path in of_tensors}
@@ -190,5 +191,6 @@ class BackgroundSaver:
         if self._preparation is not None:
             self._preparation.exception()
             self._preparation = None
-        save, self._save = self._save, None
+        save = self._save
+        self._save = None
         return None if save is None else save.result()

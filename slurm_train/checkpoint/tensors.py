@@ -68,7 +68,8 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     """
     global _kept  # saves of a process come one after the other
     place = (rank_in(group), size_of(group))
-    before, _kept = _kept, None
+    before = _kept
+    _kept = None
     planners: list[_SavePlanner] = []
 
     def number_if_same() -> str:
@@ -131,7 +132,8 @@ class _NearFiles(FileSystem):
     """Takes a file from this node's own disk if it is there as the manifest says, else from the checkpoint itself."""
 
     def __init__(self, near: Path) -> None:
-        self._near, self._files = near, {}
+        self._near = near
+        self._files = {}
         with contextlib.suppress(CheckpointError):  # the checkpoint itself is there, and the other ranks go on
             self._files = dict(read_manifest(near).files)
 
@@ -354,7 +356,8 @@ class _SavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self.before is not None:
-            self.packed, self.described = self.before.packed, self.before.described
+            self.packed = self.before.packed
+            self.described = self.before.described
             return all_plans, Metadata({})
         _require_one_kind(all_plans)
         plans, metadata = _plan_grids(all_plans) or super().create_global_plan(all_plans)
@@ -388,7 +391,8 @@ def _require_one_kind(all_plans: list[SavePlan]) -> None:
     text_of = functools.lru_cache(text_of_tensor)  # a thousand ranks have the same few shapes
     for rank, plan in enumerate(all_plans):
         for item in plan.items:
-            data, name = item.tensor_data, item.index.fqn
+            data = item.tensor_data
+            name = item.index.fqn
             kind = "a value" if data is None else text_of(str(data.properties.dtype), data.size)
             where, expected = first.setdefault(name, (rank, kind))
             if kind != expected:

@@ -154,7 +154,8 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: COMPLETE is missing or does not hold the manifest's hash, or the step is another.
     """
     with _reasons_for(path):
-        marker, text = _read_small(path / COMPLETE_FILE), _read_small(path / MANIFEST_FILE)
+        marker = _read_small(path / COMPLETE_FILE)
+        text = _read_small(path / MANIFEST_FILE)
         if marker != digest_of(text):
             raise CheckpointError(f"{COMPLETE_FILE}: not the hash of {MANIFEST_FILE}", hint=DAMAGED_HINT)
         manifest = Manifest.from_json(text)

@@ -89,7 +89,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     paths = [find_checkpoint(word, root=arguments.root) for word in (arguments.first, arguments.second)]
     (header, tensors), (other, other_tensors) = (read_model(path) for path in paths)
-    mine, theirs = asdict(header), asdict(other)
+    mine = asdict(header)
+    theirs = asdict(other)
     changed = [key for key in mine if key != "files" and mine[key] != theirs[key]]
     if changed:
         print(table(("FACT", "FIRST", "SECOND"), [(key, str(mine[key]), str(theirs[key])) for key in changed]))
@@ -117,12 +118,14 @@ def _collect(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from slurm_train.checkpoint.load import export_model, export_to, read_model
 
-    path, target = find_checkpoint(arguments.checkpoint, root=arguments.root), Path(arguments.target)
+    path = find_checkpoint(arguments.checkpoint, root=arguments.root)
+    target = Path(arguments.target)
     if arguments.format == "hf":
         from slurm_train.models.pretrained import write_pretrained
 
         manifest, tensors = read_model(path, averaged=arguments.ema)
-        model, size = nested(manifest.extra.get("settings", {})).get("model", {}), arguments.shard_size
+        model = nested(manifest.extra.get("settings", {})).get("model", {})
+        size = arguments.shard_size
 
         def write(folder: Path) -> int:
             write_pretrained(folder, tensors, model=model, shard_size=size)

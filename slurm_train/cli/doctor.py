@@ -46,7 +46,8 @@ def main(words: Sequence[str]) -> int:
     arguments = parse("doctor", words)
     if arguments.settings:
         return _check_nodes(arguments.settings, dict(os.environ), as_json=arguments.json)
-    commands, view = SlurmCommands(os.environ, timeout_s=20.0), SiteView(has_slurm=False)
+    commands = SlurmCommands(os.environ, timeout_s=20.0)
+    view = SiteView(has_slurm=False)
     if commands.is_available():
         runtimes = [name for name in _RUNTIMES if shutil.which(name)]
         try:
@@ -116,7 +117,8 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
 
     cwd = working_folder(env)
     plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
-    run, cluster = plan.run, plan.config.cluster
+    run = plan.run
+    cluster = plan.config.cluster
     if cluster is None:
         raise ConfigError(
             f"doctor {' '.join(settings)} asks for no nodes",

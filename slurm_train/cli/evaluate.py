@@ -171,7 +171,8 @@ def _plan(
         follow: the name of a follower's scores.
         scorer: the setting that names a scorer of the person's own, e.g. "script=[score.py]".
     """
-    before, facts = load_config(run.config), read_json(run.plan) or {}
+    before = load_config(run.config)
+    facts = read_json(run.plan) or {}
     if not before.trains and scorer is None:
         raise RunError(
             f"{run.name}/{run.run_id} is a task or script of your own, which the built-in evaluation does not know",
@@ -235,7 +236,9 @@ def _is_for_slurm(settings: Sequence[str]) -> bool:
 
 def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Scores each checkpoint of a run as it appears, here or in a job; returns the exit code."""
-    name, scorer, settings = arguments.name or "", arguments.scorer, arguments.settings
+    name = arguments.name or ""
+    scorer = arguments.scorer
+    settings = arguments.settings
     _require_follows(name, scorer, settings, most=arguments.keep)
     run = _enter(find_run(arguments.root, arguments.run).path.resolve())
     plan = plan_following(run, settings=settings, config_dir=arguments.config_dir, name=name, scorer=scorer)
@@ -244,7 +247,8 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             f"a scorer is called once per checkpoint, and {plan.world.size} ranks are asked for",
             hint="+cluster=1x1; the scorer may start processes itself",
         )
-    own, start = plan.run, Start(words=["evaluate", *words], env=dict(os.environ), say=note)
+    own = plan.run
+    start = Start(words=["evaluate", *words], env=dict(os.environ), say=note)
     require_writable(own)
     source: Source | RunDirectory = run
     if scorer is None:
@@ -338,10 +342,12 @@ def generate(words: Sequence[str]) -> int:
     arguments = parse_runs("generate", words)
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 1}
     for name, bound in least.items():
-        value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        value = getattr(arguments, name)
+        flag = f"--{name.replace('_', '-')}"
         if value is not None and not value >= bound:
             raise ConfigError(f"{flag} must be at least {bound}, got {value}", hint=f"for example {flag} {bound}")
-    settings, is_submitted = arguments.settings, _is_for_slurm(arguments.settings)
+    settings = arguments.settings
+    is_submitted = _is_for_slurm(arguments.settings)
     if settings and not is_submitted:
         raise ConfigError(
             f"{settings[0]} is a setting of a run that is submitted, and `generate` without a cluster works here",

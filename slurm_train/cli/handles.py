@@ -198,7 +198,8 @@ def _wait(subjects: Sequence[Element], timeout_s: float | None) -> list[RunStatu
 
     statuses: Sequence[RunStatus] = ()
     for survey in until_over(lambda: surveyor.look(subjects), every_s=_POLL_S, sleep=sleep):
-        statuses, active = survey.statuses, [status for status in survey.statuses if status.is_active]
+        statuses = survey.statuses
+        active = [status for status in survey.statuses if status.is_active]
         if not survey.is_over and time.monotonic() >= deadline_s:
             which = f"{active[0].label} is {active[0].state.label}" if active else "Slurm does not answer"
             raise TimedOutError(

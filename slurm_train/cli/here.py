@@ -125,13 +125,15 @@ def attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str])
     before = max(existing_attempts(run), default=-1)
     # A session of its own keeps Ctrl-C on the terminal from reaching srun, which would kill the ranks.
     process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
-    asked, num_done = list[None](), 0
+    asked = list[None]()
+    num_done = 0
 
     def is_over() -> bool:
         """Does what was asked since the last call, and returns whether the process has ended."""
         nonlocal num_done
         if len(asked) > num_done and process.poll() is None:
-            is_first, num_done = num_done == 0, len(asked)
+            is_first = num_done == 0
+            num_done = len(asked)
             # Nothing can be printed to a closed terminal.
             with contextlib.suppress(OSError):
                 if not is_first:
@@ -162,7 +164,9 @@ def attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str])
 
 def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parallel: int, env: Mapping[str, str]) -> int:
     """Trains runs that are on disk, so many at a time; returns 0, 1 if a run failed, 75 if it was asked to stop."""
-    waiting, at_work, num_failed = list(elements), dict[RunDirectory, subprocess.Popen[bytes]](), 0
+    waiting = list(elements)
+    at_work = dict[RunDirectory, subprocess.Popen[bytes]]()
+    num_failed = 0
     asked = list[None]()
     with on_stop(lambda: asked.append(None)):
         while waiting or at_work:

@@ -32,7 +32,9 @@ _POLL_S = 0.3
 def main(words: Sequence[str]) -> int:
     """Prints the log to stdout; with -f goes on until the run is finished or Ctrl-C."""
     arguments = parse_runs("logs", words)
-    run, attempt, rank = find_run(arguments.root, arguments.run), arguments.attempt, arguments.rank
+    run = find_run(arguments.root, arguments.run)
+    attempt = arguments.attempt
+    rank = arguments.rank
     printer = LogPrinter(run, rank, attempt=attempt, env=os.environ)
     log = choose_log(run, attempt=attempt, rank=rank)
     if arguments.follow:
@@ -66,7 +68,8 @@ def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
         record = read_job(run)
         job_ids = record.job_ids if record is not None else ()
         look = view.look(Wanted(job_ids=job_ids, settled=job_ids[:-1]))
-        job, text = newest_job_state(job_ids, look.jobs), ""
+        job = newest_job_state(job_ids, look.jobs)
+        text = ""
         if job is not None:
             # A log that came meanwhile counts.
             if not job.is_active and choose_log(run, attempt=None, rank=rank) is None:
@@ -94,7 +97,9 @@ class LogPrinter:
         self._for_terminal, self._in_colour = sys.stdout.isatty(), takes_escapes(sys.stdout, env)
         self._alert = BOLD_RED if takes_escapes(sys.stderr, env) else ""
         self._painter = Painter(for_terminal=self._for_terminal, in_colour=self._in_colour, is_cause=self._may_be_cause)
-        self._run, self._rank, self._attempt = run, rank, attempt
+        self._run = run
+        self._rank = rank
+        self._attempt = attempt
 
     def _may_be_cause(self) -> bool:
         """Returns whether a traceback of the rank that is printed may be the first of its attempt."""
@@ -130,7 +135,8 @@ class LogPrinter:
             until: whether nothing more will be written.
         """
         current: ChosenLog | None = None
-        position, finished = 0, set[int]()
+        position = 0
+        finished = set[int]()
 
         def finish(log: ChosenLog) -> None:
             self._print_rest(log.path, position)
@@ -149,7 +155,9 @@ class LogPrinter:
                 elif current is not None:
                     self._print_rest(current.path, position)
                 note(f"==> {chosen.path} <==")
-                current, position, closed = chosen, 0, False
+                current = chosen
+                position = 0
+                closed = False
             if current is not None:
                 position = self._print_from(current.path, position)
                 if closed or ended:

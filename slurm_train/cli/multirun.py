@@ -205,9 +205,11 @@ def _returned(words: Sequence[str], run: RunDirectory, key: str | None) -> Any:
 
     value: float | RunError
     try:
-        status, value = JobStatus.COMPLETED, objective(run, key)
+        status = JobStatus.COMPLETED
+        value = objective(run, key)
     except RunError as err:
-        status, value = JobStatus.FAILED, err
+        status = JobStatus.FAILED
+        value = err
     return JobReturn(overrides=list(words), status=status, _return_value=value)
 
 

@@ -103,7 +103,9 @@ def main(words: Sequence[str]) -> int:
         if bare is not None and slurm.get("is_accepted") is False:
             answer = _ask_slurm(render_script(bare), env, bare)
             if answer.get("is_accepted"):
-                plan, script, slurm = bare, render_script(bare), answer
+                plan = bare
+                script = render_script(bare)
+                slurm = answer
         slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), env)
         rows = [("environment", _environment(cluster.export, env)), ("Slurm", slurm["says"])]
         if slurm["topology"]:
@@ -159,7 +161,8 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
     half = in_half(config, on_gpu=has_gpus(config, env))
     command = [sys.executable, "-m", "slurm_train", "measure", str(samples), "half" if half else "full"]
     # No GPU is needed, and a login node's may be in use by others.
-    apart, text = {**env, "CUDA_VISIBLE_DEVICES": ""}, dump_config(config)
+    apart = {**env, "CUDA_VISIBLE_DEVICES": ""}
+    text = dump_config(config)
     try:
         done = subprocess.run(
             command, input=text, env=apart, cwd=cwd, capture_output=True, text=True, timeout=_MEASURE_S, check=False

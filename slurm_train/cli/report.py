@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 def main(words: Sequence[str]) -> int:
     """Writes the page, prints its path and returns 0."""
     arguments = parse_runs("report", words)
-    root, png = arguments.root, arguments.png and Path(arguments.png)
+    root = arguments.root
+    png = arguments.png and Path(arguments.png)
     if png:
         from slurm_train.tools.report.pictures import require_matplotlib
 
         require_matplotlib()
     sweep = find_sweep(root, arguments.what) if arguments.what else None
     if sweep is not None:
-        document, default = read_sweep(sweep, metric=arguments.metric), sweep.report
+        document = read_sweep(sweep, metric=arguments.metric)
+        default = sweep.report
     else:
         run = find_run(root, arguments.what)
         if arguments.what in (None, run.name) and (of := sweep_of(run)) is not None:
@@ -38,7 +40,8 @@ def main(words: Sequence[str]) -> int:
 
         (status,) = look_once([Element(run=run)], os.environ)
         facts = {"state": status.state.label, "note": status.note, "nodelist": status.nodelist or ""}
-        document, default = run_document(run, **facts, now_unix_s=time.time()), run.report
+        document = run_document(run, **facts, now_unix_s=time.time())
+        default = run.report
     _put_out(document, Path(arguments.out) if arguments.out else default, is_shared=bool(arguments.out))
     if png:
         from slurm_train.tools.report.pictures import write_pictures
@@ -58,7 +61,8 @@ def read_sweep(sweep: SweepDirectory, *, metric: str | None) -> Document:
     from slurm_train.tools.report.collate import collate
     from slurm_train.tools.report.sweep import read_trial, sweep_document
 
-    elements, now = read_table(sweep), time.time()
+    elements = read_table(sweep)
+    now = time.time()
     rows = look_once(elements, os.environ)
     trials = [
         read_trial(element, cells, state=row.state.label, note=row.note, is_active=row.is_active, now_unix_s=now)

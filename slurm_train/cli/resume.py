@@ -42,7 +42,8 @@ def main(words: Sequence[str]) -> int:
     """Submits the run's own script again, or trains on here; prints `<job id> <run directory>`."""
     arguments = parse_runs("resume", words)
     settings: list[str] = arguments.settings
-    env, root = dict(os.environ), arguments.root
+    env = dict(os.environ)
+    root = arguments.root
     accept = {name for text in arguments.accept for name in read_names(text)}
     check_names(accept)
     start = Start(words=["resume", *words], env=env, say=note, accept=accept)
@@ -65,7 +66,8 @@ def main(words: Sequence[str]) -> int:
         from slurm_train.config.compose import apply_words
 
         config = apply_words(before, settings, config_dir=arguments.config_dir)
-    was, now = before.train, config.train
+    was = before.train
+    now = config.train
     ended_early = (read_json(run.result) or {}).get("ended_early")
     longer = now.max_steps > was.max_steps or now.max_epochs != was.max_epochs or (ended_early and accept)
     if run.result.exists() and not longer:
@@ -84,7 +86,8 @@ def main(words: Sequence[str]) -> int:
         if config.launch != "interactive" and not _was_moved(run):
             return _resubmit(start, run)
     typed = [word.lstrip("+~").partition("=")[0] for word in settings]
-    facts, source = _read_plan(run), None
+    facts = _read_plan(run)
+    source = None
     hub = tuple[HubFiles, ...]()
     if any(key.startswith(("model", "data", "train.init_from")) for key in typed):
         # What is typed now may name the Hub; what the run has are paths.

@@ -64,7 +64,8 @@ def _make(
         return False
     require_writable(plans[missing[0]].run)
     take_inputs(plans[missing[0]], cwd=cwd)
-    state, after = read_git(cwd, env), _newest_job(plans.values())
+    state = read_git(cwd, env)
+    after = _newest_job(plans.values())
     for point in missing:
         plan = plan_of(series.words(point, after=after), env=env, cwd=cwd)
         source = read_source(plan.run, plan.config, cwd, state, env=env)

@@ -36,15 +36,20 @@ from slurm_train.status.run_status import SILENT_AFTER_S, RunState, RunStatus, S
 from slurm_train.status.selection import Selection, build_surveyor, summary
 from slurm_train.verbs import DEFAULT_ROOT, parse
 
-_MOST_SWEEPS, _MOST_ATTEMPTS, _MOST_ELSEWHERE = 3, 5, 10
-_EVERY_ON_TERMINAL_S, _EVERY_ELSEWHERE_S = 5.0, 30.0
+_MOST_SWEEPS = 3
+_MOST_ATTEMPTS = 5
+_MOST_ELSEWHERE = 10
+_EVERY_ON_TERMINAL_S = 5.0
+_EVERY_ELSEWHERE_S = 30.0
 _EXIT_INTERRUPTED = 130
 
 # What a terminal that is too narrow does without, in this order; notes then stand below the table.
 _LEAST_IMPORTANT = ("NOTE", "ATTEMPTS", "MFU", "HEARTBEAT", "NODES", "JOB", "SPEED", "LOSS", "ETA")
 # What a terminal that is too low does without, in this order.
 _LEAST_INTERESTING = (RunState.FINISHED, RunState.NOT_STARTED, RunState.CANCELLED, RunState.QUEUED)
-_GREEN, _YELLOW, _MAGENTA = "32", "33", "35"
+_GREEN = "32"
+_YELLOW = "33"
+_MAGENTA = "35"
 _STYLES = {
     RunState.RUNNING: _GREEN,
     RunState.FINISHING: _GREEN,
@@ -136,7 +141,8 @@ def table_lines(
         begin = sum(widths[name] + 2 for name in columns[: columns.index("STATE")])
         lines[0] = painted(lines[0], BOLD)
         for number, status in enumerate(statuses, start=1):
-            line, end = lines[number], begin + len(status.state.label)
+            line = lines[number]
+            end = begin + len(status.state.label)
             lines[number] = line[:begin] + painted(line[begin:end], _STYLES.get(status.state, _TROUBLE)) + line[end:]
     if "NOTE" not in columns:
         for status, row in zip(statuses, rows, strict=True):
@@ -189,7 +195,8 @@ def note_of(status: RunStatus, *, now_unix_s: float) -> str:
 
 
 def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mapping[str, str]) -> None:
-    sweep, after = selection.sweep(), list[str]()
+    sweep = selection.sweep()
+    after = list[str]()
     if sweep is not None:
         after = [summary(statuses), str(sweep.path)]
     elif len(statuses) == 1:
@@ -197,7 +204,8 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
         kept = [f"{name}: {path.name}" for path, name in find_kept(run.checkpoints).items()]
         ends = [] if statuses[0].is_finished else _attempt_lines(run)
         after = [str(run.path), *kept, *_follower_lines(run, env), *_goodput_lines(run), *ends]
-    width, in_colour = width_of(sys.stdout), takes_escapes(sys.stdout, env)
+    width = width_of(sys.stdout)
+    in_colour = takes_escapes(sys.stdout, env)
     lines = table_lines(statuses, now_unix_s=time.time(), width=width, of_sweep=sweep is not None, in_colour=in_colour)
     print("\n".join([*lines, *after]))
     if sweep is None and len(statuses) > 1:
@@ -221,7 +229,8 @@ def _follower_lines(run: RunDirectory, env: Mapping[str, str]) -> list[str]:
 
 def _attempt_lines(run: RunDirectory) -> list[str]:
     """Returns how the last attempts of a run ended that has had several: what the newest state does not say."""
-    ledger, stopped = read_ledger(run), {event.get("attempt"): event["step"] for event in read_events(run, "stop")}
+    ledger = read_ledger(run)
+    stopped = {event.get("attempt"): event["step"] for event in read_events(run, "stop")}
     ended = [entry for entry in ledger if "end_time_unix_s" in entry] if len(ledger) > 1 else []
     lines = []
     for entry in ended[-_MOST_ATTEMPTS:]:
@@ -272,7 +281,8 @@ def watch(
     """
     is_live = takes_escapes(sys.stdout, env) and not as_json
     every_s = every_s or (_EVERY_ON_TERMINAL_S if is_live else _EVERY_ELSEWHERE_S)
-    screen, num_runs = Screen(sys.stdout, is_live=is_live), 0
+    screen = Screen(sys.stdout, is_live=is_live)
+    num_runs = 0
 
     def look() -> Survey:
         nonlocal num_runs
@@ -303,13 +313,15 @@ class Screen:
     """
 
     def __init__(self, stream: TextIO, *, is_live: bool) -> None:
-        self._stream, self._is_live = stream, is_live
+        self._stream = stream
+        self._is_live = is_live
         self._num_drawn = 0
         self._shown: list[object] = []
 
     def show(self, survey: Survey, *, now_unix_s: float, of_sweep: bool) -> None:
         """Shows the newest."""
-        statuses, width = survey.statuses, width_of(self._stream)
+        statuses = survey.statuses
+        width = width_of(self._stream)
         headline = _headline(survey, now_unix_s)
 
         def lines_of(kept: Sequence[RunStatus]) -> list[str]:
@@ -331,7 +343,8 @@ class Screen:
 
 def _headline(survey: Survey, now_unix_s: float) -> str:
     """Returns the time, the number of runs in each state, and how old Slurm's answer is where that matters."""
-    text, look = f"{datetime.fromtimestamp(now_unix_s):%H:%M:%S}  {summary(survey.statuses)}", survey.look
+    text = f"{datetime.fromtimestamp(now_unix_s):%H:%M:%S}  {summary(survey.statuses)}"
+    look = survey.look
     if not look.problem:
         return text
     age = "this is from the files alone"

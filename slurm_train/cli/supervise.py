@@ -30,7 +30,8 @@ def main(words: Sequence[str]) -> int:
     """Runs an attempt inside an allocation and returns the exit code of the batch script."""
     if len(words) < 3 or words[1] != "--":
         raise ConfigError(f"supervise cannot read {list(words)}", hint="supervise RUN_DIR -- srun ...")
-    run, env = RunDirectory(Path(words[0])), job_environment(os.environ)
+    run = RunDirectory(Path(words[0]))
+    env = job_environment(os.environ)
     ignore_stop_signals()
     if env.get(PACK) == BACK:
         return _bring_pack_back(run, env)

@@ -18,7 +18,10 @@ from slurm_train.status.failure import HEADLINE
 if TYPE_CHECKING:
     pass
 
-RED, BOLD_RED, FAINT, BOLD = "31", "1;31", "2", "1"
+RED = "31"
+BOLD_RED = "1;31"
+FAINT = "2"
+BOLD = "1"
 """Parameters of SGR escape sequences, as are "32" (green), "33" (yellow), "35" (magenta) and "36" (cyan)."""
 _HEADLINE = HEADLINE.encode()
 # In a log: colours of any program, carriage returns; and runs of everything else.
@@ -31,7 +34,8 @@ def working_folder(env: Mapping[str, str]) -> Path:
 
     The kernel knows the folder without links, which may lead elsewhere on the nodes (automounted homes).
     """
-    here, spelled = Path.cwd(), env.get("PWD", "")
+    here = Path.cwd()
+    spelled = env.get("PWD", "")
     with contextlib.suppress(OSError):
         if os.path.isabs(spelled) and os.path.normpath(spelled) == spelled and here.samefile(spelled):  # noqa: PTH117
             return Path(spelled)
@@ -98,8 +102,11 @@ class Painter:
     """
 
     def __init__(self, *, for_terminal: bool, in_colour: bool, is_cause: Callable[[], bool] = lambda: True) -> None:
-        self._for_terminal, self._in_colour, self._is_cause = for_terminal, in_colour, is_cause
-        self._frames, self._message = RED, BOLD_RED
+        self._for_terminal = for_terminal
+        self._in_colour = in_colour
+        self._is_cause = is_cause
+        self._frames = RED
+        self._message = BOLD_RED
         self._in_traceback = False
         self._held = b""
 
@@ -113,7 +120,8 @@ class Painter:
 
     def rest(self) -> bytes:
         """Returns the line that was never ended."""
-        held, self._held = self._held, b""
+        held = self._held
+        self._held = b""
         return self._line(held)
 
     def _line(self, line: bytes) -> bytes:
@@ -124,7 +132,8 @@ class Painter:
         style = BOLD_RED if line.startswith(_ERRORS) else ""
         if line == _HEADLINE:
             self._frames, self._message = (RED, BOLD_RED) if self._is_cause() else (FAINT, FAINT)
-            self._in_traceback, style = True, self._message
+            self._in_traceback = True
+            style = self._message
         elif self._in_traceback:
             # The first line without an indent is the exception itself.
             self._in_traceback = line[:1] in (b" ", b"\t")

@@ -111,7 +111,9 @@ def _fill_pipeline(asked: BatchSection, ranks: int, stages: int) -> BatchSection
 
 
 def _solve(asked: BatchSection, ranks: int) -> BatchPlan:
-    local, accumulation, total = asked.local_size, asked.accumulation, asked.global_size
+    local = asked.local_size
+    accumulation = asked.accumulation
+    total = asked.global_size
     if total is None:
         if local is accumulation is None:
             local = max(1, round(asked.default_global_size / ranks))
@@ -198,7 +200,8 @@ def nearest_multiples(value: int, unit: int) -> tuple[int, int]:
 
 def num_batches(growth: Mapping[str, int], step: int) -> int:
     """Returns how many global batches the steps up to this one take, e.g. 1002 up to step 1001 of {"1000": 2}."""
-    total, before = step, 1
+    total = step
+    before = 1
     for after, factor in sorted((int(after), factor) for after, factor in growth.items()):
         total += (factor - before) * max(0, step - after)
         before = factor
@@ -218,7 +221,8 @@ def total_steps(config: RunConfig, *, num_samples: int, global_size: int, since:
         return config.train.max_steps
     done_steps, done_samples = since
     left = max(0, -(-(round(config.train.max_epochs * num_samples) - done_samples) // global_size))
-    done, growth = num_batches(config.batch.growth, done_steps), config.batch.growth
+    done = num_batches(config.batch.growth, done_steps)
+    growth = config.batch.growth
     more = bisect.bisect_left(range(left), done + left, key=lambda steps: num_batches(growth, done_steps + steps))
     return max(1, done_steps + more)
 

@@ -152,7 +152,8 @@ class Composer:
         prepared = prepare_overrides(overrides)
         with self.explaining():
             merged = self.merge(prepared, number=number)
-            full, choices = merged.full, merged.choices
+            full = merged.full
+            choices = merged.choices
             plain = _plain(full, [str(key) for key in full if key != "hydra"], resolve=True)
             open_keys = settle_site(plain, choices, prepared, open_keys=merged.open_keys)
             refuse_secrets(plain)
@@ -182,10 +183,8 @@ class Composer:
         # A word may give the whole section: cluster={nodes: 2, partition: gpu}.
         filled += _fill_cluster(full)
         open_keys = [key for key in _still_default(full, filled) if f"cluster.{key}" not in typed]
-        tasks, shape = (
-            [override for override in parsed if not override.is_hydra_override()],
-            full.hydra.job.config.override_dirname,
-        )
+        tasks = [override for override in parsed if not override.is_hydra_override()]
+        shape = full.hydra.job.config.override_dirname
         full.hydra.overrides.task = [task.input_line for task in tasks]
         full.hydra.job.override_dirname = get_overrides_dirname(
             tasks, kv_sep=shape.kv_sep, item_sep=shape.item_sep, exclude_keys=shape.exclude_keys
@@ -253,7 +252,8 @@ class Composer:
             return [str(group.input_line) for group in groups]
         words = []
         for override in groups:
-            word, group = str(override.input_line), override.key_or_group
+            word = str(override.input_line)
+            group = override.key_or_group
             if override in plain and group in chosen:
                 word = word.lstrip("+")
             elif override in plain and group in _GROUPS:
@@ -284,7 +284,8 @@ class Composer:
 
     def _store_sizes(self, overrides: Sequence[str]) -> None:
         """Makes a configuration for each NxG that the words name and no file of the user's own gives."""
-        store, repository = ConfigStore.instance(), cast(ConfigLoaderImpl, self.hydra.config_loader).repository
+        store = ConfigStore.instance()
+        repository = cast(ConfigLoaderImpl, self.hydra.config_loader).repository
         for name, nodes, gpus in cluster_sizes(overrides):
             # Hydra takes a stored node for the schema of a file of the same name, so a user's file is used alone.
             store.repo.get("cluster", {}).pop(f"{name}.yaml", None)
@@ -319,7 +320,8 @@ class Composer:
         Raises:
             ConfigError: as `compose`; a package that is no part of the configuration.
         """
-        words, prepared = self.words, prepare_overrides(self.words.overrides)
+        words = self.words
+        prepared = prepare_overrides(self.words.overrides)
         with self.explaining():
             if words.info is not None:
                 self._store_sizes(prepared)
@@ -611,7 +613,8 @@ def _values(override: Override) -> list[str]:
             f"{override.input_line}: an interval names no points",
             hint="use range(start,stop,step) or choice(a,b,c), or a sweeper that chooses points: hydra/sweeper=...",
         )
-    key, typed = override.get_key_element(), split_word(str(override.input_line))[2] or ""
+    key = override.get_key_element()
+    typed = split_word(str(override.input_line))[2] or ""
     if is_plain_texts(override.key_or_group, typed):
         # Hydra would make 1000.0 of 1e3.
         return [f"{key}={quoted(value.strip())}" for value in typed.split(",")]
@@ -663,7 +666,9 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
     for override in sorted(
         overrides, key=lambda override: (*_GROUPS, override.key_or_group).index(override.key_or_group)
     ):
-        key, value, cluster = override.key_or_group, override.value(), mapping["cluster"]
+        key = override.key_or_group
+        value = override.value()
+        cluster = mapping["cluster"]
         if override.is_sweep_override():
             raise ConfigError(f"{key} has several values; a run that exists has one", hint=f"give one: {key}=VALUE")
         if key not in _GROUPS:

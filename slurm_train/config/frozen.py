@@ -164,7 +164,8 @@ def load_values(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RunError(f"{path} does not exist", hint="name a run directory, as `status` lists them") from None
     except yaml.YAMLError as err:
-        values, problem = None, " ".join(str(err).split())
+        values = None
+        problem = " ".join(str(err).split())
     if not isinstance(values, dict):
         raise RunError(f"{path} cannot be read: {problem}", hint="type the run's first command again to write it anew")
     return values
@@ -269,7 +270,8 @@ def differences(
         old_global_size: its samples per optimizer step, None where they are its own code's.
         new_global_size: likewise.
     """
-    before, after = to_mapping(old), to_mapping(new)
+    before = to_mapping(old)
+    after = to_mapping(new)
     before["batch"]["global_size"], after["batch"]["global_size"] = old_global_size, new_global_size
     return [
         Change(key, was, now, "harmless" if _is_left_out(key) or key in _DATA_HARMLESS else "training")
@@ -332,7 +334,8 @@ def _kind_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Kind:
 def _pairs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields key, old and new value of what differs; a section that is null on one side counts as one key."""
     for key in {**old, **new}:
-        was, now = old.get(key), new.get(key)
+        was = old.get(key)
+        now = new.get(key)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             yield from _pairs(was, now, f"{prefix}{key}.")
         elif was != now:
@@ -361,7 +364,8 @@ def list_settings(config: Mapping[str, Any]) -> list[Setting]:
     Args:
         config: the mapping in a run's config.yaml.
     """
-    conf, values = asset_dir("conf"), flat(config)
+    conf = asset_dir("conf")
+    values = flat(config)
     defaults = _read_shipped(conf / "config.yaml")
     for group in ("model", "data", "optim"):
         target = chosen.get("_target_") if isinstance(chosen := config.get(group), Mapping) else None

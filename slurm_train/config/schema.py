@@ -637,7 +637,8 @@ def check_groups(config: RunConfig) -> None:
     Raises:
         ConfigError: a value of the wrong type or out of its range; sequences longer than the shipped GPT takes.
     """
-    model, data = config.model or {}, config.data or {}
+    model = config.model or {}
+    data = config.data or {}
     _build_known(ReadingSection, data, path="data.")
     positions = None
     if str(data.get("_target_")).startswith("slurm_train.data.") and "context" in data:
@@ -760,7 +761,8 @@ _TYPES: Mapping[Any, tuple[str, str]] = {
 def _convert(hint: Any, value: Any, path: str) -> Any:
     import difflib
 
-    origin, options = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    options = get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in options:
             return None
@@ -812,7 +814,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 def _describe(hint: Any) -> tuple[str, str]:
     """Returns what a field takes and an example, e.g. ("a whole number, at least 1, or null", "8")."""
-    origin, options = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    options = get_args(hint)
     if origin is Annotated:
         asked, example = _describe(options[0])
         return f"{asked}, {options[1]}", example

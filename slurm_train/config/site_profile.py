@@ -110,7 +110,8 @@ def settle_site(
     Raises:
         ConfigError: as `read_site`.
     """
-    found, name = mapping.get(GROUP), choices.get(GROUP)
+    found = mapping.get(GROUP)
+    name = choices.get(GROUP)
     if found is None and name is None and isinstance(mapping.get("cluster"), Mapping):
         found, name = _default_site()
     if found is None:

@@ -101,7 +101,8 @@ def instantiate(mapping: Mapping[str, Any], **extra: Any) -> Any:
     own = {key: value for key, value in mapping.items() if key not in _DIRECTIONS}
     positional: list[Any] = list(mapping.get("_args_") or ())
     if mapping.get("_recursive_", True):
-        own, positional = _build_nested(own), _build_nested(positional)
+        own = _build_nested(own)
+        positional = _build_nested(positional)
     keywords = own | extra
     if (signature := _signature_of(target)) is not None:
         _check_call(mapping[TARGET], signature, positional, keywords, is_partial=is_partial)
@@ -249,7 +250,8 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
     if len(rest) == 1 and (signature := _read_signature(tree, rest[0])) is not None:
         given = {name: None for name in mapping if name not in (*_TAKEN.get(key, ()), *_DIRECTIONS)}
         given |= {name: None for name in signature.parameters if name in _GIVEN.get(key, ())}
-        positional, is_partial = mapping.get("_args_") or (), bool(mapping.get("_partial_"))
+        positional = mapping.get("_args_") or ()
+        is_partial = bool(mapping.get("_partial_"))
         _check_call(f"{key}.{TARGET}={target}", signature, positional, given, is_partial=is_partial)
 
 
@@ -286,7 +288,8 @@ def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSp
         spec = PathFinder.find_spec(words[index], places)
         if spec is None:
             return found, list(words[index:])
-        found, folders = spec, spec.submodule_search_locations
+        found = spec
+        folders = spec.submodule_search_locations
         if folders is None:
             return found, list(words[index + 1 :])
         places = list(folders)
@@ -349,7 +352,8 @@ def _read_signature(tree: ast.Module, name: str) -> inspect.Signature | None:
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.decorator_list:
         return None
     # The names and which of them have a default: no expression of the source is evaluated.
-    none, given = ast.Constant(None), node.args
+    none = ast.Constant(None)
+    given = node.args
     given.defaults = [none for _ in given.defaults]
     given.kw_defaults = [default and none for default in given.kw_defaults]
     header = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, none)))

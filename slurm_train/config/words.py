@@ -147,7 +147,8 @@ def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
     flag = SHORT.get(typed, typed)
     if flag in _REFUSED:
         raise ConfigError(f"Hydra's flag {typed} is not one of this program", hint=_REFUSED[flag])
-    known, choices = FLAGS.get(flag), FLAG_CHOICES.get(flag)
+    known = FLAGS.get(flag)
+    choices = FLAG_CHOICES.get(flag)
     is_switch = known is not None and known.default is False
     if known is None or (is_switch and value):
         raise ConfigError(f"there is no flag {word!r}", hint=_hint_for_flag(typed, value or [*rest, ""][0]))
@@ -200,7 +201,8 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
     import difflib
 
     following = [*after, ""][0]
-    value, key = following.lstrip("=") or [*after, "", ""][1], word.rstrip("=:")
+    value = following.lstrip("=") or [*after, "", ""][1]
+    key = word.rstrip("=:")
     hint = "settings are written key=value, e.g. optim.lr=3e-4; `python -m slurm_train --help` lists the verbs"
     if before.endswith(("=", ",")) or before.count("[") > before.count("]") or before.count("{") > before.count("}"):
         hint = f'a blank ends a word: write {before}{word}, or with its blanks in quotes: "{before} {word}"'
@@ -313,7 +315,8 @@ def minutes(text: str) -> int:
     """
     match = _TIME.fullmatch(text.strip("'\""))
     if match is not None:
-        days, parts = match["days"], [int(part) for part in match["clock"].split(":")]
+        days = match["days"]
+        parts = [int(part) for part in match["clock"].split(":")]
         # Slurm reads 30:00 as minutes and seconds, but 1-12:30 as a day, hours and minutes.
         clock = [*parts, 0, 0][:3] if days or len(parts) == 3 else [0, *parts, 0][:3]
         seconds = 86400 * int(days or 0) + 3600 * clock[0] + 60 * clock[1] + clock[2]

@@ -81,7 +81,8 @@ class GlobalBatches:
     """
 
     def __init__(self, order: SampleOrder, *, global_size: int) -> None:
-        self._order, self._global_size = order, global_size
+        self._order = order
+        self._global_size = global_size
 
     def size_at(self, _samples: int) -> int:
         """Returns the number of samples of the global batch that begins at a position."""
@@ -142,7 +143,9 @@ class LengthBatches(GlobalBatches):
                 hint="`lengths` of the data set is one whole number per sample",
             )
         super().__init__(order, global_size=global_size)
-        self._lengths, self._num_batches, self._first = lengths, pool_batches, first
+        self._lengths = lengths
+        self._num_batches = pool_batches
+        self._first = first
         self._pools: dict[int, _Pool] = {}
 
     def size_at(self, samples: int) -> int:
@@ -166,7 +169,8 @@ class LengthBatches(GlobalBatches):
             pool, offset = self._find(first)
             taken = pool.ids[offset : offset + count]
             found.append(taken)
-            first, count = first + len(taken), count - len(taken)
+            first = first + len(taken)
+            count = count - len(taken)
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
     def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
@@ -175,7 +179,8 @@ class LengthBatches(GlobalBatches):
         while True:
             pool, offset = self._find(samples)
             size = self.size_at(samples)
-            ids, positions = pool.ids[offset : offset + size], pool.positions[offset : offset + size]
+            ids = pool.ids[offset : offset + size]
+            positions = pool.positions[offset : offset + size]
             borders = cut_evenly(self._lengths_of(ids), split.num_parts)
             for micro in range(split.accumulation):
                 part = micro * split.ranks + split.rank
@@ -250,14 +255,16 @@ def cut_evenly(lengths: Int64Array, num_parts: int, *, least: int = 1) -> Int64A
     low = max(int(lengths.sum()) // num_parts, 1)
     high = low
     while (borders := _fill(longest, high, num_parts, least)) is None:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > max(1.0, _PRECISION * high):
         middle = (low + high) // 2
         tried = _fill(longest, middle, num_parts, least)
         if tried is None:
             low = middle
         else:
-            high, borders = middle, tried
+            high = middle
+            borders = tried
     return np.array(_split_until(borders, longest, num_parts, least), dtype=np.int64)
 
 
@@ -314,7 +321,8 @@ class BatchStream:
     """
 
     def __init__(self, source: SampleSource, draws: Iterator[Draw]) -> None:
-        self._source, self._draws = source, draws
+        self._source = source
+        self._draws = draws
         self._waiting: deque[Int64Array] = deque()
         # A function, not a method: workers end with the stream, which no cycle of references may keep alive.
         remembered = _remember(draws, self._waiting)
@@ -419,10 +427,12 @@ def evaluation_batches(
         lengths: what each sample costs, to give all ranks equal work; None: equal numbers of samples.
         most: samples to evaluate if there are more, at equal distances; None: all.
     """
-    count, chosen = len(source), None
+    count = len(source)
+    chosen = None
     if most is not None and most < count:
         chosen = np.arange(most, dtype=np.int64) * count // most
-        count, lengths = most, None if lengths is None else lengths[chosen]
+        count = most
+        lengths = None if lengths is None else lengths[chosen]
     if lengths is None:
         indices = evaluation_indices(count, rank=rank, size=size, batch_size=batch_size)
     else:
@@ -443,7 +453,8 @@ def evaluation_indices(num_samples: int, *, rank: int, size: int, batch_size: in
         size: number of data-parallel ranks.
         batch_size: samples of a batch; the last one may be smaller.
     """
-    first, last = rank * num_samples // size, (rank + 1) * num_samples // size
+    first = rank * num_samples // size
+    last = (rank + 1) * num_samples // size
     for start in range(first, last, batch_size):
         yield np.arange(start, min(start + batch_size, last), dtype=np.int64)
 

@@ -86,7 +86,8 @@ def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Pa
 
 def _directory_of(data: Mapping[str, Any], *, cwd: Path) -> Path | None:
     """Returns where the shards of a data set of ours are or will be, None for any other data set."""
-    target, path = data.get("_target_"), data.get("path")
+    target = data.get("_target_")
+    path = data.get("path")
     if target == _EMBEDDED and not path:
         return default_path()
     if target in (_EMBEDDED, PREPARED):

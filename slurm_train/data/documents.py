@@ -21,7 +21,8 @@ from slurm_train.data.order import mix64
 from slurm_train.errors import DataError
 from slurm_train.rundir.files import read_json
 
-_SAVED_DATASET, _SAVED_DICT = "state.json", "dataset_dict.json"
+_SAVED_DATASET = "state.json"
+_SAVED_DICT = "dataset_dict.json"
 _TEXT = FileKind(form="text", compression="", encoding="utf-8")
 _COLUMN_HINT = "name the column of the text: data.text_column=NAME, of `prepare` --text-column NAME"
 
@@ -188,7 +189,8 @@ def split_documents(documents: Sequence[Document], *, held_out: float) -> tuple[
     """
     counts = [document.count() for document in documents]
     if held_out and sum(counts) == 1 and not documents[0].has_rows:
-        whole, row = documents[0], np.array([True])
+        whole = documents[0]
+        row = np.array([True])
         beginning, tail = whole.split(held_out)
         return [(beginning, row)], [(tail, row)] if tail.num_bytes else []
     hashes = [_row_hashes(document, count) for document, count in zip(documents, counts, strict=True)]

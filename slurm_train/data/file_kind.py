@@ -36,7 +36,8 @@ _OTHERS = {
 }
 # The longer mark first: UTF-32's begins like UTF-16's.
 _MARKS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-_PARQUET_MARK, _ARROW_FILE_MARK = b"PAR1", b"ARROW1"
+_PARQUET_MARK = b"PAR1"
+_ARROW_FILE_MARK = b"ARROW1"
 _ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -283,7 +284,8 @@ class _Batches:
     """The batches of an Arrow file, one after the other, as a stream gives them."""
 
     def __init__(self, reader: Any) -> None:
-        self.schema, self._reader = reader.schema, reader
+        self.schema = reader.schema
+        self._reader = reader
 
     def __iter__(self) -> Iterator[Any]:
         return (self._reader.get_batch(number) for number in range(self._reader.num_record_batches))

@@ -314,7 +314,9 @@ def seed_generators(key: int | None) -> None:
 @contextmanager
 def generators_put_back() -> Iterator[None]:
     """Puts the generators back to where they are now."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
+    cpu = torch.get_rng_state()
     try:
         yield
     finally:

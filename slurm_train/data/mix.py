@@ -119,7 +119,8 @@ class MixedSource:
         epochs = draw.positions // len(self)
         for number in np.unique(owners).tolist():
             rows = np.flatnonzero(owners == number)
-            first, size = self._borders[number], self._borders[number + 1] - self._borders[number]
+            first = self._borders[number]
+            size = self._borders[number + 1] - self._borders[number]
             positions = epochs[rows] * size + draw.indices[rows] - first
             rising = np.argsort(positions, kind="stable")  # as `SampleOrder` wants them
             samples = self._orders[number].at(positions[rising])
@@ -169,7 +170,8 @@ def build(
     """
     if not sources:
         raise ConfigError("data.sources is empty", hint="data.sources={web: {path: data/web, weight: 3}, code: ...}")
-    weights, made = {}, {}
+    weights = {}
+    made = {}
     for name, mapping in sources.items():
         words = {TARGET: PREPARED, **common, **mapping}
         weight = words.pop("weight", 1.0)

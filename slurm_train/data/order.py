@@ -30,8 +30,10 @@ _BLOCK = 16384
 _MAX_SIZE = 2**60
 # Constants are arrays without dimensions: a Python integer would be converted anew in each of the fifty small array
 # operations of a call, which is most of what a call for a few samples costs.
-_ODD_A, _ODD_B = np.array(0x7FEB352D, dtype=np.uint32), np.array(0x846CA68B, dtype=np.uint32)
-_SHIFT, _HALF = np.array(15, dtype=np.uint32), np.array(32, dtype=np.uint64)
+_ODD_A = np.array(0x7FEB352D, dtype=np.uint32)
+_ODD_B = np.array(0x846CA68B, dtype=np.uint32)
+_SHIFT = np.array(15, dtype=np.uint32)
+_HALF = np.array(32, dtype=np.uint64)
 
 Int64Array = NDArray[np.int64]
 _Word = NDArray[np.uint32]

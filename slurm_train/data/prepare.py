@@ -295,7 +295,8 @@ class _Counted:
     """The texts of a half, counted as they are read."""
 
     def __init__(self, half: Half, *, column: str) -> None:
-        self._half, self._column = half, column
+        self._half = half
+        self._column = column
         self.count = self.num_bytes = self.num_empty = 0
 
     def __iter__(self) -> Iterator[bytes]:
@@ -394,7 +395,8 @@ class FileEncoding:
             size += len(text)
             if size >= _BYTES_AT_ONCE:
                 yield from self._encode_some(some)
-                some, size = [], 0
+                some = []
+                size = 0
         yield from self._encode_some(some)
 
     def _encode_some(self, texts: list[str]) -> Iterator[Tokens]:

@@ -125,7 +125,9 @@ def write_shards(
     filled = (piece.astype(dtype, copy=False) for piece in pieces if len(piece))
     tokens = next(filled, nothing)
     while len(tokens):
-        name, num_tokens, hasher = f"{split}_{len(shards):05d}.bin", 1, xxhash.xxh3_128()
+        name = f"{split}_{len(shards):05d}.bin"
+        num_tokens = 1
+        hasher = xxhash.xxh3_128()
         with (directory / name).open("xb") as file:
             data = data[-nothing.itemsize :]
             file.write(data)
@@ -197,7 +199,8 @@ def check_sizes(directory: Path, index: ShardIndex, *, node: int = 0, nodes: int
     """
     step = min(nodes, len(index.shards) // _LEAST_CHECKED + 1)
     for shard in index.shards[node % step :: step]:
-        found, expected = size_of(directory / shard.file), shard.tokens * int(index.dtype[-1])
+        found = size_of(directory / shard.file)
+        expected = shard.tokens * int(index.dtype[-1])
         if found != expected:
             raise _unlike(directory, shard, f"has {found} bytes, the index says {expected} bytes")
 

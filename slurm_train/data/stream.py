@@ -87,7 +87,9 @@ class StreamSource:
         self.order = StreamOrder()
         self.reads_again = needs_reading_again(stream)
         """A resume reads the stream from the beginning."""
-        self._stream, self._collate, self._seed = stream, collate or pad_or_stack, seed
+        self._stream = stream
+        self._collate = collate or pad_or_stack
+        self._seed = seed
         self._rebuild = rebuild
         self._batch_size: int | None = getattr(stream, "batch_size", None)
         self.num_short = 0
@@ -246,7 +248,8 @@ class StreamSource:
         return batch
 
     def _check_expected(self) -> None:
-        expected, self._expected = self._expected, None
+        expected = self._expected
+        self._expected = None
         if expected not in (None, self._place.last):
             raise DataError(
                 f"a {self.name} has no state, and gives other samples each time it is made: a "

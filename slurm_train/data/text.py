@@ -108,7 +108,8 @@ def _whole_windows(tokens: Tokens, context: int) -> Tokens:
     count = (len(tokens) - 1) // context
     stride = tokens.strides[0]
     # numpy's as_strided takes 15 us, as long as a small batch.
-    shape, strides = (count, context + 1), (context * stride, stride)
+    shape = (count, context + 1)
+    strides = (context * stride, stride)
     windows: Tokens = np.ndarray(shape, tokens.dtype, buffer=tokens, strides=strides)
     return windows
 

@@ -153,7 +153,8 @@ def init_group(
     # A group that is bound to a device is split for the groups of a mesh. torch 2.8 and 2.9 cannot split one with two
     # backends (pytorch issue 159200, pull request 162424), and 2.7 leaves gloo out of its parts.
     can_split = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
-    library, began_s = "NCCL" if has_gpu else "gloo", time.monotonic()
+    library = "NCCL" if has_gpu else "gloo"
+    began_s = time.monotonic()
     opening = f"COLLECTIVE {place.host}: opening {library} between {place.world_size} ranks"
     with _noticed(opening, say_after_s=say_after_s, timeout_s=timeout_s):
         try:
@@ -224,7 +225,9 @@ def exchange_once(place: RankPlace, *, device: torch.device, timeout_s: float) -
     Raises:
         RendezvousError: it did not end in time, failed, or the sum is wrong.
     """
-    values, began_s, problem = torch.ones(_NUM_TRIED_VALUES, device=device), time.monotonic(), ""
+    values = torch.ones(_NUM_TRIED_VALUES, device=device)
+    began_s = time.monotonic()
+    problem = ""
     try:
         dist.all_reduce(values, async_op=True).wait(timedelta(seconds=timeout_s))
         if not bool((values == place.world_size).all()):

@@ -579,7 +579,8 @@ _LONGEST_PAUSE_S = 0.25
 _STEPS = 50
 _RARELY = 4
 # A packet that is lost is sent again after a second.
-_FIRST_CONNECT_S, _LONGEST_CONNECT_S = 1.0, 5.0
+_FIRST_CONNECT_S = 1.0
+_LONGEST_CONNECT_S = 5.0
 _ANSWER_S = 10.0
 _SLOW_S = 0.5
 _CALLERS_PER_S = 2000

@@ -231,7 +231,8 @@ def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle], *, grou
             return GatherFirst(stays_spread=any(cut_name.startswith(f"{name}.") for cut_name in cut))
         return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=own_positions)
 
-    key, parts = "parallel.sequence_parallel", dict(model.named_modules())
+    key = "parallel.sequence_parallel"
+    parts = dict(model.named_modules())
     ways = _ways_of(model, "sequence_parallel_plan", key=key, ways=("gather", "own", "split"))
     for name in (name for name, way in ways.items() if way == "own"):
         setattr(parts[name], _POSITIONS_GROUP, group)
@@ -570,7 +571,8 @@ def _matrix_products() -> list[Any]:
 
 def _kept_operations() -> list[Any]:
     """Returns the operations whose results are dear to compute again: matrix products, attention, exchanges of sums."""
-    aten, exchanges = torch.ops.aten, torch.ops._c10d_functional
+    aten = torch.ops.aten
+    exchanges = torch.ops._c10d_functional
     names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     sums = [exchanges.all_reduce, exchanges.reduce_scatter_tensor]
     packets = [*sums, *(getattr(aten, f"_scaled_dot_product_{name}", None) for name in names)]

@@ -54,7 +54,8 @@ def split_stages(model: nn.Module, *, stages: Sequence[int], num_stages: int) ->
     """Returns one module for each of a rank's stages; they share their parts with the model, which holds them all."""
     if len(stages) == 1:
         return [model]
-    plan, found = model_plan(model, "pipeline_plan", key="parallel.pp", names=_PLAN), []
+    plan = model_plan(model, "pipeline_plan", key="parallel.pp", names=_PLAN)
+    found = []
     for stage in stages:
         found.append(_sibling(model))
         _replace_others(found[-1], model, plan, stages=[stage], num_stages=num_stages)

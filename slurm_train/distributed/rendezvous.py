@@ -271,7 +271,8 @@ def check_gloo_address(place: RankPlace, env: Mapping[str, str]) -> None:
     """
     if not place.spans_nodes or env.get("GLOO_SOCKET_IFNAME"):
         return
-    name, addresses = socket.gethostname(), list[str]()
+    name = socket.gethostname()
+    addresses = list[str]()
     with contextlib.suppress(OSError):
         addresses = addresses_of(name)
     if all(map(is_loopback, addresses)):

@@ -54,7 +54,8 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restores what `rng_state` returned, on the same rank; a GPU stream is taken where both have one."""
-    python, numpy_state = state["python"], state["numpy"]
+    python = state["python"]
+    numpy_state = state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy_state["keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"]))

@@ -137,7 +137,8 @@ def attend(
     keys, values = _gather_chunks(torch.stack((k_BHTD, v_BHTD)), part=part, mesh=mesh)
     mixed = []
     for chunk, query in zip(part.chunks, q_BHTD.chunk(2, dim=2), strict=True):
-        key, value = torch.cat(keys[: chunk + 1], dim=2), torch.cat(values[: chunk + 1], dim=2)
+        key = torch.cat(keys[: chunk + 1], dim=2)
+        value = torch.cat(values[: chunk + 1], dim=2)
         mixed.append(_attend_lower_right(query, key, value, **options))
     return torch.cat(mixed, dim=2)
 

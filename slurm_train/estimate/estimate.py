@@ -173,7 +173,8 @@ class PlanEstimate:
 
     def _memory_text(self) -> str:
         """Returns e.g. "70 MiB per rank: weights 4.8 MiB, ... (formula, float32)"."""
-        memory, total = self.memory, self.total_bytes
+        memory = self.memory
+        total = self.total_bytes
         if memory is None or total is None:
             return "not known"
         parts = {
@@ -221,7 +222,8 @@ def estimate_run(
         measured: what `measure` found of a model that no formula is known for (see `train.measure`). Only "problem", in
             words, where the model could not be built.
     """
-    config, on_gpu = plan.config, has_gpus(plan.config, env)
+    config = plan.config
+    on_gpu = has_gpus(plan.config, env)
     limit_min, preemption = _site_policy(config, facts)
     cost = estimate_cost(plan, limit_min=limit_min)
     returns = ""
@@ -369,7 +371,9 @@ def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
         plan: the run.
         limit_min: time limit of an attempt, its own or the partition's; None if unlimited or not known.
     """
-    speed, left_steps, left_h = measured_speed(plan), None, None
+    speed = measured_speed(plan)
+    left_steps = None
+    left_h = None
     if plan.max_steps is not None:
         done = max((int(line.get("step", 0)) for line in last_lines(plan.run.metrics)), default=0)
         left_steps = plan.max_steps - done
@@ -447,9 +451,11 @@ def worst_loss(
         step_s: a measured step time.
         limit_min: time limit of an attempt.
     """
-    settings, measured = plan.config.checkpoint, read_measured(plan.run)
+    settings = plan.config.checkpoint
+    measured = read_measured(plan.run)
     # What is on a node's own disk is lost with the node.
-    reach, every = settings.copy_every if settings.local_dir else 1, settings.every_steps
+    reach = settings.copy_every if settings.local_dir else 1
+    every = settings.every_steps
     limit_s = None if limit_min is None else 60.0 * limit_min
     return WorstLoss(
         interval_steps=min(every * reach, plan.max_steps or every * reach) if isinstance(every, int) else None,

@@ -26,9 +26,12 @@ from slurm_train.config.parallel import ParallelLayout, stage_blocks, stages_of
 from slurm_train.config.schema import GPT_TARGET, GptSection, OptimSection, ParallelSection, RunConfig
 from slurm_train.launch.placement import positions_of
 
-FLOAT, HALF, INDEX = 4, 2, 8
+FLOAT = 4
+HALF = 2
+INDEX = 8
 """Bytes of a number in float32, in bfloat16, and of a token id."""
-PLAIN_SCORES, CHUNK_SCORES = 2**22, 2**27
+PLAIN_SCORES = 2**22
+CHUNK_SCORES = 2**27
 """Scores of a micro-batch above which they exist in chunks, and those of one chunk on a GPU (`models.head`)."""
 _EMA = "slurm_train.train.callbacks.EMA"
 
@@ -138,7 +141,8 @@ class GptShape(GptSection):
 @functools.cache  # asked for each of thousands of layouts
 def block_parts(shape: GptShape, tp: int) -> tuple[Part, ...]:
     """The parameters of one block, of which a rank holds its part of the matrices and the whole of the norms."""
-    width, hidden = shape.width, shape.hidden_width
+    width = shape.width
+    hidden = shape.hidden_width
     by_outputs = {"attention.q": width, "attention.k": shape.keys_width, "attention.v": shape.keys_width}
     by_outputs |= {"feed_forward.gate": hidden} if shape.activation == "swiglu" else {}
     by_outputs |= {"feed_forward.up": hidden}
@@ -228,12 +232,18 @@ class LayoutFacts:
         Args:
             recompute: kind of activation checkpointing.
         """
-        shape, kept, tp, cp = self.shape, self.kept_size, self.layout.tp, self.layout.cp
+        shape = self.shape
+        kept = self.kept_size
+        tp = self.layout.tp
+        cp = self.layout.cp
         stream = self.stream_size
         # With sequence parallelism the ranks of `tp` have positions of their own between the matrices.
         dealt = tp if self.settings.sequence_parallel else 1
-        width, keys, sums = shape.width, shape.keys_width, FLOAT * shape.num_heads // tp
-        attention, inner = kept * 2 * (width + keys) // tp, kept * shape.inner_width // tp
+        width = shape.width
+        keys = shape.keys_width
+        sums = FLOAT * shape.num_heads // tp
+        attention = kept * 2 * (width + keys) // tp
+        inner = kept * shape.inner_width // tp
         # A product of matrices that are cut by inputs is a part of a sum; where it is kept, the sum is kept, too.
         added = 2 * width // dealt if tp > 1 else 0
         if recompute == "full":
@@ -260,7 +270,10 @@ class LayoutFacts:
 
     def passing(self) -> float:
         """Bytes held for a moment in the backward pass of one block: two gradients, or those of keys."""
-        shape, kept, tp, cp = self.shape, self.kept_size, self.layout.tp, self.layout.cp
+        shape = self.shape
+        kept = self.kept_size
+        tp = self.layout.tp
+        cp = self.layout.cp
         if self.layout.is_replicated:
             # Of the last feed-forward, where a rank has the whole model.
             matrix = shape.width * max(shape.hidden_width, 3 * shape.width)
@@ -308,7 +321,8 @@ class LayoutFacts:
 
     def in_flight(self, stage: int) -> float:
         """How many micro-batches' activations a rank keeps, parts of them where it has several stages."""
-        ranks, per_rank = self.layout.pp, self.settings.stages_per_rank
+        ranks = self.layout.pp
+        per_rank = self.settings.stages_per_rank
         if ranks == 1:
             return 1
         # A later stage computes the gradients of weights so many turns later.
@@ -331,7 +345,8 @@ class LayoutFacts:
 
         torch has no RMSNorm kernel for CPUs, where float32 is usual: it keeps the scaled input, too.
         """
-        is_rms, width = self.shape.norm == "rmsnorm", self.shape.width
+        is_rms = self.shape.norm == "rmsnorm"
+        width = self.shape.width
         if is_rms and self.stream_size == FLOAT:
             return FLOAT * (2 * width + 1)
         return self.stream_size * width + FLOAT * (1 if is_rms else 2)
@@ -490,7 +505,8 @@ def _moments(facts: LayoutFacts, stage: int) -> list[Moment]:
     These are: the last backward pass of a block, the end of the backward pass, when gradients are whole and activations
     are gone, and on the last stage the moment when the loss is differentiated and the backward pass of the head.
     """
-    layout, tokens = facts.layout, facts.tokens
+    layout = facts.layout
+    tokens = facts.tokens
     recompute = facts.settings.activation_checkpointing
     block = facts.kept_in_block(recompute)
     before = _gradients_before(facts, stage)
@@ -552,7 +568,8 @@ def _kept_in_blocks(facts: LayoutFacts, stage: int) -> float:
 
 def _gradients_before(facts: LayoutFacts, stage: int) -> int:
     """Returns how many copies of the gradients are held already when activations are fullest."""
-    layout, batches = facts.layout, facts.batch.accumulation
+    layout = facts.layout
+    batches = facts.batch.accumulation
     if layout.is_replicated and layout.world_size > 1:
         # DDP's buckets stay; the sum of the micro-batches before the last is held beside them.
         return 2 if batches > 1 else 1
@@ -568,7 +585,9 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
     GPipe has the last parts of all micro-batches under way at once, zero_bubble those of as many as there are ranks,
     1f1b those of one.
     """
-    ranks, batches, per_rank = facts.layout.pp, facts.batch.accumulation, facts.settings.stages_per_rank
+    ranks = facts.layout.pp
+    batches = facts.batch.accumulation
+    per_rank = facts.settings.stages_per_rank
     if ranks == 1:
         return 0
     hidden = facts.stream_size * facts.tokens * facts.shape.width
@@ -583,7 +602,8 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
 
 def _gathered(facts: LayoutFacts, stage: int, *, num_blocks: int) -> int:
     """Returns the bytes of whole parameters; `num_blocks` 0 stands for the head."""
-    size, block = facts.gathered_size, facts.shape.block_parameters(tp=facts.layout.tp)
+    size = facts.gathered_size
+    block = facts.shape.block_parameters(tp=facts.layout.tp)
     if facts.layout.shard_size == 1:
         return 0
     if facts.layout.pp > 1:  # gathered parameters stay, and whole gradients add up beside them

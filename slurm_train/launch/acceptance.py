@@ -124,13 +124,15 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
     if plan is None or verdict.refusal not in (Refusal.RESOURCES, Refusal.PARTITION, Refusal.OTHER):
         return general
     partitions = commands.partitions()
-    cluster, chosen = plan.config.cluster, _partitions_of(plan, partitions)
+    cluster = plan.config.cluster
+    chosen = _partitions_of(plan, partitions)
     # Of several the job would run in one, so the largest says what is possible.
     part = max(chosen, key=lambda partition: (partition.gpus_per_node, partition.num_nodes), default=None)
     if part is None:
         return f"partitions here: {', '.join(partition.name for partition in partitions)}; set cluster.partition"
     # Of a range of nodes the fewest are enough.
-    nodes, gpus = next(plan.world.possible()).num_nodes, max(plan.world.ranks_per_node)
+    nodes = next(plan.world.possible()).num_nodes
+    gpus = max(plan.world.ranks_per_node)
     if verdict.refusal is Refusal.RESOURCES and any(leaf.startswith("block ") for leaf in commands.topology().values()):
         general += (
             "; the network here has blocks (`scontrol show topology`): nodes in cluster.nodelist must be of one block, "
@@ -220,7 +222,8 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tup
     if not listed:
         return [], ""
     directives = {match["name"]: " ".join(shlex.split(match["value"] or "")) for match in _DIRECTIVE.finditer(script)}
-    nodes, flags = [bad.node for bad in listed], list[str]()
+    nodes = [bad.node for bad in listed]
+    flags = list[str]()
     # Words for sbatch would reach the first component of a heterogeneous job only; who names nodes wants these.
     if "\n#SBATCH hetjob\n" not in script and "nodelist" not in directives:
         own = directives.get("exclude", "")
@@ -280,7 +283,8 @@ def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
     Raises:
         ClusterError: it does not, with what is missing; or the allocation is over.
     """
-    job_id, cluster = job.get("JobId", "?"), plan.config.cluster
+    job_id = job.get("JobId", "?")
+    cluster = plan.config.cluster
     assert cluster is not None
     if job.get("JobState") != "RUNNING":
         raise ClusterError(

@@ -153,7 +153,8 @@ def _split(total: int, weights: Sequence[int]) -> list[int]:
 
 def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     """Returns the text of the script of a sweep's array of this number."""
-    array, name = sweep.array(number), f"{plan.name_prefix}sweep-{sweep.sweep_id}-{number}"
+    array = sweep.array(number)
+    name = f"{plan.name_prefix}sweep-{sweep.sweep_id}-{number}"
     spec = f"0-{plan.num_elements - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
     own = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
     if plan.is_alone:
@@ -280,7 +281,8 @@ def submit_arrays(
 
     ids: list[str] = []
     for number, plan in enumerate(plans, next_number(sweep)):
-        array, script = sweep.array(number), render_array(plan, sweep, number)
+        array = sweep.array(number)
+        script = render_array(plan, sweep, number)
         array.logs.mkdir(mode=0o700, parents=True)
         write_atomic(array.runs, "".join(f"{run.path}\n" for run in plan.runs))
         write_atomic(array.script, script, mode=0o700)

@@ -121,7 +121,8 @@ def pin_hub_files(config: RunConfig, *, cwd: Path) -> tuple[RunConfig, tuple[Hub
     if not config.trains:
         return config, ()
     pinned: list[HubFiles] = []
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     named: str | None = None
     if model is not None and model.get("_target_") == CAUSAL_LM:
         named = model.get("path")
@@ -142,7 +143,8 @@ def pin_hub_files(config: RunConfig, *, cwd: Path) -> tuple[RunConfig, tuple[Hub
 def _pin_model(model: Mapping[str, Any], cwd: Path, pinned: list[HubFiles]) -> dict[str, Any]:
     """Returns the model's mapping without `revision`, which the folder's name says."""
     settings = dict(model)
-    path, revision = settings.get("path"), settings.pop("revision", None)
+    path = settings.get("path")
+    revision = settings.pop("revision", None)
     if isinstance(path, str):
         settings["path"] = pin_path("model.path", path, "weights", cwd, pinned, revision=revision)
     elif revision is not None:

@@ -101,7 +101,8 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
     fewest, most = _read_nodes(cluster.nodes)
     gpus = cluster.gpus_per_node
     per_node = (gpus,) * most if isinstance(gpus, int) else tuple(gpus)
-    is_even, shown = len(set(per_node)) == 1, f"cluster.gpus_per_node={list(per_node)}"
+    is_even = len(set(per_node)) == 1
+    shown = f"cluster.gpus_per_node={list(per_node)}"
     require_all(
         [
             (
@@ -309,7 +310,8 @@ def _model_checks(layout: ParallelLayout, model: Mapping[str, Any], *, stages: i
         "parallel.pp was asked, but model.tied=true makes embedding and head one weight, in two stages",
         "set model.tied=false",
     )
-    width, heads = int(model.get("width", 160)), int(model.get("num_heads", 4))
+    width = int(model.get("width", 160))
+    heads = int(model.get("num_heads", 4))
     sizes = {
         "num_heads": heads,
         "num_kv_heads": int(model.get("num_kv_heads", 0)) or heads,
@@ -325,7 +327,8 @@ def _model_checks(layout: ParallelLayout, model: Mapping[str, Any], *, stages: i
 
 def _position_checks(layout: ParallelLayout, config: RunConfig) -> Iterator[Check]:
     """Yields what is wrong where sequences are split; a model of the user's own is checked when it is built."""
-    model, splits = config.model or {}, config.parallel.sequence_parallel
+    model = config.model or {}
+    splits = config.parallel.sequence_parallel
     if layout.cp == 1 and not splits:
         return
     asked = f"parallel.cp={layout.cp}" if layout.cp > 1 else "parallel.sequence_parallel=true"
@@ -342,7 +345,8 @@ def _position_checks(layout: ParallelLayout, config: RunConfig) -> Iterator[Chec
     if model.get("_target_") != GPT_TARGET:
         return
     key = "data.context" if (config.data or {}).get("context") else "model.context"
-    context, chunks = positions_of(config.data, default=int(model.get("context", 256))), 2 * layout.cp
+    context = positions_of(config.data, default=int(model.get("context", 256)))
+    chunks = 2 * layout.cp
     yield (
         layout.cp > 1 and context % chunks != 0,
         f"parallel.cp={layout.cp} cannot cut {key}={context} into {chunks} equal chunks",

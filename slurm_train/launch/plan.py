@@ -157,7 +157,8 @@ def plan_run(
         ConfigError: an impossible batch, world or name; a script or a repository of the Hub that is not there.
         RunError: the run's path would be too long.
     """
-    config, from_shell = composed.config, tuple[str, ...]()
+    config = composed.config
+    from_shell = tuple[str, ...]()
     if composed.open_keys is not None:
         config, from_shell = take_shell_choices(config, composed.open_keys, env)
     _check_text(config)
@@ -348,7 +349,8 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     )
     cluster = config.cluster
     if cluster is not None:
-        per_node, per_gpu = cluster.memory_gb_per_node, cluster.memory_gb_per_gpu
+        per_node = cluster.memory_gb_per_node
+        per_gpu = cluster.memory_gb_per_gpu
         yield (
             per_node is not None and per_gpu is not None,
             f"cluster.memory_gb_per_node={per_node} and cluster.memory_gb_per_gpu={per_gpu} both give the memory",

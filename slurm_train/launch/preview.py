@@ -100,10 +100,12 @@ def _growth(batch: BatchSection) -> list[str]:
 
 
 def _length_text(plan: RunPlan) -> str:
-    train, global_size = plan.config.train, plan.batch.global_size
+    train = plan.config.train
+    global_size = plan.batch.global_size
     if plan.num_samples is not None:
         return f"{train.max_steps} steps, {plan.num_samples:,} samples"
-    num_samples, epochs = known_num_samples(plan.config.data or {}, cwd=Path(plan.directory)), f"{train.max_epochs:g}"
+    num_samples = known_num_samples(plan.config.data or {}, cwd=Path(plan.directory))
+    epochs = f"{train.max_epochs:g}"
     if num_samples is None:
         return f"{epochs} epochs; the ranks count the steps when they have opened the data"
     steps = total_steps(plan.config, num_samples=num_samples, global_size=global_size)

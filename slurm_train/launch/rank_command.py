@@ -26,7 +26,8 @@ _SET_BY_LAUNCH = ("SLURM_TRAIN_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "PYTHONUN
 # In images with PyTorch, pyxis and its hook give a part of them, and a rank that has some expects all (torchrun's way).
 _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Where the embedded text is kept unless data.path says otherwise.
-_CACHE, _CACHING = "~/.cache/slurm_train", ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
+_CACHE = "~/.cache/slurm_train"
+_CACHING = ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class RankCommand:
         Raises:
             ConfigError: a path that a container cannot be given.
         """
-        container, cluster = self.config.container, self.config.cluster
+        container = self.config.container
+        cluster = self.config.cluster
         # Under torchrun one launcher per node, which starts the ranks inside the container as well.
         verb = "torchrun" if cluster is not None and cluster.launcher == "torchrun" else "worker"
         worker = ["-m", "slurm_train", verb, str(self.run.path)]
@@ -70,7 +72,8 @@ class RankCommand:
         Args:
             variables: what the job exports before the ranks start.
         """
-        container, cluster = self.config.container, self.config.cluster
+        container = self.config.container
+        cluster = self.config.cluster
         if container is None or cluster is None or container.kind != "pyxis":
             return {}
         mounts = (mount if ":" in mount else f"{mount}:{mount}" for mount in self._mounts(container))

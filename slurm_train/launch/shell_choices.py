@@ -64,7 +64,8 @@ def take_shell_choices(
     remarks = list[str]()
     for name, value in _choices(env, prefix):
         choice = name.removeprefix(prefix)
-        key, flag = _KEYS.get(choice), _FLAGS.get(choice)
+        key = _KEYS.get(choice)
+        flag = _FLAGS.get(choice)
         if key is not None:
             wanted = _wanted(key, value)
             if wanted is not None and getattr(cluster, key) == wanted:

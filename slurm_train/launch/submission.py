@@ -29,7 +29,8 @@ from slurm_train.slurm.policy import read_verdict
 # sbatch itself tries again for up to two minutes while the controller is too busy to take jobs.
 _TIMEOUT_S = 300.0
 # A new job is in the queue at once; a busy controller may take a moment to say so.
-_LOOKS, _PAUSE_S = 3, 1.0
+_LOOKS = 3
+_PAUSE_S = 1.0
 
 
 class UnreadAnswer(ClusterError):

@@ -151,7 +151,8 @@ def write_table_of(plan: SweepPlan, *, words: Sequence[str]) -> list[Element]:
         _share(sweep.path)
     table = {element.run: element for element in read_table(sweep)}
     for element in plan.elements:
-        record, known = read_job(element.run), table.get(element.run)
+        record = read_job(element.run)
+        known = table.get(element.run)
         index = len(table) if known is None else known.index
         table[element.run] = replace(element, index=index, job=None if record is None else record.job_id)
     write_table(sweep, table.values())

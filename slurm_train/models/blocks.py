@@ -70,7 +70,8 @@ class TokenEmbedding(nn.Embedding):
             return _as_stream(super().forward(tokens_BT))
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        own_VC, mesh = weight.to_local(), weight.device_mesh
+        own_VC = weight.to_local()
+        mesh = weight.device_mesh
         torch._assert_async(((tokens_BT >= 0) & (tokens_BT < len(weight))).all(), "a token is no id of the vocabulary")
         own_BT = tokens_BT - mesh.get_local_rank() * len(own_VC)
         is_here_BT = (own_BT >= 0) & (own_BT < len(own_VC))
@@ -169,7 +170,8 @@ class Angles:
     """
 
     def __init__(self, cos_TD: Tensor, sin_TD: Tensor) -> None:
-        self.cos_TD, self.sin_TD = cos_TD, sin_TD
+        self.cos_TD = cos_TD
+        self.sin_TD = sin_TD
 
     def rotate(self, x_BHTD: Tensor) -> Tensor:
         """Returns the vectors turned by the angle of their position."""
@@ -183,7 +185,8 @@ class Attention(nn.Module):
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
-        width, shared = shape.width, shape.num_kv_heads * shape.head_width
+        width = shape.width
+        shared = shape.num_kv_heads * shape.head_width
         self.head_width = shape.head_width
         self.is_grouped = shape.num_kv_heads != shape.num_heads
         self.dropout = shape.dropout
@@ -198,7 +201,8 @@ class Attention(nn.Module):
         """Returns the mixed values, (B, T, C); nothing is turned where no angles are given."""
         q_BHTD, k_BHTD, v_BHTD = map(self._heads, self._project(x_BTC))
         if angles is not None:
-            q_BHTD, k_BHTD = angles.rotate(q_BHTD), angles.rotate(k_BHTD)
+            q_BHTD = angles.rotate(q_BHTD)
+            k_BHTD = angles.rotate(k_BHTD)
         mixed_BHTD = self.mix(
             q_BHTD,
             k_BHTD,
@@ -310,7 +314,8 @@ def _stretch(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
             f"model.rope_scaling has the keys {', '.join(sorted(scaling)) or 'none'}",
             hint=f"give all of {', '.join(SCALING_KEYS)} and nothing else",
         )
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     num_turns = scaling["original_context"] * frequency / (2 * math.pi)
     kept = ((num_turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * frequency / scaling["factor"] + kept * frequency

@@ -205,7 +205,8 @@ def _begin_with_files(network: Any, path: Path) -> None:
     Raises:
         NeedsMemoryError: transformers would rename, merge or unpack what is in the files.
     """
-    stored, parameters = stored_tensors(path), dict(network.named_parameters())
+    stored = stored_tensors(path)
+    parameters = dict(network.named_parameters())
     known = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     has_same_names = parameters.keys() <= stored.keys() <= known and known == network.state_dict().keys()
     if not has_same_names or getattr(network.config, "quantization_config", None) is not None:
@@ -288,7 +289,8 @@ def pretrained_config(*, model_type: str | None, path: str | None, config: Mappi
     Raises:
         ConfigError: as `causal_lm`.
     """
-    library, changes = require_transformers(), dict(config or {})
+    library = require_transformers()
+    changes = dict(config or {})
     require_source(model_type=model_type, path=path, cwd=Path())
     require_effect(changes, path=path, cwd=Path())
     make = partial(library.AutoConfig.from_pretrained, path, local_files_only=True)

@@ -40,7 +40,8 @@ _METHOD = "init_weights"
 _METHOD_ARGUMENTS = ["self", "name", "part"]
 _READ = "_read_first_values"
 _REPLACEMENT = "_replacement_without_memory"
-_INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
 # Values per seed: many enough to be drawn quickly, few against what a rank holds of a large matrix.
 _BLOCK = 1 << 16
 # Smaller parameters are not compared with the free memory.

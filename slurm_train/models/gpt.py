@@ -88,7 +88,9 @@ class GPT(nn.Module):
             width=width, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, hidden=hidden or 4 * width,
             norm=norm, norm_eps=norm_eps, activation=activation, positions=positions, bias=bias, dropout=dropout,
         )  # fmt: skip
-        self.context, self.shape, self.is_tied = context, shape, tied
+        self.context = context
+        self.shape = shape
+        self.is_tied = tied
         self.num_layers = num_layers
         self.embedding = shape.build_embedding(vocab_size, context=context)
         self.dropout = nn.Dropout(dropout)

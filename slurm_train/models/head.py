@@ -37,8 +37,10 @@ from slurm_train.models.objective import IGNORED, default_loss, default_sums
 # Up to so many scores go the plain way. A chunk on a GPU has more of them than one on the CPU: large products are what
 # is fast there, and 270 MB are little.
 _PLAIN_SCORES = 2**22
-_CHUNK_SCORES, _CHUNK_SCORES_ON_CPU = 2**27, 2**24
-_ALIGNMENT, _ALIGNMENT_ON_CPU = 64, 1
+_CHUNK_SCORES = 2**27
+_CHUNK_SCORES_ON_CPU = 2**24
+_ALIGNMENT = 64
+_ALIGNMENT_ON_CPU = 1
 
 
 class Head(nn.Linear):
@@ -155,7 +157,8 @@ def _sums_and_gradients(
     known = ~is_counted_N | ((targets_N >= 0) & (targets_N < bounds[-1]))
     torch._assert_async(known.all(), "a target is no id of the vocabulary")
     precise = torch.promote_types(dtype, torch.float32)
-    first, own_VC = bounds[rank], weight_VC if is_part else weight_VC[bounds[rank] : bounds[rank + 1]]
+    first = bounds[rank]
+    own_VC = weight_VC if is_part else weight_VC[bounds[rank] : bounds[rank + 1]]
     weight_PC = _padded(own_VC, dtype)
     sums = x_NC.new_zeros(1 + counts, dtype=precise)
     grad_x_NC = x_NC.new_empty(x_NC.shape if differentiates else 0, dtype=dtype)
@@ -163,7 +166,8 @@ def _sums_and_gradients(
     log_sum, to_probabilities = _compiled() if compiles else (_log_sum, _to_probabilities)
     with torch.autocast(x_NC.device.type, enabled=False):
         for part in _chunks(len(x_NC), num_ids=len(weight_PC), kind=x_NC.device.type):
-            x_nC, is_counted_n = x_NC[part].to(dtype), is_counted_N[part]
+            x_nC = x_NC[part].to(dtype)
+            is_counted_n = is_counted_N[part]
             scores_nP = x_nC @ weight_PC.T
             scores_nV = scores_nP[:, : len(own_VC)]
             own_n = targets_N[part] - first

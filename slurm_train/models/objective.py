@@ -281,7 +281,8 @@ class Objective(nn.Module):
 
     def _learn_shift(self, outputs: Any, labels: Tensor, *, tolerance: float) -> None:
         """Finds out whether the model compares labels with the scores before them; a name does not always tell."""
-        loss, scores = loss_in(outputs), scores_in(outputs)
+        loss = loss_in(outputs)
+        scores = scores_in(outputs)
         can_be = isinstance(scores, Tensor) and labels.dim() > 1 and scores.shape[:-1] == labels.shape
         if loss is None or not can_be or labels.is_floating_point():
             return
@@ -472,7 +473,8 @@ class Objective(nn.Module):
 def _sequences_in(batch: Batch) -> tuple[Tensor, Tensor] | None:
     """Returns inputs and targets where there is a target for each position of a sequence, else None."""
     if isinstance(batch, dict):
-        inputs, targets = batch.get("input_ids"), batch.get(LABELS)
+        inputs = batch.get("input_ids")
+        targets = batch.get(LABELS)
     elif len(batch) == 2:
         inputs, targets = batch
     else:

@@ -99,7 +99,8 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
     if is_theirs:
         architecture = _require_same_config(path, settings)
         places = {name: architecture.place(name) for name in places}
-        tied, ignored = {"lm_head.weight"}, architecture.ignored
+        tied = {"lm_head.weight"}
+        ignored = architecture.ignored
     holders = stored_tensors(path)
     stored = {}
     for place in places.values():
@@ -176,7 +177,8 @@ def _all_settings(model: Mapping[str, Any]) -> dict[str, Any]:
 def _require_same_config(path: Path, settings: Mapping[str, Any]) -> Architecture:
     """Refuses weights that were trained in another form, which shapes alone may not show."""
     architecture, config = gpt_form(_all_settings(settings))
-    theirs, asked = pretrained_config(model_type=None, path=str(path), config=None), architecture.model_type
+    theirs = pretrained_config(model_type=None, path=str(path), config=None)
+    asked = architecture.model_type
     if theirs.model_type != asked:
         raise ConfigError(
             f"{path} holds a model of type {theirs.model_type}; this GPT's form is that of {asked}",
@@ -187,7 +189,8 @@ def _require_same_config(path: Path, settings: Mapping[str, Any]) -> Architectur
     passed_over = _NOT_COMPARED + (("max_position_embeddings",) if asked == "llama" else ())
     rows = []
     for key in (key for key in config if key not in passed_over):
-        own, other = getattr(ours, key), getattr(theirs, key)
+        own = getattr(ours, key)
+        other = getattr(theirs, key)
         # GPT-2's unset inner width is four times the width.
         if own != (4 * theirs.hidden_size if other is None else other):
             rows.append(f"{key} {own!r}, there {other!r}")

@@ -15,7 +15,8 @@ from slurm_train.errors import ConfigError
 from slurm_train.rundir.files import read_json
 
 CONFIG_FILE = "config.json"
-_ROUTER_SWITCH, _ROUTER_SCALES = "output_router_logits", ("router_aux_loss_coef", "aux_loss_coef")
+_ROUTER_SWITCH = "output_router_logits"
+_ROUTER_SCALES = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ def gpt_form(settings: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]
         ConfigError: no architecture has this form.
     """
     norm, activation, positions, bias = (settings[name] for name in ("norm", "activation", "positions", "bias"))
-    heads, shared = settings["num_heads"], settings["num_kv_heads"] or settings["num_heads"]
+    heads = settings["num_heads"]
+    shared = settings["num_kv_heads"] or settings["num_heads"]
     config = {
         "vocab_size": settings["vocab_size"],
         "max_position_embeddings": settings["context"],

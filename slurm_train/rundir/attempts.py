@@ -129,7 +129,8 @@ def rendezvous_secret(run: RunDirectory, *, is_first: bool, wait_s: float) -> st
 
 
 def _await_secret(path: Path, wait_s: float) -> str | None:
-    deadline, pause_s = time.monotonic() + wait_s, 0.05
+    deadline = time.monotonic() + wait_s
+    pause_s = 0.05
     while (facts := read_json(path)) is None:
         if time.monotonic() > deadline:
             return None
@@ -290,7 +291,8 @@ class Round:
 
 def newest_round(run: RunDirectory, first: int) -> int:
     """Returns the attempt that the ranks of a step are at now: the one it began with, or the newest that follows it."""
-    newest, attempt = first, first
+    newest = first
+    attempt = first
     while has_successor(run, attempt):
         attempt += 1
         if _follows(run, attempt) == first:
@@ -344,7 +346,8 @@ def _close_round(run: RunDirectory, attempt: int, committed_step: int | None) ->
     entry = next((line for line in read_ledger(run) if line["attempt"] == attempt), None)
     if entry is None or "end_time_unix_s" in entry:
         return
-    mark, begun = first_mark(run, attempt), read_round(run, attempt)
+    mark = first_mark(run, attempt)
+    begun = read_round(run, attempt)
     step_before = 0 if begun is None else begun.first_step
     first_step = first_step_of(run, attempt, default=step_before)
     wall = {"start_unix_s": float(entry["time_unix_s"]), "end_unix_s": time.time()}

@@ -122,7 +122,9 @@ class SaveLog:
     """
 
     def __init__(self, run: RunDirectory, attempt: int, *, now: Callable[[], float] = time.time) -> None:
-        self._run, self._attempt, self._now = run, attempt, now
+        self._run = run
+        self._attempt = attempt
+        self._now = now
         self._stalls: dict[int, float] = {}
 
     def stalled(self, step: int, seconds: float) -> None:
@@ -233,7 +235,8 @@ def bad_nodes_of(findings: Sequence[Finding]) -> dict[str, str]:
     return found
 
 
-BAD_NODES_FILE, BAD_NODES_PARTS = "bad_nodes.jsonl", "bad_nodes@*.jsonl"
+BAD_NODES_FILE = "bad_nodes.jsonl"
+BAD_NODES_PARTS = "bad_nodes@*.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

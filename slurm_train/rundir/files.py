@@ -326,7 +326,8 @@ _hints = functools.cache(get_type_hints)
 
 
 def _decode(kind: Any, value: Any) -> Any:
-    origin, of = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    of = get_args(kind)
     if origin is UnionType:
         return None if value is None else _decode(of[0], value)
     if origin in (tuple, list):

@@ -53,7 +53,8 @@ class AwakeClock:
     ) -> None:
         self.away_s = 0.0
         """Seconds that the process was stopped for, as far as noticed."""
-        self._was_continued, self._monotonic = was_continued, monotonic
+        self._was_continued = was_continued
+        self._monotonic = monotonic
         self._lock = threading.Lock()
         self._last = monotonic()
 
@@ -61,7 +62,8 @@ class AwakeClock:
         """Returns the time; must be called at least every second or two, or busy time looks like a stop."""
         with self._lock:
             now = self._monotonic()
-            gap_s, self._last = now - self._last, now
+            gap_s = now - self._last
+            self._last = now
             # SIGCONT also comes with every TERM of Slurm, without a stop.
             if gap_s > _LOOK_AFTER_S and self._was_continued() and gap_s > _LEAST_AWAY_S:
                 self.away_s += gap_s
@@ -100,7 +102,8 @@ class Pace(NamedTuple):
         """
         if self.samples < 2:
             return 0.0
-        mean_own, mean_wait = self.own_s / self.samples, self.wait_s / self.samples
+        mean_own = self.own_s / self.samples
+        mean_wait = self.wait_s / self.samples
         spread = self.own_squared / self.samples - mean_own * mean_own
         together = self.own_by_wait / self.samples - mean_own * mean_wait
         return math.sqrt(min(max(-together, 0.0), max(spread, 0.0)))
@@ -240,14 +243,18 @@ class _Writer:
         path: Path,
         part: int,
     ) -> None:
-        self._heart, self._limits, self._facts, rank = heart, limits, facts, facts["rank"]
+        self._heart = heart
+        self._limits = limits
+        self._facts = facts
+        rank = facts["rank"]
         self._stacks, self._flight = run.stacks(attempt, rank), run.flight(attempt, rank)
         self._main = threading.main_thread().ident or 0
         make_folder(path.parent)
         self._file, self._part = open_file(path, os.O_WRONLY | os.O_CREAT), part
         self._beats = 0
         self._last = self._flushed = self._since = heart.clock()
-        self._marks, self._dumped = -1, False
+        self._marks = -1
+        self._dumped = False
         self._write()
 
     def run(self, done: threading.Event) -> None:
@@ -288,12 +295,15 @@ class _Writer:
 
     def _look_at_own_progress(self, now: float) -> None:
         # Time in which the job was suspended is not on the clock; other long absences do not count either.
-        was_away, self._last = now - self._last > 10 * _EVERY_S, now
+        was_away = now - self._last > 10 * _EVERY_S
+        self._last = now
         if was_away or self._heart.marks != self._marks:
             if self._dumped:  # it went on after all: what was written is not where it is
                 self._stacks.unlink(missing_ok=True)
                 self._flight.unlink(missing_ok=True)
-            self._marks, self._since, self._dumped = self._heart.marks, now, False
+            self._marks = self._heart.marks
+            self._since = now
+            self._dumped = False
             return
         if self._limits is None or self._dumped or self._heart.phase in NOT_WATCHED:
             return

@@ -244,7 +244,8 @@ def take_lock(path: Path, holder: Holder, *, is_alive: Callable[[Holder], bool],
     Raises:
         RunError: another living process or job holds it.
     """
-    deadline_s, tries = time.monotonic() + wait_s, 0
+    deadline_s = time.monotonic() + wait_s
+    tries = 0
     while tries < 10:
         if _create(path, holder):
             return

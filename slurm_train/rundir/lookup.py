@@ -70,7 +70,8 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
     Raises:
         RunError: a word names nothing, or is the beginning of several run ids; all runs belong to another user.
     """
-    runs, closed = list_runs(root), ""
+    runs = list_runs(root)
+    closed = ""
     if not runs or words:
         closed = closed_places(root)
     if not runs and closed:

@@ -373,7 +373,8 @@ def _is_open(status: os.stat_result) -> bool:
         return bool(status.st_mode & stat.S_IWOTH)
     # Many systems make a group for each user, which is the user's alone.
     try:
-        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(status.st_gid)
     except KeyError:
         return True
     return group.gr_name != user.pw_name or not set(group.gr_mem) <= {user.pw_name}

@@ -107,7 +107,8 @@ def array_job_id(array: ArrayDirectory) -> str | None:
 def read_runs(array: ArrayDirectory) -> list[RunDirectory]:
     """Returns the runs of an array in the order of its elements."""
     # The root may be spelled in another way here than where the array was submitted, or have been moved.
-    root, paths = array.path.parents[3], map(Path, array.runs.read_text(encoding="utf-8").splitlines())
+    root = array.path.parents[3]
+    paths = map(Path, array.runs.read_text(encoding="utf-8").splitlines())
     return [RunDirectory(root / path.parent.name / path.name) for path in paths]
 
 

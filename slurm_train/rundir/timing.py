@@ -286,7 +286,8 @@ _PER_DOUBLING = 16
 _LOWEST = -20 * _PER_DOUBLING
 _LAST = 36 * _PER_DOUBLING - 1
 # Often at first, so that a short attempt leaves something; a thousand ranks write a file system 17 times a second.
-_FIRST_AFTER_S, _LONGEST_PAUSE_S = 5.0, 60.0
+_FIRST_AFTER_S = 5.0
+_LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -353,7 +354,8 @@ class StepTimes:
     ) -> None:
         self._path = run.step_times(attempt, rank)
         self._times = RankTimes(rank, host, Histogram(), Histogram())
-        self._clock, self._pause_s = clock, _FIRST_AFTER_S
+        self._clock = clock
+        self._pause_s = _FIRST_AFTER_S
         self._due_s = clock() + _FIRST_AFTER_S
 
     def add(self, step_s: float, data_wait_s: float) -> None:

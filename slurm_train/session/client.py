@@ -78,7 +78,8 @@ class Session:
     """
 
     def __init__(self, place: RankPlace, env: Mapping[str, str]) -> None:
-        self._place, self._env = place, env
+        self._place = place
+        self._env = env
 
     @property
     def is_active(self) -> bool:
@@ -222,7 +223,10 @@ class JoinedSession(Session):
     ) -> None:
         super().__init__(place, env)
         self._is_under_agent = is_under_agent
-        self._run, self._attempt, self._stop, self._heartbeat = run, attempt, stop, heartbeat
+        self._run = run
+        self._attempt = attempt
+        self._stop = stop
+        self._heartbeat = heartbeat
         self._begin_unix_s = time.time()
         has_watchdog = limits_of(config) is not None
         self._group = GroupChooser(
@@ -269,7 +273,8 @@ class JoinedSession(Session):
 
     def report(self, step: int, /, **numbers: Any) -> None:
         """See `Session.report`."""
-        heartbeat, steps = self._heartbeat, self._steps
+        heartbeat = self._heartbeat
+        steps = self._steps
         now = heartbeat.clock()
         seconds = max(now - steps.since_s - steps.apart_s, 0.0)
         is_first_report = steps.step is None
@@ -283,7 +288,9 @@ class JoinedSession(Session):
             steps.step_s = seconds / num
             self._times.add(steps.step_s, 0.0)
         if num != 0 or is_first_report:
-            steps.step, steps.since_s, steps.apart_s = step, now, 0.0
+            steps.step = step
+            steps.since_s = now
+            steps.apart_s = 0.0
         if self._spent is None:
             return
         if is_first_report:
@@ -394,8 +401,11 @@ class JoinedSession(Session):
             self._spent.write(self._run.account(self._attempt))
 
     def _open_heartbeat(self, config: RunConfig) -> None:
-        heartbeat, env, place = self._heartbeat, self._env, self._place
-        job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+        heartbeat = self._heartbeat
+        env = self._env
+        place = self._place
+        job = env.get("SLURM_JOB_ID", "")
+        step = env.get("SLURM_STEP_ID", "")
         heartbeat.phase = "joined"
         heartbeat.also = self._write_now_and_then
         heartbeat.record = _newest_collectives
@@ -482,7 +492,8 @@ class JoinedSession(Session):
             self._saves.ended(step, num_bytes=num_bytes, save_s=seconds, error=error)
 
     def _header(self, step: int) -> CheckpointHeader:
-        place, plan = self._place, read_json(self._run.plan) or {}
+        place = self._place
+        plan = read_json(self._run.plan) or {}
         try:
             torch_version = version("torch")
         except PackageNotFoundError:

@@ -131,8 +131,12 @@ class GroupChooser:
         start_timeout_s: float,
         timeout_s: float,
     ) -> None:
-        self._run, self._attempt, self._place, self._env = run, attempt, place, env
-        self._start_timeout_s, self._timeout_s = start_timeout_s, timeout_s
+        self._run = run
+        self._attempt = attempt
+        self._place = place
+        self._env = env
+        self._start_timeout_s = start_timeout_s
+        self._timeout_s = timeout_s
         self._sockets: SocketPeers | None = None
         self._world: Any = None
         self._group: Group | None = None

@@ -33,7 +33,9 @@ class DirectorySave:
     """
 
     def __init__(self, place: Place, header: CheckpointHeader, group: Group | None) -> None:
-        self._place, self._header, self._group = place, header, group
+        self._place = place
+        self._header = header
+        self._group = group
         self._filling: Filling | None = None
         self._folder = Path()
 

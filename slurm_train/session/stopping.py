@@ -40,8 +40,12 @@ class Stopping:
         group: Callable[[], Group | None] = lambda: None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._run, self._attempt, self._stop, self._spent = run, attempt, stop, spent
-        self._group, self._now = group, now
+        self._run = run
+        self._attempt = attempt
+        self._stop = stop
+        self._spent = spent
+        self._group = group
+        self._now = now
         # Before the first save of this attempt the last one's is the best guess.
         self._before = read_measured(run) if spent is not None else None
         self._notice, self._next_read_s = Notice(), 0.0

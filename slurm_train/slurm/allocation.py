@@ -256,7 +256,8 @@ def _split_groups(text: str, member: str) -> tuple[list[str], list[list[str]]]:
             match = _RANGE.fullmatch(part)
             if match is None:
                 raise NodeListError(text, f"expected a number or a range, found {part!r}")
-            low, high = match[1], match[2] or match[1]
+            low = match[1]
+            high = match[2] or match[1]
             if max(len(low.lstrip("0")), len(high.lstrip("0"))) > _MAX_DIGITS:
                 raise NodeListError(text, f"number too large in {part!r}")
             if not int(low) <= int(high) < int(low) + _MAX_HOSTS - len(numbers):

@@ -112,7 +112,8 @@ def parse_sinfo(text: str) -> list[Partition]:
     found = []
     for name, lines in rows.items():
         _, starred, state, _, job_size, max_time, default_time, *_ = lines[0]
-        most, groups = job_size.rpartition("-")[2], list[NodeGroup]()
+        most = job_size.rpartition("-")[2]
+        groups = list[NodeGroup]()
         for _, _, _, num_nodes, *_, gres, cpus, memory, node_state in lines:
             gpus_per_node, gpu_type = parse_gpus(gres)
             group = NodeGroup(
@@ -183,7 +184,8 @@ def parse_gpus(gres: str) -> tuple[int, str]:
 
     Of several types on one node the numbers add up and the type is "" (no single one would be right).
     """
-    count, types = 0, set()
+    count = 0
+    types = set()
     for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
         name, *words = (word for word in entry.split(":") if word != "no_consume")
         if name != "gpu":
@@ -338,13 +340,15 @@ def read_preemption(settings: Mapping[str, str], *, qos: Qos | None, partition: 
         partition: the job's partition by scontrol's names, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE"}.
     """
     by: Literal["nobody", "qos", "partition"] = "nobody"
-    own, grace_s = "", None
+    own = ""
+    grace_s = None
     if settings.get("PreemptType") == "preempt/qos":
         by = "qos"
         own, grace_s = ("", None) if qos is None else (qos.preempt_mode.upper(), qos.grace_s)
     elif settings.get("PreemptType") == "preempt/partition_prio":
         by = "partition"
-        own, grace_s = partition.get("PreemptMode", "").upper(), duration_s(partition.get("GraceTime", ""))
+        own = partition.get("PreemptMode", "").upper()
+        grace_s = duration_s(partition.get("GraceTime", ""))
     mode = own if own not in ("", "CLUSTER") else settings.get("PreemptMode", "").upper()
     return Preemption(
         by=by,

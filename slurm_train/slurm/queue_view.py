@@ -79,7 +79,8 @@ class QueueView:
     """
 
     def __init__(self, commands: SlurmCommands, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._commands, self._clock = commands, clock
+        self._commands = commands
+        self._clock = clock
         self._pace, self._account_pace = _Pace(_ASK_EVERY_S), _Pace(_ACCOUNT_EVERY_S)
         self._jobs: dict[str, JobState] = {}
         self._accounted: dict[str, JobState] = {}
@@ -130,7 +131,8 @@ class QueueView:
             return None
 
     def _ask(self, wanted: Wanted) -> None:
-        start_s, unsettled = self._clock(), set(wanted.job_ids) - set(wanted.settled)
+        start_s = self._clock()
+        unsettled = set(wanted.job_ids) - set(wanted.settled)
         is_whole = wanted.may_wait or len(wanted.job_ids) > _MOST_NAMED
         try:
             self._jobs, self._ahead = self._commands.queue(wanted.job_ids, whole=is_whole)

@@ -581,7 +581,8 @@ def _explain_limit(code: str) -> str:
     match = _LIMIT.fullmatch(code)
     if match is None:
         return ""
-    owner, word = _OWNERS[match["owner"]], match["what"].upper()
+    owner = _OWNERS[match["owner"]]
+    word = match["what"].upper()
     what = _WHAT.get(word) or _WHAT[word.removesuffix("S")]
     what = f"minutes of {what}" if match["time"] else what
     if match["kind"] == "Min":

@@ -86,7 +86,8 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
 
 def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:
     """Returns what a preemption does to a job of a QOS and a partition; nothing if no job can preempt it."""
-    record, found = facts.record(partition), facts.qos_named(qos)
+    record = facts.record(partition)
+    found = facts.qos_named(qos)
     preemption = read_preemption(facts.settings, qos=found, partition=record)
     nobody = Preemption(by="nobody", mode="OFF", grace_s=0.0, kill_wait_s=preemption.kill_wait_s)
     if preemption.by == "qos" and found is not None and not preempting_qos(facts, qos):
@@ -101,7 +102,8 @@ def preempting_qos(facts: SiteFacts, name: str) -> list[str]:
 
 def _higher_partitions(facts: SiteFacts, record: Mapping[str, str]) -> list[str]:
     """Returns the partitions that share nodes with one and come before it."""
-    tier, nodes = int(record.get("PriorityTier", "1")), _nodes(record)
+    tier = int(record.get("PriorityTier", "1"))
+    nodes = _nodes(record)
     higher = (record for record in facts.records if int(record.get("PriorityTier", "1")) > tier)
     return [record["PartitionName"] for record in higher if nodes & _nodes(record)]
 

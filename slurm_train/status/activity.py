@@ -370,7 +370,8 @@ def _locked(lock: Path, commands: SlurmCommands, *, wait_s: float = 0.0, inside:
     def is_alive(other: Holder) -> bool:
         return process_lives(other) if other.job_id == inside else holder_lives(other, commands)
 
-    holder, run = this_process(), lock.parent
+    holder = this_process()
+    run = lock.parent
     made = [folder for folder in (run, *run.parents) if not folder.exists()]
     for tries_left in reversed(range(10)):
         try:

@@ -89,12 +89,15 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     rank, host, message = _first_failed(run, attempt, note)
     log = None if rank is None else run.rank_log(attempt, rank)
     log = log if log is not None and log.is_file() else None
-    excerpt, kind = "", ""
+    excerpt = ""
+    kind = ""
     if rank is not None and run.stacks(attempt, rank).is_file():
-        excerpt, kind = read_tail(run.stacks(attempt, rank), _TAIL_BYTES).rstrip(), "stacks"
+        excerpt = read_tail(run.stacks(attempt, rank), _TAIL_BYTES).rstrip()
+        kind = "stacks"
     elif log is not None:
         text = read_tail(log, _TAIL_BYTES)
-        excerpt, kind = _traceback_of(text, message), "traceback"
+        excerpt = _traceback_of(text, message)
+        kind = "traceback"
         if not excerpt:
             excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
             kind = "last lines" if excerpt else ""
@@ -108,7 +111,8 @@ def first_failed_rank(run: RunDirectory, attempt: int) -> int | None:
 
 def _first_failed(run: RunDirectory, attempt: int, note: str) -> tuple[int | None, str, str]:
     """Returns rank, host and last message of the first rank to fail, as far as known."""
-    named, mark = _RANK.search(note), first_mark(run, attempt)
+    named = _RANK.search(note)
+    mark = first_mark(run, attempt)
     if mark is not None and (named is None or int(named["rank"]) == mark.rank):
         return mark.rank, mark.host, mark.message
     if named is not None:
@@ -129,6 +133,7 @@ def _traceback_of(text: str, message: str) -> str:
 
     A mark holds e.g. "ValueError: no such layer"; the exception's module is not in it.
     """
-    found, said = tracebacks(text), message.partition(": ")[2] or message
+    found = tracebacks(text)
+    said = message.partition(": ")[2] or message
     named = [block for block in found if said and said in block]
     return (named or found or [""])[-1]

@@ -188,7 +188,9 @@ class RunFiles:
 
 def read_files(run: RunDirectory) -> RunFiles:
     """Returns what the files of a run say; of files that are torn or missing nothing is known."""
-    ledger, holder, record = tuple(read_ledger(run)), read_holder(run.lock), read_job(run)
+    ledger = tuple(read_ledger(run))
+    holder = read_holder(run.lock)
+    record = read_job(run)
     is_open = bool(ledger) and "end_time_unix_s" not in ledger[-1]
     attempt = int(ledger[-1]["attempt"]) if ledger else 0
     line: Mapping[str, Any] = next((line for line in reversed(last_lines(run.metrics)) if "loss" in line), {})
@@ -320,7 +322,8 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         look: what Slurm says.
         now_unix_s: the time.
     """
-    last, answers = files.last_attempt, look.age_s is not None
+    last = files.last_attempt
+    answers = look.age_s is not None
     # A run may have stopped for good after Slurm was asked; the answer is about its past then.
     is_old = (
         answers
@@ -412,8 +415,10 @@ def infer_state(
     """
     if files.is_finished:
         return RunState.FINISHED, files.ended_early
-    last, resume = files.last_attempt, f"`resume {files.run.run_id}`"
-    comes_back, reason = last.get("action") in ("requeue", "leave"), str(last.get("reason"))
+    last = files.last_attempt
+    resume = f"`resume {files.run.run_id}`"
+    comes_back = last.get("action") in ("requeue", "leave")
+    reason = str(last.get("reason"))
     by_slurm = None if job is None else _STATES[job.phase.value.replace(" ", "_")]
     if job is not None and by_slurm is not None and (job.is_active or not last):
         if by_slurm is RunState.QUEUED:
@@ -472,7 +477,8 @@ _FOLDER_OF_SCRIPT = re.compile(r"^/\S*/(?=slurm_script: |submit\.sh: )")
 
 def _ended_without_attempt(files: RunFiles, job: JobState) -> bool:
     """Returns whether the newest job, or its newest start, has failed after the newest attempt and opened none."""
-    last, is_newest = files.last_attempt, files.job_ids[-1:] == [job.job_id]
+    last = files.last_attempt
+    is_newest = files.job_ids[-1:] == [job.job_id]
     if not last or not is_newest or job.phase not in _WITHOUT_ATTEMPT:
         return False
     last_unix_s = _last_time(last)
@@ -506,7 +512,8 @@ def never_began(files: RunFiles, job: JobState) -> str:
 
 def _last_words(files: RunFiles, job: JobState) -> str:
     """Returns the last line that a job's script has written into the batch log, "" where it has written none."""
-    log, start_unix_s = files.run.logs / "batch.log", unix_s(job.start)
+    log = files.run.logs / "batch.log"
+    start_unix_s = unix_s(job.start)
     written_unix_s = change_times([log]).get(log)
     if written_unix_s is None or start_unix_s is None:
         return ""
@@ -544,7 +551,8 @@ class Survey:
 # Where reading the files takes long, the file system gets as much rest as this times over.
 _REST = 4.0
 # Where nothing is active any more it is looked once more, with a new answer of Slurm's if that comes soon.
-_SURE_AFTER_S, _LONGEST_DOUBT_S = 3.0, 30.0
+_SURE_AFTER_S = 3.0
+_LONGEST_DOUBT_S = 30.0
 
 
 def until_over(look: Callable[[], Survey], *, every_s: float, sleep: Callable[[float], None]) -> Iterator[Survey]:
@@ -557,7 +565,8 @@ def until_over(look: Callable[[], Survey], *, every_s: float, sleep: Callable[[f
     """
     seems_over = False
     while True:
-        start_s, survey = time.monotonic(), look()
+        start_s = time.monotonic()
+        survey = look()
         yield survey
         if survey.is_settled or (survey.is_over and seems_over):
             return
@@ -576,7 +585,8 @@ class Surveyor:
     """
 
     def __init__(self, view: QueueView, *, now: Callable[[], float] = time.time) -> None:
-        self._view, self._now = view, now
+        self._view = view
+        self._now = now
         self._ended: dict[RunDirectory, tuple[dict[Path, float], RunFiles]] = {}
 
     def look(self, subjects: Sequence[Element]) -> Survey:
@@ -631,7 +641,8 @@ class Surveyor:
 
     def read(self, run: RunDirectory) -> RunFiles:
         """Returns what the files of a run say now."""
-        signature, known = change_times([run.attempts, run.job, run.result]), self._ended.get(run)
+        signature = change_times([run.attempts, run.job, run.result])
+        known = self._ended.get(run)
         if known is not None and known[0] == signature:
             return known[1]
         files = read_files(run)

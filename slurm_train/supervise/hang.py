@@ -81,7 +81,8 @@ def read_flights(text: str | bytes) -> Flights:
             for entry in record["entries"]:
                 # "nccl:all_reduce", "gloo:broadcast"; NCCL's coalesced ones have longer names.
                 backend, _, name = entry["profiling_name"].rpartition(":")
-                key, elements = f"{backend} {entry['process_group'][0]}", entry["input_sizes"] or []
+                key = f"{backend} {entry['process_group'][0]}"
+                elements = entry["input_sizes"] or []
                 begun.setdefault(key, []).append(
                     Collective(
                         int(entry["collective_seq_id"]),
@@ -189,7 +190,8 @@ class Observer:
     """
 
     def __init__(self, limits: Limits, *, world_size: int) -> None:
-        self._limits, self._world_size = limits, world_size
+        self._limits = limits
+        self._world_size = world_size
         self._seen: dict[int, _Seen] = {}
         # Time that was watched until the newest look began, and until it ended.
         self._now_s = self._until_s = 0.0
@@ -207,7 +209,8 @@ class Observer:
             began_s: when the reading began, in seconds without those in which the job is suspended.
             ended_s: when it ended.
         """
-        before_s, self._ended_s = self._ended_s, ended_s
+        before_s = self._ended_s
+        self._ended_s = ended_s
         if not beats:
             return
         longest_s = self._limits.steady_s / 2
@@ -228,7 +231,8 @@ class Observer:
         working = self._working()
         if not working or len(self._seen) < self._world_size:
             return False
-        frozen, earliest = self._frozen(working), min(_point(seen.beat) for seen in working.values())
+        frozen = self._frozen(working)
+        earliest = min(_point(seen.beat) for seen in working.values())
         # A process that does not run moves no bytes either, whatever phase it is in.
         limit_s = min(
             self._limits.of(settled=seen.beat.settled, phase="step" if rank in frozen else seen.beat.phase)

@@ -124,7 +124,8 @@ class CheckedClock:
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic, self._away_s = monotonic, 0.0
+        self._monotonic = monotonic
+        self._away_s = 0.0
         self._ticked_s = monotonic()
 
     def tick(self) -> None:
@@ -160,7 +161,8 @@ class Monitor:
     def __init__(self, *, say: Callable[[str], None] = say, stuck_after_s: float = _STUCK_AFTER_S) -> None:
         self.clock = CheckedClock()
         """For tasks that count how long the ranks make no progress."""
-        self._say, self._stuck_after_s = say, stuck_after_s
+        self._say = say
+        self._stuck_after_s = stuck_after_s
         self._workers: list[_Worker] = []
         self._done = threading.Event()
 
@@ -246,7 +248,8 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
         world_size: ranks.
         end_ranks: kills them.
     """
-    monitor, limits = Monitor(), limits_of(config)
+    monitor = Monitor()
+    limits = limits_of(config)
     if limits is not None:
         monitor.add(HangWatchdog(run, attempt, limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock))
         if not config.trains:
@@ -264,7 +267,9 @@ class _OfRanks(Task):
     """A task about the ranks of a step; torchrun may start them again, as another attempt of another size."""
 
     def __init__(self, run: RunDirectory, attempt: int, world_size: int) -> None:
-        self._run, self._first, self._attempt = run, attempt, attempt
+        self._run = run
+        self._first = attempt
+        self._attempt = attempt
         self.begin(world_size)
 
     def begin(self, world_size: int) -> None:
@@ -309,7 +314,10 @@ class HangWatchdog(_OfRanks):
         read: Callable[[RunDirectory, int], Mapping[int, Beat]] = read_beats,
     ) -> None:
         self.every_s = min(max(limits.steady_s / 30, 0.2), 3.0)
-        self._limits, self._end_ranks, self._clock, self._read = limits, end_ranks, clock, read
+        self._limits = limits
+        self._end_ranks = end_ranks
+        self._clock = clock
+        self._read = read
         self._report: threading.Thread | None = None
         self._again_s = 0.0
         super().__init__(run, attempt, world_size)
@@ -358,7 +366,8 @@ class HangWatchdog(_OfRanks):
 
     def _left_by_ranks(self) -> tuple[dict[int, str], dict[int, Flights]]:
         """Returns the stacks and the flight records of the ranks that have left some."""
-        run, attempt = self._run, self._attempt
+        run = self._run
+        attempt = self._attempt
         stacks: dict[int, str] = {}
         flights: dict[int, Flights] = {}
         for rank in self._beats:
@@ -369,7 +378,8 @@ class HangWatchdog(_OfRanks):
         return stacks, flights
 
     def _write_report(self) -> None:
-        run, attempt = self._run, self._attempt
+        run = self._run
+        attempt = self._attempt
         hang = self.explain(*self._left_by_ranks())
         say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
         mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
@@ -428,7 +438,8 @@ class SilenceWatchdog(HangWatchdog):
 
     def _read_signs(self, run: RunDirectory, attempt: int) -> Mapping[int, Beat]:
         """Returns the newest signs as heartbeats; marks that the program itself makes count as well."""
-        signs, marks = read_signs(run, attempt), read_beats(run, attempt)
+        signs = read_signs(run, attempt)
+        marks = read_beats(run, attempt)
         self._signs |= signs
         self._reports = len(marks) >= len(signs) and all(mark.phase not in NOT_WATCHED for mark in marks.values())
         beats = {}
@@ -510,7 +521,8 @@ class StragglerSearch(_OfRanks):
         parallel: ParallelSection,
         first_window_s: float = 3.0,
     ) -> None:
-        self._excess, self._first_window_s = excess, first_window_s
+        self._excess = excess
+        self._first_window_s = first_window_s
         self._parallel = parallel
         self._said: set[tuple[str, tuple[int, ...]]] = set()
         self._note_s = 0.0
@@ -572,11 +584,16 @@ class NoticeKeeper(Task):
 
     name = "the notice of the job's end"
     every_s = 2.0
-    _FAR_S, _NEAR_S, _IS_NEAR_S = 600.0, 60.0, 1200.0
+    _FAR_S = 600.0
+    _NEAR_S = 60.0
+    _IS_NEAR_S = 1200.0
     _ASK_AGAIN_S = 20.0
 
     def __init__(self, run: RunDirectory, attempt: int, *, ask: Callable[[], Notice]) -> None:
-        self._run, self._first, self._written_for, self._ask = run, attempt, attempt, ask
+        self._run = run
+        self._first = attempt
+        self._written_for = attempt
+        self._ask = ask
         self._known: Notice | None = None
         self._due_s = self._looked_s = time.monotonic()
 
@@ -613,7 +630,9 @@ class FindingsRelay(Task):
     name = "the preflight's findings"
 
     def __init__(self, run: RunDirectory, attempt: int, *, say: Callable[[str], None] = say) -> None:
-        self._run, self._attempt, self._say = run, attempt, say
+        self._run = run
+        self._attempt = attempt
+        self._say = say
         self._said: set[Finding] = set()
 
     def look(self) -> None:

@@ -173,11 +173,13 @@ def _address(kind: str, place: str, env: Mapping[str, str]) -> str:
 def _post(address: str, message: Message) -> None:
     """Posts a message: as text to ntfy, else as JSON with the fields that Slack and its kin, and Discord, read."""
     if "ntfy" in (urlsplit(address).hostname or ""):
-        body, kind = message.text.encode(), "text/plain; charset=utf-8"
+        body = message.text.encode()
+        kind = "text/plain; charset=utf-8"
     else:
         variables = {name.removeprefix("NOTIFY_").lower(): text for name, text in message.as_variables().items()}
         fields = {**variables, "text": message.text, "content": message.text}
-        body, kind = json.dumps(fields).encode(), "application/json"
+        body = json.dumps(fields).encode()
+        kind = "application/json"
     headers = {"Content-Type": kind, "User-Agent": "slurm_train"}
     request = urllib.request.Request(address, data=body, headers=headers, method="POST")  # http(s) only
     with urllib.request.urlopen(request, timeout=_WITHIN_S - 1.0):  # likewise

@@ -37,7 +37,8 @@ from slurm_train.slurm.records import NO_STEP
 # --- does every node see the run ---
 
 _TIMEOUT_S = 25.0
-_ASKED_DIRECTLY_S, _FEW = 5.0, 10
+_ASKED_DIRECTLY_S = 5.0
+_FEW = 10
 _RETRY_S = 120.0
 """For a controller that is away; as long as other questions to it are repeated by default."""
 _REFUSED_S = 30.0
@@ -374,7 +375,8 @@ class RanksInWaiting:
             nodes: where it runs.
             log: the attempt's log, which gets what srun has said and says from now on.
         """
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is None or self.log is None:
             return None
         fits = (attempt, nodes) == (self.attempt, self.nodes) and process.poll() is None
@@ -390,7 +392,8 @@ class RanksInWaiting:
 
     def dismiss(self) -> None:
         """Ends the ranks; without a line they go by themselves."""
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is not None:
             self._end(process)
 

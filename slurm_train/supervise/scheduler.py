@@ -36,7 +36,8 @@ from slurm_train.supervise.ranks import end_step
 T = TypeVar("T")
 
 _RETRY_S = 120.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 10.0
 _CONFIRM_LOOKS = 5
 _KERNEL_COUNTS = Path("/proc/vmstat")
 _WRITTEN_AFTER_S = 7.0
@@ -174,10 +175,14 @@ class SlurmJob(Scheduler):
         # Steps and nodes of a heterogeneous job are known by the ids of all its components.
         self.job_ids = het_job_ids(env) or (self.job_id,)
         self.continues = continues
-        self._all_nodes, self._spares = all_nodes, [node for node in all_nodes if node not in allocation.nodes]
+        self._all_nodes = all_nodes
+        self._spares = [node for node in all_nodes if node not in allocation.nodes]
         self.lost: set[str] = set()
         """Nodes of the ranks that do not answer any more."""
-        self._run, self._env, self._retry_s, self._before_requeue = run, env, retry_s, before_requeue
+        self._run = run
+        self._env = env
+        self._retry_s = retry_s
+        self._before_requeue = before_requeue
         self._site: dict[str, float | None] = {}
 
     def queue_s(self) -> float | None:
@@ -354,7 +359,8 @@ def ask_with_retries(
     Raises:
         ControllerAway: there was no answer in time.
     """
-    deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+    deadline = time.monotonic() + limit_s
+    pause_s = _FIRST_PAUSE_S
     while True:
         try:
             return ask()

@@ -100,7 +100,8 @@ def within_allocation(words: Sequence[str], env: Mapping[str, str], *, tasks_per
         env: the job's environment.
         tasks_per_node: of the step.
     """
-    flag, has = "--cpus-per-task=", fewest_cpus(env)
+    flag = "--cpus-per-task="
+    has = fewest_cpus(env)
     found = list(words)
     for index, word in enumerate(words):
         if not word.startswith(flag) or has is None:
@@ -132,10 +133,14 @@ class _LostNodes(Task):
 
     name = "the look for lost nodes"
     every_s = 2.0
-    _FAILED_S, _SILENT_S = 3.0, 12.0
+    _FAILED_S = 3.0
+    _SILENT_S = 12.0
 
     def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob, env: Mapping[str, str]) -> None:
-        self._run, self._attempt, self._job, self._env = run, attempt, job, env
+        self._run = run
+        self._attempt = attempt
+        self._job = job
+        self._env = env
         self._beats: dict[str, tuple[int, float]] = {}
         """For each node the sum of its ranks' beats, and since when it has not changed."""
         self._asked_s = -math.inf
@@ -164,7 +169,8 @@ class _EndOfRanks(Task):
     name = "the look for the end of the ranks"
 
     def __init__(self, run: RunDirectory, attempt: int) -> None:
-        self._run, self._attempt = run, attempt
+        self._run = run
+        self._attempt = attempt
         self.is_overdue = False
 
     def look(self) -> None:
@@ -186,9 +192,12 @@ class _StepsInTheWay(Task):
     _MOST_LOOKS = 3
 
     def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob) -> None:
-        self._run, self._attempt, self._job = run, attempt, job
+        self._run = run
+        self._attempt = attempt
+        self._job = job
         self._earlier = {job.step_name(earlier) for earlier in range(attempt)}
-        self._has_begun, self._looks = False, 0
+        self._has_begun = False
+        self._looks = 0
         self.left = ""
         """Such steps that stay, by their ids."""
 
@@ -215,7 +224,10 @@ class _NextRanks(Task):
     every_s = 1.0
 
     def __init__(self, run: RunDirectory, attempt: int, *, world_size: int, start: Callable[[], None]) -> None:
-        self._run, self._attempt, self._world_size, self._start = run, attempt, world_size, start
+        self._run = run
+        self._attempt = attempt
+        self._world_size = world_size
+        self._start = start
         self._has_started = False
 
     def look(self) -> None:
@@ -255,7 +267,9 @@ class SrunLaunch:
         return code
 
     def _start(self, attempt: int) -> int:
-        run, nodes, folder = self.run, self.job.start.nodes, self.run.attempt_logs(attempt)
+        run = self.run
+        nodes = self.job.start.nodes
+        folder = self.run.attempt_logs(attempt)
         self.job.lost.clear()
         say(f"attempt {attempt} of {run.name}/{run.run_id} on {', '.join(nodes)}; rank logs in {folder}")
         for bad in read_bad_nodes(run, now_unix_s=time.time()):
@@ -315,7 +329,8 @@ class SrunLaunch:
 
     def _keep_guard(self) -> None:
         """Sees to it that a guard runs on one of the attempt's nodes."""
-        here, nodes = self.env.get("SLURMD_NODENAME"), self.job.start.nodes
+        here = self.env.get("SLURMD_NODENAME")
+        nodes = self.job.start.nodes
         cluster = self.config.cluster
         if cluster is None or not cluster.spare_nodes or here not in nodes:  # under salloc a person holds the job
             return
@@ -331,7 +346,8 @@ class SrunLaunch:
             log: where srun says what it says.
             waits: the ranks wait until they are needed; until then all of them write into this file.
         """
-        run, nodes = self.run, self.job.start.nodes
+        run = self.run
+        nodes = self.job.start.nodes
         known = {"{attempt}": str(attempt), "{nodes}": str(len(nodes)), "{nodelist}": compact_nodelist(nodes)}
         words = list(self.command)
         if waits is not None:
@@ -375,8 +391,10 @@ class SrunLaunch:
         create_empty(path)
         with path.open("ab") as log:
             process = self._start_step(attempt, log=log, waits=path)
-        self.waiting.process, self.waiting.log = process, path
-        self.waiting.attempt, self.waiting.nodes = attempt, self.job.start.nodes
+        self.waiting.process = process
+        self.waiting.log = path
+        self.waiting.attempt = attempt
+        self.waiting.nodes = self.job.start.nodes
 
     def _make_logs(self, folder: Path) -> None:
         """Makes the logs that srun and the tasks write; Slurm would make them by the umask of the login shell."""
@@ -409,7 +427,9 @@ class SrunLaunch:
 
     def _note_nodes(self, attempt: int) -> None:
         """Writes down what an attempt has found out about its nodes; the run goes on if the list cannot be written."""
-        run, record, hours = self.run, read_preflight(self.run, attempt), self.config.preflight.exclude_bad_nodes_h
+        run = self.run
+        record = read_preflight(self.run, attempt)
+        hours = self.config.preflight.exclude_bad_nodes_h
         findings = findings_of(record)
         found = bad_nodes_of(findings)
         with contextlib.suppress(OSError):

@@ -24,8 +24,11 @@ _LEAST_SAMPLES = 8
 _SCORE = 5.0
 _TO_SIGMA = 1.4826
 # Below this share of their median, the others do not differ in earnest. Few others show little of what chance does.
-_FLOOR, _FLOOR_OF_FEW, _FEW = 0.02, 0.05, 4
-_UNEVEN_SHARE, _DATA_SHARE = 0.1, 0.2
+_FLOOR = 0.02
+_FLOOR_OF_FEW = 0.05
+_FEW = 4
+_UNEVEN_SHARE = 0.1
+_DATA_SHARE = 0.2
 _SHOWN = 8
 
 
@@ -40,8 +43,10 @@ class WindowCutter:
     """
 
     def __init__(self, attempt: int, *, world_size: int, first_s: float = 3.0, longest_s: float = 60.0) -> None:
-        self._attempt, self._world_size = attempt, world_size
-        self._length_s, self._longest_s = first_s, longest_s
+        self._attempt = attempt
+        self._world_size = world_size
+        self._length_s = first_s
+        self._longest_s = longest_s
         self._base: Mapping[int, Beat] = {}
         self._newest: Mapping[int, Beat] = {}
         self._base_unix_s = self._newest_unix_s = 0.0
@@ -53,7 +58,8 @@ class WindowCutter:
         self._newest, self._newest_unix_s = dict(beats), now_unix_s
         if not self._base:
             # What lies before it, the first steps with their compiling and warming up, is in no window.
-            self._base, self._base_unix_s = self._newest, now_unix_s
+            self._base = self._newest
+            self._base_unix_s = now_unix_s
             return None
         if now_unix_s - self._base_unix_s < self._length_s or self._num_samples() < _LEAST_SAMPLES:
             return None
@@ -78,7 +84,8 @@ class WindowCutter:
             samples=self._num_samples(),
             ranks=tuple(_rank_pace(late, early) for late, early in pairs),
         )
-        self._base, self._base_unix_s = self._newest, self._newest_unix_s
+        self._base = self._newest
+        self._base_unix_s = self._newest_unix_s
         return window
 
 
@@ -167,7 +174,8 @@ def outliers(values: Mapping[K, float], *, excess: float) -> set[K]:
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
     """Returns the median of sorted values without one of them, which is in them."""
-    at, rest = bisect_left(ordered, value), len(ordered) - 1
+    at = bisect_left(ordered, value)
+    rest = len(ordered) - 1
     low, high = ((ordered[n] if n < at else ordered[n + 1]) for n in ((rest - 1) // 2, rest // 2))
     return (low + high) / 2
 
@@ -177,11 +185,13 @@ def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Slowdo
     named = set(slow)
     theirs = [rank for rank in ranks if rank.rank in named]
     others = [rank for rank in ranks if rank.rank not in named]
-    own_s, usual_s = median([rank.own_s for rank in theirs]), median([rank.own_s for rank in others])
+    own_s = median([rank.own_s for rank in theirs])
+    usual_s = median([rank.own_s for rank in others])
     more_data_s = median([rank.data_s for rank in theirs]) - median([rank.data_s for rank in others])
     is_data = more_data_s >= 0.5 * (own_s - usual_s)
     hosts = tuple(dict.fromkeys(rank.host for rank in theirs))
-    names, step_s = ",".join(hosts), _step_s(ranks)
+    names = ",".join(hosts)
+    step_s = _step_s(ranks)
     lost_s = median([rank.wait_s for rank in others]) - min(rank.wait_s for rank in theirs)
     share = min(max(lost_s / step_s, 0.0), 1.0) if step_s > 0 else 0.0
     factor = own_s / max(usual_s, 1e-6)
@@ -190,7 +200,8 @@ def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Slowdo
         advice = "read ahead with more workers: data.num_workers=N, or data.prefetch=N; if others read the same "
         advice += f"quickly, look at the file system of {names}"
     else:
-        why, advice = "computing takes longer", f"see what else runs on {names}, or whether it is throttled; "
+        why = "computing takes longer"
+        advice = f"see what else runs on {names}, or whether it is throttled; "
         advice += f"on a cluster, cluster.exclude={names} keeps the run off it"
     return Slowdown(
         kind="straggler",
@@ -228,7 +239,8 @@ def find_uneven(ranks: Sequence[RankPace]) -> Slowdown | None:
 
 def find_data(ranks: Sequence[RankPace]) -> Slowdown | None:
     """Returns the finding that all ranks wait for data; None if they do not."""
-    step_s, data_s = _step_s(ranks), median([rank.data_s for rank in ranks])
+    step_s = _step_s(ranks)
+    data_s = median([rank.data_s for rank in ranks])
     if step_s <= 0 or data_s < _DATA_SHARE * step_s:
         return None
     return Slowdown(

@@ -153,7 +153,9 @@ class Supervisor:
         Raises:
             RunError: another job or process runs this directory, or a newer attempt has taken over meanwhile.
         """
-        run, scheduler, job_id = self._run, self._scheduler, self._job_id
+        run = self._run
+        scheduler = self._scheduler
+        job_id = self._job_id
         # Whoever writes configuration or code holds the lock for a moment; a job waits for that.
         wait_s = _WRITER_WAIT_S if job_id is not None else 0.0
         take_lock(run.lock, scheduler.holder, is_alive=scheduler.is_alive, wait_s=wait_s)
@@ -289,7 +291,8 @@ class Supervisor:
         """Has the person told of an end that calls for it."""
         if self._notify is None:
             return
-        note, attempt = decision.note, end.attempt
+        note = decision.note
+        attempt = end.attempt
         if end.is_hung:
             self._tell("hung", note, attempt=attempt, once=f"attempt {attempt}")
         if decision.action == "finish":
@@ -314,7 +317,8 @@ class Supervisor:
         Raises:
             RunError: a newer attempt has taken over; after a node loss this process may live on beside its successor.
         """
-        run, scheduler = self._run, self._scheduler
+        run = self._run
+        scheduler = self._scheduler
         job = scheduler.show_job()
         # torchrun starts failed ranks again by itself; then the newest of its rounds is the attempt that has ended.
         attempt = best_effort("the attempts", lambda: newest_round(run, first), first)

@@ -217,7 +217,8 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
 
 
 # Throughput per node of twice the nodes, over that of one node.
-_PAYS, _HARDLY = 0.7, 0.5
+_PAYS = 0.7
+_HARDLY = 0.5
 _WORTH_A_WORD = 0.1
 
 
@@ -262,7 +263,8 @@ def shares(study: Study) -> dict[str, float]:
 
     "crowd" is what computing takes longer than on one rank alone: ranks that share memory, cores or a GPU.
     """
-    largest, base = study.largest, study.local[0]
+    largest = study.largest
+    base = study.local[0]
     crowd_s = min(max(largest.compute_s - base.compute_s, 0.0), largest.compute_s)
     parts = {"network": largest.comm_s, "uneven": largest.uneven_s, "data": largest.data_s, "crowd": crowd_s}
     parts["compute"] = largest.compute_s - crowd_s
@@ -305,7 +307,8 @@ def _what_limits(study: Study) -> list[str]:
 
 
 def _more_nodes(study: Study) -> list[str]:
-    largest, base = study.largest, study.local[0]
+    largest = study.largest
+    base = study.local[0]
     sentences = [f"efficiency {largest.efficiency(base):.0%} of {base.size.ranks} rank at a fixed local batch"]
     if study.model is None or largest.size.nodes < 2:
         return sentences
@@ -362,7 +365,8 @@ def render_text(study: Study) -> str:
 
 
 def _sizes(title: str, points: Sequence[Measured]) -> str:
-    base, unit = points[0], points[0].unit
+    base = points[0]
+    unit = points[0].unit
     head = (title, "ranks", "samples/step", "step", f"{unit}/s", "speed-up", "efficiency", "network", "uneven", "data")
     rows = [
         (
@@ -398,8 +402,10 @@ def _exchanges(study: Study) -> str:
         same_size = [other for other in study.others if other.size == plain.size]
         for measurement in (plain, *same_size) if same_size else ():
             limit = "-" if study.model is None else duration(measurement.ring_bytes() / study.model.bytes_per_s)
-            gain, sent = f"{measurement.per_s / plain.per_s:.2f}x", byte_size(measurement.sent_bytes)
-            name, ranks = f"{measurement.size} {measurement.point.comm}", str(measurement.size.ranks)
+            gain = f"{measurement.per_s / plain.per_s:.2f}x"
+            sent = byte_size(measurement.sent_bytes)
+            name = f"{measurement.size} {measurement.point.comm}"
+            ranks = str(measurement.size.ranks)
             rows.append((name, ranks, duration(measurement.step_s), gain, sent, limit, duration(measurement.comm_s)))
     return columns(rows, right=True)
 

@@ -77,7 +77,8 @@ def open_questions(facts: SiteFacts, answers: Mapping[str, str]) -> list[Questio
         facts: what Slurm says.
         answers: those given so far, by key; the account decides the QOS, and the partition the GPUs.
     """
-    partitions, found = usable_partitions(facts), []
+    partitions = usable_partitions(facts)
+    found = []
     names = tuple(partition.name for partition in partitions)
     if len(names) > 1:
         found.append(Question("partition", "Which partition do runs go to?", names[0], names))
@@ -85,10 +86,8 @@ def open_questions(facts: SiteFacts, answers: Mapping[str, str]) -> list[Questio
         types = gpu_types(partition)
         if partition.name == (answers.get("partition") or names[0]) and len(types) > 1:
             found.append(Question("gpu_type", f"Which GPUs of partition {partition.name}?", types[0], tuple(types)))
-    accounts, account = (
-        tuple(dict.fromkeys(association.account for association in facts.associations)),
-        _account(facts, answers),
-    )
+    accounts = tuple(dict.fromkeys(association.account for association in facts.associations))
+    account = _account(facts, answers)
     if len(accounts) > 1:
         default = default_account(facts.associations)
         found.append(Question("account", "Which account is charged?", default, accounts))
@@ -134,7 +133,8 @@ def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
     limit = given["time_limit_min"]
     if not limit.isdigit() or int(limit) < 1:
         raise ConfigError(f"time_limit_min={limit!r} is no number of minutes", hint="e.g. 1440 for a day")
-    partitions, account = usable_partitions(facts), _account(facts, given)
+    partitions = usable_partitions(facts)
+    account = _account(facts, given)
     partition = given.get("partition", partitions[0].name)
     qos = given.get("qos") or default_qos(facts, partition, account=account)
     # --gpus-per-node is an option of cons_tres; other selectors know GPUs as generic resources alone.
@@ -172,11 +172,13 @@ def _known(**values: Any) -> dict[str, Any]:
 def _partition(
     facts: SiteFacts, partition: Partition, gpu_type: str | None, *, qos: str, limit_min: int
 ) -> SitePartition:
-    record, types = facts.record(partition.name), gpu_types(partition) or [""]
+    record = facts.record(partition.name)
+    types = gpu_types(partition) or [""]
     gpu_type = gpu_type if gpu_type in types else types[0]
     shape = shape_of(partition, gpu_type=gpu_type or "")
     # Another QOS than the site's where the partition does not take that one.
-    own_qos, allowed = None, record.get("AllowQos", "ALL").split(",")
+    own_qos = None
+    allowed = record.get("AllowQos", "ALL").split(",")
     if qos and "ALL" not in allowed and qos not in allowed:
         own_qos = next(
             (name for association in facts.associations for name in association.qos if name in allowed), None
@@ -351,9 +353,12 @@ def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> t
         partitions: sinfo's, by name, for the types of their GPUs.
         ask: gives Slurm's verdict on a script.
     """
-    found, problems, own_flag = dict(site.partitions), [], site.cluster.get("gpu_flag")
+    found = dict(site.partitions)
+    problems = []
+    own_flag = site.cluster.get("gpu_flag")
     for name, partition in site.partitions.items():
-        changes, reason = None, ""
+        changes = None
+        reason = ""
         for variant in _variants(site, name, partitions.get(name)):
             verdict = ask(trial_script(site, name, variant))
             if verdict.refusal is Refusal.REQUEUE and not site.refuses_requeue:
@@ -402,7 +407,8 @@ def _spellings(site: SiteFile, name: str, partition: Partition | None) -> Iterat
     if not site.partitions[name].gpus_per_node:
         return
     settings = {**site.cluster, **site.partitions[name].cluster}
-    flag, kind = settings.get("gpu_flag"), settings.get("gpu_type")
+    flag = settings.get("gpu_flag")
+    kind = settings.get("gpu_type")
     known = {group.gpu_type for group in partition.groups if group.gpus_per_node} - {""} if partition else set()
     types = [kind, *sorted(known - {kind})] if kind else [None, *sorted(known)]
     other = "gres" if flag == "gpus-per-node" else "gpus-per-node"

@@ -160,9 +160,11 @@ def _refuse_for_streams(config: RunConfig) -> None:
     """
     key = hint = ""
     if config.batch.by_length:
-        key, hint = "batch.by_length", "leave batch.by_length out"
+        key = "batch.by_length"
+        hint = "leave batch.by_length out"
     if config.train.max_epochs is not None:
-        key, hint = "train.max_epochs", "leave train.max_epochs out; train.max_steps=N"
+        key = "train.max_epochs"
+        hint = "leave train.max_epochs out; train.max_steps=N"
     if key:
         raise ConfigError(
             f"{key} was asked, and the data are a stream, whose samples are neither counted nor read by number",

@@ -139,7 +139,8 @@ def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback
     """
     found: dict[str, Callback] = {}
     for number, mapping in enumerate(mappings):
-        made, target = instantiate(mapping), str(mapping[TARGET])
+        made = instantiate(mapping)
+        target = str(mapping[TARGET])
         if not isinstance(made, Callback):
             raise ConfigError(
                 f"callbacks[{number}].{TARGET}={target} gave a {type(made).__name__}, not a callback",
@@ -214,7 +215,9 @@ class Monitor(Callback):
             raise ConfigError(f"mode must be min or max, got {mode!r}", hint="min: less is better, as for eval_loss")
         if not isinstance(follower, bool):
             raise ConfigError(f"follower must be true or false, got {follower!r}", hint="see docs/callbacks.md")
-        self.monitor, self.mode, self.sign = monitor, mode, 1.0 if mode == "min" else -1.0
+        self.monitor = monitor
+        self.mode = mode
+        self.sign = 1.0 if mode == "min" else -1.0
         self.follower = follower
 
     def read(self, measures: Mapping[str, float]) -> float:
@@ -254,8 +257,11 @@ class EarlyStopping(Monitor):
         super().__init__(monitor=monitor, mode=mode, follower=follower)
         _require("patience", patience, least=1)
         _require("min_delta", min_delta, least=0.0)
-        self.patience, self.min_delta = patience, min_delta
-        self.best, self.best_step, self.num_worse = math.inf, 0, 0
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best = math.inf
+        self.best_step = 0
+        self.num_worse = 0
         self._next_look_s = 0.0
 
     def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
@@ -271,7 +277,9 @@ class EarlyStopping(Monitor):
             return
         self._next_look_s = rank.clock() + _LOOK_AT_SCORES_S
         # All scores are in the follower's file: nothing of them is lost, or counted twice, when the run resumes.
-        self.best, self.best_step, self.num_worse = math.inf, 0, 0
+        self.best = math.inf
+        self.best_step = 0
+        self.num_worse = 0
         try:
             scores = values_of(rank.run, self.monitor)
         except OSError:
@@ -283,7 +291,9 @@ class EarlyStopping(Monitor):
     def _compare(self, value: float, *, step: int) -> None:
         self.num_worse += 1
         if self.sign * value < self.best - self.min_delta:
-            self.best, self.best_step, self.num_worse = self.sign * value, step, 0
+            self.best = self.sign * value
+            self.best_step = step
+            self.num_worse = 0
 
     def _end_if_due(self, trainer: Training) -> None:
         if self.num_worse >= self.patience:
@@ -296,7 +306,9 @@ class EarlyStopping(Monitor):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them over."""
-        self.best, self.best_step, self.num_worse = state["best"], state["best_step"], state["num_worse"]
+        self.best = state["best"]
+        self.best_step = state["best_step"]
+        self.num_worse = state["num_worse"]
 
 
 class BestCheckpoint(Monitor):
@@ -319,7 +331,8 @@ class BestCheckpoint(Monitor):
         """Sorts the step in, and asks for a save if it is one to keep."""
         if self.follower:
             return
-        value, step = self.read(measures), trainer.position.step
+        value = self.read(measures)
+        step = trainer.position.step
         if not math.isfinite(value):
             return
         others = [entry for entry in self.steps if entry[0] != step]
@@ -357,7 +370,8 @@ class EMA(Callback):
 
     def __init__(self, *, decay: float = 0.999, evaluate: bool = False) -> None:
         _require("decay", decay, least=0.0, below=1.0)
-        self.decay, self.evaluate = decay, evaluate
+        self.decay = decay
+        self.evaluate = evaluate
         self.num_updates: int | None = None
 
     def attach(self, parts: Parts) -> None:
@@ -445,7 +459,9 @@ class ProfilerWindow(Callback):
         _require("steps", steps, least=1)
         for rank in ranks:
             _require("ranks", rank, least=0)
-        self.first, self.last, self.ranks = start_step, start_step + steps - 1, ranks
+        self.first = start_step
+        self.last = start_step + steps - 1
+        self.ranks = ranks
         self._profiler: Any = None
 
     def on_start(self, trainer: Training) -> None:
@@ -497,12 +513,14 @@ class TextSamples(Callback):
     def __init__(self, *, every_steps: int = 500, prompts: str | Sequence[str] = "", num_tokens: int = 100) -> None:
         _require("every_steps", every_steps, least=1)
         _require("num_tokens", num_tokens, least=1)
-        self.every_steps, self.num_tokens = every_steps, num_tokens
+        self.every_steps = every_steps
+        self.num_tokens = num_tokens
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
 
     def attach(self, parts: Parts) -> None:
         """Keeps model and data."""
-        self.parts, layout = parts, parts.rank.layout
+        self.parts = parts
+        layout = parts.rank.layout
         can_generate = hasattr(parts.model, "generate") and hasattr(parts.train_data, "encoding")
         self.is_possible = can_generate and layout.pp == layout.cp == 1
 
@@ -513,7 +531,8 @@ class TextSamples(Callback):
 
     def on_step_end(self, trainer: Training) -> None:
         """Writes the samples of a step, when they are due."""
-        rank, step = trainer.rank, trainer.position.step
+        rank = trainer.rank
+        step = trainer.position.step
         # Of a model that is cut all ranks compute the same.
         takes_part = rank.place.is_first or not rank.layout.is_replicated
         if step % self.every_steps or not self.is_possible or not takes_part:
@@ -521,7 +540,8 @@ class TextSamples(Callback):
         from slurm_train.train.preserve import preserved
         from slurm_train.train.texts import sample_text
 
-        start, model = rank.clock(), self.parts.model
+        start = rank.clock()
+        model = self.parts.model
         encoding = self.parts.train_data.encoding()  # type: ignore[attr-defined]  # it is possible
         with preserved(model):
             found = [sample_text(model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]

@@ -148,7 +148,8 @@ class Rank:
             # Nothing here reads memory that was not written; to fill it takes time.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in its types
             torch.backends.cudnn.benchmark = False
-        bound, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+        bound = len(os.sched_getaffinity(0))
+        cores = os.cpu_count() or 1
         share = bound if bound < cores else cores // self.place.local_world_size
         torch.set_num_threads(max(1, share) if train.threads is None else train.threads)
         self.device = choose_device(self.place, self.env)

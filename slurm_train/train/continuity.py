@@ -63,7 +63,9 @@ class Continuity:
             RunError: settings or code are not those of the checkpoint, and the change was not accepted.
             DataError: the data set is not.
         """
-        trained, step, since = manifest.extra, manifest.step, f"from step {manifest.step} on, as accepted:"
+        trained = manifest.extra
+        step = manifest.step
+        since = f"from step {manifest.step} on, as accepted:"
         accept = f"accept it: `resume {self.run.run_id} --accept"
         found = [
             change

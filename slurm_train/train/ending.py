@@ -20,7 +20,8 @@ from slurm_train.train.trainer import Trainer
 
 def end_training(trainer: Trainer, parts: Parts, display: Display | None, *, finished: bool) -> None:
     """Writes the result and says how the run ended; on rank 0. Collective where ranks hold parts of the weights."""
-    rank, is_whole = parts.rank, parts.rank.layout.is_replicated
+    rank = parts.rank
+    is_whole = parts.rank.layout.is_replicated
     # Of what is sharded every rank gives its part; a digest of a replica is rank 0's own business.
     takes_part = finished and (display is not None or not is_whole)
     digest = _digest_weights(parts, step=trainer.position.step) if takes_part else ""
@@ -89,7 +90,8 @@ def say_finished(say: Callable[[str], None], trainer: Trainer, *, has_heldout: b
 
 def say_stopped(say: Callable[[str], None], trainer: Trainer) -> None:
     """Prints where the run stopped and how it goes on."""
-    config, resume = trainer.rank.config, f"python -m slurm_train resume {trainer.rank.run.run_id}"
+    config = trainer.rank.config
+    resume = f"python -m slurm_train resume {trainer.rank.run.run_id}"
     if trainer.stops.not_saved:
         why = f"{trainer.stops.not_saved}; the run will continue from its newest checkpoint"
         say(f"stopped at step {trainer.position.step} without a save: {why}")

@@ -52,7 +52,8 @@ def follow_checkpoints(rank: Rank) -> int:
     join(rank)
     apply_parallelism(parts)
     require_same_samples(parts)
-    group, name = dist.group.WORLD, rank.config.train.follow or ""
+    group = dist.group.WORLD
+    name = rank.config.train.follow or ""
     first = _First(rank) if rank.place.is_first else None
     while True:
         rank.heartbeat.mark("evaluate")
@@ -117,7 +118,8 @@ class _First:
         is_over = self._follower.is_over()
         waiting = self._follower.next()
         if waiting is not None:
-            self._pause_s, self._says_waiting = _LOOK_S, True
+            self._pause_s = _LOOK_S
+            self._says_waiting = True
             return _Look(waiting=waiting)
         if is_over:
             return _Look(is_over=True)

@@ -31,7 +31,9 @@ from slurm_train.train.step import StepResult
 _MOST_IDS = 256
 # Steps without an item that counts end a run: so many one after the other (before any has counted and afterwards), or
 # more than half of the window.
-_EMPTY_AT_FIRST, _EMPTY_IN_A_ROW, _EMPTY_WINDOW = 3, 10, 100
+_EMPTY_AT_FIRST = 3
+_EMPTY_IN_A_ROW = 10
+_EMPTY_WINDOW = 100
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -71,7 +73,8 @@ class Health:
 
     def loss_limit(self, position: Position) -> float:
         """Returns the loss above which the next step is a spike, infinity where nothing is."""
-        settings, recent = self._settings, position.recent_losses
+        settings = self._settings
+        recent = position.recent_losses
         if settings.spike_factor is None or len(recent) < settings.spike_window:
             return float("inf")
         median = statistics.median(recent)
@@ -91,7 +94,8 @@ class Health:
                 f"step {result.facts.step} is not applied: its float16 gradients overflow; the loss scale is halved"
             )
             return
-        settings, action = self._settings, "log"
+        settings = self._settings
+        action = "log"
         if not result.is_finite or result.is_spike:
             action = settings.on_spike if result.is_finite else settings.on_non_finite
             if self._rank.place.is_first:
@@ -134,7 +138,8 @@ class Health:
         Raises:
             SlurmTrainError: the run has been taken back too often, or there is nothing to go back to.
         """
-        bad_step, self.bad_step = self.bad_step, None
+        bad_step = self.bad_step
+        self.bad_step = None
         assert bad_step is not None
         if self._num_rollbacks >= self._settings.max_rollbacks:
             raise SlurmTrainError(
@@ -142,7 +147,9 @@ class Health:
                 hint="look at events@*.jsonl in the run directory; health.max_rollbacks allows more",
             )
         self._num_rollbacks += 1
-        run, attempt, group = self._rank.run, self._rank.attempt, dist.group.WORLD
+        run = self._rank.run
+        attempt = self._rank.attempt
+        group = dist.group.WORLD
         # A save under way may be of a step that is to be forgotten.
         self._checkpointer.saves.finish()
         self._checkpointer.saves.discard_from(bad_step)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LEAST, _MOST = 2.0**-24, 2.0**30
+_LEAST = 2.0**-24
+_MOST = 2.0**30
 _GROWTH_STEPS = 2000
 
 

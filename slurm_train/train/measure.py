@@ -34,7 +34,8 @@ def main(words: Sequence[str]) -> int:
     batch_size, precision = words
     config = build_config(RunConfig, yaml.safe_load(sys.stdin.read()))
     # A model may print; what is read is the last line.
-    out, sys.stdout = sys.stdout, sys.stderr
+    out = sys.stdout
+    sys.stdout = sys.stderr
     found = measure_model(config, batch_size=int(batch_size), half=precision == "half")
     print(json.dumps(found), file=out)
     return 0

@@ -76,7 +76,8 @@ class Recorder:
         max_steps: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.display, self.spent = display, spent
+        self.display = display
+        self.spent = spent
         self._length = {} if max_steps is None else {"max_steps": max_steps}
         self._writer = MetricsWriter(rank.run.metrics)
         self._account = rank.run.account(rank.attempt)
@@ -88,7 +89,8 @@ class Recorder:
         can_count = peak is not None and self._unit == "tokens"
         self._peak = peak * rank.place.world_size if can_count and peak else None
         self._flops, self._papers_flops = flops_per_token
-        self._attempt, self._world_size = rank.attempt, rank.place.world_size
+        self._attempt = rank.attempt
+        self._world_size = rank.place.world_size
         self._shown: tuple[float, int] | None = None
         self._newest: StepResult | None = None
         self._account_due_s = 0.0
@@ -240,7 +242,9 @@ class GpuReader:
     """
 
     def __init__(self, device: torch.device, *, clock: Callable[[], float]) -> None:
-        self._device, self._clock, self._due_s = device, clock, 0.0
+        self._device = device
+        self._clock = clock
+        self._due_s = 0.0
         self._nvml: Any = None
         # NVML's errors get their classes at run time; none of them may end a training.
         with contextlib.suppress(Exception):
@@ -256,7 +260,8 @@ class GpuReader:
         The keys are `gpu_memory_gb` (the most that torch has allocated so far), `gpu_power_w`, `gpu_temperature_c` and
         `gpu_sm_clock_mhz`.
         """
-        now, nvml = self._clock(), self._nvml
+        now = self._clock()
+        nvml = self._nvml
         if now < self._due_s:
             return {}
         self._due_s = now + _READ_GPU_EVERY_S

@@ -28,7 +28,8 @@ from slurm_train.config.target import TARGET, accepts_keyword, callable_target, 
 from slurm_train.errors import ConfigError
 
 _FUSED_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-_WARMUP_SHARE, _DECAY_SHARE = 0.05, 0.2
+_WARMUP_SHARE = 0.05
+_DECAY_SHARE = 0.2
 LR_SCALE = "lr_scale"
 """Of a group of parameters: its learning rate as a multiple of the run's; 1 where it is absent."""
 
@@ -41,7 +42,8 @@ def build_optimizer(model: nn.Module, *, optim: OptimSection) -> Optimizer:
     Raises:
         ConfigError: the model has nothing to train, or the class does not take these parameters or keywords.
     """
-    rules, groups = optim.rules(), dict[str, dict[str, Any]]()
+    rules = optim.rules()
+    groups = dict[str, dict[str, Any]]()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             settings = _settings_of(name, parameter, optim=optim, rules=rules)
@@ -234,7 +236,8 @@ class Schedule:
         Args:
             samples: global samples consumed, the step's own included.
         """
-        warmup, total = self.warmup_samples, self.total_samples
+        warmup = self.warmup_samples
+        total = self.total_samples
         if callable(self.shape):
             return self.peak_lr * self.shape(samples, warmup_samples=warmup, total_samples=total)
         if samples < warmup:
@@ -371,7 +374,8 @@ class Update:
                 groups.append((group, [place_of[param] for param in members], tensors))
         has_steps = isinstance(self._optimizer, AdamW)
         self._steps = [step for _, _, tensors in groups for step in tensors[-1] if has_steps]
-        self._groups, self._known = groups, (state, having)
+        self._groups = groups
+        self._known = (state, having)
         return True
 
 

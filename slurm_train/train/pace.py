@@ -62,7 +62,8 @@ class WaitTimer:
         # Threads of torch's own, as that of a backward pass on a GPU, are dummies to Python.
         python = (thread.ident for thread in threading.enumerate() if not thread.name.startswith("Dummy-"))
         self._others = set(python) - {self._thread}
-        self._wait_s, self._pairs = 0.0, []
+        self._wait_s = 0.0
+        self._pairs = []
         self._replace(dist.Work, "wait")
         if self._sees_functions:
             self._replace(functional, "wait_tensor")
@@ -164,7 +165,9 @@ class PaceProbe:
         # torch has no types for its timers.
         self._ddp: Any = ddp
         self._heartbeat = heartbeat
-        self._data_wait_s, self._every, self._on_device = data_wait_s, every, on_device
+        self._data_wait_s = data_wait_s
+        self._every = every
+        self._on_device = on_device
         self._work = work
         # The interface is a prototype of torch's (2.6 to 2.13): without it, or unasked, nothing is measured.
         has_timers = waits is not None or hasattr(ddp, "_set_ddp_runtime_logging_sample_rate")

@@ -212,7 +212,9 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     """Returns the exit code of what the configuration names: the trainer, a task, or a script."""
     place = RankPlace.from_env(env)
     _require_visible(run, place.host)
-    config, plan, attempt = load_config(run.config), read_json(run.plan) or {}, int(env.get(_ATTEMPT, "0"))
+    config = load_config(run.config)
+    plan = read_json(run.plan) or {}
+    attempt = int(env.get(_ATTEMPT, "0"))
     outlive_terminal(run.rank_log(attempt, place.rank))
     heartbeat = _start_heartbeat(run, attempt, config, place, env)
     code_dir = Path.cwd()
@@ -326,7 +328,8 @@ def allocator_environment(torch_version: str, env: Mapping[str, str]) -> dict[st
         torch_version: e.g. "2.8.0+cu128". From 2.9 on the variable has another name, and the former one still counts.
         env: {} is returned where either is set.
     """
-    former, present = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    former = "PYTORCH_CUDA_ALLOC_CONF"
+    present = "PYTORCH_ALLOC_CONF"
     if former in env or present in env:
         return {}
     major, minor = map(int, torch_version.split(".")[:2])
@@ -355,7 +358,8 @@ def _start_heartbeat(
         return heartbeat
     # All that the trainer writes is private; a user's own code keeps the umask of its user.
     os.umask(0o077)
-    job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+    job = env.get("SLURM_JOB_ID", "")
+    step = env.get("SLURM_STEP_ID", "")
     step_id = f"{job}.{step}" if job and step else ""
     limits = limits_of(config)
     where = {"rank": place.rank, "local_rank": place.local_rank}
@@ -400,7 +404,8 @@ def _batch_plan(config: RunConfig, plan: Mapping[str, Any], place: RankPlace) ->
     if not config.trains:
         return solve_batch(BatchSection(), ranks=place.world_size)
     layout = solve_layout(config.parallel, world_size=place.world_size)
-    ranks, local_size = layout.data_parallel_size, int(batch["local_size"])
+    ranks = layout.data_parallel_size
+    local_size = int(batch["local_size"])
     return recut_batch(int(batch["global_size"]), ranks=ranks, local_size=local_size, stages=layout.pp)
 
 
@@ -471,7 +476,8 @@ def _leave_restart(run: RunDirectory, attempt: int, code: int, *, closes: bool) 
         closes: this rank writes the end of the attempt, as no supervisor does.
     """
     if closes and code in (EXIT_DONE, EXIT_REQUEUE):
-        begun, is_done = read_round(run, attempt), code == EXIT_DONE
+        begun = read_round(run, attempt)
+        is_done = code == EXIT_DONE
         step_before = 0 if begun is None else begun.first_step
         facts = {
             "exit_code": code,

@@ -33,7 +33,9 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.following import Follower, Waiting, summary_of
 from slurm_train.worker.script import script_command, script_env
 
-CHECKPOINT, STEP, SCORES = "SLURM_TRAIN_CHECKPOINT", "SLURM_TRAIN_STEP", "SLURM_TRAIN_SCORES"
+CHECKPOINT = "SLURM_TRAIN_CHECKPOINT"
+STEP = "SLURM_TRAIN_STEP"
+SCORES = "SLURM_TRAIN_SCORES"
 _LOOK_S = 1.0
 _POLL_S = 0.1
 # Slurm gives KillWait after its first signal, often 30 s; this process has to end in order, too.
@@ -74,7 +76,8 @@ def follow_with_script(
             f"a scorer is called once per checkpoint, and this evaluator has {place.world_size} ranks",
             hint="+cluster=1x1; the scorer may start processes itself",
         )
-    command, name = script_command(config.script or [], code_dir=code_dir, run=run), config.train.follow or ""
+    command = script_command(config.script or [], code_dir=code_dir, run=run)
+    name = config.train.follow or ""
     scorer_env = script_env(place, env, code_dir=code_dir, run=run)
     create_empty(run.scores)
     follower = Follower(run, attempt, SlurmCommands(env))

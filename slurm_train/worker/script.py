@@ -60,7 +60,8 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
     """
     if not words:
         raise ConfigError("script=[] names no script", hint="script=[train.py,--flag]")
-    name, arguments = words[0], list(words[1:])
+    name = words[0]
+    arguments = list(words[1:])
     if name.endswith(".py"):
         for base in (code_dir, Path.cwd()):
             if (base / name).is_file():

@@ -40,8 +40,11 @@ def main(words: Sequence[str]) -> NoReturn:
         )
     # Before any thread exists: all of them, and the ranks until they listen, keep the signals for later.
     hold_stop_signals()
-    run, env, parent = RunDirectory(Path(words[0])), dict(os.environ), os.getppid()
-    attempt, config = int(env["SLURM_TRAIN_ATTEMPT"]), load_config(run.config)
+    run = RunDirectory(Path(words[0]))
+    env = dict(os.environ)
+    parent = os.getppid()
+    attempt = int(env["SLURM_TRAIN_ATTEMPT"])
+    config = load_config(run.config)
     node = node_ranks(run, config, env)
     codes: list[int] = []
     command = [sys.executable, "-u", "-m", "slurm_train", "worker", str(run.path)]
@@ -58,7 +61,8 @@ def node_ranks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> 
         ClusterError: not a task of a step.
     """
     cluster = config.cluster or ClusterSection()
-    task, plan = TaskPlace.from_env(env), read_json(run.plan) or {}
+    task = TaskPlace.from_env(env)
+    plan = read_json(run.plan) or {}
     return NodeRanks(
         run_id=f"{run.run_id}.{env['SLURM_TRAIN_ATTEMPT']}",
         num_nodes=task.world_size,

@@ -46,7 +46,8 @@ def start_watcher(
         limit_s: how long ranks may be silent.
     """
     stacks, flight, (asked, ask) = _unnamed(), _unnamed(), os.pipe()
-    job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+    job = env.get("SLURM_JOB_ID", "")
+    step = env.get("SLURM_STEP_ID", "")
     facts = {
         "run": str(run.path),
         "attempt": attempt,

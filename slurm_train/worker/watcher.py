@@ -283,14 +283,16 @@ class Watcher:
                 os.write(self._ask, b"?")
 
     def _read_answer(self) -> tuple[str, bytes]:
-        header, dump = os.pread(self._stacks, _HEADER, 0), os.pread(self._stacks, 1 << 20, _HEADER)
+        header = os.pread(self._stacks, _HEADER, 0)
+        dump = os.pread(self._stacks, 1 << 20, _HEADER)
         first_line = header.partition(b"\n")[0].strip(b"\0")
         stack = (first_line + b"\n" + dump).decode(errors="replace") if dump else ""
         return stack, os.pread(self._flight, 1 << 24, 0)
 
     def _judge(self, sample: Sample, answer: tuple[str, bytes]) -> None:
         stack, record = answer
-        frames, flights = frames_of(stack), read_flights(record) if record else {}
+        frames = frames_of(stack)
+        flights = read_flights(record) if record else {}
         begun = sum(flight.begun + flight.over for flight in flights.values())
         sample = replace(sample, collectives=begun or sample.collectives)
         waiting = _open_ones(flights)

@@ -143,7 +143,8 @@ def tear_down(state_dir: Path) -> bool:
     Raises:
         ClusterError: a process does not end, or the directory is not a cluster's state.
     """
-    plan, hosts = load_plan(state_dir), system.marked_hosts(system.read_hosts())
+    plan = load_plan(state_dir)
+    hosts = system.marked_hosts(system.read_hosts())
     names = plan.node_names if plan else _nodes_left(state_dir, hosts)
     begun = (state_dir / "plan.json").exists()
     if state_dir.is_dir() and not begun and any(state_dir.iterdir()):
@@ -419,7 +420,8 @@ def require_free_place(plan: ClusterPlan) -> None:
     Raises:
         ClusterError: there is a slurm.conf, namespace, bridge, host name, route or directory that others made.
     """
-    hosts, state_dir = system.read_hosts(), plan.state_dir
+    hosts = system.read_hosts()
+    state_dir = plan.state_dir
     others = ", ".join(sorted({str(path) for path in system.marked_hosts(hosts).values() if path != state_dir}))
     names = system.namespaces() | system.links() | system.names_of_others(hosts)
     taken = ", ".join(sorted(names & {*plan.addresses, *plan.hosts, system.BRIDGE}))

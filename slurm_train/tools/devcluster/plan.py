@@ -213,14 +213,19 @@ def configuration(plan: ClusterPlan, *, nsswitch: str = "", slurm: tuple[int, ..
         nsswitch: the machine's nsswitch.conf; the nodes get it with host names from /etc/hosts alone.
         slurm: version of Slurm, e.g. (24, 11).
     """
-    habit, cpus, memory_mb = plan.habit, plan.cpus, plan.memory_mb
+    habit = plan.habit
+    cpus = plan.cpus
+    memory_mb = plan.memory_mb
     if habit.is_real_size:
-        cpus, memory_mb = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 21
-    sockets, gpus = 2 if cpus % 2 == 0 else 1, plan.gpus if plan.habit.has_gres else 0
+        cpus = os.cpu_count() or 1
+        memory_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 21
+    sockets = 2 if cpus % 2 == 0 else 1
+    gpus = plan.gpus if plan.habit.has_gres else 0
     shape = f"CPUs={cpus} Sockets={sockets} CoresPerSocket={cpus // sockets} ThreadsPerCore=1"
     shape += f" RealMemory={memory_mb}"
     shape += f" Gres=gpu:{habit.gpu_type + ':' if habit.gpu_type else ''}{gpus}" if gpus else ""
-    names, hosts = plan.called(habit.names.slurm), plan.called(habit.names.host)
+    names = plan.called(habit.names.slurm)
+    hosts = plan.called(habit.names.host)
     nodes = ""
     for name in plan.node_names:
         host = f" NodeHostname={hosts[name]}" if hosts[name] != names[name] else ""

@@ -145,7 +145,8 @@ def find_marked(state_dir: Path) -> list[ProcessRecord]:
 
     A container's processes are seen here, too; the cluster that they are of is another one, in the container's files.
     """
-    wanted, own_space = f"{MARK}={state_dir}".encode(), Path("/proc/self/ns/pid").readlink()
+    wanted = f"{MARK}={state_dir}".encode()
+    own_space = Path("/proc/self/ns/pid").readlink()
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):

@@ -66,7 +66,8 @@ _SLOWDOWNS = {
 
 def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
     """Returns what this rank knows of itself."""
-    task, names = env.get("SLURM_PROCID", ""), visible_gpus(env)
+    task = env.get("SLURM_PROCID", "")
+    names = visible_gpus(env)
     # Where each task is bound to a single GPU, Slurm knows how many its step has on the node.
     on_node = env.get("SLURM_GPUS_ON_NODE", "")
     of_step = int(on_node) if on_node.isdigit() and len(names or ()) == 1 else 0
@@ -170,7 +171,8 @@ def read_network(place: RankPlace, env: Mapping[str, str], *, peer: str) -> dict
     """Returns how this node is reached, by the names of `NodeFacts`; `peer` as in `read_node`."""
     if not place.spans_nodes:
         return {"address": "127.0.0.1"}
-    addresses, own_name = interface_addresses(), socket.gethostname()
+    addresses = interface_addresses()
+    own_name = socket.gethostname()
     towards, _ = resolve(peer)
     interface, address = route_to(towards[0], addresses) if towards else ("", "")
     if interface == "" and len(addresses) == 1:
@@ -234,7 +236,8 @@ def _interface_in_table(address: str) -> str:
     """Returns the interface of the longest IPv4 route that holds an address; for second addresses of an interface."""
     if ":" in address:
         return ""
-    wanted, best = int.from_bytes(socket.inet_aton(address), "little"), (-1, "")
+    wanted = int.from_bytes(socket.inet_aton(address), "little")
+    best = (-1, "")
     for name, target, *fields in _rows("/proc/net/route")[1:]:
         mask = int(fields[5], 16)
         if wanted & mask == int(target, 16):
@@ -304,7 +307,8 @@ def read_files(
 
 
 def _code_changes(code: Path, files: Mapping[str, str], hashing_s: float) -> list[str]:
-    deadline, found = time.monotonic() + hashing_s, list[str]()
+    deadline = time.monotonic() + hashing_s
+    found = list[str]()
     for name in sorted(files, key=lambda name: (not name.endswith(".py"), name)):
         if time.monotonic() > deadline or len(found) >= _LONGEST_LIST:
             break
@@ -395,7 +399,8 @@ def read_gpus(names: Sequence[str] | None) -> tuple[list[GpuFacts] | None, int |
     except Exception:  # no package, no driver, or one that does not answer: each with an error class of its own
         return None, None, ""
     try:
-        count, deadline = int(nvml.nvmlDeviceGetCount()), time.monotonic() + _LEFTOVER_WAIT_S
+        count = int(nvml.nvmlDeviceGetCount())
+        deadline = time.monotonic() + _LEFTOVER_WAIT_S
         wanted = list(map(str, range(count))) if names is None else names
         found = [_read(nvml, name) for name in wanted]
         # What the attempt before this one held is freed a moment after its processes have ended.

@@ -130,7 +130,8 @@ def _scarce_resources(job: Job) -> Iterator[Finding]:
                 "GPU_COUNT", name, f"{gpus} GPUs are visible to the ranks, {wanted} were asked for", blames=True
             )
 
-        bound, fewest = {cpu for rank in ranks for cpu in rank.cpus}, min(len(rank.cpus) for rank in ranks)
+        bound = {cpu for rank in ranks for cpu in rank.cpus}
+        fewest = min(len(rank.cpus) for rank in ranks)
         asked = job.cpus_per_gpu
         is_starved = len(bound) < min(len(ranks), node.num_cpus) or fewest < min(asked or 1, node.num_cpus)
         is_tight = asked is None and fewest == 1 and node.num_cpus >= _PLENTY * len(ranks)
@@ -156,13 +157,16 @@ def _scarce_resources(job: Job) -> Iterator[Finding]:
 
 def _unreached_rank_0(job: Job) -> Iterator[Finding]:
     master = job.names[0]
-    node, blocked = job.node(master), []
+    node = job.node(master)
+    blocked = []
     known = {*node.addresses.values(), node.address} - {""}
     for trouble in job.troubles:
         if not trouble.address:
-            code, seen = "NAME_RESOLUTION", f"cannot resolve {master}, where rank 0 is: {trouble.error}"
+            code = "NAME_RESOLUTION"
+            seen = f"cannot resolve {master}, where rank 0 is: {trouble.error}"
         elif is_loopback(trouble.address):
-            code, seen = "LOOPBACK", f"resolves {master}, where rank 0 is, to itself ({trouble.address})"
+            code = "LOOPBACK"
+            seen = f"resolves {master}, where rank 0 is, to itself ({trouble.address})"
         elif known and trouble.address not in known:
             seen = f"looks for rank 0 at {trouble.address}, but {master} has {shorten(sorted(known))}"
             code = "WRONG_MASTER"
@@ -172,7 +176,8 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
         yield error(code, trouble.node, seen, blames=True)
     if len(blocked) > 1 and len(blocked) == len(job.names) - 1:
         # No node reaches it: the fault is at rank 0's node if the others reach each other.
-        first, reach = blocked[0], any(trouble.reached for trouble in blocked)
+        first = blocked[0]
+        reach = any(trouble.reached for trouble in blocked)
         seen = f"no other node reaches rank 0 at {first.address}:{first.port}: {first.error}"
         yield error("PORT_BLOCKED", master, seen + ("; they reach each other" if reach else ""), blames=reach)
         return
@@ -225,7 +230,8 @@ def _misleading_interfaces(job: Job) -> Iterator[Finding]:
         elif node.node in callers:
             unreached[node.gloo_interface].append(node)
     for name, nodes in unreached.items():
-        first, addresses = nodes[0], shorten([node.gloo_address for node in nodes])
+        first = nodes[0]
+        addresses = shorten([node.gloo_address for node in nodes])
         where = "" if len(nodes) == len(job.nodes) else ", ".join(node.node for node in nodes)
         seen = (
             f"gloo would announce {f'{name} ({addresses})' if name else addresses}, which {callers[first.node]} "
@@ -246,7 +252,8 @@ def _missing_interface(node: NodeFacts) -> str:
     asked = node.nccl_interface
     # "^docker,lo" excludes, "=eth0" is exact, "eth" is any that begins so.
     if asked and not asked.startswith("^"):
-        exact, names = asked.startswith("="), asked.lstrip("=").split(",")
+        exact = asked.startswith("=")
+        names = asked.lstrip("=").split(",")
         if not any(own == name if exact else own.startswith(name) for own in node.addresses for name in names):
             return f"NCCL_SOCKET_IFNAME={asked}"
     return ""
@@ -276,7 +283,8 @@ def interface_choices(job: Job) -> dict[str, dict[str, str]]:
 
 
 def _between_nodes(job: Job) -> Iterator[Finding]:
-    unreached, unseen = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
+    unreached = dict[tuple[str, str], str]()
+    unseen = dict[tuple[str, str], str]()
     for probe in job.probes:
         for name, why in probe.unreached.items():
             peer = job.node(name)
@@ -345,9 +353,12 @@ def _unwritable_places(job: Job) -> Iterator[Finding]:
         free_mb = low_mb if disk.free_mb is None else disk.free_mb
         place = f"{disk.path} ({disk.role}): {disk.error or f'{disk.free_mb} MiB and {disk.free_inodes} inodes left'}"
         # The file system of the run is shared; where it is full, no node is to blame.
-        code, is_own = "DISK_FULL", disk.role != "run directory"
+        code = "DISK_FULL"
+        is_own = disk.role != "run directory"
         if disk.is_readonly:
-            code, is_own, seen = "FS_READONLY", True, f"cannot write to {place}"
+            code = "FS_READONLY"
+            is_own = True
+            seen = f"cannot write to {place}"
         elif disk.is_full or disk.free_inodes == 0 or free_mb < full_mb:
             seen = f"no room in {place}"
         elif free_mb < low_mb:
@@ -375,13 +386,15 @@ def _obstacles_to_compiling(job: Job) -> Iterator[Finding]:
 
 def _faulty_gpus(job: Job) -> Iterator[Finding]:
     for node in job.nodes:
-        gpus, name = node.gpus or [], node.node
+        gpus = node.gpus or []
+        name = node.node
         if node.num_gpus is not None and node.num_gpus < len(gpus):
             seen = f"the driver counts {node.num_gpus} GPUs, Slurm has given {len(gpus)}"
             hint = "a GPU has fallen off the bus: have the node drained and restarted"
             yield error("GPU_COUNT", name, seen, blames=True, hint=hint)
         if busy := [gpu for gpu in gpus if gpu.used_mb >= _BUSY_MB]:
-            worst, names = max(busy, key=lambda gpu: gpu.used_mb), shorten([gpu.name for gpu in busy], most=8)
+            worst = max(busy, key=lambda gpu: gpu.used_mb)
+            names = shorten([gpu.name for gpu in busy], most=8)
             holders = f" by {shorten(worst.holders, most=3)}" if worst.holders else ""
             seen = f"{worst.used_mb} of {worst.total_mb} MiB of GPU {names} are taken{holders}"
             is_most = 2 * worst.used_mb > worst.total_mb
@@ -407,13 +420,16 @@ def slow_nodes(job: Job) -> Iterator[Finding]:
             yield warning("SLOW_NODE", node, f"computes {work_ms / usual:.1f} times as long as the others ({taken})")
             continue  # it sends slowly, too
         if node in best:
-            rate, usual, nominal = best[node], _median_of_others(best, node), (job.node(node).link_mbit_per_s or 0) / 8
+            rate = best[node]
+            usual = _median_of_others(best, node)
+            nominal = (job.node(node).link_mbit_per_s or 0) / 8
             if usual is not None and len(best) > 2 and rate < _SLOW_LINK * usual:
                 yield warning("SLOW_LINK", node, f"{rate:.0f} MB/s at best, the other nodes {usual:.0f}")
             elif rate < _SHARE_OF_NOMINAL * nominal:
                 yield warning("SLOW_LINK", node, f"{rate:.0f} MB/s at best, its interface claims {nominal:.0f}")
         if node in nearest:
-            latency, usual = nearest[node], _median_of_others(nearest, node)
+            latency = nearest[node]
+            usual = _median_of_others(nearest, node)
             if usual is not None and latency > max(_HIGH_LATENCY * usual, _HIGH_LATENCY_US):
                 yield warning("SLOW_LINK", node, f"{latency:.0f} us to the nearest node, the other nodes {usual:.0f}")
 
@@ -444,7 +460,8 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
             continue
         yield warning("SLOW_GPU", node, f"GPU {gpu.name} ({gpu.kind}) {seen}")
     for found in job.gpu_speeds:
-        rate, kinds = found.all_reduce_gb_per_s, [gpu.kind for gpu in found.gpus]
+        rate = found.all_reduce_gb_per_s
+        kinds = [gpu.kind for gpu in found.gpus]
         rates = [
             gpu_speed.all_reduce_gb_per_s
             for gpu_speed in job.gpu_speeds

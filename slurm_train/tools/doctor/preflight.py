@@ -302,11 +302,14 @@ class Preflight:
 
     def _find_rank_0(self) -> tuple[Channel, Target] | None:
         """Returns a channel to rank 0; while there is none, the first rank of a node writes why into its file."""
-        point, began_s = self.point, time.monotonic()
-        ends_s, written_s = began_s + point.timeout_s, began_s
+        point = self.point
+        began_s = time.monotonic()
+        ends_s = began_s + point.timeout_s
+        written_s = began_s
         # Of a large job not too many ask the file server and the name server in one second.
         look_every_s = max(_LOOK_EVERY_S, self.place.world_size / _LOOKS_PER_S)
-        addresses, error = [] if self.place.spans_nodes else ["127.0.0.1"], ""
+        addresses = [] if self.place.spans_nodes else ["127.0.0.1"]
+        error = ""
         search = Search(self.place, point)
         with contextlib.closing(search):
             while (now_s := time.monotonic()) < ends_s:
@@ -322,7 +325,8 @@ class Preflight:
                 now_s = time.monotonic()
                 if now_s - began_s > _TROUBLE_AFTER_S and now_s - written_s >= look_every_s:
                     if addresses:
-                        tries, error = search.tries, search.answers.get((addresses[0], ports[0]), "")
+                        tries = search.tries
+                        error = search.answers.get((addresses[0], ports[0]), "")
                     else:
                         tries = round((now_s - began_s) / look_every_s)
                     self._write_trouble(tries, addresses, bound, error)
@@ -392,7 +396,8 @@ class Preflight:
         job.nodes += to_records(NodeFacts, (report.get("node") for report in reports))
         known = {rank.rank for rank in job.ranks} | {*missing_ranks}
         job.mute = self.nodes_of([rank for rank in range(meeting.world_size) if rank not in known])
-        missing, came = self.nodes_of(missing_ranks), {node.node for node in job.nodes}
+        missing = self.nodes_of(missing_ranks)
+        came = {node.node for node in job.nodes}
         job.troubles = [trouble for trouble in absent.believed if trouble.node in missing]
         job.nodes += [node for name in missing if name not in came for node in absent.facts_of(name)]
         if not job.troubles:
@@ -483,7 +488,9 @@ class AbsentNodes:
     """
 
     def __init__(self, preflight: Preflight, meeting: Meeting, job: Job) -> None:
-        self._preflight, self._meeting, self._job = preflight, meeting, job
+        self._preflight = preflight
+        self._meeting = meeting
+        self._job = job
         self._began_s = self._looked_s = time.monotonic()
         self._first_tries: dict[str, int] = {}
         self._believed_since_s: float | None = None
@@ -541,7 +548,8 @@ def better(new: SpeedFacts, old: SpeedFacts) -> SpeedFacts:
 
 def node_table(job: Job, findings: Iterable[Finding]) -> list[str]:
     """Returns the nodes as the lines of a table, the header first; columns without values are left out."""
-    ranks_by_node, rows = job.ranks_by_node, []
+    ranks_by_node = job.ranks_by_node
+    rows = []
     offsets = {probe.node: probe.clock_offset_s for probe in job.probes}
     speeds = {speed.node: speed for speed in job.speeds}
     for node in sorted(job.nodes, key=lambda node: node.node_rank):

@@ -201,8 +201,10 @@ def probe(point: MeetingPoint, node: str, peers: Sequence[Peer], *, folder: Path
         folder: the shared folder with every node's file.
         master: rank 0's node, whose clock counts.
     """
-    unreached, unreached_gloo = dict[str, str](), dict[str, str]()
-    seen_s, clock = dict[str, float](), list[tuple[float, float]]()
+    unreached = dict[str, str]()
+    unreached_gloo = dict[str, str]()
+    seen_s = dict[str, float]()
+    clock = list[tuple[float, float]]()
 
     def look(peer: Peer) -> None:
         line, why = reach(point, peer.node, peer.address, peer.port)
@@ -243,7 +245,8 @@ def _clock_offset(line: BufferedRWPair) -> tuple[float, float]:
     """Returns how far this clock is ahead of the peer's in seconds, and the error, by the quickest of a few answers."""
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
-        began_s, began_unix_s = time.monotonic(), time.time()
+        began_s = time.monotonic()
+        began_unix_s = time.time()
         theirs = _ask_time(line)
         trip_s = time.monotonic() - began_s
         rounds.append((trip_s, began_unix_s + trip_s / 2 - theirs))
@@ -261,7 +264,8 @@ def _is_seen(folder: Path, file: str) -> bool:
 
 def measure(point: MeetingPoint, node: str, peers: Sequence[Peer]) -> SpeedFacts:
     """Returns how fast this node computes, and how fast its connections are; takes about half a second a peer."""
-    rates, latencies = [], []
+    rates = []
+    latencies = []
     for peer in peers:
         line, _ = reach(point, peer.node, peer.address, peer.port)
         if line is not None:

@@ -55,7 +55,8 @@ def mount_of(path: PurePath, mountinfo: str) -> Mount | None:
     found = None
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
-        words, kind = before.split(), after.split()
+        words = before.split()
+        kind = after.split()
         if len(words) < 6 or len(kind) < 3:
             continue
         folder = _OCTAL.sub(lambda match: chr(int(match[1], 8)), words[4])
@@ -179,10 +180,12 @@ def _no_answers(view: SiteView) -> Iterator[Finding]:
 def _time_to_save(view: SiteView) -> Iterator[Finding]:
     """A preempted job has no or little time to save, or is stopped and stays in memory."""
     for part in view.facts.partitions:
-        preemption, where = view.preemption(part), f"partition {part.name}"
+        preemption = view.preemption(part)
+        where = f"partition {part.name}"
         if preemption is None or preemption.outcome == "never":
             continue
-        grace_s, notice_s = preemption.grace_s, preemption.notice_s
+        grace_s = preemption.grace_s
+        notice_s = preemption.notice_s
         if preemption.outcome == "suspended":
             yield note("SUSPENDS", f"{where} suspends preempted jobs: they keep their memory and go on later")
         elif grace_s is None or notice_s is None:
@@ -325,7 +328,8 @@ def site_table(view: SiteView) -> dict[str, str]:
 
 def in_words(view: SiteView) -> list[str]:
     """Returns what happens to a run here, a sentence or two each; empty where Slurm says nothing."""
-    preemption, usual = view.preemption(view.usual), view.usual
+    preemption = view.preemption(view.usual)
+    usual = view.usual
     if preemption is None or usual is None:
         return []
     grace_s = preemption.grace_s

@@ -17,10 +17,12 @@ from slurm_train.tools.report.page import Block, Curve, Document, as_float, draw
 from slurm_train.tools.report.run import Fact, provenance, read_attempts, read_config, read_settings, time_by_cause
 
 _MOST_POINTS = 40_000
-_LEAST_PER_CURVE, _MOST_PER_CURVE = 10, 300
+_LEAST_PER_CURVE = 10
+_MOST_PER_CURVE = 300
 _MOST_MARKS = 100
 _MOST_AXES = 12
-_BEST, _STEP = "best_", "_step"
+_BEST = "best_"
+_STEP = "_step"
 # Shares of the runs that count as the best, the good, and so on.
 _GRADES = (0.1, 0.3, 0.6, 0.85)
 
@@ -268,7 +270,8 @@ def _best_so_far(runs: Sequence[Fact], metric: str) -> Block:
         Curve(name="best so far", x=[*x, len(ended)] if y else [], y=[*best, *best[-1:]], kind="steps"),
         Curve(name="runs", x=x, y=y, kind="dots", colour="quiet", labels=labels),
     ]
-    title, x_label = f"Best so far: {metric.replace('_', ' ')}", "runs that have ended, in order"
+    title = f"Best so far: {metric.replace('_', ' ')}"
+    x_label = "runs that have ended, in order"
     return plot("best", title, curves, x_label=x_label, marks=failed[:_MOST_MARKS], is_wide=True)
 
 

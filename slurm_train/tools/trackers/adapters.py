@@ -131,7 +131,8 @@ class TensorBoardTracker(Tracker):
 
         An evaluation shares its step's number. The first line is one: an earlier file may have its step, too.
         """
-        step, trains = line["step"], "loss" in line
+        step = line["step"]
+        trains = "loss" in line
         goes_back = self._step is None or step < self._step or (trains and step <= self._trained)
         self._step = step
         if trains:
@@ -157,7 +158,8 @@ class WandbTracker(Tracker):
     def __init__(self, run: TrackedRun, track: TrackSection, env: Mapping[str, str]) -> None:
         import wandb
 
-        mode, folder = wandb_mode(track.wandb, env), run.run.trackers
+        mode = wandb_mode(track.wandb, env)
+        folder = run.run.trackers
         self._run = wandb.init(
             project=track.wandb.project,
             entity=track.wandb.entity,
@@ -214,7 +216,9 @@ class MlflowTracker(Tracker):
 
     _KEY_TAG = "slurm_train.key"
     # What one request may hold.
-    _MOST_METRICS, _MOST_PARAMS, _LONGEST_VALUE = 1000, 100, 500
+    _MOST_METRICS = 1000
+    _MOST_PARAMS = 100
+    _LONGEST_VALUE = 500
 
     def __init__(self, run: TrackedRun, track: TrackSection, env: Mapping[str, str]) -> None:
         from mlflow import MlflowClient
@@ -277,7 +281,8 @@ class TrackioTracker(Tracker):
     def __init__(self, run: TrackedRun, track: TrackSection, _env: Mapping[str, str]) -> None:
         import trackio
 
-        project, space_id = track.trackio.project, track.trackio.space_id
+        project = track.trackio.project
+        space_id = track.trackio.space_id
         self.tracker_id = run.tracker_id or f"{run.run.name}-{run.key}"
         self.place = space_id or f'trackio show --project "{project}"'
         self._run = trackio.init(

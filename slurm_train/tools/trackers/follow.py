@@ -226,12 +226,14 @@ def read_new_lines(path: Path, offset: int) -> tuple[Sequence[Line], int]:
 def count_unsent(run: RunDirectory, name: str) -> int:
     """Returns how many lines a tracker has not taken for sure; while it has the run open, it may have taken more."""
     state = read_state(run, name)
-    offset, count = (0 if state is None else state.sure_bytes), 0
+    offset = 0 if state is None else state.sure_bytes
+    count = 0
     while True:
         lines, end = read_new_lines(run.metrics, offset)
         if end == offset:
             return count
-        offset, count = end, count + len(lines)
+        offset = end
+        count = count + len(lines)
 
 
 def explain_exit(run: RunDirectory, name: str, code: int, *, timeout_s: float) -> str:
@@ -250,7 +252,8 @@ def explain_exit(run: RunDirectory, name: str, code: int, *, timeout_s: float) -
 
 
 def _describe(run: RunDirectory, state: TrackerState) -> TrackedRun:
-    provenance, sweep = read_json(run.provenance) or {}, sweep_of(run)
+    provenance = read_json(run.provenance) or {}
+    sweep = sweep_of(run)
     facts = {"run": str(run.path), "commit": provenance.get("git_commit"), "user": provenance.get("user")}
     return TrackedRun(
         run=run,
@@ -272,9 +275,11 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, *before)
 
 
-_POLL_S, _CLOSING_POLL_S = 0.5, 0.1
+_POLL_S = 0.5
+_CLOSING_POLL_S = 0.1
 _SHORTEST_TRY_S = 2.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
+_FIRST_PAUSE_S = 30.0
+_LONGEST_PAUSE_S = 600.0
 # The first try after a failure comes at once: where a cancelled job has ended the package's helper, the next process
 # has its imports done when the ranks have saved, and little time is left then (KillWait).
 _AT_ONCE_S = 0.5
@@ -308,8 +313,12 @@ class Trackers:
     ) -> None:
         self.close_timeout_s = track.close_timeout_s
         """Seconds that all of them have to end when the ranks have ended."""
-        self._run, self._command, self._env, self._say = run, command, env, say
-        self._timeout_s, self._first_pause_s = track.timeout_s, first_pause_s
+        self._run = run
+        self._command = command
+        self._env = env
+        self._say = say
+        self._timeout_s = track.timeout_s
+        self._first_pause_s = first_pause_s
         self.threads = [
             threading.Thread(target=self._keep_following, args=(name,), name=name, daemon=True) for name in names
         ]
@@ -359,14 +368,16 @@ class Trackers:
         and some trackers have helpers that obey.
         """
         said: set[str] = set()
-        pauses, is_last_try = self._pauses_s(), False
+        pauses = self._pauses_s()
+        is_last_try = False
         while True:
             try:
                 code = self._run_process(name)
                 problem = "" if code is None else explain_exit(self._run, name, code, timeout_s=self._timeout_s)
             except Exception as err:
                 # A full disk or a torn file: the run has problems of its own then, and trackers add none.
-                code, problem = EXIT_FAILURE, f"cannot be started: {err}"
+                code = EXIT_FAILURE
+                problem = f"cannot be started: {err}"
             is_closing = self._closing.is_set()
             if code is None or (code == EXIT_DONE and is_closing):
                 break
