@@ -81,13 +81,16 @@ class NodeShares:
     def _threads_per_core(self) -> dict[str, int]:
         return self._commands.threads_per_core()
 
-    def share_of(self, cluster: ClusterSection, world: World, *, is_interactive: bool) -> CpuShare:
+    def share_of(
+        self, cluster: ClusterSection, world: World, *, is_interactive: bool, runs_per_node: int = 1
+    ) -> CpuShare:
         """Returns how many CPUs each rank of a run asks for.
 
         Args:
             cluster: its request; `cpus_per_gpu` is "auto".
             world: its ranks.
             is_interactive: whether it uses the allocation that it is typed in, if there is one.
+            runs_per_node: how many runs share its job.
         """
         for key, flags in (("cluster.sbatch", cluster.sbatch), ("cluster.srun", cluster.srun)):
             about = [name for name in flags if name.replace("_", "-") in _ABOUT_CPUS]
@@ -96,11 +99,11 @@ class NodeShares:
         if cluster.gpu_flag == "none" or (is_interactive and self._in_allocation) or not self._commands.is_available():
             return LEFT_TO_SLURM
         try:
-            return self._share_of(cluster, world)
+            return self._share_of(cluster, world, runs_per_node=runs_per_node)
         except ClusterError:
             return CpuShare(None, _NOT_KNOWN)
 
-    def _share_of(self, cluster: ClusterSection, world: World) -> CpuShare:
+    def _share_of(self, cluster: ClusterSection, world: World, *, runs_per_node: int) -> CpuShare:
         asked = cluster.partition or str(cluster.sbatch.get("partition", ""))
         partitions = chosen_partitions(asked, self._facts.partitions)
         if self._facts.problems or not partitions:
@@ -113,9 +116,10 @@ class NodeShares:
                 # One task of torchrun has the CPUs of all its ranks, which Slurm would not give it by itself.
                 return CpuShare(given if cluster.launcher == "torchrun" else None, why)
             for component in world.groups:
-                parts += self._parts(cluster, partition, num_ranks=component.ranks_per_node)
+                num_ranks = component.ranks_per_node * runs_per_node
+                parts += self._parts(cluster, partition, num_ranks=num_ranks)
         if not parts:
-            return CpuShare(None, f"as Slurm gives them: no node has {max(world.ranks_per_node)} GPUs")
+            return CpuShare(None, f"as Slurm gives them: no node has {max(world.ranks_per_node) * runs_per_node} GPUs")
         least = min(parts, key=lambda part: part.cpus)
         return CpuShare(least.cpus, least.why)
 

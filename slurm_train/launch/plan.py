@@ -204,7 +204,12 @@ def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares:
     if config.cluster is None or config.cluster.cpus_per_gpu != "auto":
         return LEFT_TO_SLURM
     shares = node_shares(env) if shares is None else shares
-    return shares.share_of(config.cluster, world, is_interactive=config.launch == "interactive")
+    return shares.share_of(
+        config.cluster,
+        world,
+        is_interactive=config.launch == "interactive",
+        runs_per_node=config.sweep.pack,
+    )
 
 
 def node_shares(env: Mapping[str, str]) -> NodeShares:

@@ -80,6 +80,13 @@ def test_a_rank_asks_for_its_gpus_part_of_the_node(
     assert plan.config.cluster is not None and plan.config.cluster.cpus_per_gpu == "auto", "it is chosen anew each time"
 
 
+def test_runs_that_share_whole_nodes_ask_for_their_part_of_one() -> None:
+    commands = slurm(NODE, OverSubscribe="EXCLUSIVE")
+    sections: dict[str, Any] = {"cluster": {"nodes": 1, "gpus_per_node": 1}, "sweep": {"pack": 4}}
+    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, shares=NodeShares(commands))
+    assert plan.cpus_per_rank == 112 // 4
+
+
 def away() -> FakeSlurmCommands:
     commands = slurm(NODE)
     commands.error = ClusterError("no answer")
