@@ -53,6 +53,7 @@ class FakeSlurmCommands:
         self.accounts: dict[str, list[str]] = {}
         self.error: ClusterError | None = None
         self.cancelled: list[str] = []
+        self.asked: list[str] = []
         self.requeued: list[str] = []
         self.delays_s: dict[str, int] = {}
         self.tested: list[Path] = []
@@ -179,6 +180,10 @@ class FakeSlurmCommands:
         self.cancelled.append(step_id)
         if step_id not in self.stuck_steps:
             self.running_steps.pop(step_id, None)
+
+    def ask_step(self, step_id: str) -> None:
+        self._fail_if_told()
+        self.asked.append(step_id)
 
     def ended_states(self, job_id: str) -> list[str]:
         self._fail_if_told()
