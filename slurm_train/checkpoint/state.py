@@ -31,13 +31,13 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     An optimizer that has not stepped yet gets its state made (zero gradients, zero learning rate), so that there is
     something to fill; it must have no gradients at that moment. Collective for sharded models.
 
-    Training stands still meanwhile. torch's own function looks up each name again from module to module, so it is asked
-    only where there is no state yet, or where something is wrapped around the model or a part of it.
+    Training stands still meanwhile, and torch's own function is slow: it looks each name up, module by module. It is
+    called only where there is no state yet, or where something is wrapped around the model or a part of it.
     """
     model_state = model.state_dict()
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()}
     is_wrapped = isinstance(model, DistributedDataParallel) or any("_orig_mod." in name for name in model_state)
-    if not optimizer.state or is_wrapped or not model_state.keys() >= set(names.values()):
+    if not optimizer.state or is_wrapped or not model_state.keys() >= names:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -45,8 +45,7 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     numbered = optimizer.state_dict()
     name_of = dict[Any, str]()
     groups = []
-    for group, live in zip(numbered["param_groups"], optimizer.param_groups, strict=True):
-        own = [names[id(parameter)] for parameter in live["params"]]
+    for group, own in zip(numbered["param_groups"], names_of_groups(model, optimizer), strict=True):
         name_of |= dict(zip(group["params"], own, strict=True))
         groups.append({**group, "params": own})
     states = {name_of[number]: kept for number, kept in numbered["state"].items()}

@@ -22,6 +22,7 @@ from slurm_train.launch.preview import plan_rows
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
     from slurm_train.config.schema import RunConfig
+    from slurm_train.estimate.estimate import Speed
     from slurm_train.estimate.when import Option
     from slurm_train.slurm.site import SiteFacts
 
@@ -278,17 +279,16 @@ def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: P
         )
     estimate = estimate_run(typed, facts=_site_facts(typed, env), env=env)
     options: list[Option] = []
-    sources: dict[str, None] = {}
+    # By number of nodes: earlier runs are read for it, and a time limit does not change it.
+    paces: dict[int, Speed | None] = {}
     for num_nodes in numbers:
         for limit_min in limits_of(estimate.cost.limit_min):
             size = _Size(num_nodes, limit_min, estimate.cost.left_steps)
-            option, source = _option(settings, typed, size, env=env, cwd=cwd)
-            options.append(option)
-            sources[source] = None
+            options.append(_option(settings, typed, size, paces=paces, env=env, cwd=cwd))
     if as_json:
         print(json.dumps([option.as_json() for option in options], indent=2))
         return 0
-    known = [source for source in sources if source]
+    known = dict.fromkeys(pace.source for pace in paces.values() if pace is not None)
     pace = f"pace of {'; '.join(known)}, falling in proportion to the ranks" if known else "no pace is known"
     note(f"  {pace}; {START_S:.0f} s assumed from a job's begin to its first step")
     note("  starts by `sbatch --test-only`: today's queue; each later job is taken to wait as long as the first")
@@ -303,10 +303,17 @@ class _Size(NamedTuple):
 
 
 def _option(
-    settings: HydraSettings, typed: RunPlan, size: _Size, *, env: Mapping[str, str], cwd: Path
-) -> tuple[Option, str]:
-    """Returns what is known of the run with a size and a limit, and where its pace is from."""
+    settings: HydraSettings,
+    typed: RunPlan,
+    size: _Size,
+    *,
+    paces: dict[int, Speed | None],
+    env: Mapping[str, str],
+    cwd: Path,
+) -> Option:
+    """Returns what is known of the run with a size and a limit; the pace of a size is kept in `paces`."""
     import time
+    from dataclasses import replace
 
     from slurm_train.estimate.choice import settle_parallel
     from slurm_train.estimate.when import Option, option_of, pace_of
@@ -316,6 +323,7 @@ def _option(
 
     num_nodes, limit_min, left_steps = size
     num_devices = num_nodes * typed.num_devices // typed.world.num_nodes
+    nothing_known = Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min)
     words = [f"cluster.nodes={num_nodes}"]
     if typed.config.trains:
         words.append(f"batch.global_size={typed.batch.global_size}")
@@ -327,21 +335,25 @@ def _option(
         plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel)
         answer = _ask_slurm(render_script(plan), env, plan)
     except ConfigError as err:
-        return Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min, problem=err.message), ""
+        return replace(nothing_known, problem=err.message)
     if not answer.get("is_accepted"):
-        problem = answer.get("message") or answer["says"]
-        return Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min, problem=problem), ""
+        return replace(nothing_known, problem=answer.get("message") or answer["says"])
     start = unix_s(answer["start"]) if answer["start"] else None
     starts_in_s = None if start is None else max(0.0, start - time.time())
     if starts_in_s is not None and starts_in_s < _NOW_S:
         starts_in_s = 0.0
-    pace = pace_of(plan, env)
+    if num_nodes not in paces:
+        paces[num_nodes] = pace_of(plan, env)
     limit_s = None if limit_min is None else 60.0 * limit_min
     warns_s = warning_lead_s(plan.config.requeue.warn_before_limit_s, plan.run, limit_s=limit_s)
-    option = option_of(
-        plan, left_steps=left_steps, limit_min=limit_min, starts_in_s=starts_in_s, pace=pace, warns_s=warns_s
+    return option_of(
+        plan,
+        left_steps=left_steps,
+        limit_min=limit_min,
+        starts_in_s=starts_in_s,
+        pace=paces[num_nodes],
+        warns_s=warns_s,
     )
-    return option, "" if pace is None else pace.source
 
 
 def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:
