@@ -31,7 +31,6 @@ from slurm_train.checkpoint.manifest import COMPLETE_FILE, MODEL, Manifest, chec
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.verify import (
-    LOOKS_AT_STALE,
     PassedOver,
     check_copied,
     is_stale,
@@ -42,7 +41,7 @@ from slurm_train.checkpoint.verify import (
     wait_until_visible,
 )
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
-from slurm_train.rundir.files import ask_server, fsync_directory, fsync_file, rename
+from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server, fsync_directory, fsync_file, rename
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import name_of
 

@@ -27,13 +27,12 @@ from slurm_train.checkpoint.manifest import (
 )
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.files import ask_server
+from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of, parse_name
 from slurm_train.rundir.scores import best_first
 
 VISIBLE_TIMEOUT_S = 120.0
 _NUM_HASHING_THREADS = 4
-LOOKS_AT_STALE = 4
 
 
 class PassedOver(NamedTuple):

@@ -12,6 +12,7 @@ Nothing here knows what a run or a checkpoint is.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import heapq
 import itertools
@@ -32,6 +33,9 @@ T = TypeVar("T")
 
 _MANY_FILES = 64
 _NUM_THREADS = 16
+
+# How often a file is opened before a stale handle is an error: enough for a file that is being replaced.
+LOOKS_AT_STALE = 4
 
 
 def fsync_directory(path: Path) -> None:
@@ -217,7 +221,7 @@ def size_of(path: Path) -> int:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects of a file of lines; a torn last line (a killed writer) is passed over."""
     try:
-        file = path.open(encoding="utf-8", errors="replace")
+        file = read_anew_if_stale(lambda: path.open(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         return
     with file:
@@ -273,7 +277,7 @@ def read_shared(path: Path, *, owners: Collection[int] | None = None) -> list[di
 def read_json(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object of a file, or None where there is no such file or it is not whole."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_anew_if_stale(lambda: path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -290,12 +294,37 @@ def last_lines(path: Path, *, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, A
 
 def read_tail(path: Path, num_bytes: int) -> str:
     """Returns the end of a file as text, "" where it is gone, or may not be read."""
-    try:
+
+    def read() -> bytes:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-            return file.read().decode(errors="replace")
+            return file.read()
+
+    try:
+        return read_anew_if_stale(read).decode(errors="replace")
     except (FileNotFoundError, PermissionError):
         return ""
+
+
+def read_anew_if_stale(read: Callable[[], T]) -> T:
+    """Returns what a function reads; it is called again where an open file was replaced on another client.
+
+    An NFS client asks again by name when it opens a file, but not for a file that is open: fstat and read then end with
+    ESTALE, although the file's name leads to a whole new file.
+
+    Args:
+        read: opens the file itself, by its path.
+
+    Raises:
+        OSError: what the last of four attempts has raised.
+    """
+    for _ in range(LOOKS_AT_STALE - 1):
+        try:
+            return read()
+        except OSError as err:
+            if err.errno != errno.ESTALE:
+                raise
+    return read()
 
 
 def write_record(path: Path, record: Any, *, durable: bool = False) -> None:

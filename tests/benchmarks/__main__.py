@@ -17,6 +17,7 @@ _WITHOUT_SLURM = (
     "bench_stop_agreement",
     "bench_checkpoint_stall",
     "bench_sampler",
+    "bench_reading",
     "bench_memory",
     "bench_session",
 )

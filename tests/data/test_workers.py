@@ -105,15 +105,6 @@ def test_the_default_reads_the_same_samples_with_the_same_random_numbers_as_any_
     assert notes[0].endswith(" ms to read and this rank has 4 CPUs")
 
 
-def test_the_default_is_faster_where_a_sample_takes_time() -> None:
-    seconds = {}
-    for name, way in {"none": 0, "auto": AutoWorkers(cpus=10)}.items():
-        start_s = time.perf_counter()
-        read(Decoded(), way, count=40)
-        seconds[name] = time.perf_counter() - start_s
-    assert seconds["auto"] < 0.8 * seconds["none"], seconds
-
-
 @pytest.mark.parametrize(
     ("dataset", "cpus", "note"),
     [

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import TINY, Person, somebody_else
+from tests.support.light_runs import active_jobs
 from tests.support.slurm_runs import wait_until_finished
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -30,6 +32,8 @@ def test_an_unprivileged_user_submits_and_trains(slurm_cluster: object, open_fol
     _, run = person.types("+cluster=2x2", *TINY).job_and_run
     assert wait_until_finished(run)["world_size"] == 4
     assert run.path.owner() == "nobody" and run.path.stat().st_mode & 0o077 == 0
+    # The supervisor gives its lock back after the result; the folder is removed then.
+    wait_for(lambda: not active_jobs(run), within_s=60, what=f"the end of the job of {run.path}")
 
 
 @pytest.mark.parametrize("pair", range(2))

@@ -6,7 +6,8 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,9 @@ from slurm_train.rundir.files import (
     append_shared,
     change_times,
     for_each,
+    last_lines,
     listed,
+    read_anew_if_stale,
     read_json,
     read_lines,
     read_record,
@@ -30,6 +33,10 @@ from slurm_train.rundir.files import (
     write_durable,
     write_record,
 )
+from tests.support import nfs_mounts
+from tests.support.nfs_mounts import Client, clients
+
+on_nfs = pytest.mark.skipif(bool(nfs_mounts.missing()), reason=f"needs {nfs_mounts.missing()}")
 
 
 def names(folder: Path) -> list[str]:
@@ -238,3 +245,52 @@ def test_what_one_of_many_file_operations_raises_is_raised(number: int) -> None:
 
     with pytest.raises(OSError, match="stale"):
         for_each(work, range(number))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Client, Client]]:
+    with clients(tmp_path) as (first, second):
+        yield first, second
+
+
+@on_nfs
+def test_a_file_that_another_client_replaces_while_it_is_open_is_read_anew(two: tuple[Client, Client]) -> None:
+    writer, reader = (client.path / "file" for client in two)
+    writer.write_text("before")
+    descriptors = []
+
+    def read() -> bytes:
+        descriptors.append(os.open(reader, os.O_RDONLY))
+        if len(descriptors) == 1:
+            write_atomic(writer, "after")
+        return os.pread(descriptors[-1], 9, 0)
+
+    assert read_anew_if_stale(read) == b"after" and len(descriptors) == 2
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@on_nfs
+def test_readers_meet_no_stale_handle_of_a_file_that_is_replaced(two: tuple[Client, Client]) -> None:
+    writer, reader = (client.path / "file" for client in two)
+    write_atomic(writer, '{"number": 0}\n')
+
+    def write() -> None:
+        for number in range(300):
+            write_atomic(writer, f'{{"number": {number}}}\n')
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        while not writing.done():
+            assert set(read_json(reader) or {}) == {"number"}
+            assert [set(line) for line in last_lines(reader)] == [{"number"}]
+        writing.result()
+
+
+@on_nfs
+def test_a_file_that_stays_stale_is_an_error(two: tuple[Client, Client]) -> None:
+    path = two[0].path / "file"
+    path.write_text("{}")
+    with two[0].having(stale=1.0), pytest.raises(OSError) as caught:
+        read_json(path)
+    assert caught.value.errno == errno.ESTALE
