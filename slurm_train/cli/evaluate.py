@@ -21,8 +21,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,18 @@ from slurm_train.cli.preview import check_inputs
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import start_run
 from slurm_train.cli.terminal import answer, note
-from slurm_train.config.compose import Composed, apply_words
 from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import BatchSection, DdpSection, ParallelSection, RunConfig, RunSection, TrackSection
-from slurm_train.data.check import known_fingerprint
-from slurm_train.errors import EXIT_DONE, CheckpointError, ClusterError, ConfigError, RunError, require_all
+from slurm_train.errors import EXIT_DONE, ClusterError, ConfigError, require_all
+from slurm_train.launch.evaluation import (
+    enter_run,
+    is_for_slurm,
+    pinned,
+    plan_evaluation,
+    plan_following,
+    plan_texts,
+)
 from slurm_train.launch.imports import import_from_snapshot
-from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.start import Start
 from slurm_train.launch.write import require_writable
@@ -45,16 +49,8 @@ from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.files import make_folder, read_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.node_disk import kernel_variables
-from slurm_train.rundir.paths import (
-    RunDirectory,
-    existing_attempts,
-    find_save,
-    parse_name,
-    require_private,
-    save_path,
-    typed_root,
-)
-from slurm_train.rundir.pins import pin_save, release_pins, renew_lease
+from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from slurm_train.rundir.pins import release_pins, renew_lease
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.activity import clear_dead_pins, refuse_active
 from slurm_train.status.following import MOST_WAITING, summary_of
@@ -70,7 +66,9 @@ def main(words: Sequence[str]) -> int:
         if value is not None:
             raise ConfigError(f"{flag} {value} is for an evaluation that follows a run", hint="add --follow")
     checkpoint, run = find_saved(arguments.run, root=arguments.root)
-    plan = _plan(run, checkpoint, settings=arguments.settings, config_dir=arguments.config_dir)
+    plan = plan_evaluation(
+        run, checkpoint, env=dict(os.environ), settings=arguments.settings, config_dir=arguments.config_dir
+    )
     if plan.run.result.exists() and plan.config.train.evaluate_data is None:
         note(
             "measured before, and it cannot be seen from here whether the held-out samples are still the same; to "
@@ -91,35 +89,11 @@ def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tup
         start = Start(words=words, env=dict(os.environ), say=note)
         with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is pinned stays
             clear_dead_pins(run, start.commands)
-        with _pinned(plan, run):
+        with pinned(plan, run):
             code = start_run(start, plan, run)
         if code != EXIT_DONE or not plan.run.result.exists():
             return code, None
     return EXIT_DONE, read_json(plan.run.result)
-
-
-@contextlib.contextmanager
-def _pinned(plan: RunPlan, run: RunDirectory) -> Iterator[None]:
-    """Keeps the checkpoint in the run while a plan that uses it is started; a job that is submitted keeps it further.
-
-    Raises:
-        CheckpointError: the run has removed it meanwhile.
-    """
-    save = Path(str(plan.config.train.evaluate_from))
-    name = parse_name(find_save(save).name)
-    # A directory of another name, or one outside of a run, is not the run's to remove.
-    is_new = name is not None and save.parent == run.checkpoints and pin_save(save.parent, name.save_id, plan.run)
-    try:
-        if not find_save(save).is_dir():
-            raise CheckpointError(f"{save} was removed just now", hint="`checkpoint ls` shows what the run has")
-        yield
-    except BaseException:
-        # Where a job of the same evaluation is active, the pin is that job's.
-        if is_new:
-            release_pins(plan.run)
-        raise
-    if plan.config.cluster is None or plan.config.launch != "slurm":
-        release_pins(plan.run)
 
 
 def find_saved(word: str, *, root: Path) -> tuple[Path, RunDirectory]:
@@ -130,105 +104,8 @@ def find_saved(word: str, *, root: Path) -> tuple[Path, RunDirectory]:
     """
     real = find_checkpoint(word, root=root).resolve()
     folder = real.parent.parent
-    run = _enter(folder)
+    run = enter_run(folder)
     return run.path / real.relative_to(folder), run
-
-
-def _enter(folder: Path) -> RunDirectory:
-    """Returns the run in a folder without links; relative paths mean where it was typed from now on.
-
-    Raises:
-        RunError: others may have written it.
-    """
-    # As the run is spelled: a link may lead elsewhere on the nodes.
-    run = RunDirectory(typed_root(folder.parent.parent) / folder.parent.name / folder.name)
-    # Its code runs in the name of whoever types.
-    require_private(run)
-    directory = (read_json(run.plan) or {}).get("directory")
-    if directory and Path(directory).is_dir():
-        os.chdir(directory)
-    return run
-
-
-def _plan(
-    run: RunDirectory,
-    checkpoint: Path,
-    *,
-    settings: Sequence[str],
-    config_dir: str | None,
-    texts: dict[str, Any] | None = None,
-    follow: str | None = None,
-    scorer: str | None = None,
-) -> RunPlan:
-    """Returns the plan of an evaluation, or of `texts`: the run's model and data, and nothing of its training.
-
-    Args:
-        run: the run.
-        checkpoint: what is measured; of a follower the folder of checkpoints.
-        settings: what was typed.
-        config_dir: YAML files of the person's own.
-        texts: what is to be continued.
-        follow: the name of a follower's scores.
-        scorer: the setting that names a scorer of the person's own, e.g. "script=[score.py]".
-    """
-    before = load_config(run.config)
-    facts = read_json(run.plan) or {}
-    if not before.trains and scorer is None:
-        raise RunError(
-            f"{run.name}/{run.run_id} is a task or script of your own, which the built-in evaluation does not know",
-            hint="`evaluate` and `generate` are for runs with model and data; `evaluate --follow --with "
-            '"script=[score.py]"` calls a scorer of your own',
-        )
-    processes = before.run.processes if scorer is None else 1
-    alone = replace(
-        before,
-        launch="slurm",
-        run=RunSection(root=str(run.path), name="evaluations" if texts is None else "generations", processes=processes),
-        batch=BatchSection(local_size=facts.get("batch", {}).get("local_size"), by_length=before.batch.by_length),
-        train=replace(
-            before.train,
-            evaluate=True,
-            eval_max_batches=None,
-            evaluate_from=str(save_path(checkpoint)),
-            generate=texts,
-            follow=follow,
-            init_from=None,
-        ),
-        ddp=DdpSection(),
-        parallel=ParallelSection(),
-        track=TrackSection(),
-        callbacks=[],
-        script=None,
-        task=None if scorer is not None else before.task,
-        cluster=before.cluster if _is_for_slurm(settings) else None,
-    )
-    words = [*settings, *([scorer] if scorer is not None else [])]
-    config: RunConfig = apply_words(alone, words, config_dir=config_dir)
-    if texts is None and config.trains:
-        config = replace(config, train=replace(config.train, evaluate_data=_heldout_fingerprint(config, run)))
-    return plan_run(Composed(config, {}, {}), cwd=Path.cwd(), env=dict(os.environ))
-
-
-def _heldout_fingerprint(config: RunConfig, run: RunDirectory) -> str | None:
-    """Returns the identity of the held-out samples as this machine sees them; None where it cannot read them."""
-    data = config.data or {}
-    known = None
-    if not {"heldout", "split"} & data.keys():
-        known = known_fingerprint(data, cwd=Path.cwd(), split="heldout")
-    if known is not None:
-        return known
-    import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
-    from slurm_train.data.build import build_source
-
-    try:
-        source = build_source(data, split="heldout", seed=config.seed)
-        return None if source is None else source.fingerprint()
-    except Exception:  # a data set of the user's own may raise anything; the ranks say what is wrong
-        return None
-
-
-def _is_for_slurm(settings: Sequence[str]) -> bool:
-    return any(word.lstrip("+").startswith("cluster=") for word in settings)
 
 
 # --- following ---
@@ -240,13 +117,10 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     scorer = arguments.scorer
     settings = arguments.settings
     _require_follows(name, scorer, settings, most=arguments.keep)
-    run = _enter(find_run(arguments.root, arguments.run).path.resolve())
-    plan = plan_following(run, settings=settings, config_dir=arguments.config_dir, name=name, scorer=scorer)
-    if scorer is not None and plan.world.size != 1:
-        raise ConfigError(
-            f"a scorer is called once per checkpoint, and {plan.world.size} ranks are asked for",
-            hint="+cluster=1x1; the scorer may start processes itself",
-        )
+    run = enter_run(find_run(arguments.root, arguments.run).path.resolve())
+    plan = plan_following(
+        run, env=dict(os.environ), settings=settings, config_dir=arguments.config_dir, name=name, scorer=scorer
+    )
     own = plan.run
     start = Start(words=["evaluate", *words], env=dict(os.environ), say=note)
     require_writable(own)
@@ -279,30 +153,6 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         if code == EXIT_DONE:
             answer(json.dumps(summary_of(own).as_json()))
     return code
-
-
-def plan_following(
-    run: RunDirectory,
-    *,
-    settings: Sequence[str] = (),
-    config_dir: str | None = None,
-    name: str = "",
-    scorer: str | None = None,
-) -> RunPlan:
-    """Returns the plan of an evaluator that follows a run.
-
-    Args:
-        run: the run.
-        settings: what was typed.
-        config_dir: YAML files of the person's own.
-        name: of the scores, "" for none.
-        scorer: the setting that names a scorer of the person's own, e.g. "script=[score.py]".
-
-    Raises:
-        RunError: the run has no model and data of the built-in trainer, and there is no scorer.
-        ConfigError: a setting that makes no sense.
-    """
-    return _plan(run, run.checkpoints, settings=settings, config_dir=config_dir, follow=name, scorer=scorer)
 
 
 def _require_follows(name: str, scorer: str | None, settings: Sequence[str], *, most: int | None) -> None:
@@ -347,7 +197,7 @@ def generate(words: Sequence[str]) -> int:
         if value is not None and not value >= bound:
             raise ConfigError(f"{flag} must be at least {bound}, got {value}", hint=f"for example {flag} {bound}")
     settings = arguments.settings
-    is_submitted = _is_for_slurm(arguments.settings)
+    is_submitted = is_for_slurm(arguments.settings)
     if settings and not is_submitted:
         raise ConfigError(
             f"{settings[0]} is a setting of a run that is submitted, and `generate` without a cluster works here",
@@ -362,12 +212,9 @@ def generate(words: Sequence[str]) -> int:
     plan = None
     if is_submitted:
         texts = {"prompts": prompts, "tokenizer": arguments.tokenizer, **how}
-        plan = _plan(run, checkpoint, settings=settings, config_dir=arguments.config_dir, texts=texts)
-        if plan.layout.pp * plan.layout.cp > 1:
-            raise ConfigError(
-                f"a text cannot be continued in a layout of {plan.layout}",
-                hint="leave parallel.pp and parallel.cp at 1; parallel.dp_shard and parallel.tp spread the weights",
-            )
+        plan = plan_texts(
+            run, checkpoint, texts, env=dict(os.environ), settings=settings, config_dir=arguments.config_dir
+        )
     import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
     if plan is None:
         # A model may compile parts of itself.

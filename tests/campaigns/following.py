@@ -18,8 +18,8 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from slurm_train.cli.evaluate import plan_following
 from slurm_train.config.frozen import dump_config, load_config
+from slurm_train.launch.evaluation import plan_following
 from slurm_train.launch.start import Start
 from slurm_train.rundir.attempts import AttemptStart, withdraw_result
 from slurm_train.rundir.files import read_lines
@@ -210,7 +210,7 @@ def build_pair(golden: RunDirectory, folder: Path, *, modules: Path, tally: Tall
     config = load_config(run.config)
     run.config.write_text(dump_config(replace(config, checkpoint=replace(config.checkpoint, keep=1))))
     run.checkpoints.mkdir(mode=0o700)
-    plan = plan_following(run, settings=[f"run.processes={dice.choice((1, 2))}"])
+    plan = plan_following(run, env=os.environ, settings=[f"run.processes={dice.choice((1, 2))}"])
     Start(words=["evaluate"], env=dict(os.environ), say=print).write(plan, None)
     renew_lease(run.checkpoints, plan.run, most=_MOST_WAITING)
     trainer = Life(run=run, world_size=2, modules=modules, tally=tally)

@@ -1,0 +1,234 @@
+"""Runs that use what another run has saved: an evaluation, one that follows the run, texts that are continued.
+
+Each is a run of its own in the other's directory (`evaluations/`, `generations/`), with the other's code, model and
+data. The save and the held-out samples are an evaluation's identity: whoever asks again for the same ones is given the
+same run, and other samples are another evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurm_train.config.compose import Composed, apply_words
+from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import BatchSection, DdpSection, ParallelSection, RunConfig, RunSection, TrackSection
+from slurm_train.data.check import known_fingerprint
+from slurm_train.errors import CheckpointError, ConfigError, RunError
+from slurm_train.launch.imports import import_from_snapshot
+from slurm_train.launch.plan import RunPlan, plan_run
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.paths import RunDirectory, find_save, parse_name, require_private, save_path, typed_root
+from slurm_train.rundir.pins import pin_save, release_pins
+
+
+def enter_run(folder: Path) -> RunDirectory:
+    """Returns the run in a folder without links; relative paths mean where it was typed from now on.
+
+    Raises:
+        RunError: others may have written it.
+    """
+    # As the run is spelled: a link may lead elsewhere on the nodes.
+    run = RunDirectory(typed_root(folder.parent.parent) / folder.parent.name / folder.name)
+    # Its code runs in the name of whoever types.
+    require_private(run)
+    directory = (read_json(run.plan) or {}).get("directory")
+    if directory and Path(directory).is_dir():
+        os.chdir(directory)
+    return run
+
+
+def plan_evaluation(
+    run: RunDirectory,
+    checkpoint: Path,
+    *,
+    env: Mapping[str, str],
+    settings: Sequence[str] = (),
+    config_dir: str | None = None,
+) -> RunPlan:
+    """Returns the plan of an evaluation of one checkpoint on the held-out samples.
+
+    Args:
+        run: the run.
+        checkpoint: what is measured.
+        env: the environment.
+        settings: what was typed.
+        config_dir: YAML files of the person's own.
+
+    Raises:
+        RunError: the run has no model and data of the built-in trainer.
+        ConfigError: a setting that makes no sense.
+    """
+    alone = _on_saved_weights(run, checkpoint, "evaluations", settings)
+    config = apply_words(alone, settings, config_dir=config_dir)
+    return _planned(_with_heldout_samples(config, run, env), env)
+
+
+def plan_texts(
+    run: RunDirectory,
+    checkpoint: Path,
+    texts: dict[str, Any],
+    *,
+    env: Mapping[str, str],
+    settings: Sequence[str] = (),
+    config_dir: str | None = None,
+) -> RunPlan:
+    """Returns the plan of a run that continues texts.
+
+    Args:
+        run: the run.
+        checkpoint: whose weights continue them.
+        texts: what is continued, and how: `train.generate`.
+        env: the environment.
+        settings: what was typed.
+        config_dir: YAML files of the person's own.
+
+    Raises:
+        RunError: the run has no model and data of the built-in trainer.
+        ConfigError: a setting that makes no sense, or a layout in which a text cannot be continued.
+    """
+    alone = _on_saved_weights(run, checkpoint, "generations", settings)
+    alone = replace(alone, train=replace(alone.train, generate=texts))
+    plan = _planned(apply_words(alone, settings, config_dir=config_dir), env)
+    if plan.layout.pp * plan.layout.cp > 1:
+        raise ConfigError(
+            f"a text cannot be continued in a layout of {plan.layout}",
+            hint="leave parallel.pp and parallel.cp at 1; parallel.dp_shard and parallel.tp spread the weights",
+        )
+    return plan
+
+
+def plan_following(
+    run: RunDirectory,
+    *,
+    env: Mapping[str, str],
+    settings: Sequence[str] = (),
+    config_dir: str | None = None,
+    name: str = "",
+    scorer: str | None = None,
+) -> RunPlan:
+    """Returns the plan of an evaluator that follows a run.
+
+    Args:
+        run: the run.
+        env: the environment.
+        settings: what was typed.
+        config_dir: YAML files of the person's own.
+        name: of the scores, "" for none.
+        scorer: the setting that names a scorer of the person's own, e.g. "script=[score.py]".
+
+    Raises:
+        RunError: the run has no model and data of the built-in trainer, and there is no scorer.
+        ConfigError: a setting that makes no sense, or a scorer on several ranks.
+    """
+    alone = _on_saved_weights(run, run.checkpoints, "evaluations", settings, needs_trainer=scorer is None)
+    alone = replace(alone, train=replace(alone.train, follow=name))
+    words = list(settings)
+    if scorer is not None:
+        alone = replace(alone, run=replace(alone.run, processes=1), task=None)
+        words.append(scorer)
+    config = apply_words(alone, words, config_dir=config_dir)
+    plan = _planned(_with_heldout_samples(config, run, env), env)
+    if scorer is not None and plan.world.size != 1:
+        raise ConfigError(
+            f"a scorer is called once per checkpoint, and {plan.world.size} ranks are asked for",
+            hint="+cluster=1x1; the scorer may start processes itself",
+        )
+    return plan
+
+
+def is_for_slurm(settings: Sequence[str]) -> bool:
+    """Returns whether the settings ask for a cluster."""
+    return any(word.lstrip("+").startswith("cluster=") for word in settings)
+
+
+def _on_saved_weights(
+    run: RunDirectory, checkpoint: Path, name: str, settings: Sequence[str], *, needs_trainer: bool = True
+) -> RunConfig:
+    """Returns the run's configuration with its model and data, and nothing of its training."""
+    before = load_config(run.config)
+    if needs_trainer and not before.trains:
+        raise RunError(
+            f"{run.name}/{run.run_id} is a task or script of your own, which the built-in evaluation does not know",
+            hint="`evaluate` and `generate` are for runs with model and data; `evaluate --follow --with "
+            '"script=[score.py]"` calls a scorer of your own',
+        )
+    batch = (read_json(run.plan) or {}).get("batch", {})
+    return replace(
+        before,
+        launch="slurm",
+        run=RunSection(root=str(run.path), name=name, processes=before.run.processes),
+        batch=BatchSection(local_size=batch.get("local_size"), by_length=before.batch.by_length),
+        train=replace(
+            before.train,
+            evaluate=True,
+            eval_max_batches=None,
+            evaluate_from=str(save_path(checkpoint)),
+            generate=None,
+            follow=None,
+            init_from=None,
+        ),
+        ddp=DdpSection(),
+        parallel=ParallelSection(),
+        track=TrackSection(),
+        callbacks=[],
+        script=None,
+        cluster=before.cluster if is_for_slurm(settings) else None,
+    )
+
+
+def _planned(config: RunConfig, env: Mapping[str, str]) -> RunPlan:
+    return plan_run(Composed(config, {}, {}), cwd=Path.cwd(), env=env)
+
+
+def _with_heldout_samples(config: RunConfig, run: RunDirectory, env: Mapping[str, str]) -> RunConfig:
+    """Returns the configuration with the identity of the held-out samples, where the trainer reads them."""
+    if not config.trains:
+        return config
+    return replace(config, train=replace(config.train, evaluate_data=_heldout_fingerprint(config, run, env)))
+
+
+def _heldout_fingerprint(config: RunConfig, run: RunDirectory, env: Mapping[str, str]) -> str | None:
+    """Returns the identity of the held-out samples as this machine sees them; None where it cannot read them."""
+    data = config.data or {}
+    known = None
+    if not {"heldout", "split"} & data.keys():
+        known = known_fingerprint(data, cwd=Path.cwd(), split="heldout")
+    if known is not None:
+        return known
+    import_from_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
+    from slurm_train.data.build import build_source
+
+    try:
+        source = build_source(data, split="heldout", seed=config.seed)
+        return None if source is None else source.fingerprint()
+    except Exception:  # a data set of the user's own may raise anything; the ranks say what is wrong
+        return None
+
+
+@contextlib.contextmanager
+def pinned(plan: RunPlan, run: RunDirectory) -> Iterator[None]:
+    """Keeps the checkpoint in the run while a plan that uses it is started; a job that is submitted keeps it further.
+
+    Raises:
+        CheckpointError: the run has removed it meanwhile.
+    """
+    save = Path(str(plan.config.train.evaluate_from))
+    name = parse_name(find_save(save).name)
+    # A directory of another name, or one outside of a run, is not the run's to remove.
+    is_new = name is not None and save.parent == run.checkpoints and pin_save(save.parent, name.save_id, plan.run)
+    try:
+        if not find_save(save).is_dir():
+            raise CheckpointError(f"{save} was removed just now", hint="`checkpoint ls` shows what the run has")
+        yield
+    except BaseException:
+        # Where a job of the same evaluation is active, the pin is that job's.
+        if is_new:
+            release_pins(plan.run)
+        raise
+    if plan.config.cluster is None or plan.config.launch != "slurm":
+        release_pins(plan.run)
