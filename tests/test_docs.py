@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from slurm_train import __version__
-from slurm_train.cli.scaling import read_series
 from slurm_train.config.compose import Point, compose, read_points
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import SlurmTrainError
@@ -28,6 +27,7 @@ from slurm_train.rundir.sweep import Element
 from slurm_train.slurm.queue_view import Look
 from slurm_train.status.run_status import RunState, read_files, status_of
 from slurm_train.tools.doctor import node_rules, site_rules
+from slurm_train.tools.scaling.series import read_series
 from slurm_train.verbs import PUBLIC_VERBS, parse
 from tests.support.browser import missing_browser, open_browser
 from tests.support.waiting import wait_for

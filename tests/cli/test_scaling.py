@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.cli.scaling import Series, read_series
 from slurm_train.config.words import read_words
 from slurm_train.errors import ConfigError
-from slurm_train.tools.scaling import Size
+from slurm_train.tools.scaling.model import Size
+from slurm_train.tools.scaling.series import Series, read_series
 from tests.support.command_line import TINY, Person, new_project
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.tools.scaling import (
+from slurm_train.tools.scaling.model import (
     WARM_UP_LINES,
     Measured,
     Point,

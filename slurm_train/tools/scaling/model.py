@@ -202,17 +202,20 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     """Returns the two non-negative factors that miss the times least, relative to the times."""
     import numpy as np
 
-    known = np.array(rows)
-    scaled = known[:, :2] / np.maximum(known[:, 2:], 1e-9)
-    norms = np.linalg.norm(scaled, axis=0)
-    found = []
+    measured = np.array(rows)
+    relative = measured[:, :2] / np.maximum(measured[:, 2:], 1e-9)
+    norms = np.linalg.norm(relative, axis=0)
+    ones = np.ones(len(rows))
+    fits = []
     # Of one size, or of sizes that are alike, the two cannot be told apart: of equal fits the first counts, the bytes.
-    for used in ([1], [0], [0, 1]):
+    for columns_used in ([1], [0], [0, 1]):
+        solution = np.linalg.lstsq(relative[:, columns_used] / norms[columns_used], ones, rcond=None)[0]
         factors = np.zeros(2)
-        factors[used] = np.linalg.lstsq(scaled[:, used] / norms[used], np.ones(len(rows)), rcond=None)[0] / norms[used]
+        factors[columns_used] = solution / norms[columns_used]
         if min(factors) >= 0:
-            found.append((round(sum((scaled @ factors - 1.0) ** 2), 12), *map(float, factors)))
-    _, alpha, per_byte = min(found, key=lambda measurement: measurement[0])
+            error = round(sum((relative @ factors - 1.0) ** 2), 12)
+            fits.append((error, float(factors[0]), float(factors[1])))
+    _, alpha, per_byte = min(fits, key=lambda fit: fit[0])
     return alpha, per_byte
 
 
