@@ -408,12 +408,16 @@ def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:
     """
     sizes = []
     for sign, key, value in map(split_word, overrides):
-        if key == "cluster" and value and sign != "~":
-            if number := next((word for word in value.split(",") if word.isdigit()), ""):
+        if key != "cluster" or not value or sign == "~":
+            continue
+        for name in value.split(","):
+            if name.isdigit():
                 raise ConfigError(
-                    f"{sign}cluster={value} does not say what {number} counts",
-                    hint=f"write {sign}cluster={number}x8 for {number} nodes with 8 GPUs each, or "
-                    f"{sign}cluster=1x{number} for {number} GPUs of one node",
+                    f"{sign}cluster={value} does not say what {name} counts",
+                    hint=f"write {sign}cluster={name}x8 for {name} nodes with 8 GPUs each, or "
+                    f"{sign}cluster=1x{name} for {name} GPUs of one node",
                 )
-            sizes += [(m.group(), int(m[1]), int(m[2])) for m in map(_SIZE.fullmatch, value.split(",")) if m]
+            size = _SIZE.fullmatch(name)
+            if size is not None:
+                sizes.append((name, int(size[1]), int(size[2])))
     return sizes

@@ -261,7 +261,7 @@ def with_adapters(network: nn.Module, lora: Mapping[str, Any] | None) -> Any:
             return peft.get_peft_model(network, peft.LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
     except (TypeError, ValueError) as err:
         raise ConfigError(
-            f"peft does not take model.lora={dict(lora)}: {_first_line(err)}",
+            f"peft does not take model.lora={dict(lora)}: {_last_line(err)}",
             hint="its keys are those of peft's LoraConfig, e.g. {r: 16, lora_alpha: 32, target_modules: all-linear}",
         ) from err
 
@@ -277,7 +277,7 @@ def build_network(config: Any) -> nn.Module:
         network: nn.Module = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as err:
         raise ConfigError(
-            f"transformers has no causal language model of type {config.model_type}: {_first_line(err)}",
+            f"transformers has no causal language model of type {config.model_type}: {_last_line(err)}",
             hint="choose another model.model_type, e.g. llama, or name the class: model._target_=my_package.MyModel",
         ) from err
     return network
@@ -303,7 +303,7 @@ def pretrained_config(*, model_type: str | None, path: str | None, config: Mappi
         raise
     except Exception as err:  # the library's checks raise classes of several other libraries
         raise ConfigError(
-            f"transformers does not take the model's configuration: {_first_line(err)}",
+            f"transformers does not take the model's configuration: {_last_line(err)}",
             hint="compare model.model_type, model.path and model.config with transformers' pages of the architecture",
         ) from err
 
@@ -345,5 +345,6 @@ def _no_plan(kind: str, reason: str) -> ConfigError:
     )
 
 
-def _first_line(err: Exception) -> str:
-    return next((line.strip() for line in reversed(str(err).splitlines()) if line.strip()), type(err).__name__)[:300]
+def _last_line(err: Exception) -> str:
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(err).__name__

@@ -161,10 +161,15 @@ def _in_their_layout(model: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     architecture, config = gpt_form(_all_settings(model))
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
-        if name != "head.weight" or not config["tie_word_embeddings"]:
-            place = architecture.place(name)
-            parts.setdefault(place.name, {})[place.third or 0] = tensor.T if place.is_transposed else tensor
-    named = {name: torch.cat([own[n] for n in sorted(own)], dim=-1).contiguous() for name, own in parts.items()}
+        if name == "head.weight" and config["tie_word_embeddings"]:
+            continue
+        place = architecture.place(name)
+        thirds = parts.setdefault(place.name, {})
+        thirds[place.third or 0] = tensor.T if place.is_transposed else tensor
+    named = {}
+    for name, thirds in parts.items():
+        in_order = [thirds[number] for number in sorted(thirds)]
+        named[name] = torch.cat(in_order, dim=-1).contiguous()
     return require_transformers().AutoConfig.for_model(architecture.model_type, **config), named
 
 

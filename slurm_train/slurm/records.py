@@ -238,16 +238,24 @@ def expand_array_id(text: str) -> list[str]:
     """
     if "[" not in text:
         return [text]
-    match = _ARRAY.fullmatch(text)
-    ranges = [] if match is None else [_INDEX_RANGE.fullmatch(part) for part in match[2].split(",")]
-    found = [match for match in ranges if match is not None and max(int(match[1]), int(match[2] or 0)) <= _MAX_INDEX]
-    if match is None or len(found) < len(ranges):
-        raise ClusterError(
-            f"{text!r} is not a job array as Slurm writes it",
-            hint='expected the form "12_[0-3,7%2]"; set SLURM_BITSTR_LEN=0 where Slurm cuts it off',
-        )
-    indices = (range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1)) for match in found)
-    return [f"{match[1]}_{index}" for part in indices for index in part]
+    refusal = ClusterError(
+        f"{text!r} is not a job array as Slurm writes it",
+        hint='expected the form "12_[0-3,7%2]"; set SLURM_BITSTR_LEN=0 where Slurm cuts it off',
+    )
+    array = _ARRAY.fullmatch(text)
+    if array is None:
+        raise refusal
+    ids = []
+    for part in array[2].split(","):
+        indices = _INDEX_RANGE.fullmatch(part)
+        if indices is None:
+            raise refusal
+        first = int(indices[1])
+        last = int(indices[2] or first)
+        if max(first, last) > _MAX_INDEX:
+            raise refusal
+        ids += [f"{array[1]}_{index}" for index in range(first, last + 1, int(indices[3] or 1))]
+    return ids
 
 
 def parse_record(text: str) -> dict[str, str]:

@@ -117,13 +117,17 @@ def read_states(text: str, *, option: str, of: tuple[RunState, ...] = tuple(RunS
     Raises:
         ConfigError: a word that is none of them.
     """
-    known = {state.value: state for state in of} | {word: state for word, state in _ALIASES.items() if state in of}
-    words = [word.strip().lower().replace(" ", "_").replace("-", "_") for word in text.split(",") if word.strip()]
-    unknown = [word for word in words if word not in known]
-    if unknown or not words:
-        asked = f"there is no state {', '.join(map(repr, unknown))}" if unknown else "no state is named"
-        raise ConfigError(f"{option} {text}: {asked}", hint=f"use {', '.join(state.value for state in of)}")
-    return frozenset(known[word] for word in words)
+    states = {state.value: state for state in of}
+    states |= {alias: state for alias, state in _ALIASES.items() if state in of}
+    spelled = text.lower().replace("-", "_").split(",")
+    words = [word.strip().replace(" ", "_") for word in spelled if word.strip()]
+    unknown = [word for word in words if word not in states]
+    hint = f"use {', '.join(state.value for state in of)}"
+    if not words:
+        raise ConfigError(f"{option} {text}: no state is named", hint=hint)
+    if unknown:
+        raise ConfigError(f"{option} {text}: there is no state {', '.join(map(repr, unknown))}", hint=hint)
+    return frozenset(states[word] for word in words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

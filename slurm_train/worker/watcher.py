@@ -68,9 +68,13 @@ def read_process(pid: int) -> _Process | None:
         return None
     if words[0] in ("Z", "X"):
         return None
-    ticks = list(map(int, words[11:15]))
+    user, system, waited_user, waited_system = map(int, words[11:15])
     return _Process(
-        words[0], int(words[1]), sum(ticks[:2]) / _TICKS_PER_S, sum(ticks[2:]) / _TICKS_PER_S, int(words[19])
+        state=words[0],
+        parent=int(words[1]),
+        cpu_s=(user + system) / _TICKS_PER_S,
+        waited_s=(waited_user + waited_system) / _TICKS_PER_S,
+        start=int(words[19]),
     )
 
 
