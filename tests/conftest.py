@@ -19,6 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _WANTED = ClusterPlan(nodes=4, gpus=8)
 
 
+_NICE = 10
+
 # Files whose tests take minutes: begun last, one of them would keep one process busy while the others have ended.
 _LONG = ("tests/train/test_layouts.py", "tests/train/test_compilation.py", "tests/worker/test_torchrun.py")
 
@@ -26,6 +28,14 @@ _LONG = ("tests/train/test_layouts.py", "tests/train/test_compilation.py", "test
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the tests of the cluster, which take longest, and with long files, which run beside them."""
     items.sort(key=lambda item: (not _needs_cluster(item.nodeid), _file_of(item.nodeid) not in _LONG))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets tests of the cluster go first: all of them are in one process, which takes longest, beside the others'."""
+    if os.environ.get("PYTEST_XDIST_WORKER") and not _needs_cluster(item.nodeid):
+        present = os.getpriority(os.PRIO_PROCESS, 0)
+        if present < _NICE:
+            os.nice(_NICE - present)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -15,6 +15,7 @@ from tests.campaigns.victims import COUNTED_MODULE
 pytestmark = [pytest.mark.faults, pytest.mark.distributed]
 
 
+@pytest.mark.campaign
 def test_ranks_killed_at_random_moments_cost_no_committed_step(tmp_path: Path) -> None:
     tally = Tally()
     kills_local.run(tally, seed=11, trials=5, folder=tmp_path, steps=40)
@@ -44,6 +45,7 @@ def test_a_past_that_comes_back_is_found(
     assert any(text in problem for problem in tally.problems)
 
 
+@pytest.mark.campaign
 def test_a_resume_that_forgets_a_batch_is_found(tmp_path: Path) -> None:
     tally, modules = Tally(), (COUNTED_MODULE, Path(__file__).with_name("forgetful.py"))
     kills_local.run(tally, seed=12, trials=5, folder=tmp_path, steps=40, modules=modules)

@@ -13,14 +13,8 @@ from tests.campaigns.catalogue import CAMPAIGNS
 @pytest.mark.slurm
 @pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("name", "trials"),
-    [
-        ("kills", 1),
-        pytest.param("script-hang", 2, marks=pytest.mark.campaign),
-        pytest.param("cancel", 8, marks=pytest.mark.campaign),
-    ],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("name", "trials"), [("kills", 1), ("script-hang", 2), ("cancel", 8)])
 def test_a_short_campaign_breaks_no_promise(name: str, trials: int, slurm_cluster: ClusterPlan, tmp_path: Path) -> None:
     found = CAMPAIGNS[name].run(seed=7, trials=trials, folder=tmp_path)
     assert found.is_kept, found.problems

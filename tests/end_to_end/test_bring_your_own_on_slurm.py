@@ -73,7 +73,10 @@ def test_a_script_that_fails_is_told_apart(person: Person) -> None:
 @pytest.mark.parametrize(
     ("package", "words", "line"),
     [
-        ("lightning", "lightning_script.py,--nodes,2,--devices,2", r"rank 0 of 4: 16 steps"),
+        pytest.param(
+            *("lightning", "lightning_script.py,--nodes,2,--devices,2", r"rank 0 of 4: 16 steps"),
+            marks=pytest.mark.campaign,
+        ),
         ("accelerate", "accelerate_script.py", r"rank 0 of 4: loss [0-9.]+"),
     ],
 )

@@ -69,6 +69,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 
 @NEEDS_PEFT
+@pytest.mark.campaign
 def test_a_fine_tuned_adapter_is_exported_and_loaded_by_peft(tmp_path: Path) -> None:
     person = example(tmp_path, "finetune.py")
     assert person.runs(sys.executable, "finetune.py", "make").code == 0

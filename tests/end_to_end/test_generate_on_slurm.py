@@ -19,17 +19,23 @@ TRAINED_HERE = (
 ASKED = ("generate", "a", "--prompt", "shards of", "--prompt", "pages, ", "--temperature", "0", "--max-new-tokens", "9")
 
 
-def test_texts_are_those_of_this_machine(person: Person) -> None:
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(("+cluster=1x2",), id="replicas", marks=pytest.mark.campaign),
+        # The seed decides nothing at temperature 0, but makes another run: the texts of one layout are those of all.
+        pytest.param(("--seed", "1", "+cluster=2x1", "parallel.dp_shard=2"), id="shards"),
+    ],
+)
+def test_texts_are_those_of_this_machine(person: Person, where: tuple[str, ...]) -> None:
     (person.folder / "shards.txt").write_text("shards of 7 pages, " * 200)
     for typed in (("prepare", "shards.txt", "--out", "shards"), TRAINED_HERE):
         done = person.types(*typed)
         assert done.code == 0, done.err
     here = person.types(*ASKED)
     assert here.code == 0 and here.out.startswith("shards of") and "\npages, " in here.out, here.out + here.err
-    # The seed decides nothing at temperature 0, but makes another run: the texts of one layout are those of all.
-    for where in (("+cluster=1x2",), ("--seed", "1", "+cluster=2x1", "parallel.dp_shard=2")):
-        run = RunDirectory(Path(person.types(*ASKED, *where).out.split()[1]))
-        assert run.path.parent.name == "generations"
-        wait_until_finished(run)
-        again = person.types(*ASKED, *where)
-        assert again.out == here.out and again.code == 0, again.out + again.err
+    run = RunDirectory(Path(person.types(*ASKED, *where).out.split()[1]))
+    assert run.path.parent.name == "generations"
+    wait_until_finished(run)
+    again = person.types(*ASKED, *where)
+    assert again.out == here.out and again.code == 0, again.out + again.err

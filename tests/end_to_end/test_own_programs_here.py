@@ -27,7 +27,17 @@ def run_of(person: Person, name: str) -> RunDirectory:
     return RunDirectory(path)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+# A plain loop and a library that owns the loop; the others take five minutes.
+IN_SUITE = {"session_ddp", "session_transformers"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, id=program.name, marks=[] if program.name in IN_SUITE else pytest.mark.campaign)
+        for program in PROGRAMS
+    ],
+)
 def test_a_stopped_program_has_the_losses_of_an_undisturbed_one(program: Program, tmp_path: Path) -> None:
     program.require()
     shutil.copy(REPOSITORY / "examples" / f"{program.name}.py", tmp_path)

@@ -16,7 +16,7 @@ from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import command, losses, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign]
 
 UNEVEN = ("+cluster=2x2", "cluster.gpus_per_node=[2,1]")
 WORDS = (*TINY, "batch.global_size=12", "train.max_steps=30", "train.threads=1", "checkpoint.every_steps=2")

@@ -183,10 +183,10 @@ def killed_everywhere(scene: Scene, folder: Path, *, every: int = 1) -> Iterator
             yield Trial(f"{scene.name} killed {when} call {at} ({name})", problem)
 
 
-def refused_everywhere(scene: Scene, folder: Path, number: int, *, every: int = 1) -> Iterator[Trial]:
-    """Answers each call, or every n-th of them, with an error; somebody must be told, or the work must be done."""
+def refused_everywhere(scene: Scene, folder: Path, number: int, *, first: int = 0, every: int = 1) -> Iterator[Trial]:
+    """Answers each call, or every n-th after the first, with an error; somebody is told, or the work is done."""
     root, names = _stage_set(scene, folder)
-    for at, name in list(enumerate(names, start=1))[::every]:
+    for at, name in list(enumerate(names, start=1))[first::every]:
         _anew(folder)
         result, error = run_failing(lambda: scene.work(root), at=at, number=number)
         is_told = error is not None or scene.is_told(result)

@@ -18,6 +18,7 @@ from slurm_train.models.gpt import GPT
 from slurm_train.train.callbacks import Callback
 
 NUM_SAMPLES = 97
+NUM_HELD_OUT = 37
 FEATURES = 6
 
 
@@ -231,7 +232,7 @@ TINY: dict[str, Any] = {"vocab_size": 16, "context": 8, "num_layers": 4, "num_he
 
 
 class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Sequences that count up by a step of their own; an odd number of them.
+    """Sequences that count up by a step of their own; an odd number of them, fewer held out.
 
     Args:
         split: "train" or "heldout".
@@ -240,10 +241,10 @@ class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, *, split: str = "train") -> None:
         generator = torch.Generator().manual_seed(5 if split == "train" else 6)
         start, stride = (torch.randint(0, 13, (NUM_SAMPLES, 1), generator=generator) for _ in range(2))
-        self.tokens = (start + stride * torch.arange(9)) % 13
+        self.tokens = ((start + stride * torch.arange(9)) % 13)[: NUM_SAMPLES if split == "train" else NUM_HELD_OUT]
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.tokens[index, :-1], self.tokens[index, 1:]

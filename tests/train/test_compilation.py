@@ -44,6 +44,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_an_attempt_on_another_node_finds_what_the_one_before_has_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

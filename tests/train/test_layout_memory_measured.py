@@ -37,6 +37,7 @@ CASES = {
 }
 
 
+@pytest.mark.campaign
 def test_estimates_are_within_a_tenth_of_what_ranks_measure() -> None:
     found = measure_layouts(CASES, ranks=2)
     assert len(found) == 2 * len(CASES)

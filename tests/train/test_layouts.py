@@ -32,15 +32,22 @@ from tests.train.small_training import Scaled
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 Parallel = dict[str, Any]
 
+STEPS = 12
+
 
 def layout_config(
-    parallel: Parallel, *, accumulation: int | None = None, precision: str = "auto", **model: Any
+    parallel: Parallel,
+    *,
+    accumulation: int | None = None,
+    precision: str = "auto",
+    max_steps: int = STEPS,
+    **model: Any,
 ) -> dict[str, Any]:
     return config_of(
         model={"_target_": "small_training.DoubleGPT", **model},
         data={"_target_": "small_training.Tokens"},
         batch={"global_size": 16, "accumulation": accumulation},
-        train={"eval_every_steps": 10, "precision": precision},
+        train={"max_steps": max_steps, "eval_every_steps": STEPS // 2, "precision": precision},
         checkpoint={"keep": 9},
         parallel={"dp_replicate": 1, **parallel},
     )
@@ -190,7 +197,8 @@ def test_the_loss_scale_of_float16_changes_no_bit_and_is_restored(tmp_path: Path
     half: dict[str, Any] = {"precision": "float16", "tied": False}
     train(tmp_path / "exact", parallel, **half)
     assert_same_training(tmp_path / "exact", alone)
-    half["dtype"] = "float32"
+    # The scale grows step by step until gradients overflow.
+    half |= {"dtype": "float32", "max_steps": 20}
     text = train(tmp_path / "whole", parallel, **half)
     assert "is not applied: its float16 gradients overflow" in text
     losses = [line["loss"] for line in steps_of(tmp_path / "whole")]
@@ -236,7 +244,7 @@ def test_other_forms_of_models_train_in_parts_as_in_one_process(tmp_path: Path, 
         assert_same_training(tmp_path / str(number), tmp_path / "0", **tolerances)
 
 
-# Stopped in its fourth forward pass each, but for the last; the global batch stays 16.
+# Stopped in its second forward pass each, but for the last; the global batch stays 16.
 CHAIN: list[Parallel] = [
     SHARDS_OF_MATRICES,
     {"dp_replicate": 4},
@@ -254,12 +262,12 @@ def test_a_run_goes_on_under_another_layout_and_back(tmp_path: Path, alone: Path
         sent.unlink(missing_ok=True)
         if is_last := attempt == len(CHAIN) - 1:
             sent.touch()
-        facts = {"tied": False, "signal_at": 4, "only_in": str(sent)}
+        facts = {"tied": False, "signal_at": 2, "only_in": str(sent)}
         train(run, parallel, attempt=attempt, code=0 if is_last else 75, **facts)
-    # Each is stopped in its fourth step, but through a pipeline flow eight micro-batches in one step.
-    assert [line["world_size"] for line in steps_of(run)] == [4] * (4 + 4 + 1) + [2] * 4 + [1] * 4 + [4] * 3
+    # Each is stopped in its second step, but through a pipeline flow eight micro-batches in one step.
+    assert [line["world_size"] for line in steps_of(run)] == [4] * (2 + 2 + 1) + [2] * 2 + [1] * 2 + [4] * 3
     assert_same_training(run, alone)
-    assert read_manifest(checkpoint_of(run / "checkpoints", 20)).mesh == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+    assert read_manifest(checkpoint_of(run / "checkpoints", STEPS)).mesh == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
 
 
 # Stopped in its fourth forward pass each, but for the last.
@@ -427,9 +435,9 @@ def test_a_stream_goes_on_bit_for_bit_on_as_many_ranks(tmp_path: Path, parallel:
     run_to_end(whole, config, ranks=ranks)
     # What was saved while training went on is as exact as what was saved at a stop.
     expected = digest_of(whole)
-    shutil.rmtree(checkpoint_of(whole / "checkpoints", 20))
+    shutil.rmtree(checkpoint_of(whole / "checkpoints", STEPS))
     (whole / "result.json").unlink()
-    assert "(step 15)" in run_to_end(whole, config, ranks=ranks, attempt=1)
+    assert "(step 10)" in run_to_end(whole, config, ranks=ranks, attempt=1)
     assert digest_of(whole) == digest_of(cut) == expected
     assert_same_steps(cut, whole)
     assert len(evaluations_of(cut)) == 2
@@ -475,7 +483,7 @@ def test_parameters_of_two_bytes_train_alike_and_resume_bit_for_bit(tmp_path: Pa
         two_bytes(name, parallel)
         assert [line["loss"] for line in steps_of(tmp_path / name)] == pytest.approx(expected, rel=0.02), name
         assert expected[-1] < expected[0] - 0.1
-        found = tensor_shapes(checkpoint_of(tmp_path / name / "checkpoints", 20))
+        found = tensor_shapes(checkpoint_of(tmp_path / name / "checkpoints", STEPS))
         kept = [one.dtype for key, one in found.items() if key.endswith(("exp_avg", "exp_avg_sq", "weight"))]
         assert len(kept) > 100 and set(kept) == {torch.bfloat16}, name
     name = "FSDP2 x TP2 by positions"
@@ -532,10 +540,10 @@ def test_a_step_that_is_not_finite_is_treated_as_with_replicas(tmp_path: Path, p
 @pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_shard": 2}, {"pp": 2}])
 def test_a_stop_during_evaluation_is_agreed_upon(tmp_path: Path, parallel: Parallel) -> None:
     facts = {"tied": False, "in_evaluation": True, "only_in": str(tmp_path / "sent")}
-    assert "stopped at step 10" in train(tmp_path / "run", parallel, code=75, **facts)
+    assert "stopped at step 6" in train(tmp_path / "run", parallel, code=75, **facts)
     train(tmp_path / "run", parallel, attempt=1, **facts)
-    assert [line["step"] for line in evaluations_of(tmp_path / "run")] == [10, 20]
-    assert len(steps_of(tmp_path / "run")) == 20
+    assert [line["step"] for line in evaluations_of(tmp_path / "run")] == [6, 12]
+    assert len(steps_of(tmp_path / "run")) == STEPS
 
 
 @with_tied
@@ -548,9 +556,9 @@ def test_parameters_are_gathered_in_bfloat16_where_asked(tmp_path: Path, alone: 
 @with_tied
 def test_a_damaged_shard_makes_the_checkpoint_before_it_count(tmp_path: Path, alone: Path) -> None:
     run, config = tmp_path / "run", layout_config(SHARDS_OF_MATRICES)
-    config["checkpoint"]["every_steps"] = 10
+    config["checkpoint"]["every_steps"] = 6
     run_to_end(run, config, ranks=4)
-    newest = checkpoint_of(run / "checkpoints", 20)
+    newest = checkpoint_of(run / "checkpoints", STEPS)
     shards = {f"__{rank}_0.distcp" for rank in range(4)} | {f"rank_{rank:05d}.pt" for rank in range(4)}
     assert set(read_manifest(newest).files) == {*shards, ".metadata"}
     data = bytearray((newest / "__3_0.distcp").read_bytes())
@@ -558,8 +566,8 @@ def test_a_damaged_shard_makes_the_checkpoint_before_it_count(tmp_path: Path, al
     (newest / "__3_0.distcp").write_bytes(data)
     (run / "result.json").unlink()
     text = run_to_end(run, config, ranks=4, attempt=1)
-    assert re.search(r"passed over checkpoint_0000020_\w+: .*__3_0\.distcp", text), text
-    assert re.search(r"resuming from checkpoint_0000010_\w+ \(step 10\)", text)
+    assert re.search(r"passed over checkpoint_0000012_\w+: .*__3_0\.distcp", text), text
+    assert re.search(r"resuming from checkpoint_0000006_\w+ \(step 6\)", text)
     assert_same_training(run, alone)
 
 

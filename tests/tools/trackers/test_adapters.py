@@ -95,6 +95,7 @@ def test_wandb_offline(person: Person, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_mlflow_in_a_database(person: Person, tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     run = make_swept_run(tmp_path, MLFLOW)
