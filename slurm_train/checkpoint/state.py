@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from slurm_train.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
+_TRAVELS_OTHERWISE = "fsdp_pre_all_gather"
+"""What a tensor defines that FSDP gathers in another form."""
 
 
 def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -34,13 +36,14 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     Training stands still meanwhile, and torch's own function is slow: it looks each name up, module by module. It is
     called only where there is no state yet, or where something is wrapped around the model or a part of it.
     """
-    model_state = model.state_dict()
+    model_state = {name: _with_plain_part(tensor) for name, tensor in model.state_dict().items()}
     names = {name for name, _ in model.named_parameters()}
     is_wrapped = isinstance(model, DistributedDataParallel) or any("_orig_mod." in name for name in model_state)
     if not optimizer.state or is_wrapped or not model_state.keys() >= names:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state = {name: _with_plain_part(tensor) for name, tensor in model_state.items()}
         return {"model": model_state, "optimizer": optimizer_state}
     numbered = optimizer.state_dict()
     name_of = dict[Any, str]()
@@ -254,15 +257,7 @@ class StagingBuffers:
         if buffer is None:
             buffer = self._add_buffer(kind)
         pairs.append((buffer, local.detach()))
-        spec = getattr(tensor, "_spec", None)
-        if spec is None:
-            return buffer
-        from torch.distributed.tensor import DTensor
-
-        # The same shard of the same whole; from_local would move it to the mesh's device.
-        build: Any = DTensor
-        sharded: Tensor = build(buffer, spec, requires_grad=False)
-        return sharded
+        return buffer if getattr(tensor, "_spec", None) is None else _like_dtensor(buffer, tensor)
 
     def _kind_of(self, tensor: Tensor) -> _Kind:
         return tensor.shape, tensor.dtype, self._can_pin and tensor.is_cuda
@@ -325,9 +320,30 @@ def can_pin() -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Gives what this rank holds: of a DTensor its shard, else the tensor itself."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    """Gives what this rank holds: of a DTensor its shard, else the tensor itself.
+
+    A shard that is gathered in float8 is torchao's tensor, which says how; its numbers are an ordinary one inside.
+    """
+    local: Any = getattr(tensor, "_local_tensor", tensor)
+    part: Tensor = local._tensor if hasattr(local, _TRAVELS_OTHERWISE) else local
+    return part
+
+
+def _with_plain_part(value: Any) -> Any:
+    """Returns a value of a model's state; a DTensor whose part says how it is gathered as one with an ordinary part."""
+    local = getattr(value, "_local_tensor", None)
+    if local is None or not hasattr(local, _TRAVELS_OTHERWISE):
+        return value
+    return _like_dtensor(local_part(value), value)
+
+
+def _like_dtensor(part: Tensor, tensor: Any) -> Tensor:
+    """Returns the same shard of the same whole with other memory; from_local would move it to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+
+    build: Any = DTensor
+    sharded: Tensor = build(part, tensor._spec, requires_grad=False)
+    return sharded
 
 
 def require_loadable(data: io.BytesIO, what: str) -> None:

@@ -173,6 +173,18 @@ def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
     return ParallelLayout(**degrees | dict.fromkeys(left, world_size // given))
 
 
+def gathers_float8(layout: ParallelLayout, settings: ParallelSection, *, precision: str) -> bool:
+    """Returns whether matrices that are multiplied in float8 are also gathered so: where no other type is asked for.
+
+    Args:
+        layout: the degrees.
+        settings: shards in host memory are gathered in bfloat16, since torchao finds out their scale on a GPU.
+        precision: `train.precision`.
+    """
+    is_open = settings.gather_dtype == "auto" and not settings.cpu_offload
+    return precision == "fp8" and is_open and layout.shard_size > 1
+
+
 def _automatic_shards(asked: ParallelSection, *, world_size: int) -> int:
     """Returns the shards that the plan has chosen, as far as these ranks have so many."""
     others = asked.pp, asked.cp, asked.tp

@@ -459,7 +459,8 @@ class ParallelSection:
     gradients of weights where 1f1b would wait, which torch.compile cannot."""
     gather_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in which sharded parameters are gathered and used; float32: the type of the parameters; auto: bfloat16 where
-    `train.precision` computes in it, unless the model has running statistics (BatchNorm)."""
+    `train.precision` computes in it, unless the model has running statistics (BatchNorm); with fp8 float8 for the
+    matrices of blocks, unless `cpu_offload` keeps them on the host."""
     cpu_offload: bool = False
     """Keeps sharded parameters, gradients and optimizer state in host memory, where they are updated: much slower."""
     reshard_after_forward: bool = True

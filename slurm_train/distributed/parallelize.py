@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import ParallelSection
+from slurm_train.distributed.float8 import float8_styles, gather_in_float8, is_float8
 from slurm_train.distributed.pipeline import PassThrough, model_plan
 from slurm_train.distributed.sequence import POSITIONS_DIM, share_context
 from slurm_train.errors import ConfigError
@@ -74,6 +75,7 @@ def parallelize(
     roots: Sequence[nn.Module],
     settings: ParallelSection,
     compiles: bool,
+    gathers_float8: bool = False,
 ) -> None:
     """Makes a whole model, equal on all ranks, this rank's part of it, in place. Collective over all ranks.
 
@@ -84,6 +86,7 @@ def parallelize(
         roots: what is called: the model itself, or its stages.
         settings: how; the degrees in it have been solved already.
         compiles: whether each block is compiled.
+        gathers_float8: whether matrices that are multiplied in float8 are gathered so, too.
 
     Raises:
         ConfigError: the model has no plan for what is asked.
@@ -100,6 +103,8 @@ def parallelize(
         overlap_exchanges(mesh.device_type, compiles=compiles)
     prepare_blocks(model, settings=settings, compiles=compiles, has_parts=layout.tp > 1)
     if layout.reducing_size > 1:
+        if gathers_float8:
+            gather_in_float8(model, num_shards=layout.shard_size)
         shard(model, layout=layout, mesh=mesh, roots=roots, settings=settings)
 
 
@@ -148,14 +153,14 @@ def cut_matrices(
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    own_positions = Shard(POSITIONS_DIM)
-    rowwise = RowwiseParallel(output_layouts=own_positions) if splits_positions else RowwiseParallel()
-    styles: dict[str, ParallelStyle] = {"colwise": ColwiseParallel(), "rowwise": rowwise}
+    rowwise: dict[str, Any] = {"output_layouts": Shard(POSITIONS_DIM)} if splits_positions else {}
+    styles: dict[str, ParallelStyle] = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel(**rowwise)}
     found: dict[str, ParallelStyle] = {}
     ways = _ways_of(model, "tensor_parallel_plan", key="parallel.tp", ways=(*styles, _BY_IDS))
     for name, way in ways.items():
         if way != _BY_IDS:
-            found[name] = copy.copy(styles[way])
+            lowered = is_float8(model.get_submodule(name))
+            found[name] = copy.copy((float8_styles(rowwise=rowwise) if lowered else styles)[way])
     _spread_ids([name for name, way in ways.items() if way == _BY_IDS], model, mesh=mesh["tp"], layout=layout)
     if splits_positions:
         found |= _position_styles(model, found, group=mesh["tp"].get_group().group_name)
@@ -329,43 +334,6 @@ def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: boo
             _recompute(block, kind=settings.activation_checkpointing)
         if compiles and not is_apart:
             block.compile()
-
-
-def to_float8(model: nn.Module, *, emulate: bool = False) -> None:
-    """Lets the matrix products of all blocks compute in float8, in place; parameters and their names stay.
-
-    torchao scales each tensor by its largest value at every product. Head, embedding and norms stay as they are, and
-    matrices whose sizes are no multiples of 16, which the hardware needs.
-
-    Args:
-        model: may have parameters without memory.
-        emulate: computes with rounded numbers in float32, on any device; for tests.
-
-    Raises:
-        ConfigError: torchao is missing, or no matrix suits.
-    """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as err:
-        raise ConfigError(
-            f"train.precision=fp8 was asked, and torchao cannot be imported: {err}",
-            hint="pip install 'slurm-train[fp8]'",
-        ) from err
-    found = [
-        module
-        for block in units(model)
-        for module in block.modules()
-        if type(module) is nn.Linear and module.in_features % 16 == module.out_features % 16 == 0
-    ]
-    if not found:
-        raise ConfigError(
-            f"train.precision=fp8 was asked, but no block of {type(model).__name__} has an nn.Linear whose sizes are "
-            "multiples of 16",
-            hint="set train.precision=bfloat16",
-        )
-    suits = set(map(id, found))
-    settings = Float8LinearConfig(emulate=emulate)
-    convert_to_float8_training(model, module_filter_fn=lambda module, _name: id(module) in suits, config=settings)
 
 
 def shard(

@@ -50,7 +50,8 @@ def traffic(facts: LayoutFacts) -> dict[str, int]:
     layout = facts.layout
     settings = facts.settings
     passes = facts.batch.accumulation
-    held = max(facts.held(stage) for stage in range(layout.pp))
+    fullest = max(range(layout.pp), key=facts.held)
+    held = facts.held(fullest)
     gathers = 2 if settings.reshard_after_forward else 1
     # A pipeline keeps its parameters gathered and reduces once; else both happen for every micro-batch.
     rounds = 1 if layout.pp > 1 else passes
@@ -71,8 +72,8 @@ def traffic(facts: LayoutFacts) -> dict[str, int]:
     }
     # Shards are along both axes at once where there are both; they count for the one that is there anyway.
     sharding = "dp_shard" if layout.dp_shard > 1 else "cp"
-    sizes = gathers * facts.gathered_size + FLOAT
-    sent[sharding] += rounds * sizes * held * (layout.shard_size - 1) // layout.shard_size
+    sizes = gathers * facts.gathered(fullest) + FLOAT * held
+    sent[sharding] += rounds * sizes * (layout.shard_size - 1) // layout.shard_size
     return {axis: num_bytes for axis, num_bytes in sent.items() if getattr(layout, axis) > 1}
 
 

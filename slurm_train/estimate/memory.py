@@ -22,14 +22,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from slurm_train.config.batch import BatchPlan
-from slurm_train.config.parallel import ParallelLayout, stage_blocks, stages_of
+from slurm_train.config.parallel import ParallelLayout, gathers_float8, stage_blocks, stages_of
 from slurm_train.config.schema import GPT_TARGET, GptSection, OptimSection, ParallelSection, RunConfig
 from slurm_train.launch.placement import positions_of
 
 FLOAT = 4
 HALF = 2
+FLOAT8 = 1
 INDEX = 8
-"""Bytes of a number in float32, in bfloat16, and of a token id."""
+"""Bytes of a number in float32, in bfloat16, in float8, and of a token id."""
 PLAIN_SCORES = 2**22
 CHUNK_SCORES = 2**27
 """Scores of a micro-batch above which they exist in chunks, and those of one chunk on a GPU (`models.head`)."""
@@ -43,6 +44,8 @@ class Part(NamedTuple):
     dims: int
     numbers: int
     """How many a rank holds."""
+    rows: int = 0
+    """Of a matrix: in how many rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +150,13 @@ def block_parts(shape: GptShape, tp: int) -> tuple[Part, ...]:
     by_outputs |= {"feed_forward.gate": hidden} if shape.activation == "swiglu" else {}
     by_outputs |= {"feed_forward.up": hidden}
     by_inputs = {"attention.out": width, "feed_forward.out": hidden}
-    parts = [Part(f"{name}.weight", 2, width * size // tp) for name, size in (by_outputs | by_inputs).items()]
+    parts = [Part(f"{name}.weight", 2, width * size // tp, size // tp) for name, size in by_outputs.items()]
+    parts += [Part(f"{name}.weight", 2, width * size // tp, width) for name, size in by_inputs.items()]
     if shape.bias:
         parts += [Part(f"{name}.bias", 1, size // tp) for name, size in by_outputs.items()]
         parts += [Part(f"{name}.bias", 1, width) for name in by_inputs]
     parts += [Part(f"{name}_norm.weight", 1, shape.norm_parameters) for name in ("attention", "feed_forward")]
-    return tuple(Part(f"blocks.0.{name}", dims, numbers) for name, dims, numbers in parts)
+    return tuple(part._replace(name=f"blocks.0.{part.name}") for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,8 @@ class LayoutFacts:
     """Bytes of a number of the parameters, of their gradients and of what the optimizer keeps."""
     is_float16: bool = False
     """Whether that type of two bytes is float16, which residual stream and norms are not in."""
+    gathers_float8: bool = False
+    """Whether matrices of blocks are gathered in float8 where their sizes allow it."""
 
     @property
     def tokens(self) -> int:
@@ -191,6 +197,23 @@ class LayoutFacts:
         asked = self.settings.gather_dtype
         is_half = asked == "bfloat16" or (asked == "auto" and self.half and not self.is_float16)
         return HALF if is_half and self.layout.shard_size > 1 else self.param_size
+
+    @property
+    def gathered_block(self) -> int:
+        """Bytes of the parameters of one block once they are gathered."""
+        parts = block_parts(self.shape, self.layout.tp)
+        return sum(part.numbers * (FLOAT8 if self._travels_in_float8(part) else self.gathered_size) for part in parts)
+
+    def _travels_in_float8(self, part: Part) -> bool:
+        if not self.gathers_float8 or part.dims != 2:
+            return False
+        columns = part.numbers // part.rows
+        # As the ranks decide it (`distributed.float8`).
+        return part.rows % 16 == columns % 16 == part.rows % self.layout.shard_size == 0
+
+    def gathered(self, stage: int) -> int:
+        """Bytes of all that such a rank would hold without sharding, once it is gathered."""
+        return self.blocks(stage) * self.gathered_block + self.gathered_size * self.ends(stage)
 
     @property
     def kept_size(self) -> int:
@@ -369,6 +392,7 @@ def facts_of(config: RunConfig, layout: ParallelLayout, batch: BatchPlan, *, hal
         num_averages=num_averages(config),
         param_size=param_size(config),
         is_float16=config.train.precision == "float16",
+        gathers_float8=gathers_float8(layout, config.parallel, precision=config.train.precision),
     )
 
 
@@ -603,11 +627,15 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
 def _gathered(facts: LayoutFacts, stage: int, *, num_blocks: int) -> int:
     """Returns the bytes of whole parameters; `num_blocks` 0 stands for the head."""
     size = facts.gathered_size
-    block = facts.shape.block_parameters(tp=facts.layout.tp)
+    # Gradients of matrices that are gathered in float8 are of the other parameters' type.
+    gradients = size * facts.shape.block_parameters(tp=facts.layout.tp)
     if facts.layout.shard_size == 1:
         return 0
     if facts.layout.pp > 1:  # gathered parameters stay, and whole gradients add up beside them
-        return (size + FLOAT) * facts.held(stage) + size * block
+        return facts.gathered(stage) + FLOAT * facts.held(stage) + gradients
     if not facts.settings.reshard_after_forward:
-        return size * (facts.held(stage) + block)
-    return size * (num_blocks * block or facts.ends(stage) + facts.table)
+        return facts.gathered(stage) + gradients
+    if num_blocks == 0:
+        return size * (facts.ends(stage) + facts.table)
+    # Two are parameters, of this block and of the next one.
+    return 2 * facts.gathered_block + (num_blocks - 2) * gradients

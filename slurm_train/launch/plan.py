@@ -374,11 +374,6 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
         "that they are the same",
         "set one of them: a static graph may leave parameters out",
     )
-    yield (
-        config.train.precision == "fp8" and config.parallel.tp != 1,
-        f"train.precision=fp8 does not support tensor parallelism: parallel.tp={config.parallel.tp}",
-        "leave parallel.tp at 1 (parallel.dp_shard saves memory, too), or set train.precision=bfloat16",
-    )
     older = None if cluster is None else _without_float8(cluster.gpu_type or "")
     yield (
         config.trains

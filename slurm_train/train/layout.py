@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from slurm_train.checkpoint.state import names_of_groups
-from slurm_train.config.parallel import stages_of
+from slurm_train.config.parallel import gathers_float8, stages_of
+from slurm_train.distributed.float8 import to_float8
 from slurm_train.distributed.group import use_timeout
 from slurm_train.distributed.parallelize import (
     build_mesh,
@@ -17,7 +18,7 @@ from slurm_train.distributed.parallelize import (
     is_deep,
     parallelize,
     prepare_blocks,
-    to_float8,
+    units,
 )
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.errors import ConfigError
@@ -33,7 +34,7 @@ def apply_parallelism(parts: Parts) -> None:
         ConfigError: the model does not say how it can be cut.
     """
     if parts.rank.config.train.precision == "fp8":
-        to_float8(parts.model)
+        to_float8(parts.model, blocks=units(parts.model), tp=parts.rank.layout.tp)
     if parts.rank.layout.is_replicated:
         _prepare_replica(parts)
     else:
@@ -83,7 +84,15 @@ def _prepare_shards(parts: Parts) -> None:
         roots = split_stages(model, stages=stages, num_stages=num_stages)
         group = mesh["pp"].get_group()
         parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
-    parallelize(model, layout=layout, mesh=mesh, roots=roots, settings=settings, compiles=rank.compiles)
+    parallelize(
+        model,
+        layout=layout,
+        mesh=mesh,
+        roots=roots,
+        settings=settings,
+        compiles=rank.compiles,
+        gathers_float8=gathers_half and gathers_float8(layout, config.parallel, precision=config.train.precision),
+    )
     fill(
         [model, *roots],
         values,

@@ -28,6 +28,7 @@ from slurm_train.checkpoint.state import local_part
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.data.batches import MicroBatch
 from slurm_train.data.source import IGNORED, Batch, is_nested, map_tensors
+from slurm_train.distributed.float8 import ScalesOfStep
 from slurm_train.distributed.parallelize import own_positions, whole_parameters
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
@@ -312,6 +313,7 @@ class ShardPasses(Passes):
         layout = rank.layout
         super().__init__(rank, objective=objective, num_averaged=layout.reducing_size)
         self._sharded: Any = model if hasattr(model, "set_requires_all_reduce") else None
+        self._scales = ScalesOfStep(model)
         self._autocast = rank.forward_autocast
         self._factor = factor
         self._counts = layout.owns_items(rank.place.rank)
@@ -328,6 +330,10 @@ class ShardPasses(Passes):
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients, one micro-batch after the other."""
         self.buffers.take_first_ranks()
+        with self._scales.known():
+            self._run(batches, num_batches=num_batches)
+
+    def _run(self, batches: Iterator[MicroBatch], *, num_batches: int) -> None:
         values = self._no_values()
         for number in range(self._accumulation * num_batches, 0, -1):
             tensors = self.take(batches)
@@ -423,7 +429,7 @@ class PipelinePasses(ShardPasses):
             keywords |= {"target": targets, "losses": losses}
             if self._objective.takes_targets:
                 keywords["targets"] = targets
-        with in_precision(self._device, self._autocast):
+        with self._scales.known(), in_precision(self._device, self._autocast):
             self._schedule.step(*arguments, **keywords)
         values = self._no_values()
         if self._counts:

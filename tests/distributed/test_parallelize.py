@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection, RunConfig, TrainSection
+from slurm_train.distributed.float8 import to_float8
 from slurm_train.distributed.parallelize import (
     gathers_in_bfloat16,
     is_deep,
@@ -28,7 +29,6 @@ from slurm_train.distributed.parallelize import (
     prepare_blocks,
     require_dimensions,
     shared_parts,
-    to_float8,
     units,
 )
 from slurm_train.errors import ConfigError
@@ -383,7 +383,7 @@ def test_products_of_blocks_are_in_float8_and_train_nearly_as_in_bfloat16() -> N
         model = GPT(vocab_size=32, context=16, num_layers=2, num_heads=2, width=32, hidden=72, tied=False)
         before = dict(model.named_parameters())
         if lowers:
-            to_float8(model, emulate=True)
+            to_float8(model, blocks=units(model), emulate=True)
             kinds = {name: type(module).__name__ for name, module in model.blocks[0].named_modules()}
             # 72 is no multiple of 16.
             assert kinds["attention.q"] == kinds["attention.out"] == "Float8Linear" != kinds["feed_forward.up"]
@@ -409,7 +409,7 @@ def test_products_of_blocks_are_in_float8_and_train_nearly_as_in_bfloat16() -> N
 @pytest.mark.filterwarnings(QUIET)
 def test_a_model_without_matrices_that_suit_float8_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no block of CNN has an nn\.Linear whose sizes are multiples of 16"):
-        to_float8(CNN())
+        to_float8(CNN(), blocks=units(CNN()))
 
 
 def test_cards_that_cannot_multiply_in_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,22 @@ def test_shards_divide_what_a_rank_holds_and_offloaded_ones_are_on_the_host() ->
     assert offloaded.total_bytes == sharded.gathered_bytes + sharded.activation_bytes
 
 
+def test_matrices_that_travel_in_float8_take_a_byte_a_number() -> None:
+    lowered = replace(facts_of(ParallelLayout(dp_shard=4), half=True), gathers_float8=True)
+    plain = replace(lowered, gathers_float8=False)
+    matrices = lowered.shape.matrices_in_block(tp=1)
+    assert plain.gathered_block - lowered.gathered_block == matrices
+    # Two of the whole blocks at the fullest moment are parameters, the others gradients.
+    saved = [rank_memory(facts, stage=0).gathered_bytes for facts in (plain, lowered)]
+    assert saved[0] - saved[1] == 2 * matrices
+    # They are gathered twice in each of four micro-batches, and a rank sends three parts of four.
+    sent = [traffic(facts)["dp_shard"] for facts in (plain, lowered)]
+    assert sent[0] - sent[1] == 4 * 2 * lowered.blocks(0) * matrices * 3 // 4
+    # 96 rows do not make 64 equal parts.
+    uneven = replace(lowered, layout=ParallelLayout(dp_shard=64))
+    assert plain.gathered_block - uneven.gathered_block == matrices - 96 * 64
+
+
 def test_a_pipeline_keeps_as_many_micro_batches_as_its_schedule_and_sends_each_on() -> None:
     # Each stage has one block: the first keeps three micro-batches of it, or all four.
     for schedule, count in (("1f1b", 3), ("gpipe", 4)):

@@ -1,6 +1,6 @@
 """The GPU checks in the order of their value, and how one of them is run: `python -m tests.gpu.catalogue NAME FOLDER`.
 
-All of them take some 840 s on one H100, by estimate: more than a machine that is lent for ten minutes has. Group A has
+All of them take some 880 s on one H100, by estimate: more than a machine that is lent for ten minutes has. Group A has
 the most valuable ones, group B the others.
 
 NCCL refuses two ranks on one GPU, so with a single card a check has one rank with NCCL, or two ranks over gloo on the
@@ -72,6 +72,7 @@ CHECKS = (
     Check(
         "cuda_graphs", "training_checks", "B", 40, 150, "CUDA graphs: the same losses as without, dropout too; speed"
     ),
+    Check("float8", "training_checks", "B", 40, 150, "float8 by torchao near bfloat16, gathered in float8 too"),
     Check("loss", "speed_checks", "B", 25, 120, "milliseconds and memory of head and loss, eager and compiled"),
 )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from slurm_train.checkpoint.load import load_tensors, weights_digest
 from slurm_train.checkpoint.state import training_state
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection
-from slurm_train.distributed.parallelize import build_mesh, prepare_blocks, shard
+from slurm_train.distributed.float8 import gather_in_float8, to_float8
+from slurm_train.distributed.parallelize import build_mesh, prepare_blocks, shard, units
 from slurm_train.metrics import read_metrics
 from slurm_train.models.blocks import Angles
 from slurm_train.models.gpt import GPT
@@ -309,7 +311,33 @@ def fsdp_one_rank(stage: Stage) -> dict[str, Any]:
     return {f"{name}_farthest": off for name, off in found.items()}
 
 
-def _sharded_losses(stage: Stage, folder: Path, *, steps: int, offload: bool) -> list[float]:
+def float8(stage: Stage) -> dict[str, Any]:
+    """Products in float8 train nearly as those in bfloat16, with weights that FSDP gathers in float8, and without."""
+    require(importlib.util.find_spec("torchao") is not None, "torchao is not installed: pip install torchao")
+    plain = training_of(sections_of(_ROPE, train={"precision": "bfloat16"}), stage.folder / "plain")
+    plain.advance(1)
+    expected = next_losses(plain, 6)
+    release(plain)
+    losses = {}
+    for name, gathers in (("bfloat16", False), ("float8", True)):
+        lowers = Lowers(gathers=gathers)
+        losses[name] = _sharded_losses(stage, stage.folder / name, steps=7, offload=False, lowers=lowers)[1:]
+    found = {name: max(abs(a - b) / b for a, b in zip(own, expected, strict=True)) for name, own in losses.items()}
+    for name, off in found.items():
+        require(0 < off < 0.02, f"gathered in {name}: losses are up to {off:.1%} from those in bfloat16")
+    return {f"gathered_in_{name}_farthest": off for name, off in found.items()}
+
+
+class Lowers(NamedTuple):
+    """That products are in float8."""
+
+    gathers: bool
+    """Whether FSDP gathers their matrices so, too."""
+
+
+def _sharded_losses(
+    stage: Stage, folder: Path, *, steps: int, offload: bool, lowers: Lowers | None = None
+) -> list[float]:
     """Returns the losses of a model that FSDP has wrapped over a mesh of one rank."""
     sections = sections_of(_ROPE, train={"precision": "bfloat16"})
     rank = open_rank(sections, folder)
@@ -317,6 +345,10 @@ def _sharded_losses(stage: Stage, folder: Path, *, steps: int, offload: bool) ->
     reference = training_of(sections, folder / "order")
     torch.manual_seed(rank.config.seed)
     model = GPT(**{key: value for key, value in sections["model"].items() if key != "_target_"})
+    if lowers is not None:
+        to_float8(model, blocks=units(model), emulate=not stage.on_gpu)
+        if lowers.gathers:
+            gather_in_float8(model.to(stage.device), num_shards=1)
     _shard_alone(model, ParallelSection(gather_dtype="bfloat16", cpu_offload=offload), stage)
     rank.casts_shards = True
     optimizer = build_optimizer(model, optim=rank.config.optim)

@@ -96,10 +96,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": None}, "model has no _target_: there is nothing to build"),
     ({"data": {"_target_": ""}}, "data has no _target_: there is nothing to build"),
     ({"ddp": {"static_graph": True, "find_unused_parameters": True}}, "ddp.find_unused_parameters=true looks for"),
-    (
-        {"train": {"precision": "fp8"}, "parallel": {"tp": 2}},
-        "train.precision=fp8 does not support tensor parallelism: parallel.tp=2",
-    ),
     *(
         (
             {"train": {"precision": "fp8"}, "cluster": {"nodes": 1, "gpus_per_node": 2, **cluster}},

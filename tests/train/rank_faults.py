@@ -8,8 +8,11 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from slurm_train.checkpoint import save
 from slurm_train.checkpoint.commit import Place
@@ -17,7 +20,7 @@ from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train import saves
+from slurm_train.train import context, layout, saves
 from slurm_train.train.step import StepFacts, Stepper
 
 
@@ -30,7 +33,8 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
             {"own_disks"}: each rank takes itself for a node of its own where local disks are concerned;
             {"dark_step"}: the power of rank 0 is cut when the checkpoint of that step is committed, and what
             metrics.jsonl has got since its last fsync is gone;
-            {"tells_opened"}: none, but each file of this name that is opened is printed.
+            {"tells_opened"}: none, but each file of this name that is opened is printed;
+            {"emulates_float8"}: none, but a CPU takes itself for a device that multiplies in float8.
         run: the run.
         rank: this rank.
     """
@@ -42,6 +46,8 @@ def install(fault: dict[str, Any], *, run: RunDirectory, rank: int) -> None:
         _give_own_disk(rank)
     if "tells_opened" in fault:
         _tell_opened(fault["tells_opened"])
+    if fault.get("emulates_float8"):
+        _emulate_float8()
     write_file = save.write_file
 
     def write(path: Path, data: bytes) -> Any:
@@ -104,3 +110,22 @@ def _kill_in(step: int) -> None:
         return take_step(self, facts, batches)
 
     Stepper.step = take  # type: ignore[method-assign]
+
+
+def _emulate_float8() -> None:
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+    context.require_float8 = lambda _device: None
+    layout.to_float8 = partial(layout.to_float8, emulate=True)  # type: ignore[assignment]
+    packet = torch.ops._c10d_functional.all_gather_into_tensor
+    gather = FLOAT8_OPS_TABLE[packet.default]
+
+    def gather_bytes(operation: Any, args: Any, kwargs: Any = None) -> Any:
+        # gloo does not know the type; NCCL does.
+        def as_bytes(data: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+            gathered: torch.Tensor = operation(data.view(torch.uint8), *rest, **options)
+            return gathered.view(data.dtype)
+
+        return gather(as_bytes, args, kwargs)
+
+    FLOAT8_OPS_TABLE[packet.default] = gather_bytes
