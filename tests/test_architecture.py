@@ -55,6 +55,7 @@ TORCH_FREE_MODULES = (
     "checkpoint.manifest",
     "checkpoint.commit",
     "checkpoint.filling",
+    "checkpoint.resumption",
     "metrics",
     "tools.trackers.adapters",
     "tools.trackers.follow",

@@ -21,31 +21,30 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.checkpoint.agreement import on_every_rank
-from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.manifest import DIRECTORY, CheckpointHeader
+from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import EXIT_REQUEUE, CheckpointError, RunError, SlurmTrainError
+from slurm_train.errors import EXIT_REQUEUE, CheckpointError, SlurmTrainError
 from slurm_train.metrics import MetricsWriter
-from slurm_train.rundir.attempts import check_fence, note_saved
+from slurm_train.rundir.attempts import note_saved
 from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.files import fsync_file, read_json
 from slurm_train.rundir.heartbeat import Heartbeat, limits_of
-from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.session.peers import GroupChooser
 from slurm_train.session.saving import DirectorySave
 from slurm_train.session.signals import StopFlag, install
 from slurm_train.session.stopping import Stopping
+from slurm_train.slurm.job_variables import step_id
 
 if TYPE_CHECKING:
     import torch
@@ -237,13 +236,8 @@ class JoinedSession(Session):
             start_timeout_s=config.train.start_timeout_s,
             timeout_s=_WATCHED_TIMEOUT_S if has_watchdog else config.checkpoint.save_timeout_s,
         )
-        self._checkpoints = Place(
-            root=run.checkpoints,
-            attempt=attempt,
-            keep=config.checkpoint.keep,
-            fence=partial(check_fence, run, attempt),
-            is_leader=place.is_first,
-        )
+        self._checkpoints = run_place(run, attempt, keep=config.checkpoint.keep, is_leader=place.is_first)
+        self._resumption = Resumption(run, self._checkpoints)
         self._spent = Spent(begin_unix_s=self._begin_unix_s) if place.is_first else None
         self._stopping = Stopping(run, attempt, stop, spent=self._spent, group=self._group)
         self._saves = SaveLog(run, attempt) if place.is_first else None
@@ -251,8 +245,6 @@ class JoinedSession(Session):
         self._steps = _Steps(heartbeat.clock())
         self._writer: MetricsWriter | None = None
         self._lock = threading.Lock()
-        self._origin = Origin()
-        self._has_moved_on = False
         self._reason = ""
         self._open_heartbeat(config)
 
@@ -294,16 +286,15 @@ class JoinedSession(Session):
         if self._spent is None:
             return
         if is_first_report:
-            self._spent.first_step = self._origin.step
-            self._spent.steps = max(step - self._origin.step, 0)
+            self._spent.first_step = self._resumption.origin.step
+            self._spent.steps = max(step - self._resumption.origin.step, 0)
             self._spent.add("compile_s", seconds)
         elif num > 0:
             self._spent.add_steps(num, seconds=seconds, data_wait_s=0.0)
         if numbers:
             timing = {} if steps.step_s is None else {"step_time_s": steps.step_s}
             steps.lines.append(self._line(step, numbers, timing))
-        if not self._has_moved_on:
-            self._move_on()
+        self._resumption.move_on()
 
     def mark(self, phase: str) -> None:
         """See `Session.mark`."""
@@ -362,9 +353,7 @@ class JoinedSession(Session):
         start = self._heartbeat.clock()
         place = self._checkpoints
         choice = choose_checkpoint(place.root, group=self._group(), attempt=place.attempt, fence=place.fence)
-        place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
-        self._origin = Origin() if choice is None else choice.origin
-        self._has_moved_on = False
+        self._resumption.take(choice)
         self._set_apart(self._heartbeat.clock() - start, "load_s")
         if choice is None:
             return None
@@ -402,10 +391,7 @@ class JoinedSession(Session):
 
     def _open_heartbeat(self, config: RunConfig) -> None:
         heartbeat = self._heartbeat
-        env = self._env
         place = self._place
-        job = env.get("SLURM_JOB_ID", "")
-        step = env.get("SLURM_STEP_ID", "")
         heartbeat.phase = "joined"
         heartbeat.also = self._write_now_and_then
         heartbeat.record = _newest_collectives
@@ -416,7 +402,7 @@ class JoinedSession(Session):
             local_rank=place.local_rank,
             host=place.host,
             limits=limits_of(config),
-            step_id=f"{job}.{step}" if job and step else "",
+            step_id=step_id(self._env),
         )
 
     def _any_is_asked(self) -> bool:
@@ -469,14 +455,6 @@ class JoinedSession(Session):
                 self._write_lines()
                 fsync_file(self._run.metrics)
 
-    def _move_on(self) -> None:
-        """Takes note that a step was taken from what was loaded; what was passed over for it is left behind."""
-        # Where the file system refuses, the next step tries again; a newer attempt is found by the next save.
-        with contextlib.suppress(OSError, RunError):
-            self._checkpoints.move_aside()
-            record_origin(self._run, self._attempt, self._origin)
-            self._has_moved_on = True
-
     def _set_apart(self, seconds: float, cause: str) -> None:
         """Takes time that was no step's out of the step that is under way."""
         self._steps.apart_s += seconds
@@ -511,7 +489,7 @@ class JoinedSession(Session):
             attempt=self._attempt,
             job=self._env.get("SLURM_JOB_ID", "local"),
             written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
-            parent=self._origin.save_id,
+            parent=self._resumption.origin.save_id,
             extra={"kind": DIRECTORY},
         )
 

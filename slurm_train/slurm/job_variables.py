@@ -167,3 +167,10 @@ def node_name(env: Mapping[str, str]) -> str:
     The two may differ (an alias, or a host name with a domain). Outside a job it is the host name.
     """
     return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def step_id(env: Mapping[str, str]) -> str:
+    """Returns Slurm's id of this process's step, e.g. "123.0"; "" outside of one."""
+    job = env.get("SLURM_JOB_ID", "")
+    step = env.get("SLURM_STEP_ID", "")
+    return f"{job}.{step}" if job and step else ""

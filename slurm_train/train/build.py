@@ -197,7 +197,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
         callback.attach(parts)
     position, notes = checkpointer.resume()
     saved_samples = position.samples
-    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position, checkpointer.origin)
+    position.samples, num_rollbacks = position_after_rollbacks(rank.run, position, checkpointer.resumption.origin)
     parts.max_steps = total_steps(
         config,
         num_samples=len(parts.train_data),

@@ -5,11 +5,10 @@ When and how checkpoints are written is the business of `saves`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part, own_tensors
 from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.resumption import Resumption
 from slurm_train.checkpoint.state import (
     merge_state,
     module_states,
@@ -37,9 +37,8 @@ from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.data.build import ALLOW_WORLD_CHANGE
 from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.errors import DataError, RunError
+from slurm_train.errors import DataError
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory
 from slurm_train.train.callbacks import Callback
 from slurm_train.train.context import Parts
@@ -66,12 +65,10 @@ class Checkpointer:
     """Which rank writes what."""
     saves: Saves
     """Writes the checkpoints."""
+    resumption: Resumption
+    """What training was loaded from."""
     stream_state: dict[str, Any] | None = None
     """Where this rank's stream of samples was at the checkpoint; None to begin anew."""
-    origin: Origin = field(default_factory=Origin)
-    """What training was loaded from."""
-    _has_moved_on: bool = False
-    """A step from there was taken, and that is on record."""
 
     def resume(self) -> tuple[Position, list[str]]:
         """Restores the newest verified checkpoint; returns the position and notes for the user. Collective.
@@ -85,12 +82,10 @@ class Checkpointer:
         self.saves.finish()
         require_loadable_states(self.parts.model)
         choice, notes = self.saves.choose(reason_against=self.continuity.reason_against)
-        self._has_moved_on = False
+        self.resumption.take(choice)
         if choice is None:
-            self.origin = Origin()
             return Position(), notes
         manifest = choice.manifest
-        self.origin = choice.origin
         position = Position.of(manifest)
         accepted = self.continuity.check(manifest)
         if accepted:
@@ -105,22 +100,6 @@ class Checkpointer:
             notes.append(f"passed over {passed.path.name}: {passed.reason}; it becomes {aside} when training goes on")
         resuming = f"resuming from {choice.path.name} (step {position.step})"
         return position, [*notes, *accepted, *restored, resuming]
-
-    def move_on(self) -> None:
-        """Records that a step was taken from what was loaded; checkpoints that were passed over for it are moved aside.
-
-        To be called after each step; not collective. Where the file system refuses, the next step tries again.
-        """
-        if self._has_moved_on:
-            return
-        if self.parts.rank.place.is_first:
-            # A newer attempt that has taken over is found by the next save.
-            with contextlib.suppress(OSError, RunError):
-                self.saves.place.move_aside()
-                record_origin(self.parts.rank.run, self.saves.place.attempt, self.origin)
-                self._has_moved_on = True
-        else:
-            self._has_moved_on = True
 
     def content(self, position: Position) -> Content:
         """Returns what this rank writes of the training as it is now. Collective.
@@ -326,7 +305,7 @@ class Checkpointer:
             # Letters, digits and "_".
             job=rank.env.get("SLURM_JOB_ID", "local"),
             written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
-            parent=self.origin.save_id,
+            parent=self.resumption.origin.save_id,
             weights=weights,
             extra={
                 **position.as_extra(),
@@ -379,4 +358,5 @@ def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_
         },
         division=Division(group=saves.group, stage=rank.layout.coordinates(rank.place.rank).pp),
         saves=saves,
+        resumption=Resumption(rank.run, saves.place),
     )

@@ -159,7 +159,7 @@ class Health:
                 f"step {bad_step} went wrong and there is no checkpoint to go back to",
                 hint="lower checkpoint.every_steps, or set health.on_non_finite=skip",
             )
-        origin = self._checkpointer.origin
+        origin = self._checkpointer.resumption.origin
         facts = {
             "to_step": position.step,
             "checkpoint_samples": position.samples,

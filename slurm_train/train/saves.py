@@ -30,13 +30,13 @@ from slurm_train.checkpoint.filling import Saved
 from slurm_train.checkpoint.load import Choice, choose_checkpoint
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.resumption import run_place
 from slurm_train.checkpoint.save import BackgroundSaver, Outcome, save_to
 from slurm_train.checkpoint.state import StagingBuffers
 from slurm_train.config.schema import CheckpointSection
 from slurm_train.distributed.group import open_side_group
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import CheckpointError, ConfigError, SlurmTrainError
-from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.files import fsync_file
 from slurm_train.rundir.node_disk import open_private
@@ -113,13 +113,9 @@ class Saves:
         choose = partial(
             choose_checkpoint, place.root, group=dist.group.WORLD, attempt=place.attempt, fence=place.fence
         )
-        notes: list[str] = []
         if self.local is None:
-            choice = choose()
-        else:
-            choice, notes = self.local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
-        place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
-        return choice, notes
+            return choose(), []
+        return self.local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
 
     def request(self) -> None:
         """Asks for a checkpoint of this step in the run directory; on all ranks at the same step."""
@@ -334,13 +330,7 @@ def build_saves(
         ConfigError: `checkpoint.local_dir` names a variable that is not set.
         RunError: its folder is not there, or not this user's.
     """
-    place = Place(
-        root=run.checkpoints,
-        attempt=attempt,
-        keep=settings.keep,
-        fence=partial(check_fence, run, attempt),
-        is_leader=rank_place.is_first,
-    )
+    place = run_place(run, attempt, keep=settings.keep, is_leader=rank_place.is_first)
     group = open_side_group(settings.save_timeout_s)
     local = None
     if settings.local_dir is not None:

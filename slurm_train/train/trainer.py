@@ -172,7 +172,7 @@ class Trainer:
         """Calls the callbacks, evaluates and saves, where that is due."""
         step = self.position.step
         eval_every = self.rank.config.train.eval_every_steps
-        self.checkpointer.move_on()
+        self.checkpointer.resumption.move_on()
         self._call("on_step_end")
         if self.start_up is not None:
             self._end_start_up(self.start_up)

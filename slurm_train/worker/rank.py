@@ -50,7 +50,7 @@ from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import step_of_attempt
 from slurm_train.session.signals import NodeLeader, StopFlag, release_continue, start_orphan_watchdog, was_continued
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.job_variables import node_name
+from slurm_train.slurm.job_variables import node_name, step_id
 from slurm_train.status.activity import live_holder
 from slurm_train.supervise.hang import recording_environment
 from slurm_train.worker.output import outlive_terminal
@@ -358,12 +358,9 @@ def _start_heartbeat(
         return heartbeat
     # All that the trainer writes is private; a user's own code keeps the umask of its user.
     os.umask(0o077)
-    job = env.get("SLURM_JOB_ID", "")
-    step = env.get("SLURM_STEP_ID", "")
-    step_id = f"{job}.{step}" if job and step else ""
     limits = limits_of(config)
     where = {"rank": place.rank, "local_rank": place.local_rank}
-    heartbeat.start(run, attempt, host=place.host, limits=limits, step_id=step_id, **where)
+    heartbeat.start(run, attempt, host=place.host, limits=limits, step_id=step_id(env), **where)
     return heartbeat
 
 

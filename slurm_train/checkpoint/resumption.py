@@ -1,0 +1,69 @@
+"""What an attempt goes on from, and the record that it did.
+
+The built-in trainer and a program of a user's own load in different ways; what then becomes of the run's past is the
+same. Nothing is left behind before a step was taken from what was loaded: until then another attempt may still choose
+otherwise. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+from slurm_train.checkpoint.commit import Place
+from slurm_train.errors import RunError
+from slurm_train.rundir.attempts import check_fence
+from slurm_train.rundir.lineage import Origin, record_origin
+from slurm_train.rundir.paths import RunDirectory
+
+if TYPE_CHECKING:
+    from slurm_train.checkpoint.load import Choice
+
+
+def run_place(run: RunDirectory, attempt: int, *, keep: int, is_leader: bool) -> Place:
+    """Returns a run's checkpoints as one of its attempts changes them, until a newer attempt has taken over.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        keep: how many whole checkpoints stay.
+        is_leader: whether this is rank 0.
+    """
+    fence = partial(check_fence, run, attempt)
+    return Place(root=run.checkpoints, attempt=attempt, keep=keep, fence=fence, is_leader=is_leader)
+
+
+class Resumption:
+    """What the training of an attempt was loaded from; the beginning of the run before anything was.
+
+    Args:
+        run: the run.
+        place: its checkpoints.
+    """
+
+    def __init__(self, run: RunDirectory, place: Place) -> None:
+        self._run = run
+        self._place = place
+        self._is_recorded = not place.is_leader
+        self.origin = Origin()
+        """The checkpoint; saves name it as their parent."""
+
+    def take(self, choice: Choice | None) -> None:
+        """Begins anew from what all ranks have chosen, None: from the beginning."""
+        self._place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
+        self.origin = Origin() if choice is None else choice.origin
+        self._is_recorded = not self._place.is_leader
+
+    def move_on(self) -> None:
+        """Records that a step was taken from there; checkpoints that were passed over for it are moved aside.
+
+        To be called after each step; not collective. Where the file system refuses, the next step tries again.
+        """
+        if self._is_recorded:
+            return
+        # A newer attempt that has taken over is found by the next save.
+        with contextlib.suppress(OSError, RunError):
+            self._place.move_aside()
+            record_origin(self._run, self._place.attempt, self.origin)
+            self._is_recorded = True
