@@ -49,6 +49,8 @@ from slurm_train.slurm.job_variables import step_id
 if TYPE_CHECKING:
     import torch
 
+    from slurm_train.distributed.pace import PaceProbe
+
 RUN_DIR = "SLURM_TRAIN_RUN_DIR"
 """Variable that names the directory of the run to a script: a place for its files, the same at each attempt."""
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
@@ -244,6 +246,9 @@ class JoinedSession(Session):
         self._times = StepTimes(run, attempt, rank=place.rank, host=place.host, clock=heartbeat.clock)
         self._steps = _Steps(heartbeat.clock())
         self._writer: MetricsWriter | None = None
+        self._pace_every_steps = config.health.pace_every_steps
+        self._pace: PaceProbe | None = None
+        """Measures how much of a step is this rank's own; from the second report on."""
         self._lock = threading.Lock()
         self._reason = ""
         self._open_heartbeat(config)
@@ -277,8 +282,11 @@ class JoinedSession(Session):
         if num > 0:
             # Of the first step only the end is known.
             heartbeat.settled = True
+            if steps.step_s is None:
+                self._pace = self._probe_pace()
             steps.step_s = seconds / num
             self._times.add(steps.step_s, 0.0)
+            self._sample_pace(num)
         if num != 0 or is_first_report:
             steps.step = step
             steps.since_s = now
@@ -412,14 +420,37 @@ class JoinedSession(Session):
         self._heartbeat.marks += 1
         if group is None:
             return bool(requested)
-        if not hasattr(group, "gather_values"):
+        start = self._heartbeat.clock()
+        try:
+            if hasattr(group, "gather_values"):
+                return any(on_every_rank(group, lambda: requested))
             import torch
             import torch.distributed as dist
 
             box = torch.tensor(requested, dtype=torch.int32)
             dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
             return bool(box.item())
-        return any(on_every_rank(group, lambda: requested))
+        finally:
+            if self._pace is not None:
+                self._pace.exchange_s += self._heartbeat.clock() - start
+
+    def _probe_pace(self) -> PaceProbe | None:
+        if self._place.world_size == 1 or "torch.distributed" not in sys.modules:
+            return None
+        from slurm_train.distributed.pace import probe_program
+
+        return probe_program(self._heartbeat, every=self._pace_every_steps, device=self.device)
+
+    def _sample_pace(self, num_steps: int) -> None:
+        """Called where a step has ended, and the next begins."""
+        if self._pace is None:
+            return
+        if num_steps > 1:
+            # What lies between two reports is compared as one step.
+            self._pace.leave_out()
+            return
+        self._pace.end()
+        self._pace.begin()
 
     def _line(self, step: int, numbers: Mapping[str, Any], timing: Mapping[str, float]) -> dict[str, Any]:
         values = {name: _number(value) for name, value in numbers.items()}
@@ -458,6 +489,8 @@ class JoinedSession(Session):
     def _set_apart(self, seconds: float, cause: str) -> None:
         """Takes time that was no step's out of the step that is under way."""
         self._steps.apart_s += seconds
+        if self._pace is not None:
+            self._pace.leave_out()
         if self._spent is not None:
             self._spent.add(cause, seconds)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slurm_train.data.batches import Split
+from slurm_train.distributed.pace import PaceProbe, WaitTimer
 from slurm_train.rundir.heartbeat import AwakeClock
 from slurm_train.rundir.timing import StepTimes
 from slurm_train.train.context import Rank
-from slurm_train.train.pace import PaceProbe, WaitTimer
 from slurm_train.train.passes import Passes
 
 

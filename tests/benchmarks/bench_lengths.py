@@ -29,9 +29,9 @@ from torch.utils.data.distributed import DistributedSampler
 from slurm_train.config.schema import BatchSection, HealthSection
 from slurm_train.data.mapstyle import MapStyleSource, pad
 from slurm_train.data.source import IGNORED
+from slurm_train.distributed.pace import PaceProbe
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.heartbeat import Heartbeat
-from slurm_train.train.pace import PaceProbe
 from tests.benchmarks.turns import RANKS, Facts, in_turns, main, our_loop, show_table
 
 LOCAL, POOL = 16, 32

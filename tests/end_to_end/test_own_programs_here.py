@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -66,3 +67,50 @@ def test_a_stopped_program_has_the_losses_of_an_undisturbed_one(program: Program
     assert (first["exit_code"], second["exit_code"]) == (75, 0)
     assert first["last_step"] == second["first_step"] == stop["step"]
     assert losses(run) == losses(run_of(person, "whole")) and max(losses(run)) == program.steps
+
+
+SLOW = """
+import time, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from slurm_train import session
+
+run = session.join()
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+step = 0
+while not run.should_stop():
+    loss = model(torch.ones(4, 8)).sum()
+    time.sleep(0.03 + 0.1 * run.rank)
+    loss.backward()
+    step += 1
+    run.report(step, loss=loss.item(), max_steps=100000)
+with run.save(step) as folder:
+    (folder / f"rank_{run.rank}").write_text("")
+run.leave()
+"""
+
+
+def test_a_slow_rank_of_a_program_is_named_and_its_pace_is_told(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    person = Person(tmp_path)
+    argv = [sys.executable, "-m", "slurm_train", "script=[slow.py]", "run.processes=2", "run.name=slow"]
+    process = subprocess.Popen(
+        argv, cwd=tmp_path, env=person.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    folder = tmp_path / "runs" / "slow"
+    try:
+        wait_for(lambda: list(folder.glob("*/stragglers.jsonl")), within_s=200, what="the first window")
+        run = run_of(person, "slow")
+        # At least three windows of 3 s and more.
+        wait_for(lambda: read_events(run, "slow"), within_s=200, what="the name of the slow rank")
+        status = person.types("status", str(run.path), "--json").out
+    finally:
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=200)
+    assert process.returncode == 75, out
+    (slow, *_) = read_events(run, "slow")
+    assert (slow["kind"], slow["ranks"]) == ("straggler", [1]) and "computing takes longer" in slow["sentence"]
+    assert "rank 1" in out
+    (told,) = json.loads(status)
+    assert told["step_time_s"] > 0.13 and told["time_left_s"] > 1000, told

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from slurm_train.distributed.pace import PaceProbe, WaitTimer
 from slurm_train.rundir.heartbeat import Heartbeat, Pace
 from slurm_train.rundir.timing import PaceWindow, RankPace
 from slurm_train.supervise.stragglers import WINDOWS_IN_A_ROW, Judge
-from slurm_train.train.pace import PaceProbe, WaitTimer
 from tests.support.warm_ranks import run_pair
 
 # Rank 1 computes 80 ms longer in each step; each rank leaves its sums, by kind of DDP.
@@ -26,7 +26,7 @@ import json, os, time, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurm_train.rundir.heartbeat import Heartbeat
-from slurm_train.train.pace import PaceProbe
+from slurm_train.distributed.pace import PaceProbe
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
@@ -102,7 +102,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from slurm_train.rundir.heartbeat import Heartbeat
-from slurm_train.train.pace import PaceProbe, WaitTimer
+from slurm_train.distributed.pace import PaceProbe, WaitTimer
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 slow_s = float(sys.argv[1]) if rank == 1 else 0.0
@@ -282,3 +282,65 @@ def test_on_a_gpu_the_stream_that_computes_is_what_waits(monkeypatch: pytest.Mon
     timer.stop()
     computing.wait_event(9.0)
     assert timer.read() == (0.025, 0.1)
+
+
+# A program of a user's own, with DDP and with exchanges of its own; rank 1 computes 60 ms longer in each step.
+OWN = """
+import json, os, time, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.distributed.pace import probe_program
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def averaging(net):
+    def step():
+        net(torch.ones(8, 64)).sum().backward()
+        time.sleep(0.06 * rank)
+        for weights in net.parameters():
+            dist.all_reduce(weights.grad)
+    return step
+
+def wrapped(net):
+    model = DistributedDataParallel(net)
+    def step():
+        loss = model(torch.ones(8, 64)).sum()
+        time.sleep(0.06 * rank)
+        loss.backward()
+    return step
+
+def pace_of(kind):
+    step, heart = kind(torch.nn.Linear(64, 64)), Heartbeat()
+    probe = probe_program(heart, every=5, device=torch.device("cpu"))
+    for number in range(30):
+        probe.begin()
+        step()
+        if number == 9:  # what a save takes is no step's
+            time.sleep(1.0)
+            probe.leave_out()
+        probe.end()
+    pace = heart.pace
+    del step
+    # A model that is gone is not measured any more.
+    for _ in range(20):
+        probe.begin()
+        probe.end()
+    return pace.samples, pace.own_s / pace.samples, pace.wait_s / pace.samples
+
+with open(os.environ["OUT"], "w") as file:
+    json.dump({kind.__name__: pace_of(kind) for kind in (averaging, wrapped)}, file)
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+def test_a_program_of_a_users_own_is_measured_without_being_asked(tmp_path: Path) -> None:
+    victims, causes = run_pair(tmp_path, OWN)
+    for kind, victim in victims.items():
+        cause = causes[kind]
+        assert victim[0] == cause[0] >= 3, kind
+        assert victim[2] > 0.05 and cause[1] > 0.06, kind
+        assert cause[2] < 0.5 * victim[2] and victim[1] < 0.5 * cause[1], kind
+        assert cause[1] < 0.3, kind
