@@ -13,7 +13,7 @@ import time
 import lightning as L
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from slurm_train.adapters.lightning import SessionCallback
@@ -41,18 +41,21 @@ class Model(L.LightningModule):
 
 L.seed_everything(42)
 callback = SessionCallback(every_steps=options.save_every, log_every_steps=1)
-x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, x @ torch.arange(8.0).unsqueeze(1))
+run = callback.session
+# The order of each epoch follows from its number; with shuffle=True it would be drawn anew after a resume.
+sampler = DistributedSampler(data, num_replicas=run.world_size, rank=run.rank)
 # A plain DataLoader begins an epoch anew when it is resumed in the middle; this one knows where it was.
-loader = StatefulDataLoader(TensorDataset(x, x @ torch.arange(8.0).unsqueeze(1)), batch_size=8)
-ranks, ranks_here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+loader = StatefulDataLoader(data, batch_size=8, sampler=sampler)
+ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
 trainer = L.Trainer(
     devices=ranks_here,
-    num_nodes=ranks // ranks_here,
+    num_nodes=run.world_size // ranks_here,
     accelerator="auto",
     strategy="ddp",
     max_steps=options.steps,
     logger=False,
-    enable_checkpointing=False,
     enable_progress_bar=False,
     callbacks=[callback],
 )

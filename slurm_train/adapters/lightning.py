@@ -11,20 +11,27 @@ well, which Lightning leaves out.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError
 from slurm_train.session import Checkpoint, join
 
 _FILE = "lightning.ckpt"
+_OF_VALIDATION = re.compile("val(?:id(?:ation)?)?[_/](.+)")
 
 
-class SessionCallback(pl.Callback):  # type: ignore[misc]  # of an extra
+class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
     """Reports each step, stops all ranks at the same one, and saves in the run's checkpoints.
+
+    Lightning calls it after callbacks of other kinds, so that what they change in a step is in its checkpoint; and
+    it makes none of its own beside it.
 
     Args:
         every_steps: optimizer steps between two checkpoints; None: only where the ranks stop, and at the end.
@@ -66,6 +73,8 @@ class SessionCallback(pl.Callback):  # type: ignore[misc]  # of an extra
         self._step = self._saved_step = trainer.global_step
         self.session.take_signals()
         if self._checkpoint is not None:
+            if trainer.current_epoch > 0:
+                _begin_in_epoch(trainer)
             path = self._checkpoint.path / f"rng_{self.session.rank}.pt"
             if path.is_file():
                 set_rng_state(torch.load(path, weights_only=True))
@@ -92,10 +101,13 @@ class SessionCallback(pl.Callback):  # type: ignore[misc]  # of an extra
         self.session.mark("evaluate")
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Writes what the validation has logged, "val_loss" as "eval_loss"."""
-        found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val")}
-        if found and not trainer.sanity_checking:
-            numbers = {f"eval_{name.removeprefix('val').lstrip('_/')}": value for name, value in found.items()}
+        """Writes what the validation has logged, "val_loss" or "valid_loss" as "eval_loss"."""
+        numbers = {}
+        for name, value in trainer.callback_metrics.items():
+            match = _OF_VALIDATION.fullmatch(name)
+            if match is not None:
+                numbers[f"eval_{match[1]}"] = value
+        if numbers and not trainer.sanity_checking:
             self.session.report(trainer.global_step, **numbers)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -117,3 +129,20 @@ def _numbers(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:
     length = {"max_steps": trainer.max_steps} if trainer.max_steps > 0 else {}
     found = {"loss": loss, **({"lr": rates[0]} if rates else {}), **length}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _begin_in_epoch(trainer: pl.Trainer) -> None:
+    """Makes the loaders continue in the order of the present epoch, at the same place.
+
+    Lightning makes their iterators before it tells the samplers which epoch it is (2.6), so after a resume they would
+    continue in the order of the first one.
+    """
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        for holder in (loader, getattr(loader, "batch_sampler", None)):
+            sampler = getattr(holder, "sampler", None)
+            if sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(trainer.current_epoch)
+        if hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(loader.state_dict())
+    # There is no public name for it.
+    iter(trainer.fit_loop._data_fetcher)
