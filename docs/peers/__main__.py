@@ -1,14 +1,16 @@
-"""The same training under this toolkit, submitit and Lightning, and the same faults: who ends all steps by itself?
+"""The same training under this toolkit, submitit, Lightning, and the same faults: who ends all steps by itself?
 
     python -m docs.peers [--faults grace,node] [--peers own,lightning] [--write]
 
 Prints a Markdown table. Needs the one-machine cluster (`python -m slurm_train devcluster up --nodes 4 --gpus 8`) for
-itself, and submitit and Lightning installed. `--write` keeps the outcomes beside this file and rewrites docs/peers.md.
+itself, and submitit, Lightning and transformers installed. `--write` keeps the outcomes beside this file, in the place
+of older ones of the same peers and faults, and rewrites docs/peers.md: so single cells can be measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 import tempfile
 import time
@@ -26,7 +28,7 @@ from tests.support.cluster_faults import qos_pair
 from tests.support.command_line import Person
 from tests.support.waiting import wait_for
 
-_START_S = 240.0
+_START_S = 600.0
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY")
 _STILL_S = 15.0
 """A job that has ended this long ago does not come back here."""
@@ -104,7 +106,7 @@ def _submit_all(person: Person, peers: Sequence[str], wish: Wish) -> list[Job]:
 
 def _patience_s(fault: Fault) -> float:
     # What comes back needs its start once more; a short limit is used up once or twice.
-    return 120.0 + fault.step_s * STEPS + 90.0 * fault.time_limit_min * (fault.time_limit_min < 10)
+    return 420.0 + fault.step_s * STEPS + 90.0 * fault.time_limit_min * (fault.time_limit_min < 10)
 
 
 def _wait_for_ends(jobs: list[Job], *, within_s: float) -> None:
@@ -138,6 +140,7 @@ def _outcome(job: Job, golden: str) -> Outcome:
         num_steps=STEPS,
         digest=job.digest,
         golden=golden,
+        measured=datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
     )
 
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from docs.peers.common_training import LOCAL_SIZE, NUM_RANKS, SAVE_EVERY, STEPS
@@ -149,8 +149,27 @@ srun {sys.executable} -m docs.peers.lightning_training {folder} {wish.step_s} {r
     return _job(peer, person.runs("sbatch", "--parsable", f"--chdir={REPOSITORY}", str(folder / "job.sh")).out, folder)
 
 
+def submit_session(person: Person, wish: Wish, *, library: str) -> Job:
+    """The library's training as a script of this toolkit, with the adapter of the library."""
+    peer = f"own-{library}"
+    folder = _folder(person, wish, peer)
+    script = REPOSITORY / f"docs/peers/session_{library}_training.py"
+    words = (
+        f"+cluster=1x{NUM_RANKS}",
+        f"script=[{script},{folder},{wish.step_s},{wish.gate or repr('')}]",
+        f"run.name={wish.name}-{peer}",
+        f"cluster.qos={wish.qos}",
+        f"cluster.time_limit_min={wish.time_limit_min}",
+        f"requeue.warn_before_limit_s={wish.warn_s}",
+    )
+    job_id, run = person.types(*words).job_and_run
+    return replace(_job(peer, job_id, folder), checkpoints=run.checkpoints)
+
+
 PEERS: dict[str, tuple[str, Submit]] = {
     "own": ("slurm_train", submit_own),
+    "own-lightning": ("Lightning in slurm_train", lambda *words: submit_session(*words, library="lightning")),
+    "own-transformers": ("HF Trainer in slurm_train", lambda *words: submit_session(*words, library="transformers")),
     "submitit": ("submitit Checkpointable, default settings", lambda *words: submit_submitit(*words, best=False)),
     "submitit-best": ("submitit, SUBMITIT_PREEMPT_SIGNAL=TERM", lambda *words: submit_submitit(*words, best=True)),
     "lightning": ("Lightning auto-requeue, as documented", lambda *words: submit_lightning(*words, best=False)),

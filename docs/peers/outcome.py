@@ -37,6 +37,8 @@ class Outcome:
     finished: bool
     is_golden: bool
     """Whether the weights have the bits of the peer's own undisturbed training."""
+    measured: str = ""
+    """The day, e.g. "2026-11-21"."""
 
     def cell(self, *, ends_cancelled: bool) -> str:
         """Returns it for the table; bold: not what a person wants."""
@@ -53,7 +55,16 @@ class Outcome:
         return f"{self.state}{restarts}, finished, {steps}, {weights}"
 
 
-def judge(*, state: str, restarts: int, steps: Sequence[StepDone], num_steps: int, digest: str, golden: str) -> Outcome:
+def judge(
+    *,
+    state: str,
+    restarts: int,
+    steps: Sequence[StepDone],
+    num_steps: int,
+    digest: str,
+    golden: str,
+    measured: str = "",
+) -> Outcome:
     """Returns the outcome of a training.
 
     Args:
@@ -63,6 +74,7 @@ def judge(*, state: str, restarts: int, steps: Sequence[StepDone], num_steps: in
         num_steps: of the whole training.
         digest: of its weights, "" where it did not finish.
         golden: of the undisturbed training's weights.
+        measured: the day.
     """
     counts = Counter(done.step for done in steps)
     newest = list(accumulate((done.start for done in steps), max))
@@ -74,6 +86,7 @@ def judge(*, state: str, restarts: int, steps: Sequence[StepDone], num_steps: in
         done_beside=sum(done.start < start for done, start in zip(steps, newest, strict=True)),
         finished=bool(digest),
         is_golden=bool(digest) and digest == golden,
+        measured=measured,
     )
 
 

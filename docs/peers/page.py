@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from docs.peers.common_training import AT_STEP, NUM_RANKS, SAVE_EVERY, STEPS
 from docs.peers.faults import FAULTS
 from docs.peers.job import PEERS
-from docs.peers.outcome import read, table
+from docs.peers.outcome import Outcome, read, table
 
 PAGE = Path(__file__).parents[1] / "peers.md"
 
 _PAGE = """# The same faults, side by side
 
-The same training ({ranks} ranks on one node, {steps} steps, a checkpoint every {save} steps) under this toolkit,
-submitit {submitit} and Lightning {lightning}, on the one-machine Slurm cluster; torch {torch}, {date}. Every fault
-comes after step {at}, in the same way for all. The scripts are in `docs/peers`;
+The same training ({ranks} ranks on one node, {steps} steps, a checkpoint every {save} steps) under this toolkit, as a
+[program of Lightning or transformers](own-training-program.md) in it, under submitit {submitit} and under Lightning
+{lightning}, on the one-machine Slurm cluster; torch {torch}, {dates}.
+Every fault comes after step {at}, in the same way for all. The scripts are in `docs/peers`;
 `python -m docs.peers --write` runs them and writes this page (about 15 minutes; nothing else should run on the
-cluster).
+cluster). `--peers` and `--faults` measure single columns and cells again.
 
 {table}
 
@@ -40,6 +41,10 @@ before are done again; the peers load it.
   documentation, with `ModelCheckpoint(save_last=True)` and `ckpt_path="last"`, which resumes runs that were killed
   without a signal. The user wrote the sbatch script. `requeue_signal=SIGTERM` is its best setting for preemption.
 - **slurm_train** is one command line.
+- **Lightning in slurm_train** and **HF Trainer in slurm_train** (transformers {transformers}) are scripts with the
+  library's own loop, its own format of checkpoints, and the callback of
+  [Your own training program](own-training-program.md#which-lines-to-add), each started by one command line. That of
+  Lightning has a `StatefulDataLoader` with a `DistributedSampler`, without which Lightning does not continue an epoch.
 
 Both peers call `scontrol requeue` without asking Slurm for the reason of the signal, and `scancel` sends TERM, too.
 """
@@ -49,6 +54,7 @@ def write_page() -> None:
     """Writes the page."""
     names = {peer: name for peer, (name, _) in PEERS.items()}
     faults = {name: (fault.what, fault.ends_cancelled) for name, fault in FAULTS.items()}
+    outcomes = read()
     text = _PAGE.format(
         ranks=NUM_RANKS,
         steps=STEPS,
@@ -57,8 +63,16 @@ def write_page() -> None:
         warn=30,
         submitit=version("submitit"),
         lightning=version("lightning"),
+        transformers=version("transformers"),
         torch=version("torch"),
-        date=datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
-        table=table(read(), peers=names, faults=faults),
+        dates=dates_of(outcomes),
+        table=table(outcomes, peers=names, faults=faults),
     )
     PAGE.write_text(text, encoding="utf-8")
+
+
+def dates_of(outcomes: Mapping[str, Mapping[str, Outcome]]) -> str:
+    """Returns when the cells were measured: a day, or "FIRST to LAST"."""
+    measured = [outcome.measured for by_peer in outcomes.values() for outcome in by_peer.values()]
+    days = sorted(day for day in set(measured) if day)
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
