@@ -54,7 +54,7 @@ Settings are given on the command line as `key=value`. Units are in the names: `
 | `key=value` | sets an existing key; an unknown key is refused, with the nearest names |
 | `model=NAME`, `data=NAME`, `optim=NAME` | selects a file of `conf/model/`, `conf/data/` or `conf/optim/` |
 | `+experiment=NAME` | adds a file of `conf/experiment/`, which has several settings |
-| `+cluster=NxG` | runs through Slurm on N nodes with G GPUs each, for any N and G; `cluster.*` settings need it |
+| `+cluster=NxG` | runs through Slurm on N nodes with G GPUs each; any N and G, N also [a range](nodes.md) |
 | `container=apptainer`, `container=pyxis` | runs the Python of the ranks [in an image](interactive.md#containers) |
 | `site=NAME` | uses the settings of one cluster: see [site profiles](site-profiles.md) |
 | `+model.KEY=value`, `+data.KEY=value`, `+optim.KEY=value` | adds a keyword that the selected file does not have |

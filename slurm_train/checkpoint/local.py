@@ -1,7 +1,7 @@
 """The fast tier: checkpoints on the nodes' own disks, each node with the files of its own ranks, and their copies.
 
-With `cluster.spare_nodes` a node also has the files of the node before it (see `copies`), since the run goes on
-without a node that is lost.
+Where the job outlives its nodes (`cluster.spare_nodes`, or a range) a node also has the files of the node before it
+(see `copies`), since the run goes on without a node that is lost.
 
 Written with the discipline of any other: fresh directory, fsync, the manifest of all files on every node, rename,
 COMPLETE. The run directory stays the truth. A local checkpoint is whole if the nodes of the job together hold every

@@ -18,10 +18,11 @@ from slurm_train.slurm.job_variables import job_environment
 from slurm_train.status.activity import clear_dead_pins
 from slurm_train.supervise.continuation import continued_job
 from slurm_train.supervise.monitor import BestEffort, say
+from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.pack import BACK, PACK, PackedJob, Share, return_of
 from slurm_train.supervise.scheduler import SlurmJob
-from slurm_train.supervise.srun import SrunLaunch, share_of
+from slurm_train.supervise.srun import SrunLaunch, pool_of
 from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals, progress_of
 from slurm_train.tools.trackers import build_trackers
 
@@ -50,7 +51,7 @@ def _job(run: RunDirectory, env: Mapping[str, str], settings: RequeueSection) ->
     """Returns the job that this process runs in, for what is done about the job alone."""
     allocation = Allocation.from_env(env)
     kind = SlurmJob if Share.from_env(env) is None else PackedJob
-    return kind(run, allocation, env, world_size=allocation.num_tasks, retry_s=settings.controller_timeout_s)
+    return kind(run, allocation, env, pool=NodePool.whole(allocation), retry_s=settings.controller_timeout_s)
 
 
 def _bring_pack_back(run: RunDirectory, env: Mapping[str, str]) -> int:
@@ -71,18 +72,15 @@ def _may_return(config: RunConfig) -> bool:
 def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]) -> int:
     require_private(run)
     config = load_config(run.config)
-    whole = Allocation.from_env(env)
-    allocation, world_size = share_of(whole, run, config)
-    has_spares = config.cluster is not None and config.cluster.spare_nodes > 0
+    allocation = Allocation.from_env(env)
     trackers = build_trackers(run, config.track, env=env, say=say)
     kind = SlurmJob if Share.from_env(env) is None else PackedJob
     job = kind(
         run,
         allocation,
         env,
-        world_size=world_size,
+        pool=pool_of(allocation, run, config),
         retry_s=config.requeue.controller_timeout_s,
-        all_nodes=whole.nodes if has_spares else (),
         continues=continued_job(run, allocation.requeue_id, env),
         # The trackers get a moment before Slurm ends this job.
         before_requeue=lambda: BestEffort(within_s=2.0)("the trackers", trackers.finish_soon, None),
@@ -90,7 +88,7 @@ def _supervise(run: RunDirectory, command: Sequence[str], env: Mapping[str, str]
     if job.is_predecessor_cancelled():
         say(f"job {job.continues}, which this one was to continue, was cancelled; `resume` continues the run")
         return EXIT_FAILURE
-    launch = SrunLaunch(run=run, config=config, job=job, command=command, allocation=allocation, env=env)
+    launch = SrunLaunch(run=run, config=config, job=job, command=command, env=env)
     supervisor = Supervisor(
         run,
         job,

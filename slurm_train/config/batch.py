@@ -294,6 +294,11 @@ def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> It
         f"{asked} cluster.launcher=torchrun, which numbers the nodes anew at each start",
         "use cluster.launcher=srun, or leave batch.shares at even",
     )
+    yield (
+        cluster is not None and isinstance(cluster.nodes, str),
+        f"{asked} cluster.nodes={cluster.nodes if cluster is not None else ''}, of which each number has other ranks",
+        "give one number of nodes, or leave batch.shares at even",
+    )
 
 
 def assign_samples(total: int, sample_times: Sequence[float], *, least: int = 1) -> tuple[int, ...]:

@@ -678,9 +678,7 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
         elif key == "site":
             mapping["site"] = value if cluster is not None else None
             if cluster is not None:
-                # A range of nodes belongs to its launcher.
-                names = ("nodes", "gpus_per_node", *(("launcher",) if isinstance(cluster["nodes"], str) else ()))
-                size = (f"cluster.{name}={cluster[name]}" for name in names)
+                size = (f"cluster.{name}={cluster[name]}" for name in ("nodes", "gpus_per_node"))
                 mapping["cluster"] = choose("cluster", "cluster=1x1", *size, f"site={value}")
         elif key == "cluster" and cluster is not None and (sizes := cluster_sizes([f"cluster={value}"])):
             _, cluster["nodes"], cluster["gpus_per_node"] = sizes[0]

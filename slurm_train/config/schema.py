@@ -472,11 +472,12 @@ class ClusterSection:
     """The request to Slurm, and the environment of the job."""
 
     nodes: Count | str = 1
-    """Number of nodes; with `launcher=torchrun` also a range, "2-4": as many of them as are available."""
+    """Number of nodes, or a range, "2-4": as many as are free; under srun the run goes on with fewer when one is
+    lost."""
     gpus_per_node: Count | list[Count] = 1
     """GPUs, and so ranks, on each node; a list for uneven nodes, in rank order, e.g. [4,2]."""
     spare_nodes: Whole = 0
-    """Further nodes of the allocation that wait: one takes a lost or bad node's place without a requeue."""
+    """Further nodes of the allocation that wait: one is used in place of a lost or bad node, without a requeue."""
     launcher: Literal["srun", "torchrun"] = "srun"
     """What starts the ranks: srun, or one torchrun per node, which can restart its ranks."""
     max_restarts: Whole = 3
@@ -525,6 +526,11 @@ class ClusterSection:
     """Further sbatch flags by their long names, e.g. {reservation: maint}; true: a flag without a value."""
     srun: dict[str, Any] = field(default_factory=dict)
     """Further srun flags, likewise."""
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the job goes on without a node that is lost: it has others to use, or can do with fewer."""
+        return self.launcher == "srun" and (self.spare_nodes > 0 or isinstance(self.nodes, str))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Reads the words of a command line before Hydra does: flags, and a few spellings that Hydra alone would refuse.
 
-`+cluster=4x8` exists for every N and G; `cluster.time=4:00:00` is cluster.time_limit_min as Slurm writes it;
-`cluster.env.NCCL_DEBUG=INFO` needs no `+`, because that mapping is open; a `model._target_=` of your own does not
-inherit the arguments of the model it replaces (`data` and `optim` likewise); a value that is a text, such as
+`+cluster=4x8` and `+cluster=2-4x8` exist for every number; `cluster.time=4:00:00` is cluster.time_limit_min as Slurm
+writes it; `cluster.env.NCCL_DEBUG=INFO` needs no `+`, because that mapping is open; a `model._target_=` of your own
+does not inherit the arguments of the model it replaces (`data` and `optim` likewise); a value that is a text, such as
 `cluster.nodelist=node[1-2],node5`, arrives as it was typed. A word that is none of all this is refused with what was
 probably meant.
 """
@@ -28,7 +28,7 @@ _CUSTOM_GROUPS = ("model", "data", "optim")
 _OPTIONAL_GROUPS = ("cluster", "experiment", "site", "container")
 # A setting of Hydra that is a text, which may have an equals sign.
 _JOB_NAME = "hydra.job.name"
-_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,2})")
+_SIZE = re.compile(r"([1-9]\d{0,4}(?:-[1-9]\d{0,4})?)x([1-9]\d{0,2})")
 # A list whose items need no reading: no quotes, no brackets inside, no references.
 _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]+)\]")
 # A mapping of the same kind.
@@ -400,13 +400,15 @@ def _is_override(word: str) -> bool:
     return match is not None and (match["value"] is not None or match["sign"] == "~")
 
 
-def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Returns the sizes named by `cluster=NxG` words as (name, nodes, GPUs per node), e.g. ("4x8", 4, 8).
+def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int | str, int]]:
+    """Returns the sizes named by `cluster=NxG` words as (name, nodes, GPUs per node).
+
+    E.g. ("4x8", 4, 8), or ("2-4x8", "2-4", 8).
 
     Raises:
         ConfigError: a number alone.
     """
-    sizes = []
+    sizes = list[tuple[str, int | str, int]]()
     for sign, key, value in map(split_word, overrides):
         if key != "cluster" or not value or sign == "~":
             continue
@@ -419,5 +421,6 @@ def cluster_sizes(overrides: Sequence[str]) -> list[tuple[str, int, int]]:
                 )
             size = _SIZE.fullmatch(name)
             if size is not None:
-                sizes.append((name, int(size[1]), int(size[2])))
+                nodes = int(size[1]) if size[1].isdigit() else size[1]
+                sizes.append((name, nodes, int(size[2])))
     return sizes

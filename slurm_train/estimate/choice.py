@@ -55,7 +55,7 @@ def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> 
         return config, ""
     half = in_half(config, on_gpu=has_gpus(config, env))
     # Of a range of nodes the fewest: on more nodes each rank has less.
-    is_range = world.min_nodes is not None
+    is_range = bool(world.sizes)
     world = next(world.possible())
     card = card_of(config, env)
     typed = _way(config, world, half=half)

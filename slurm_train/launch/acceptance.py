@@ -131,7 +131,7 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
     if part is None:
         return f"partitions here: {', '.join(partition.name for partition in partitions)}; set cluster.partition"
     # Of a range of nodes the fewest are enough.
-    nodes = next(plan.world.possible()).num_nodes
+    nodes = plan.world.fewest_nodes
     gpus = max(plan.world.ranks_per_node)
     if verdict.refusal is Refusal.RESOURCES and any(leaf.startswith("block ") for leaf in commands.topology().values()):
         general += (

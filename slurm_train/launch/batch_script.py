@@ -226,8 +226,11 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
         flags: Flags = {} if index else {"job-name": job_name(plan)}
         spares = cluster.spare_nodes
         flags |= _size_flags(plan, replace(group, num_nodes=group.num_nodes + spares))
-        flags |= resource_flags(cluster, per_node=group.ranks_per_node, cpus_per_task=_cpus_per_task(plan, group))
-        if spares:
+        # Of a range of nodes each has one task as far as sbatch knows.
+        has_whole_node = cluster.launcher == "torchrun" or bool(plan.world.sizes)
+        cpus = _cpus_per_task(plan, group, has_whole_node=has_whole_node)
+        flags |= resource_flags(cluster, per_node=group.ranks_per_node, cpus_per_task=cpus)
+        if cluster.outlives_nodes:
             # Without it Slurm ends the whole job with the first node that is lost.
             flags["no-kill"] = True
         if hosts is not None:
@@ -267,12 +270,11 @@ def _refuse_two_values(flags: Flags, own: Flags) -> None:
 
 
 def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
-    per_node = group.ranks_per_node
-    if _cluster(plan.config).launcher == "torchrun":
-        if plan.world.min_nodes is not None:
-            # How many tasks follows from how many nodes Slurm grants.
-            return {"nodes": f"{plan.world.min_nodes}-{group.num_nodes}", "ntasks-per-node": "1"}
-        per_node = 1
+    if plan.world.sizes:
+        # How many tasks follows from how many nodes Slurm grants. With tasks per node sbatch would ask for those of the
+        # fewest nodes, and Slurm gives a job no more nodes than tasks (22.05).
+        return {"nodes": f"{plan.world.fewest_nodes}-{group.num_nodes}"}
+    per_node = _tasks_per_node(plan, group)
     return {
         "nodes": str(group.num_nodes),
         "ntasks": str(group.num_nodes * per_node),
@@ -280,11 +282,19 @@ def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
     }
 
 
-def _cpus_per_task(plan: RunPlan, group: NodeGroup) -> int | None:
-    if _cluster(plan.config).launcher == "torchrun":
-        # One task has all ranks of its node; Slurm's default would be one core for it.
-        return (plan.cpus_per_rank or 1) * group.ranks_per_node
-    return plan.cpus_per_rank
+def _tasks_per_node(plan: RunPlan, group: NodeGroup) -> int:
+    return 1 if _cluster(plan.config).launcher == "torchrun" else group.ranks_per_node
+
+
+def _cpus_per_task(plan: RunPlan, group: NodeGroup, *, has_whole_node: bool) -> int | None:
+    """Returns the CPUs of each task.
+
+    Args:
+        plan: the run.
+        group: its nodes.
+        has_whole_node: whether a task has all ranks of its node; Slurm's default would be one core for it.
+    """
+    return (plan.cpus_per_rank or 1) * group.ranks_per_node if has_whole_node else plan.cpus_per_rank
 
 
 def renewed_warning(config: RunConfig, run: RunDirectory) -> list[str]:
@@ -306,8 +316,8 @@ def warning_signal(config: RunConfig, run: RunDirectory) -> str:
 def srun_flags(plan: RunPlan) -> Flags:
     """Returns the srun flags of a run.
 
-    "{attempt}" in a value is replaced when an attempt starts, "{nodes}" by the number of nodes that Slurm has granted,
-    "{nodelist}" by the names of those that the attempt uses.
+    "{attempt}" in a value is replaced when an attempt starts; "{nodes}", "{tasks}" and "{nodelist}" by how many nodes
+    and tasks it has, and which nodes it uses.
 
     Raises:
         ConfigError: `cluster.srun` names a flag that the launch decides.
@@ -318,13 +328,14 @@ def srun_flags(plan: RunPlan) -> Flags:
     if len(groups) > 1:
         # Numbers of nodes and tasks would be meant for each component; without them each gives what it has.
         sizes: Flags = {"het-group": ",".join(map(str, range(len(groups))))}
-    elif is_torchrun and plan.world.min_nodes is not None:
-        sizes = {"nodes": "{nodes}", "ntasks": "{nodes}", "ntasks-per-node": "1"}
     else:
         sizes = _size_flags(plan, groups[0])
-    if cluster.spare_nodes:
+    if plan.world.sizes:
+        per_node = _tasks_per_node(plan, groups[0])
+        sizes = {"nodes": "{nodes}", "ntasks": "{tasks}", "ntasks-per-node": str(per_node)}
+    if cluster.outlives_nodes:
         sizes["nodelist"] = "{nodelist}"
-    if cluster.spare_nodes or plan.config.requeue.warm_ranks:
+    if cluster.outlives_nodes or plan.config.requeue.warm_ranks:
         # Two steps at a time: of ranks and of those in waiting, or of what is left of one on a lost node, which keeps
         # its share of all its nodes until Slurm gives that node up.
         sizes["overlap"] = True
@@ -348,7 +359,7 @@ def srun_flags(plan: RunPlan) -> Flags:
         # The components' tasks have different numbers of cores, and srun takes one number.
         flags["cpu-bind"] = "none"
     else:
-        cpus = _cpus_per_task(plan, groups[0])
+        cpus = _cpus_per_task(plan, groups[0], has_whole_node=is_torchrun)
         if cpus is not None:
             # srun inherits it in some releases only (not from 22.05 to 23.02), so it is said again.
             flags["cpus-per-task"] = str(cpus)
@@ -397,7 +408,7 @@ def _own_flags(key: str, values: Mapping[str, Any]) -> Flags:
         if meant is not None and flag not in _NOT_SHORT:
             hint = f"use {protected[meant]} instead" if protected[meant] else f"drop {key}.{name}"
             raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
-        for placeholder in ("{attempt}", "{nodes}", "{nodelist}"):
+        for placeholder in ("{attempt}", "{nodes}", "{tasks}", "{nodelist}"):
             if placeholder in str(value):
                 raise ConfigError(
                     f"{key}.{name}={value}: {placeholder} is filled in by the launch", hint="write another text"

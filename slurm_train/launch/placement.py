@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class World:
 
     ranks_per_node: tuple[int, ...]
     """Of the largest world, where Slurm may grant fewer nodes."""
-    min_nodes: int | None = None
-    """The fewest nodes that are enough; None: all of them."""
+    sizes: tuple[int, ...] = ()
+    """Of a range of nodes the numbers that the run can use, ascending; (): all nodes."""
 
     @property
     def num_nodes(self) -> int:
@@ -74,12 +74,21 @@ class World:
         """The nodes for a person, e.g. "4 nodes x 8", "2 nodes of 4 + 2", "2 to 4 nodes x 8"."""
         if not self.is_even:
             return f"{self.num_nodes} nodes of {' + '.join(map(str, self.ranks_per_node))}"
-        count = str(self.num_nodes) if self.min_nodes is None else f"{self.min_nodes} to {self.num_nodes}"
+        count = str(self.num_nodes)
+        if self.sizes == tuple(range(self.fewest_nodes, self.num_nodes + 1)):
+            count = f"{self.fewest_nodes} to {self.num_nodes}"
+        elif self.sizes:
+            count = f"{', '.join(map(str, self.sizes[:-1]))} or {self.num_nodes}"
         return f"{count} node{'s' * (self.num_nodes > 1)} x {self.ranks_per_node[0]}"
 
+    @property
+    def fewest_nodes(self) -> int:
+        """The fewest nodes that are enough."""
+        return self.sizes[0] if self.sizes else self.num_nodes
+
     def possible(self) -> Iterator[World]:
-        """Yields every world that Slurm may grant, the smallest first."""
-        for count in range(self.min_nodes or self.num_nodes, self.num_nodes + 1):
+        """Yields every world that the run may be trained on, the smallest first."""
+        for count in self.sizes or (self.num_nodes,):
             yield World(self.ranks_per_node[:count])
 
 
@@ -91,8 +100,8 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
         env: environment; CUDA_VISIBLE_DEVICES and the like limit the GPUs of a local run.
 
     Raises:
-        ConfigError: a GPU list that does not name every node, uneven nodes in an allocation of one's
-            own, or a range of nodes where the number of ranks cannot change.
+        ConfigError: a GPU list that does not name every node, uneven nodes in an allocation of one's own, or a range of
+            uneven nodes.
     """
     cluster = config.cluster
     if cluster is None:
@@ -116,21 +125,22 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
                 "drop launch=interactive to submit a job, or give one number of GPUs for all nodes",
             ),
             (
-                fewest is not None and cluster.launcher != "torchrun",
-                f"cluster.nodes={cluster.nodes} leaves the number of nodes open, but srun needs to know how many ranks "
-                "to start",
-                "add cluster.launcher=torchrun, or give one number of nodes",
-            ),
-            (
                 cluster.spare_nodes > 0 and (not is_even or cluster.launcher == "torchrun"),
                 f"cluster.spare_nodes={cluster.spare_nodes} needs equal nodes and srun: a component of a heterogeneous "
                 "job keeps its nodes, and torchrun starts its ranks again by itself",
                 "give one number of GPUs for all nodes and leave cluster.launcher at srun, or drop spare_nodes",
             ),
             (
-                cluster.spare_nodes > 0 and bool({"nodelist", "exclude", "w", "x"} & set(cluster.srun)),
-                "cluster.spare_nodes changes which nodes the ranks run on, and cluster.srun names them",
-                "name nodes with cluster.nodelist or cluster.exclude, or drop spare_nodes",
+                cluster.outlives_nodes and bool({"nodelist", "exclude", "w", "x"} & set(cluster.srun)),
+                "each attempt chooses its nodes (cluster.spare_nodes, or a range of cluster.nodes), and cluster.srun "
+                "names them",
+                "name nodes with cluster.nodelist or cluster.exclude, or give one number of nodes without spare ones",
+            ),
+            (
+                fewest is not None and cluster.launcher == "srun" and cluster.gpu_flag == "gpus-per-task",
+                f"cluster.gpu_flag=gpus-per-task needs the number of tasks, which cluster.nodes={cluster.nodes} leaves "
+                "open",
+                "use another cluster.gpu_flag, or give one number of nodes",
             ),
             (
                 fewest is not None and not is_even,
@@ -139,7 +149,7 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
             ),
         ]
     )
-    return World(per_node, min_nodes=fewest)
+    return World(per_node, sizes=() if fewest is None else tuple(range(fewest, most + 1)))
 
 
 def _read_nodes(nodes: int | str) -> tuple[int | None, int]:
@@ -182,6 +192,40 @@ def count_local_gpus(env: Mapping[str, str], *, devices: Path = Path("/dev"), sy
 
 
 # --- the layout: which ranks share what ---
+
+
+def fitting_world(config: RunConfig, world: World) -> World:
+    """Returns a world without the numbers of nodes that the layout does not fit; on one of these nodes would wait.
+
+    Args:
+        config: the run's configuration.
+        world: its ranks.
+
+    Raises:
+        ConfigError: the layout does not fit the fewest or the most nodes, so that another range is meant; or one of the
+            numbers between them, which torchrun would use as it is.
+    """
+    sizes = list[int]()
+    problem: ConfigError | None = None
+    for part in world.possible():
+        try:
+            plan_layout(config, part)
+            sizes.append(part.num_nodes)
+        except ConfigError as err:
+            problem = problem or err
+    if problem is None or not world.sizes:
+        # What does not fit one number of nodes is refused for its own reason.
+        return world
+    is_between = len(sizes) > 1 and (sizes[0], sizes[-1]) == (world.fewest_nodes, world.num_nodes)
+    if is_between and config.cluster is not None and config.cluster.launcher == "srun":
+        return replace(world, sizes=tuple(sizes))
+    fit = f"it fits {', '.join(map(str, sizes))} of them" if sizes else "it fits none of them"
+    nodes = f"{world.fewest_nodes}-{world.num_nodes}"
+    others = "-".join(map(str, dict.fromkeys([sizes[0], sizes[-1]]))) if sizes else ""
+    raise ConfigError(
+        f"the layout does not fit each number of nodes that cluster.nodes={nodes} may give: {fit}; {problem.message}",
+        hint=f"set cluster.nodes={others}" if others else problem.hint,
+    )
 
 
 def plan_layout(config: RunConfig, world: World) -> ParallelLayout:

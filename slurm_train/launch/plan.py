@@ -31,7 +31,7 @@ from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.launch.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
 from slurm_train.launch.hub import HubFiles, pin_hub_files
-from slurm_train.launch.placement import World, check_pipeline, plan_layout, plan_world
+from slurm_train.launch.placement import World, check_pipeline, fitting_world, plan_layout, plan_world
 from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
@@ -101,7 +101,7 @@ class RunPlan:
             "world": {
                 "size": self.world.size,
                 "ranks_per_node": list(self.world.ranks_per_node),
-                **({} if self.world.min_nodes is None else {"min_nodes": self.world.min_nodes}),
+                **({"num_nodes": list(self.world.sizes)} if self.world.sizes else {}),
             },
             "layout": self.layout.as_mapping,
             **({"chosen": self.chosen} if self.chosen else {}),
@@ -168,6 +168,7 @@ def plan_run(
     _check_script(config, cwd)
     world = plan_world(config, env)
     config, chosen = settle(config, world, env)
+    world = fitting_world(config, world)
     layout = plan_layout(config, world)
     # A user's own function or script has a batch of its own; ours would be a made-up number.
     asked = config.batch if config.trains else BatchSection()
@@ -245,6 +246,7 @@ def replan_run(
     require_all(_conflicts(config))
     world = plan_world(config, env)
     config, chosen = settle(config, world, env)
+    world = fitting_world(config, world)
     layout = plan_layout(config, world)
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
     if config.trains:
@@ -290,7 +292,7 @@ def _assemble(
 
 def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, stages: int) -> None:
     """Refuses a global batch that some world that Slurm may grant could not share."""
-    if world.min_nodes is None:
+    if not world.sizes:
         return
     possible = {size: plan_layout(config, size).data_parallel_size for size in world.possible()}
     for smaller, ranks in possible.items():
@@ -602,7 +604,7 @@ def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
             continue
         asked = plan.world.nodes_in_words + (f" and {cluster.spare_nodes} to spare" if cluster.spare_nodes else "")
         yield (
-            plan.world.num_nodes > 1 or plan.world.min_nodes is not None or cluster.spare_nodes > 0,
+            plan.world.num_nodes > 1 or bool(plan.world.sizes) or cluster.spare_nodes > 0,
             f"sweep.pack={pack} shares one node among runs, and {plan.run.name}/{plan.run.run_id} asks for {asked}",
             "leave sweep.pack out, or ask for one node each: +cluster=1x1",
         )

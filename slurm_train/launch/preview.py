@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurm_train.config.batch import planned_shares, shares_in_words, total_steps
-from slurm_train.config.schema import BatchSection, TrackSection
+from slurm_train.config.schema import BatchSection, ClusterSection, TrackSection
 from slurm_train.config.target import TARGET
 from slurm_train.data.check import known_num_samples
 from slurm_train.data.workers import AUTO, SPARE_CPUS, most_workers
@@ -36,11 +36,7 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         rows.append(("CPUs", plan.cpus.why))
     if plan.from_shell:
         rows.append(("shell", "; ".join(plan.from_shell)))
-    spares = config.cluster.spare_nodes
-    if spares:
-        additional = plan.num_devices / world.size - 1
-        text = f"{spares}, which wait for a lost or bad node's place: {additional:.0%} more node hours"
-        rows.append(("spare nodes", text))
+    rows += _lost_node_rows(plan, config.cluster)
     rows.append(("requeue", _requeue_text(plan)))
     return rows
 
@@ -93,6 +89,25 @@ def _requeue_text(plan: RunPlan) -> str:
     if plan.config.launch == "interactive":
         return "never: launch=interactive"
     return "after preemption, time limit, node failure" if plan.config.requeue.enabled else "never"
+
+
+def _lost_node_rows(plan: RunPlan, cluster: ClusterSection) -> list[tuple[str, str]]:
+    """Returns what happens to a job that outlives its nodes when one is lost or bad, and what that costs."""
+    if not cluster.outlives_nodes:
+        return []
+    world = plan.world
+    rows = []
+    if cluster.spare_nodes:
+        additional = plan.num_devices / world.size - 1
+        text = f"{cluster.spare_nodes}, used in place of a lost or bad node: {additional:.0%} more node hours"
+        rows.append(("spare nodes", text))
+    if world.sizes:
+        text = f"the ranks start again on those that are left, {world.fewest_nodes} at least, in the same job"
+        skipped = [count for count in range(world.fewest_nodes, world.num_nodes) if count not in world.sizes]
+        if skipped:
+            text += f"; the layout does not fit {', '.join(map(str, skipped))}, of which some wait"
+        rows.append(("a lost node", text))
+    return rows
 
 
 def _growth(batch: BatchSection) -> list[str]:

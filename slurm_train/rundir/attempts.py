@@ -92,6 +92,12 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
     return attempt
 
 
+def opened_world_size(run: RunDirectory, attempt: int) -> int | None:
+    """Returns how many ranks an attempt was opened for, None where that is not known."""
+    facts = read_json(run.epochs / f"attempt_{attempt}") or {}
+    return facts.get("world_size")
+
+
 def attempt_secret(run: RunDirectory, attempt: int, *, wait_s: float = 0.0) -> str:
     """Returns what only the ranks of one attempt know, "" for an attempt that was not opened.
 

@@ -9,8 +9,8 @@ the run was stopped and a person started it again. Two such failures in a row on
 a broken program fails on any node. Changing nodes does not reset the count, so the third failure ends the run wherever
 it happens.
 
-A node that is lost, or bad, leaves its place to a spare node of the allocation, where there is one
-(`cluster.spare_nodes`): then nothing is requeued.
+A node that is lost, or bad, is left where the run can go on with the others of its job, see `nodes`: then nothing is
+requeued.
 
 `supervisor.Supervisor._decide` has the last word: it asks Slurm whether somebody cancelled meanwhile, requeues where
 the ranks cannot be started again in this allocation, and waits where the disk is full.
@@ -28,6 +28,7 @@ from typing import Any, Literal
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
 from slurm_train.rundir.events import GPU_MEMORY
+from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.records import WARNED
 
 _KINDS = {
@@ -122,8 +123,8 @@ class NodesAtEnd:
     """Those that Slurm, or their silence, calls lost, of a job that keeps the others."""
     bad: tuple[str, ...] = ()
     """Those that were found bad, or that the last failures have in common; empty if the job cannot do without them."""
-    spares: tuple[str, ...] = ()
-    """The spare nodes that can take the place of lost or bad ones; empty where there are too few."""
+    next: tuple[str, ...] = ()
+    """Those that the next attempt can use in this job without lost or bad ones; empty where too few are left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +177,8 @@ class Decision:
     """The job has run into its limit: only the plain form of requeue brings it back."""
     delay_s: int = 0
     """The job is to start no earlier than in so many seconds."""
-    replace: tuple[str, ...] = ()
-    """Nodes that the ranks leave to spare nodes of the allocation."""
+    left: tuple[str, ...] = ()
+    """Nodes that the next attempt, in the same allocation, does without."""
 
 
 CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` continues the run")
@@ -288,16 +289,14 @@ def _decide_loss(outcome: Outcome) -> Decision:
     if why:
         return Decision("node_failure", "stop", f"{what}; {why}")
     nodes = outcome.nodes
-    if nodes.spares:
-        note = f"{what}; {_succession(nodes.spares, nodes.lost)} in this allocation"
-        return Decision("node_failure", "relaunch", note, replace=nodes.lost)
-    note = f"{what}; there is no spare node for it, so the job is requeued"
+    if nodes.next:
+        return Decision("node_failure", "relaunch", f"{what}; {_on_others(nodes)}", left=nodes.lost)
+    note = f"{what}; the nodes that are left are too few, so the job is requeued"
     return Decision("node_failure", "requeue", note, exclude=nodes.bad)
 
 
-def _succession(spares: Sequence[str], nodes: Sequence[str]) -> str:
-    verb = "takes" if len(spares) == 1 else "take"
-    return f"{','.join(spares)} {verb} the place of {','.join(nodes)}"
+def _on_others(nodes: NodesAtEnd) -> str:
+    return f"the ranks are started again on {compact_nodelist(nodes.next)} of this allocation"
 
 
 def _spent(outcome: Outcome, reason: Reason) -> str:
@@ -326,9 +325,8 @@ def _decide_failure(outcome: Outcome) -> Decision:
         )
         return Decision("failed", "stop", f"{note}: correct it, then `resume` with --accept code or a setting")
     nodes = outcome.nodes
-    if nodes.bad and nodes.spares:
-        note = f"{what}; {_succession(nodes.spares, nodes.bad)} in this allocation"
-        return Decision("failed", "relaunch", note, replace=nodes.bad)
+    if nodes.bad and nodes.next:
+        return Decision("failed", "relaunch", f"{what}; {_on_others(nodes)}", left=nodes.bad)
     if nodes.bad and outcome.settings.enabled:
         note = f"{what}; the job is requeued without {','.join(nodes.bad)}"
         return Decision("failed", "requeue", note, exclude=nodes.bad)

@@ -31,6 +31,7 @@ from slurm_train.status.activity import holder_lives, newest_job
 from slurm_train.supervise.continuation import can_avoid, is_cancelled, keep_off, submit_continuation
 from slurm_train.supervise.decision import Decision, is_over_its_limit
 from slurm_train.supervise.monitor import say
+from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.ranks import end_step
 
 T = TypeVar("T")
@@ -106,12 +107,12 @@ class Scheduler:
         """
         return ()
 
-    def spares_for(self, _nodes: Sequence[str]) -> Sequence[str]:
-        """Returns the spare nodes that take the place of these; empty if there are too few."""
+    def nodes_without(self, _nodes: Sequence[str]) -> Sequence[str]:
+        """Returns the nodes of this job that the next attempt can use if it leaves these; empty if too few are left."""
         return ()
 
-    def replace(self, _nodes: Sequence[str], *, by: Sequence[str]) -> None:
-        """Has the next attempt run on the spare nodes `by` in place of as many other nodes."""
+    def use(self, _nodes: Sequence[str], *, without: Sequence[str]) -> None:
+        """Has the next attempt run on these nodes, and none run on those in `without` any more."""
 
     def clear(self, _attempt: int) -> bool:
         """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
@@ -139,10 +140,9 @@ class SlurmJob(Scheduler):
 
     Args:
         run: the run.
-        allocation: the nodes that the run takes of the job's.
+        allocation: the job's.
         env: the job's environment.
-        world_size: ranks.
-        all_nodes: with `cluster.spare_nodes` all nodes of the job, in Slurm's order.
+        pool: its nodes, among which each attempt chooses.
         retry_s: seconds to retry while Slurm does not answer.
         continues: the job that this one takes over from.
         before_requeue: called first; Slurm ends this process by a requeue.
@@ -156,27 +156,29 @@ class SlurmJob(Scheduler):
         allocation: Allocation,
         env: Mapping[str, str],
         *,
-        world_size: int,
+        pool: NodePool,
         retry_s: float,
-        all_nodes: Sequence[str] = (),
         continues: str | None = None,
         before_requeue: Callable[[], None] = lambda: None,
     ) -> None:
         self.job_id = allocation.requeue_id
+        # An allocation that is too small is used as it is: srun says what it lacks.
+        nodes = pool.choose() or pool.nodes
         super().__init__(
             AttemptStart(
                 job_id=self.job_id,
                 restart_count=allocation.restart_count,
-                nodes=allocation.nodes,
-                world_size=world_size,
+                nodes=nodes,
+                world_size=pool.num_ranks(len(nodes)),
             ),
             env,
         )
         # Steps and nodes of a heterogeneous job are known by the ids of all its components.
         self.job_ids = het_job_ids(env) or (self.job_id,)
         self.continues = continues
-        self._all_nodes = all_nodes
-        self._spares = [node for node in all_nodes if node not in allocation.nodes]
+        self.pool = pool
+        self._left = set[str]()
+        """Nodes that were lost, or found bad, in earlier attempts of this start of the job."""
         self.lost: set[str] = set()
         """Nodes of the ranks that do not answer any more."""
         self._run = run
@@ -212,40 +214,29 @@ class SlurmJob(Scheduler):
 
     def can_avoid(self, nodes: Sequence[str]) -> bool:
         """Asks Slurm about the job's partition."""
-        return can_avoid(nodes, self.job_id, self.commands, num_nodes=len(self._all_nodes or self.start.nodes))
-
-    @property
-    def has_spares(self) -> bool:
-        """Whether the job was given nodes to spare, which may all be in use by now."""
-        return bool(self._all_nodes)
+        return can_avoid(nodes, self.job_id, self.commands, num_nodes=self.pool.fewest)
 
     def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
         """Returns those that do not answer, or that Slurm has taken from the job."""
-        if not self.has_spares:
+        if not self.pool.outlives_nodes:
             return ()
         present = set(self._present(job)) - self.lost
         return [node for node in self.start.nodes if node not in present]
 
     def _present(self, job: Mapping[str, str] | None) -> Sequence[str]:
-        return (nodes_in(job, "NodeList") if job is not None else []) or self._all_nodes
+        return (nodes_in(job, "NodeList") if job is not None else []) or self.pool.nodes
 
-    def spares_for(self, nodes: Sequence[str]) -> Sequence[str]:
-        """Returns those that Slurm has not taken from the job; whether they are well is seen when they are used."""
-        if not nodes or not self._spares:
+    def nodes_without(self, nodes: Sequence[str]) -> Sequence[str]:
+        """Chooses among those that Slurm has not taken from the job; a node that is silent is seen when it is used."""
+        if not nodes or not self.pool.outlives_nodes:
             return ()
-        present = self._present(self.show_job())
-        able = [node for node in self._spares if node in present]
-        return able[: len(nodes)] if len(able) >= len(nodes) else ()
+        taken = set(self.pool.nodes).difference(self._present(self.show_job()))
+        return self.pool.choose(without={*nodes, *self._left, *taken})
 
-    def replace(self, nodes: Sequence[str], *, by: Sequence[str]) -> None:
-        """Keeps Slurm's order, in which it numbers the ranks of a step.
-
-        A spare that Slurm has taken meanwhile is used all the same: its silence is seen before the ranks start, while
-        an attempt on fewer nodes would be another run.
-        """
-        used = {*by, *self.start.nodes} - set(nodes)
-        self._spares = [node for node in self._spares if node not in by]
-        self.start = replace(self.start, nodes=tuple(node for node in self._all_nodes if node in used))
+    def use(self, nodes: Sequence[str], *, without: Sequence[str]) -> None:
+        """Changes what the next attempt is opened with."""
+        self._left |= set(without)
+        self.start = replace(self.start, nodes=tuple(nodes), world_size=self.pool.num_ranks(len(nodes)))
 
     def step_name(self, attempt: int) -> str:
         """Returns the name of an attempt's step, by which it is found again."""

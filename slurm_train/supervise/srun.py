@@ -48,6 +48,7 @@ from slurm_train.supervise.monitor import (
     say,
     watch_ranks,
 )
+from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.pack import Share
 from slurm_train.supervise.ranks import (
     LINGER_S,
@@ -67,26 +68,26 @@ from slurm_train.supervise.supervisor import refused_code
 _GUARD_GONE_S = 5.0
 
 
-def share_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> tuple[Allocation, int]:
-    """Returns the part of an allocation that the run takes, and its number of ranks.
-
-    An salloc may have more nodes, or other task counts. Of a job with spare nodes those that were found bad before
-    are taken last.
-    """
-    per_node = (read_json(run.plan) or {}).get("world", {}).get("ranks_per_node") or allocation.tasks_per_node
-    nodes = allocation.nodes
-    if config.cluster is not None and config.cluster.spare_nodes:
-        bad = {bad_node.node for bad_node in read_bad_nodes(run, now_unix_s=time.time())}
-        nodes = tuple(sorted(nodes, key=lambda node: node in bad))
-        nodes = tuple(node for node in allocation.nodes if node in nodes[: len(per_node)])
-    nodes = nodes[: len(per_node)]
-    if config.cluster is not None and config.cluster.launcher == "torchrun":
-        # Slurm may have granted fewer nodes than were planned for. One task has all ranks of its node.
-        share = replace(allocation, nodes=nodes, tasks_per_node=(1,) * len(nodes))
-        return share, sum(per_node[: len(nodes)])
-    if len(per_node) <= allocation.num_nodes:
-        allocation = replace(allocation, nodes=nodes, tasks_per_node=tuple(per_node))
-    return allocation, allocation.num_tasks
+def pool_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> NodePool:
+    """Returns the nodes of a job as the run can use them, by its plan; an salloc may have more."""
+    world = (read_json(run.plan) or {}).get("world", {})
+    per_node = tuple(world.get("ranks_per_node") or allocation.tasks_per_node)
+    pool = NodePool(
+        nodes=allocation.nodes,
+        sizes=tuple(world.get("num_nodes") or (len(per_node),)),
+        ranks_per_node=per_node,
+        tasks_per_node=per_node,
+    )
+    cluster = config.cluster
+    if cluster is not None and cluster.launcher == "torchrun":
+        # One task has all ranks of its node.
+        return replace(pool, tasks_per_node=(1,) * len(per_node))
+    if len(per_node) > allocation.num_nodes and len(pool.sizes) == 1:
+        return NodePool.whole(allocation)
+    if cluster is None or not cluster.outlives_nodes:
+        return pool
+    bad = {bad_node.node for bad_node in read_bad_nodes(run, now_unix_s=time.time())}
+    return replace(pool, doubtful=frozenset(bad), outlives_nodes=True)
 
 
 def within_allocation(words: Sequence[str], env: Mapping[str, str], *, tasks_per_node: int) -> list[str]:
@@ -248,14 +249,12 @@ class SrunLaunch:
     config: RunConfig
     job: SlurmJob
     command: Sequence[str]
-    """srun and its words, with {attempt} and {nodes} for what is known now only."""
-    allocation: Allocation
-    """What the run takes of the job's; which nodes, the job knows: they may change between two attempts."""
+    """srun and its words, with {attempt}, {nodes}, {tasks} and {nodelist} for what is known now only."""
     env: Mapping[str, str]
     waiting: RanksInWaiting = field(default_factory=RanksInWaiting)
     """With `requeue.warm_ranks`."""
     guards: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """By node; with `cluster.spare_nodes`, in a batch script."""
+    """By node; in a batch script whose job outlives its nodes."""
     stages: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     """By nodes; with `cluster.stage_python`: what is copied there stays for all steps of this job."""
 
@@ -285,7 +284,7 @@ class SrunLaunch:
                 if warm is None:
                     require_seen_by_all(run, nodes, self.env, attempt=attempt)
             except NodesError as err:
-                if err.code == "NODE_MISSING" and self.job.has_spares and len(err.nodes) < len(nodes):
+                if err.code == "NODE_MISSING" and self.job.pool.outlives_nodes and len(err.nodes) < len(nodes):
                     self.job.lost |= set(err.nodes)
                 finding = self._note_unfit(attempt, err)
                 # The relay of findings runs beside the ranks, of which there are none.
@@ -301,7 +300,7 @@ class SrunLaunch:
             in_the_way = _StepsInTheWay(run, attempt, self.job)
             if attempt:
                 monitor.add(in_the_way)
-            if self.job.has_spares:
+            if self.job.pool.outlives_nodes:
                 monitor.add(_LostNodes(run, attempt, self.job, self.env))
             if self.config.requeue.warm_ranks:
                 start = partial(self._start_next, attempt + 1)
@@ -331,8 +330,8 @@ class SrunLaunch:
         """Sees to it that a guard runs on one of the attempt's nodes."""
         here = self.env.get("SLURMD_NODENAME")
         nodes = self.job.start.nodes
-        cluster = self.config.cluster
-        if cluster is None or not cluster.spare_nodes or here not in nodes:  # under salloc a person holds the job
+        is_batch_script = here in self.job.pool.nodes  # under salloc a person holds the job
+        if not (self.job.pool.outlives_nodes and is_batch_script):
             return
         if not any(node in nodes and guard.poll() is None for node, guard in self.guards.items()):
             for node in [node for node in nodes if node != here][:1]:
@@ -348,7 +347,12 @@ class SrunLaunch:
         """
         run = self.run
         nodes = self.job.start.nodes
-        known = {"{attempt}": str(attempt), "{nodes}": str(len(nodes)), "{nodelist}": compact_nodelist(nodes)}
+        known = {
+            "{attempt}": str(attempt),
+            "{nodes}": str(len(nodes)),
+            "{tasks}": str(sum(self.job.pool.tasks_per_node[: len(nodes)])),
+            "{nodelist}": compact_nodelist(nodes),
+        }
         words = list(self.command)
         if waits is not None:
             words = [f"--output={waits}" if word.startswith("--output=") else word for word in words]
@@ -375,7 +379,7 @@ class SrunLaunch:
 
     def _within_share(self, words: list[str]) -> list[str]:
         """Returns the words of srun for what the run may take of its allocation."""
-        tasks_per_node = max(self.allocation.tasks_per_node)
+        tasks_per_node = max(self.job.pool.tasks_per_node)
         share = Share.from_env(self.env)
         if share is None:
             return within_allocation(words, self.env, tasks_per_node=tasks_per_node)
@@ -405,7 +409,7 @@ class SrunLaunch:
         output = next((word for word in self.command if word.startswith("--output=")), "rank_%t.log")
         num_components = max(1, len(het_job_ids(self.env)))
         # srun counts "%t" on by one with each component of a heterogeneous step (22.05).
-        tasks = range(self.allocation.num_tasks + num_components - 1)
+        tasks = range(sum(self.job.pool.tasks_per_node) + num_components - 1)
         return [Path(output).name.replace("%t", str(task)) for task in tasks]
 
     def _note_unfit(self, attempt: int, error: NodesError) -> Finding:

@@ -278,8 +278,8 @@ class Supervisor:
         }
         if decision.reason == "failed":
             closing["failed_on"] = ",".join(end.failed_on)
-        if decision.replace:
-            closing["replaced"] = ",".join(decision.replace)
+        if decision.left:
+            closing["left_out"] = ",".join(decision.left)
         if queue_s is not None:
             closing["queue_s"] = queue_s
         best_effort("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
@@ -412,14 +412,10 @@ class Supervisor:
         return not self._is_own_code or had_joined or is_hung or not diagnosis.had_begun
 
     def _nodes_for(self, lost: tuple[str, ...], to_avoid: tuple[str, ...]) -> NodesAtEnd:
-        """Returns the nodes to leave, as far as the job can do without them, and the spares for them."""
-        spares = tuple(self._scheduler.spares_for(to_avoid))
-        has_others = bool(to_avoid) and (bool(spares) or self._scheduler.can_avoid(to_avoid))
-        return NodesAtEnd(
-            lost=lost,
-            bad=to_avoid if has_others else (),
-            spares=spares,
-        )
+        """Returns the nodes to leave, as far as the job can do without them, and those to use instead."""
+        others = tuple(self._scheduler.nodes_without(to_avoid))
+        has_others = bool(to_avoid) and (bool(others) or self._scheduler.can_avoid(to_avoid))
+        return NodesAtEnd(lost=lost, bad=to_avoid if has_others else (), next=others)
 
     def _is_early(self, job: Mapping[str, str], now_unix_s: float) -> bool:
         """Returns whether a job's limit is further away than any warning of it: `auto` is at most half of the limit."""
@@ -447,9 +443,9 @@ class Supervisor:
             cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
             if not cleared:
                 note = f"{cause}; nothing more can be started in this allocation, so the job is requeued"
-                return replace(decision, action="requeue", note=note, replace=())
-            if decision.replace:
-                self._scheduler.replace(decision.replace, by=end.outcome.nodes.spares)
+                return replace(decision, action="requeue", note=note, left=())
+            if decision.left:
+                self._scheduler.use(end.outcome.nodes.next, without=decision.left)
         if decision.reason == "requeued" and self._job_id is not None:
             # After a preemption without grace the job's own record has no more than that it was restarted.
             word = _nth(self._scheduler.past_ends(self._job_id), self._restart_count)

@@ -337,7 +337,7 @@ def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_
         env=rank.env,
         device=rank.device,
         clock=rank.clock,
-        keeps_copies=config.cluster is not None and config.cluster.spare_nodes > 0,
+        keeps_copies=config.cluster is not None and config.cluster.outlives_nodes,
     )
     continuity = build_continuity(
         rank.run,

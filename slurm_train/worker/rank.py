@@ -240,7 +240,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     if config.cluster is not None and config.preflight.enabled and "SLURM_STEP_ID" in env:
         from slurm_train.tools.doctor.preflight import run_preflight
 
-        variables = run_preflight(run, config, place, point, plan=plan, env=env)
+        variables = run_preflight(run, config, place, point, env=env)
         # gloo and NCCL read them from the process.
         os.environ.update(variables)
         env = {**env, **variables}

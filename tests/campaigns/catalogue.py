@@ -159,6 +159,13 @@ CAMPAIGNS: dict[str, Campaign] = {
         "world_sizes:run",
         1,
     ),
+    "lost-nodes": Campaign(
+        "runs that lose nodes and get them back, 4, 3 or 2 ranks in any order, replicas and shards: the samples of "
+        "every step are those of the undisturbed run, losses equal to 1e-9 in double precision",
+        "world_sizes:lost_nodes",
+        20,
+        LOCAL,
+    ),
     "lost-work": Campaign(
         "a preemption with grace loses no step, a hard kill at most those since the last checkpoint",
         "strikes:lost_work",

@@ -1,12 +1,16 @@
-"""A run that shrinks: 4 x 8 ranks, then 2 x 8, 1 x 6 and 1, each time resumed from the command line.
+"""Runs whose number of ranks changes, and their twins, which are trained on one rank without a stop.
 
-Its twin is trained on one rank of this machine without a stop. Samples, digests and learning rates of every step must
-be equal, losses to the order in which float32 adds, in a model and data of double precision.
+One shrinks: 4 x 8 ranks, then 2 x 8, 1 x 6 and 1, each time resumed from the command line. The others lose nodes and
+get them back in any order: ranks are killed, and the next attempt has another number of them. Samples, digests and
+learning rates of every step must be equal, losses to the order in which float32 adds, in a model and data of double
+precision.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +22,7 @@ from tests.campaigns.record import Tally
 from tests.support.command_line import TINY_MODULE, Done, Person
 from tests.support.slurm_runs import losses, step_lines, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
+from tests.train.small_runs import PADDED, config_of, finish, run_to_end, start, steps_of
 
 # 96 samples: 3, 6, 16 and 96 for each rank.
 SIZES = ("4x8", "2x8", "1x6", "1x1")
@@ -39,13 +44,16 @@ _EXACT = ("samples", "samples_digest", "lr", "epoch")
 _NEARLY = ("loss", "grad_norm")
 _TOLERANCE = 1e-6
 _PATIENCE_S = 600.0
+_NUM_STEPS = 20
+"""Of `small_runs.BASE`."""
+_NUM_LOSSES = 5
 
 
 def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Shrinks so many runs, each with a seed of its own."""
     person = Person(folder / "project")
     person.folder.mkdir(parents=True, exist_ok=True)
-    (person.folder / "tiny.py").write_text(_in_double(TINY_MODULE))
+    (person.folder / "tiny.py").write_text(in_double(TINY_MODULE))
     worst, started = 0.0, time.monotonic()
     for number in range(seed, seed + trials):
         with tally.trial(f"seed {number}") as problems:
@@ -61,7 +69,58 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
     }
 
 
-def compare(golden: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> tuple[list[str], float]:
+def lost_nodes(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
+    """Trains so many runs, each of which loses a node of one rank five times; every other one has shards."""
+    alone = folder / "alone"
+    run_to_end(alone, _of_ranks(1, is_sharded=False), ranks=1)
+    losses_of_nodes = 0
+    worst = 0.0
+    for number in range(seed, seed + trials):
+        with tally.trial(f"seed {number}") as problems:
+            numbers = random.Random(number)
+            path = folder / f"run-{number}"
+            sizes = _lose_nodes(path, numbers, is_sharded=number % 2 == 1)
+            losses_of_nodes += len(sizes) - 1
+            found, difference = compare(steps_of(alone), steps_of(path), tolerance=1e-9)
+            worst = max(worst, difference)
+            problems += found[:3]
+            ranks = list(dict.fromkeys(line["world_size"] for line in steps_of(path)))
+            print(f"seed {number}: ranks {sizes}, steps on {ranks}, largest relative difference {difference:.1e}")
+    return {
+        "losses and returns": str(losses_of_nodes),
+        "largest relative difference of loss and gradient norm": f"{worst:.1e}",
+    }
+
+
+def _of_ranks(num_ranks: int, *, is_sharded: bool) -> dict[str, Any]:
+    return config_of(
+        batch={"global_size": 17, "accumulation": 2},
+        data=PADDED,
+        checkpoint={"every_steps": 2, "background": False},
+        parallel={"dp_shard": num_ranks} if is_sharded and num_ranks > 1 else {},
+    )
+
+
+def _lose_nodes(path: Path, numbers: random.Random, *, is_sharded: bool) -> list[int]:
+    """Trains a run that loses a rank at five steps; returns how many ranks each attempt had."""
+    kills = sorted(numbers.sample(range(3, _NUM_STEPS), _NUM_LOSSES))
+    sizes = [4]
+    for attempt in range(_NUM_LOSSES + 1):
+        num_ranks = sizes[-1]
+        config = _of_ranks(num_ranks, is_sharded=is_sharded)
+        if attempt == _NUM_LOSSES:
+            run_to_end(path, config, ranks=num_ranks, attempt=attempt)
+            break
+        fault = {"kill_rank": numbers.randrange(num_ranks), "kill_step": kills[attempt]}
+        codes, text = finish(start(path, config, ranks=num_ranks, attempt=attempt, fault=fault))
+        assert -signal.SIGKILL in codes, text
+        sizes.append(numbers.choice([size for size in (2, 3, 4) if size != num_ranks]))
+    return sizes
+
+
+def compare(
+    golden: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], *, tolerance: float = _TOLERANCE
+) -> tuple[list[str], float]:
     """Returns what differs between two runs' steps, and the largest relative difference of what may round."""
     if [line["step"] for line in golden] != [line["step"] for line in other]:
         return ["the steps on record differ"], math.inf
@@ -71,7 +130,7 @@ def compare(golden: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, An
         for key in _NEARLY:
             difference = abs(one[key] - two[key]) / max(abs(one[key]), 1e-30)
             worst = max(worst, difference)
-            if not difference <= _TOLERANCE:
+            if not difference <= tolerance:
                 found.append(f"step {one['step']} {key}: {two[key]!r}, not {one[key]!r}")
     return found, worst
 
@@ -116,7 +175,8 @@ def _require(done: Done) -> Done:
     return done
 
 
-def _in_double(module: str) -> str:
+def in_double(module: str) -> str:
+    """Returns the module of the tiny model with data and weights in double precision."""
     double = module.replace("torch.randn(size, 8, generator=generator)", _DRAW)
     double = double.replace("torch.arange(8.0)", "torch.arange(8.0, dtype=torch.float64)")
     return double.replace("nn.Linear(16, 1))", "nn.Linear(16, 1)).double()")

@@ -14,7 +14,7 @@ from slurm_train.cli import here
 from slurm_train.config.schema import RunConfig
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
-from slurm_train.supervise.srun import share_of
+from slurm_train.supervise.srun import pool_of
 from tests.cli.conftest import Shell
 from tests.support.waiting import wait_for
 
@@ -116,5 +116,7 @@ def test_a_run_takes_its_share_of_an_allocation(run: RunDirectory) -> None:
     # More than there is: srun will say so.
     for asked, tasks in (([4, 4], (4, 4)), ([2], (2,)), ([1, 1, 1], (1, 1))):
         run.plan.write_text(json.dumps({"world": {"ranks_per_node": asked}}))
-        found, num_ranks = share_of(allocation, run, RunConfig())
-        assert (found.nodes, found.tasks_per_node) == (("n1", "n2")[: len(tasks)], tasks) and num_ranks == sum(tasks)
+        pool = pool_of(allocation, run, RunConfig())
+        nodes = pool.choose()
+        assert nodes == ("n1", "n2")[: len(tasks)] and pool.tasks_per_node == tasks
+        assert pool.num_ranks(len(nodes)) == sum(tasks)

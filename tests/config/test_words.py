@@ -40,6 +40,7 @@ OVERRIDES = [
     ("cluster.gpus_per_node=[4,2]", ["cluster.gpus_per_node=[4,2]"]),
     # Groups that the shipped primary file does not choose are additions, with or without the plus.
     ("cluster=4x8", ["+cluster=4x8"]),
+    ("cluster=2-4x8", ["+cluster=2-4x8"]),
     # Open mappings need no plus.
     ("cluster.env.NCCL_DEBUG=INFO", ["++cluster.env.NCCL_DEBUG='INFO'"]),
     # A person who writes a sign has it.

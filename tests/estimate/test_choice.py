@@ -25,8 +25,8 @@ def config_of(name: str, *, gpu_type: str | None = "h100", context: int = 8192, 
     )
 
 
-def settled(config: RunConfig, nodes: int, *, min_nodes: int | None = None) -> tuple[ParallelLayout, RunConfig, str]:
-    world = World((8,) * nodes, min_nodes=min_nodes)
+def settled(config: RunConfig, nodes: int, *, sizes: tuple[int, ...] = ()) -> tuple[ParallelLayout, RunConfig, str]:
+    world = World((8,) * nodes, sizes=sizes)
     found, why = settle_parallel(config, world, {})
     return solve_layout(found.parallel, world_size=world.size), found, why
 
@@ -90,7 +90,7 @@ def test_a_choice_is_made_anew_on_other_nodes_and_holds_on_each_of_a_range() -> 
     assert solve_layout(chosen.parallel, world_size=4).dp_shard == 4, "ranks alone take what they have"
     again, _, _ = settled(chosen, 2)
     assert again == ParallelLayout(dp_replicate=2, dp_shard=8)
-    layout, ranged, _ = settled(config_of("llama3-8b", context=256), 4, min_nodes=2)
+    layout, ranged, _ = settled(config_of("llama3-8b", context=256), 4, sizes=(2, 3, 4))
     assert layout == ParallelLayout(dp_replicate=4, dp_shard=8)
     assert solve_layout(ranged.parallel, world_size=24) == ParallelLayout(dp_replicate=3, dp_shard=8)
 

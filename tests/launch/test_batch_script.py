@@ -222,6 +222,28 @@ def test_spare_nodes_are_asked_for_and_kept_when_a_node_is_lost() -> None:
     assert not {"no-kill", "overlap"} & {*flags_of(nodes=4)[0], *flags_of(nodes=4)[1]}
 
 
+def test_a_range_of_nodes_is_asked_for_and_each_step_says_what_it_uses() -> None:
+    sbatch, srun = flags_of(nodes="2-4", gpus_per_node=2, spare_nodes=1, cpus_per_gpu=3)
+    assert {name: sbatch.get(name) for name in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "no-kill")} == {
+        # A spare node is a wish here: the fewest are enough.
+        "nodes": "2-5",
+        # As far as sbatch knows each node has one task, or it would ask for the tasks of two nodes.
+        "ntasks": None,
+        "ntasks-per-node": None,
+        "cpus-per-task": "6",
+        "no-kill": True,
+    }
+    names = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "nodelist", "overlap")
+    assert {name: srun[name] for name in names} == {
+        "nodes": "{nodes}",
+        "ntasks": "{tasks}",
+        "ntasks-per-node": "2",
+        "cpus-per-task": "3",
+        "nodelist": "{nodelist}",
+        "overlap": True,
+    }
+
+
 PROTECTED = [
     ("sbatch", "nodes", "use cluster.nodes instead"),
     ("sbatch", "gpus-per-task", "use cluster.gpus_per_node instead"),

@@ -26,6 +26,7 @@ from slurm_train.launch.placement import (
     World,
     check_pipeline,
     count_local_gpus,
+    fitting_world,
     layout_rows,
     pipeline_bubble,
     plan_layout,
@@ -196,7 +197,6 @@ NO_WORLDS = [
         "set cluster.nodes=2, or give one number for all nodes",
     ),
     ({"cluster": {"nodes": "4-2"}}, "cluster.nodes must be a number or a range, got '4-2'", "write cluster.nodes=4"),
-    ({"cluster": {"nodes": "2-4"}}, "cluster.nodes=2-4 leaves the number of nodes open", "add cluster.launcher="),
     (
         {"cluster": {"nodes": "1-2", "gpus_per_node": [4, 2], "launcher": "torchrun"}},
         "cluster.nodes=1-2 leaves the number of nodes open, and cluster.gpus_per_node names them",
@@ -219,8 +219,13 @@ NO_WORLDS = [
     ),
     (
         {"cluster": {"nodes": 2, "spare_nodes": 1, "srun": {"nodelist": "node[1-2]"}}},
-        "cluster.spare_nodes changes which nodes the ranks run on, and cluster.srun names them",
+        "each attempt chooses its nodes (cluster.spare_nodes, or a range of cluster.nodes), and cluster.srun names",
         "name nodes with cluster.nodelist",
+    ),
+    (
+        {"cluster": {"nodes": "1-2", "gpu_flag": "gpus-per-task"}},
+        "cluster.gpu_flag=gpus-per-task needs the number of tasks, which cluster.nodes=1-2 leaves open",
+        "use another cluster.gpu_flag",
     ),
     ({"cluster": {"nodes": 1, "gpus_per_node": []}}, "cluster.gpus_per_node=[] names 0 nodes", "set cluster.nodes=0"),
 ]
@@ -231,6 +236,39 @@ def test_a_world_that_cannot_be_is_refused(values: dict[str, Any], message: str,
     error = refusal(ConfigError, plan_world, build_config(RunConfig, values), {})
     assert error.message.startswith(message)
     assert error.hint.startswith(hint)
+
+
+def ranged(nodes: str, *, launcher: str = "srun", **parallel: int) -> tuple[RunConfig, World]:
+    cluster = {"nodes": nodes, "gpus_per_node": 2, "launcher": launcher}
+    config = build_config(RunConfig, {"cluster": cluster, "parallel": parallel})
+    return config, plan_world(config, {})
+
+
+def test_of_a_range_of_nodes_the_numbers_that_the_layout_fits_are_used() -> None:
+    config, world = ranged("2-5")
+    assert (world.sizes, world.nodes_in_words) == ((2, 3, 4, 5), "2 to 5 nodes x 2")
+    assert fitting_world(config, world) == world
+    two_or_four = fitting_world(*ranged("2-4", dp_shard=4))
+    assert (two_or_four.sizes, two_or_four.nodes_in_words) == ((2, 4), "2 or 4 nodes x 2")
+    assert [part.size for part in two_or_four.possible()] == [4, 8]
+    assert plan_world(build_config(RunConfig, {"cluster": {"nodes": "3-3"}}), {}).sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "launcher", "shards", "fit", "hint"),
+    [
+        ("2-5", "srun", 4, "it fits 2, 4 of them", "set cluster.nodes=2-4"),
+        ("3-4", "srun", 4, "it fits 4 of them", "set cluster.nodes=4"),
+        ("3-5", "srun", 64, "it fits none of them", ""),
+        # Its agents use what there is.
+        ("2-4", "torchrun", 4, "it fits 2, 4 of them", "set cluster.nodes=2-4"),
+    ],
+)
+def test_a_range_whose_ends_do_not_fit_is_refused(nodes: str, launcher: str, shards: int, fit: str, hint: str) -> None:
+    error = refusal(ConfigError, fitting_world, *ranged(nodes, launcher=launcher, dp_shard=shards))
+    words = f"the layout does not fit each number of nodes that cluster.nodes={nodes} may give: {fit}; parallel"
+    assert error.message.startswith(words)
+    assert error.hint.startswith(hint) and error.hint
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def elastic(**sections: Any) -> RunPlan:
 def test_a_range_of_nodes_keeps_one_global_batch_on_any_number_of_nodes() -> None:
     plan = elastic(batch={"default_global_size": 60})
     assert plan.batch == BatchPlan.equal(local_size=8, ranks=8, accumulation=1)
-    assert plan.as_json()["world"] == {"size": 8, "ranks_per_node": [2, 2, 2, 2], "min_nodes": 2}
+    assert plan.as_json()["world"] == {"size": 8, "ranks_per_node": [2, 2, 2, 2], "num_nodes": [2, 3, 4]}
     assert elastic(batch={"local_size": 3, "accumulation": 2}).batch.global_size == 48
     assert elastic(batch={"global_size": 65}).batch.global_size == 65
 

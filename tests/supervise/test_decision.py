@@ -90,31 +90,31 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
         "node_failure leave",
         {"record": {**CANCELLED, "Restarts": "1"}, "exit_code": 0, "cause": "node failure on node2"},
     ),
-    "a node was lost and srun says 0": ("node_failure relaunch", {"exit_code": 0, **LOST, "spares": ("node4",)}),
+    "a node was lost and srun says 0": ("node_failure relaunch", {"exit_code": 0, **LOST, "next": ("node1", "node4")}),
     "a node was lost and none is left": ("node_failure requeue", {"exit_code": 137, **LOST}),
     "a node was lost from a script's job": (
         "node_failure relaunch",
-        {"exit_code": 1, **LOST, "spares": ("node4",), "can_relaunch": False},
+        {"exit_code": 1, **LOST, "next": ("node1", "node4"), "can_relaunch": False},
     ),
     "nodes were lost too often": (
         "node_failure stop",
-        {"exit_code": 137, **LOST, "spares": ("node4",), "earlier_ends": {"node_failure": 5}},
+        {"exit_code": 137, **LOST, "next": ("node1", "node4"), "earlier_ends": {"node_failure": 5}},
     ),
     "a node was lost and requeue is off": (
         "node_failure stop",
-        {"exit_code": 137, **LOST, "spares": ("node4",), "settings": RequeueSection(enabled=False)},
+        {"exit_code": 137, **LOST, "next": ("node1", "node4"), "settings": RequeueSection(enabled=False)},
     ),
     "a node was lost while the job was being preempted": (
         "preempted requeue",
-        {"record": PREEMPTED, "exit_code": 137, **LOST, "spares": ("node4",)},
+        {"record": PREEMPTED, "exit_code": 137, **LOST, "next": ("node1", "node4")},
     ),
     "a node was lost from a job that was cancelled": (
         "cancelled stop",
-        {"record": CANCELLED, **LOST, "spares": ("node4",)},
+        {"record": CANCELLED, **LOST, "next": ("node1", "node4")},
     ),
-    "a bad node and a spare one": (
+    "a bad node and others in the job": (
         "failed relaunch",
-        {"exit_code": 1, "failures_without_progress": 1, "bad": ("node2",), "spares": ("node4",)},
+        {"exit_code": 1, "failures_without_progress": 1, "bad": ("node2",), "next": ("node1", "node4")},
     ),
     "requeue switched off": ("preempted stop", {"record": PREEMPTED, "settings": RequeueSection(enabled=False)}),
     "Slurm was quicker": ("preempted leave", {"record": REQUEUED}),
@@ -146,11 +146,11 @@ def test_what_follows_from_what_is_known(known: Outcome, expected: str, facts: d
     assert decision.note and "\n" not in decision.note
 
 
-def test_the_next_attempt_leaves_out_the_node_that_a_spare_one_replaces() -> None:
-    lost = decide(with_facts(SAVED, exit_code=137, **LOST, spares=("node4",)))
-    nodes = NodesAtEnd(bad=("node1", "node2"), spares=("node4", "node5"))
+def test_the_next_attempt_leaves_out_what_is_lost_or_bad() -> None:
+    lost = decide(with_facts(SAVED, exit_code=137, **LOST, next=("node1", "node4")))
+    nodes = NodesAtEnd(bad=("node1", "node2"), next=("node4", "node5"))
     bad = decide(replace(SAVED, exit_code=1, nodes=nodes, cause="no GPU"))
-    assert (lost.replace, bad.replace, lost.exclude) == (("node2",), ("node1", "node2"), ())
+    assert (lost.left, bad.left, lost.exclude) == (("node2",), ("node1", "node2"), ())
     # Slurm may not have noticed: the requeued job would get it again.
     assert decide(with_facts(SAVED, exit_code=137, **LOST, bad=("node2",))).exclude == ("node2",)
 

@@ -10,6 +10,7 @@ from slurm_train.rundir.jobs import ask_to_stop, left_jobs, read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.pack import PACK, PackedJob, Share, return_of
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.supervisor import Supervisor
@@ -53,7 +54,7 @@ class Pack:
         )
 
     def job(self, kind: type[SlurmJob] = PackedJob) -> SlurmJob:
-        job = kind(self.run, self.allocation, {}, world_size=1, retry_s=0.0)
+        job = kind(self.run, self.allocation, {}, pool=NodePool.whole(self.allocation), retry_s=0.0)
         job.commands = self.commands
         return job
 

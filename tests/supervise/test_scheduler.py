@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
 from slurm_train.supervise import scheduler
 from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.scheduler import SlurmJob, ask_with_retries, bring_back, wait_for_the_end
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 
@@ -114,7 +116,9 @@ def test_a_job_knows_whether_the_one_that_it_continues_was_cancelled(
 ) -> None:
     allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1",), tasks_per_node=(1,))
     for continues, expected in (("6", cancelled), ("5", False), (None, False)):
-        job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=1, retry_s=0.0, continues=continues)
+        job = SlurmJob(
+            RunDirectory(tmp_path), allocation, {}, pool=NodePool.whole(allocation), retry_s=0.0, continues=continues
+        )
         job.commands = FakeSlurmCommands([job_state("6", state)])  # type: ignore[assignment]
         assert job.is_predecessor_cancelled() is expected
 
@@ -123,7 +127,7 @@ def test_a_controller_that_does_not_answer_says_nothing_of_the_job_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1",), tasks_per_node=(1,))
-    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=1, retry_s=0.0, continues="6")
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, pool=NodePool.whole(allocation), retry_s=0.0, continues="6")
     job.commands = FakeSlurmCommands([job_state("6", "CANCELLED")])  # type: ignore[assignment]
     job.commands.error = ControllerAway("away")  # type: ignore[attr-defined]
     monkeypatch.setattr(scheduler, "ask_with_retries", lambda ask: ask())
@@ -133,7 +137,7 @@ def test_a_controller_that_does_not_answer_says_nothing_of_the_job_before(
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
 def test_a_job_is_put_off_and_kept_off_nodes_where_it_was_requeued(tmp_path: Path, state: str) -> None:
     allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1",), tasks_per_node=(1,))
-    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=1, retry_s=0.0)
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, pool=NodePool.whole(allocation), retry_s=0.0)
     job.commands = commands = fake(JobState=state)  # type: ignore[assignment]
     decision = Decision("node_failure", "requeue", "", exclude=("node1",), delay_s=60)
     is_requeued = job.requeue(decision)
@@ -142,55 +146,53 @@ def test_a_job_is_put_off_and_kept_off_nodes_where_it_was_requeued(tmp_path: Pat
     assert found == (("node1", {"7": 60}) if is_requeued else (None, {}))
 
 
-# --- nodes to spare ---
+# --- nodes that are lost ---
 
 
-def spared_job(tmp_path: Path, *, nodes: tuple[str, ...] = ("node1", "node2", "node3")) -> SlurmJob:
-    """Returns job 7 on four or more nodes, of which `nodes` run ranks."""
-    allocation = Allocation(requeue_id="7", restart_count=0, nodes=nodes, tasks_per_node=(1,) * len(nodes))
-    all_nodes = ("node1", "node2", "node3", "node4", "node5")
-    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=3, retry_s=0.0, all_nodes=all_nodes)
+def flexible_job(tmp_path: Path, *, sizes: tuple[int, ...] = (3,), outlives_nodes: bool = True) -> SlurmJob:
+    """Returns job 7 on five nodes with two ranks each, of which an attempt uses as many as `sizes` says."""
+    nodes = tuple(f"node{number}" for number in range(1, 6))
+    allocation = Allocation(requeue_id="7", restart_count=0, nodes=nodes, tasks_per_node=(2,) * 5)
+    per_node = (2,) * sizes[-1]
+    pool = replace(
+        NodePool.whole(allocation),
+        sizes=sizes,
+        ranks_per_node=per_node,
+        tasks_per_node=per_node,
+        outlives_nodes=outlives_nodes,
+    )
+    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, pool=pool, retry_s=0.0)
     job.commands = FakeSlurmCommands(fields={"7": {**RUNNING, "NodeList": "node[1-5]"}})  # type: ignore[assignment]
     return job
 
 
-def test_spare_nodes_take_the_places_of_lost_ones_in_slurms_order(tmp_path: Path) -> None:
-    job = spared_job(tmp_path, nodes=("node1", "node3", "node5"))
+def test_each_attempt_chooses_its_nodes_among_those_that_were_not_left(tmp_path: Path) -> None:
+    job = flexible_job(tmp_path, sizes=(1, 2, 4))
+    assert (job.start.nodes, job.start.world_size) == (("node1", "node2", "node3", "node4"), 8)
     assert job.lost_nodes(job.show_job()) == []
     job.lost = {"node1"}
     assert job.lost_nodes(job.show_job()) == ["node1"]
-    job.replace(["node1"], by=["node2"])
-    # As Slurm numbers the ranks of a step.
-    assert job.start.nodes == ("node2", "node3", "node5")
-    assert job.spares_for(["node3"]) == ["node4"] and job.spares_for(["node3", "node5"]) == () == job.spares_for([])
-    job.replace(["node3"], by=["node4"])
-    assert job.start.nodes == ("node2", "node4", "node5") and job.spares_for(["node2"]) == ()
+    job.use(job.nodes_without(["node1"]), without=["node1"])
+    assert job.start.nodes == ("node2", "node3", "node4", "node5")
+    # Three are left, and the run can use two of them; the third one is not forgotten.
+    job.use(job.nodes_without(["node3"]), without=["node3"])
+    assert (job.start.nodes, job.start.world_size) == (("node2", "node4"), 4)
+    assert job.nodes_without(["node2"]) == ("node4", "node5")
+    assert job.nodes_without(["node2", "node4", "node5"]) == () == job.nodes_without([])
 
 
-def test_what_slurm_has_taken_from_the_job_is_lost_and_no_spare(tmp_path: Path) -> None:
-    job = spared_job(tmp_path)
+def test_what_slurm_has_taken_from_the_job_is_lost_and_not_chosen(tmp_path: Path) -> None:
+    job = flexible_job(tmp_path)
     job.commands.fields["7"]["NodeList"] = "node[1,3,5]"  # type: ignore[attr-defined]
     assert job.lost_nodes(job.show_job()) == ["node2"]
-    assert job.spares_for(["node2"]) == ["node5"]
+    assert job.nodes_without(["node2"]) == ("node1", "node3", "node5")
     # Nobody knows then.
     assert job.lost_nodes(None) == []
 
 
-def test_as_many_nodes_run_ranks_where_a_chosen_spare_is_lost_as_well(tmp_path: Path) -> None:
-    job = spared_job(tmp_path)
-    (chosen,) = job.spares_for(["node2"])
-    # While the step was cleared, Slurm has taken both spares from the job.
-    job.commands.fields["7"]["NodeList"] = "node[1,3]"  # type: ignore[attr-defined]
-    job.replace(["node2"], by=[chosen])
-    assert job.start.nodes == ("node1", "node3", "node4")
-    assert job.lost_nodes(job.show_job()) == ["node4"] and job.spares_for(["node4"]) == ()
-
-
-def test_a_job_without_spare_nodes_has_no_lost_ones(tmp_path: Path) -> None:
-    allocation = Allocation(requeue_id="7", restart_count=0, nodes=("node1", "node2"), tasks_per_node=(1, 1))
-    job = SlurmJob(RunDirectory(tmp_path), allocation, {}, world_size=2, retry_s=0.0)
-    # Slurm ends the job.
-    assert job.lost_nodes({**RUNNING, "NodeList": "node1"}) == () == job.spares_for(["node2"])
+def test_a_job_that_slurm_ends_with_its_first_lost_node_has_no_others(tmp_path: Path) -> None:
+    job = flexible_job(tmp_path, outlives_nodes=False)
+    assert job.lost_nodes({**RUNNING, "NodeList": "node1"}) == () == job.nodes_without(["node2"])
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_a_job_without_spare_nodes_has_no_lost_ones(tmp_path: Path) -> None:
     ],
 )
 def test_a_job_that_gets_no_more_steps_is_not_free(said: str, is_free: bool, tmp_path: Path) -> None:
-    job = spared_job(tmp_path)
+    job = flexible_job(tmp_path)
     for attempt in (0, 1):
         open_attempt(job._run, job.start)
         (job._run.attempt_logs(attempt) / "batch.log").write_text(f"{said}\n")
@@ -211,7 +213,7 @@ def test_a_job_that_gets_no_more_steps_is_not_free(said: str, is_free: bool, tmp
 
 
 def test_the_step_of_a_lost_node_is_killed_and_not_waited_for(tmp_path: Path) -> None:
-    job = spared_job(tmp_path)
+    job = flexible_job(tmp_path)
     job.lost = {"node2"}
     job.commands.running_steps = {"7.0": "attempt_0", "7.1": "other"}  # type: ignore[attr-defined]
     job.commands.stuck_steps = {"7.0"}  # type: ignore[attr-defined]

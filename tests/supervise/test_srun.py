@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.supervise import srun
+from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.scheduler import SlurmJob
-from slurm_train.supervise.srun import share_of, within_allocation
+from slurm_train.supervise.srun import pool_of, within_allocation
 
 NODES = ("node1", "node2", "node3")
 
@@ -24,15 +26,22 @@ def allocation(*nodes: str) -> Allocation:
     return Allocation(requeue_id="7", restart_count=0, nodes=nodes, tasks_per_node=(2,) * len(nodes))
 
 
-def test_a_node_that_was_found_bad_before_is_the_spare_one(tmp_path: Path) -> None:
+def test_the_nodes_of_a_run_are_those_of_its_plan_and_bad_ones_are_used_last(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "name" / "0123")
     run.path.mkdir(parents=True)
-    run.plan.write_text(json.dumps({"world": {"ranks_per_node": [2, 2]}}))
+    run.plan.write_text(json.dumps({"world": {"ranks_per_node": [4, 4], "num_nodes": [1, 2]}}))
     add_bad_nodes(run, {"node1": "no GPU"}, hours=1, now_unix_s=time.time())
-    with_spare = RunConfig(cluster=ClusterSection(nodes=2, gpus_per_node=2, spare_nodes=1))
-    without = RunConfig(cluster=ClusterSection(nodes=2, gpus_per_node=2))
-    assert share_of(allocation(*NODES), run, with_spare) == (allocation("node2", "node3"), 4)
-    assert share_of(allocation(*NODES), run, without) == (allocation("node1", "node2"), 4)
+    pools = {
+        launcher: pool_of(allocation(*NODES), run, RunConfig(cluster=ClusterSection(nodes="1-2", launcher=launcher)))
+        for launcher in ("srun", "torchrun")
+    }
+    by_srun = pools["srun"]
+    assert by_srun.choose() == ("node2", "node3") and by_srun.outlives_nodes and by_srun.sizes == (1, 2)
+    assert by_srun.ranks_per_node == by_srun.tasks_per_node == (4, 4)
+    # The agents of torchrun start their ranks again themselves.
+    by_torchrun = pools["torchrun"]
+    assert by_torchrun.choose() == ("node1", "node2") and not by_torchrun.outlives_nodes
+    assert (by_torchrun.ranks_per_node, by_torchrun.tasks_per_node) == ((4, 4), (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +70,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
     monkeypatch.setattr(srun, "silent_nodes", lambda _run, nodes, _env: [nodes[1]])
     monkeypatch.setattr(srun._LostNodes, "_FAILED_S", 0.2)
     monkeypatch.setattr(srun._LostNodes, "_SILENT_S", 0.2)
-    return SlurmJob(run, allocation(*NODES), {}, world_size=6, retry_s=0.0, all_nodes=(*NODES, "node4"))
+    pool = replace(NodePool.whole(allocation(*NODES, "node4")), sizes=(3,), outlives_nodes=True)
+    return SlurmJob(run, allocation(*NODES, "node4"), {}, pool=pool, retry_s=0.0)
 
 
 def test_nodes_are_asked_when_ranks_have_failed_and_srun_waits(job: SlurmJob, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class World(Scheduler):
         """The job's record; where there are several, each look takes one away."""
         self.requeue_works, self.lives, self.clears, self.can_relaunch = True, True, True, False
         self.new_job, self.ends, self.words = "", tuple[str, ...](), ""
-        self.lost, self.spares = tuple[str, ...](), tuple[str, ...]()
+        self.lost, self.others = tuple[str, ...](), tuple[str, ...]()
         self.oom_kills = 0
         self.committed: int | None = None
         """Step of the newest checkpoint; None for a user's own code."""
@@ -84,11 +84,11 @@ class World(Scheduler):
     def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
         return self.lost
 
-    def spares_for(self, nodes: Sequence[str]) -> Sequence[str]:
-        return self.spares if nodes else ()
+    def nodes_without(self, nodes: Sequence[str]) -> Sequence[str]:
+        return self.others if nodes else ()
 
-    def replace(self, nodes: Sequence[str], *, by: Sequence[str]) -> None:
-        self.events.append(f"replace {','.join(nodes)} by {','.join(by)}")
+    def use(self, nodes: Sequence[str], *, without: Sequence[str]) -> None:
+        self.events.append(f"use {','.join(nodes)} without {','.join(without)}")
         self.lost = ()
 
     def clear(self, attempt: int) -> bool:
@@ -276,18 +276,24 @@ def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:
     assert [entry["failed_on"] for entry in read_ledger(world.run)] == ["node2", "node2"]
 
 
-@pytest.mark.parametrize(("spares", "events"), [(("node4",), ["launch 1"]), ((), ["requeue without node2", "wait"])])
-def test_a_lost_node_is_replaced_or_the_job_requeued(spares: tuple[str, ...], events: list[str], world: World) -> None:
-    world.lost, world.spares = ("node2",), spares
+@pytest.mark.parametrize(
+    ("others", "events"),
+    [
+        (("node1", "node4"), ["use node1,node4 without node2", "launch 1"]),
+        ((), ["requeue without node2", "wait"]),
+    ],
+)
+def test_a_lost_node_is_left_or_the_job_requeued(others: tuple[str, ...], events: list[str], world: World) -> None:
+    world.lost, world.others = ("node2",), others
 
     def launch(attempt: int) -> int:
         return world.ranks(137 if attempt == 0 else 0, result=attempt > 0)(attempt)
 
     world.supervise(launch)
     first = read_ledger(world.run)[0]
-    assert world.events == ["launch 0", *(["replace node2 by node4"] if spares else []), *events]
+    assert world.events == ["launch 0", *events]
     assert first["reason"] == "node_failure" and first["note"].startswith("node failure on node2; ")
-    assert first.get("replaced") == ("node2" if spares else None)
+    assert first.get("left_out") == ("node2" if others else None)
 
 
 def test_an_overtaken_supervisor_writes_nothing_more(world: World) -> None:

@@ -111,7 +111,7 @@ def _mismatched_ranks(job: Job) -> Iterator[Finding]:
             seen = f"the task that Slurm calls rank {rank.slurm_rank} has RANK={rank.rank} in its environment"
             yield error("RANK_MISMATCH", rank.node, seen)
         elif rank.world_size != job.world_size:
-            seen = f"rank {rank.rank} counts {rank.world_size} ranks, the run was planned for {job.world_size}"
+            seen = f"rank {rank.rank} counts {rank.world_size} ranks, the attempt was opened for {job.world_size}"
             yield error("RANK_MISMATCH", rank.node, seen)
     for (node, local_rank), numbers in places.items():
         if len(numbers) > 1:

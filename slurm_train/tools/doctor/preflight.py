@@ -42,6 +42,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import allow_files, require_files
 from slurm_train.errors import PreflightError
 from slurm_train.formatting import columns
+from slurm_train.rundir.attempts import opened_world_size
 from slurm_train.rundir.events import Finding, errors_of, findings_of, write_preflight
 from slurm_train.rundir.files import listed, read_json, to_records, write_atomic
 from slurm_train.rundir.paths import RunDirectory
@@ -110,7 +111,6 @@ def run_preflight(
     place: RankPlace,
     point: MeetingPoint,
     *,
-    plan: Mapping[str, Any],
     env: Mapping[str, str],
 ) -> dict[str, str]:
     """Returns the variables that this rank's collectives need, e.g. {"GLOO_SOCKET_IFNAME": "ib0"}.
@@ -122,7 +122,6 @@ def run_preflight(
         config: its configuration.
         place: this rank.
         point: where the ranks will meet.
-        plan: what `plan.json` holds.
         env: the environment.
 
     Raises:
@@ -133,7 +132,7 @@ def run_preflight(
             print(f"preflight: {_NOT_UNDER_TORCHRUN}", file=sys.stderr, flush=True)
         return {}
     allocation = Allocation.from_env(env)
-    world_size = int(plan.get("world", {}).get("size", place.world_size))
+    world_size = opened_world_size(run, point.attempt) or place.world_size
     preflight = Preflight(
         run, config, place, point, env, allocation.nodes, allocation.tasks_per_node, world_size=world_size
     )
@@ -155,7 +154,7 @@ class Preflight:
     ranks_per_node: tuple[int, ...]
     """Of each of them."""
     world_size: int
-    """Ranks that the run was planned for."""
+    """Ranks that the attempt was opened for."""
     report: dict[str, Any] = field(default_factory=dict, init=False)
     """What rank 0 gets of this rank: "rank", and "node" on the first rank of a node, else None."""
 

@@ -114,7 +114,7 @@ def _require_something_to_time(plan: RunPlan) -> None:
                 "leave parallel.* out: a cut model does not fit the smallest size, and sends other things",
             ),
             (
-                not plan.world.is_even or plan.world.min_nodes is not None,
+                not plan.world.is_even or bool(plan.world.sizes),
                 f"scaling compares numbers of equal nodes, the command line asks for {plan.world.nodes_in_words}",
                 "give one number of nodes and one number of GPUs for all of them, e.g. +cluster=4x8",
             ),

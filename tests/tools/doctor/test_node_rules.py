@@ -175,7 +175,7 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
      "gloo would announce 10.0.0.2, which node1 cannot reach; eth0 (10.0.0.2) answers"),
     ("RANK_MISMATCH", ERROR, "node1", ranks(0, slurm_rank=1),
      "the task that Slurm calls rank 1 has RANK=0 in its environment"),
-    ("RANK_MISMATCH", ERROR, "node2", ranks(2, world_size=4), "rank 2 counts 4 ranks, the run was planned for 6"),
+    ("RANK_MISMATCH", ERROR, "node2", ranks(2, world_size=4), "rank 2 counts 4 ranks, the attempt was opened for 6"),
     ("RANK_MISMATCH", ERROR, "node2", ranks("node2", local_rank=0),
      "ranks 2-3 all have local rank 0, so they would share a GPU"),
     ("NODE_MISSING", BLAMES, "node3", both(without("node3"), job(silent=["node3"], waited_s=600.0)),

@@ -1,21 +1,26 @@
-"""Spare nodes, on a real Slurm: a lost node's place is taken inside the allocation, without a requeue.
+"""A lost node, on a real Slurm: the ranks are started again on other nodes of the same job, without a requeue.
 
-With node-local checkpoints the run goes on from the copy of the lost node's files that the next node has.
+These are a spare one, or those that are left. With node-local checkpoints the run goes on from the copy of the lost
+node's files that the next node has.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
+from tests.campaigns.world_sizes import compare, in_double
 from tests.support.cluster_faults import node_lost
-from tests.support.command_line import TINY, Person
+from tests.support.command_line import TINY, TINY_MODULE, Person
 from tests.support.slurm_runs import (
+    command,
     losses,
     step_lines,
     wait_until_ended,
@@ -31,22 +36,27 @@ RUN = ("+cluster=3x1", *TINY, "batch.global_size=18", "train.max_steps=60")
 SPARED = (*RUN, "model.step_s=0.5", "cluster.spare_nodes=1", "run.name=spared")
 
 
-def wait_for_twin(person: Person) -> RunDirectory:
+def wait_for_twin(person: Person, *words: str) -> RunDirectory:
     """Returns the finished run that nothing happened to."""
-    _, twin = person.types(*RUN, "run.name=twin").job_and_run
+    _, twin = person.types(*(words or RUN), "run.name=twin").job_and_run
     wait_until_finished(twin, within_s=LONG_S)
     return twin
 
 
-def back_after_s(run: RunDirectory, killed_unix_s: float) -> float:
-    """Returns the seconds from a kill to the first step of the second attempt."""
-    return float(next(line["time_unix_s"] for line in step_lines(run) if line["attempt"] == 1)) - killed_unix_s
+def back_after_s(run: RunDirectory, killed_unix_s: float, attempt: int = 1) -> float:
+    """Returns the seconds from a kill to the first step of the attempt that follows it."""
+    return float(next(line["time_unix_s"] for line in step_lines(run) if line["attempt"] == attempt)) - killed_unix_s
+
+
+def has_attempt(run: RunDirectory, attempt: int) -> bool:
+    """Returns whether an attempt was opened."""
+    return len(read_ledger(run)) > attempt
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
     """Three nodes train and one waits; what runs on one of the three is killed at once, its slurmd included."""
     plan = person.types("plan", *SPARED)
-    assert "1, which wait for a lost or bad node's place: 33% more node hours" in plan.err + plan.out
+    assert "1, used in place of a lost or bad node: 33% more node hours" in plan.err + plan.out
     twin = wait_for_twin(person)
     job, run = person.types(*SPARED).job_and_run
     wait_until_step(run, 10, within_s=LONG_S)
@@ -56,11 +66,47 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
         wait_until_finished(run, within_s=LONG_S)
     first, last = wait_until_ended(run)
     assert (first["reason"], first["action"], last["reason"]) == ("node_failure", "relaunch", "done"), first["note"]
-    assert first["replaced"] == lost and first["note"].endswith(f"takes the place of {lost} in this allocation")
+    assert first["left_out"] == lost and first["note"].endswith(" of this allocation")
     assert lost not in last["nodes"] and len(last["nodes"]) == 3
     assert first["job_id"] == last["job_id"] == job and "restart_count" in last and last["restart_count"] == 0
     assert losses(run) == losses(twin)
     print(f"from the kill of a node to the next step: {back_after_s(run, killed_unix_s):.1f} s")
+
+
+RANGE = ("+cluster=2-4x1", *TINY, "batch.global_size=18", "train.max_steps=90", "train.samples_digest=true")
+
+
+def test_a_run_of_a_range_of_nodes_goes_on_with_those_that_are_left(person: Person) -> None:
+    """Four nodes train; one is killed, and then another one. Nothing is requeued, and the samples stay the same."""
+    (person.folder / "tiny.py").write_text(in_double(TINY_MODULE))
+    plan = person.types("plan", *RANGE)
+    assert "start again on those that are left, 2 at least, in the same job" in plan.err + plan.out
+    twin = wait_for_twin(person, *RANGE)
+    # Slurm starts a job with the nodes that are free at that moment.
+    wait_for(lambda: command("sinfo", "--noheader", "--states=idle", "--format=%D") == "4", within_s=60, what="4 nodes")
+    job, run = person.types(*RANGE, "model.step_s=0.5", "run.name=shrunk").job_and_run
+    wait_until_step(run, 10, within_s=LONG_S)
+    lost: list[str] = []
+    with ExitStack() as faults:
+        for count in (1, 2):
+            lost.append(read_ledger(run)[-1]["nodes"][-1])
+            killed_unix_s = time.time()
+            faults.enter_context(node_lost(lost[-1]))
+            wait_for(partial(has_attempt, run, count), within_s=LONG_S, what="the next attempt")
+            wait_until_step(run, max(losses(run)) + 8, within_s=LONG_S)
+            print(f"from kill {count} to the next step: {back_after_s(run, killed_unix_s, count):.1f} s")
+        wait_until_finished(run, within_s=LONG_S)
+    ledger = wait_until_ended(run)
+    assert [(entry["world_size"], entry["action"]) for entry in ledger] == [
+        (4, "relaunch"),
+        (3, "relaunch"),
+        (2, "finish"),
+    ], [entry["note"] for entry in ledger]
+    assert [entry.get("left_out") for entry in ledger] == [*lost, None]
+    assert {(entry["job_id"], entry["restart_count"]) for entry in ledger} == {(job, 0)}
+    differences, worst = compare(step_lines(twin), step_lines(run))
+    assert differences == []
+    print(f"largest relative difference of loss and gradient norm: {worst:.1e}")
 
 
 def test_the_run_goes_on_from_the_copy_on_a_neighbour(person: Person, tmp_path: Path) -> None:
@@ -78,7 +124,7 @@ def test_the_run_goes_on_from_the_copy_on_a_neighbour(person: Person, tmp_path: 
         shutil.rmtree(disks / lost)
         wait_until_finished(run, within_s=LONG_S)
     first, last = wait_until_ended(run)
-    assert (first["replaced"], first["last_committed"]) == (lost, -1)
+    assert (first["left_out"], first["last_committed"]) == (lost, -1)
     assert last["job_id"] == job and last["restart_count"] == 0
     assert "was on the nodes only; copied into the run directory" in run.rank_log(1, 0).read_text()
     assert losses(run) == losses(twin)
