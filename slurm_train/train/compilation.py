@@ -24,6 +24,8 @@ from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.train.context import Parts, Rank
 
 # What torch.compile(mode="reduce-overhead") sets; and a shape that varies goes without, since each is recorded anew.
+_MOST_WITH_GRAPHS = 10_000_000
+"""Parameters of a model with kernels that are shorter than their launch."""
 _WITH_GRAPHS: dict[str, Any] = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
 
 
@@ -50,18 +52,28 @@ def require_compiler(rank: Rank) -> None:
 
 
 def require_graphs_fit(rank: Rank) -> None:
-    """Checks that a run that asks for CUDA graphs is one for which they are right.
-
-    The gradients that a graph gives lie in its own memory, which its next run overwrites: those of a second micro-batch
-    would be added to themselves (https://github.com/pytorch/pytorch/issues/96693). torch cuts compiled graphs under
-    DDP, and its hooks take gradients from that memory; nobody has tried this here.
+    """Checks that a run that asks for CUDA graphs is one for which they are right; with auto they are left out else.
 
     Raises:
         ConfigError: nothing is compiled, there are several ranks or micro-batches, or shapes vary.
     """
-    config = rank.config
-    if not config.train.cuda_graphs:
+    if rank.config.train.cuda_graphs is not True:
         return
+    obstacle = _obstacle_to_graphs(rank)
+    if obstacle is not None:
+        raise _graphs_error(*obstacle)
+    if rank.device.type == "cpu":
+        print("train.cuda_graphs=true: this rank has a CPU, where torch makes no graphs", file=sys.stderr, flush=True)
+
+
+def _obstacle_to_graphs(rank: Rank) -> tuple[str, str] | None:
+    """Returns why CUDA graphs would be wrong for a run, whatever its model, and what to set instead.
+
+    The gradients that a graph gives lie in its own memory, which its next run overwrites: those of a second micro-batch
+    would be added to themselves (https://github.com/pytorch/pytorch/issues/96693). torch cuts compiled graphs under
+    DDP, and its hooks take gradients from that memory; nobody has tried this here.
+    """
+    config = rank.config
     num_batches = rank.plan.accumulation * max(config.batch.growth.values(), default=1)
     obstacles = {
         "nothing is compiled": ("train.compile=true", not rank.compiles),
@@ -74,9 +86,31 @@ def require_graphs_fit(rank: Rank) -> None:
     }
     for problem, (remedy, is_met) in obstacles.items():
         if is_met:
-            raise _graphs_error(problem, remedy)
-    if rank.device.type == "cpu":
-        print("train.cuda_graphs=true: this rank has a CPU, where torch makes no graphs", file=sys.stderr, flush=True)
+            return problem, remedy
+    return None
+
+
+def _chooses_graphs(parts: Parts) -> bool:
+    """Returns what `train.cuda_graphs=auto` means for a run, and says it; for a compiled model that is one graph."""
+    rank = parts.rank
+    numbers = sum(parameter.numel() for parameter in parts.model.parameters())
+    obstacle = _obstacle_to_graphs(rank)
+    reason = f"the model has {numbers:,} parameters, of at most {_MOST_WITH_GRAPHS:,}"
+    chosen = numbers <= _MOST_WITH_GRAPHS
+    if rank.device.type != "cuda":
+        chosen = False
+        reason = "this rank has no GPU of CUDA"
+    elif obstacle is not None:
+        chosen = False
+        reason = obstacle[0]
+    elif rank.config.callbacks:
+        # A callback may keep outputs of the model, whose memory the next step overwrites.
+        chosen = False
+        reason = "the run has callbacks"
+    if rank.place.is_first:
+        said = "used" if chosen else "left out"
+        print(f"train.cuda_graphs=auto: CUDA graphs are {said}, since {reason}", file=sys.stderr, flush=True)
+    return chosen
 
 
 def _graphs_error(problem: str, remedy: str) -> ConfigError:
@@ -101,13 +135,14 @@ def compile_in_place(parts: Parts, objective: Objective) -> None:
     if not parts.rank.compiles:
         return
     mark_compilations(parts.rank)
-    uses_graphs = parts.rank.config.train.cuda_graphs
+    asked = parts.rank.config.train.cuda_graphs
     if parts.rank.layout.is_replicated and not is_deep(parts.model):
-        objective.compile(options=_WITH_GRAPHS if uses_graphs else None)
+        parts.rank.uses_graphs = _chooses_graphs(parts) if asked == "auto" else asked
+        objective.compile(options=_WITH_GRAPHS if parts.rank.uses_graphs else None)
         # Evaluation calls the model by itself.
         parts.model.compile()
         return
-    if uses_graphs:
+    if asked is True:
         raise _graphs_error("the model is so deep that it is compiled block by block", "a model of fewer blocks")
     objective.default_loss = torch.compile(default_loss)
     for module in parts.model.modules():

@@ -216,7 +216,7 @@ class ReplicaPasses(Passes):
         self._has_sparse = any(getattr(part, "sparse", False) is True for part in module.modules())
         settings = rank.config.ddp
         self._may_lack = settings.find_unused_parameters or settings.static_graph
-        self._uses_graphs = rank.config.train.cuda_graphs
+        self._uses_graphs = rank.uses_graphs
 
     @property
     def bucket_order(self) -> list[int]:

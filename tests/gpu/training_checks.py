@@ -442,6 +442,8 @@ def cuda_graphs(stage: Stage) -> dict[str, Any]:
         require(off < 1e-3, f"{name}: losses with CUDA graphs are up to {off:.3g} from those without")
         require(len(set(losses["with"])) == len(losses["with"]), f"{name}: steps repeat each other's losses")
         if stage.on_gpu:
+            ratio = found[f"{name}_ratio"]
+            require(ratio < 1.05, f"{name}: a step with CUDA graphs takes {ratio:.2f} times as long as one without")
             require(not found[f"{name}_skipped"], f"{name}: torch made no CUDA graph of {found[f'{name}_skipped']}")
     return found
 
@@ -453,7 +455,11 @@ def _steps_with_graphs(
     from torch._dynamo.utils import counters
 
     counters.clear()
-    trainer = training_of(sections_of(model, train={"compile": True, "cuda_graphs": uses_graphs}), folder)
+    trainer = training_of(
+        sections_of(model, train={"compile": True, "cuda_graphs": "auto" if uses_graphs else False}), folder
+    )
+    chosen = trainer.parts.rank.uses_graphs
+    require(chosen == (uses_graphs and stage.on_gpu), f"cuda_graphs=auto has chosen {chosen}")
     # The first steps warm up and record, the later ones replay.
     losses = next_losses(trainer, stage.size(12, 4))
     num_steps = stage.size(100, 3)

@@ -174,6 +174,42 @@ def test_torch_gets_its_options_for_cuda_graphs_for_the_training_alone(
     assert set(graphs) <= set(torch._inductor.list_options())
 
 
+ON_GPU: dict[str, Any] = {"device": torch.device("cuda")}
+
+
+@pytest.mark.parametrize(
+    ("place", "sections", "width", "said"),
+    [
+        (ON_GPU, {}, 4, "used, since the model has 20 parameters, of at most 10,000,000"),
+        (ON_GPU, {}, 4000, "left out, since the model has 16,004,000 parameters, of at most 10,000,000"),
+        ({}, {}, 4, "left out, since this rank has no GPU of CUDA"),
+        (ON_GPU, {"batch": BatchSection(by_length=True)}, 4, "left out, since batch.by_length=true gives batches of"),
+        ({**ON_GPU, "accumulation": 4}, {}, 4, "left out, since a step has up to 4 micro-batches"),
+        (ON_GPU, {"callbacks": [{"_target_": "mine.Callback"}]}, 4, "left out, since the run has callbacks"),
+    ],
+    ids=["small", "large", "cpu", "shapes", "micro-batches", "callbacks"],
+)
+def test_cuda_graphs_are_chosen_where_they_are_known_to_be_right(
+    place: dict[str, Any],
+    sections: dict[str, Any],
+    width: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    facts = dict(place)
+    accumulation = facts.pop("accumulation", 1)
+    rank = make_rank(config=RunConfig(train=TrainSection(compile=True, cuda_graphs="auto"), **sections), **facts)
+    rank.plan = replace(rank.plan, accumulation=accumulation)
+    require_graphs_fit(rank)
+    model = nn.Sequential(nn.Linear(width, width))
+    compile_in_place(cast("Any", SimpleNamespace(rank=rank, model=model)), Objective(model))
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"train.cuda_graphs=auto: CUDA graphs are {said}")
+    assert rank.uses_graphs == ("are used" in printed)
+
+
 def test_cuda_graphs_of_single_blocks_are_refused() -> None:
     model = GPT(vocab_size=8, context=4, num_layers=24, num_heads=1, width=2)
     parts: Any = SimpleNamespace(rank=make_rank(config=RunConfig(train=GRAPHS)), model=model)
