@@ -14,7 +14,7 @@ from slurm_train.checkpoint.tensors import tensor_shapes
 from tests.support.extras import NEEDS_TORCHAO
 from tests.support.small_checkpoints import checkpoint_of
 from tests.train.small_runs import digest_of, run_to_end, steps_of, weights_of
-from tests.train.test_layouts import layout_config, ranks_of
+from tests.train.test_layouts import STEPS, layout_config, ranks_of
 
 pytestmark = [NEEDS_TORCHAO, pytest.mark.distributed, pytest.mark.timeout(900)]
 SHAPE = {"vocab_size": 32, "context": 16, "num_layers": 2, "width": 64, "hidden": 128, "tied": False}
@@ -45,7 +45,7 @@ def test_shards_that_travel_in_float8_train_nearly_as_in_bfloat16(shards: Path, 
     assert losses == pytest.approx(others, rel=0.005) and losses != others
     assert losses[-1] < losses[0] - 0.5
     # A checkpoint does not show how shards travelled.
-    shapes = [tensor_shapes(checkpoint_of(run / "checkpoints", 20)) for run in (shards, tmp_path / "others")]
+    shapes = [tensor_shapes(checkpoint_of(run / "checkpoints", STEPS)) for run in (shards, tmp_path / "others")]
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in shapes[0].items()} == {
         name: (tensor.shape, tensor.dtype) for name, tensor in shapes[1].items()
     }
