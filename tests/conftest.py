@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from slurm_train.errors import ClusterError
 from slurm_train.tools.devcluster.cluster import bring_up, cluster_status, missing_here, require_free_place, tear_down
@@ -20,6 +22,8 @@ _WANTED = ClusterPlan(nodes=4, gpus=8)
 
 
 _NICE = 10
+_AFTER_TIMEOUT_S = 30.0
+"""As in pyproject.toml: a test is ended by its time-out, and pytest so long after it where that cannot be."""
 
 # Files whose tests take minutes: begun last, one of them would keep one process busy while the others have ended.
 _LONG = ("tests/train/test_layouts.py", "tests/train/test_compilation.py", "tests/worker/test_torchrun.py")
@@ -36,6 +40,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         present = os.getpriority(os.PRIO_PROCESS, 0)
         if present < _NICE:
             os.nice(_NICE - present)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Gives a test with a longer time-out of its own as much before the whole of pytest is ended for it."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(item.config.getini("faulthandler_timeout") or 0.0)
+    longer_s = float(marker.args[0]) + _AFTER_TIMEOUT_S if marker is not None else 0.0
+    if 0 < limit_s < longer_s:
+        # pytest has begun to count for the test, and ends that after it.
+        faulthandler.dump_traceback_later(longer_s, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
+    return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
