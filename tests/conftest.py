@@ -26,7 +26,12 @@ _AFTER_TIMEOUT_S = 30.0
 """As in pyproject.toml: a test is ended by its time-out, and pytest so long after it where that cannot be."""
 
 # Files whose tests take minutes: begun last, one of them would keep one process busy while the others have ended.
-_LONG = ("tests/train/test_layouts.py", "tests/train/test_compilation.py", "tests/worker/test_torchrun.py")
+_LONG = (
+    "tests/train/test_layouts.py",
+    "tests/train/test_compilation.py",
+    "tests/worker/test_torchrun.py",
+    "tests/worker/test_watcher.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -78,17 +78,24 @@ def test_an_interrupted_run_ends_with_the_same_bits(shards: Path, tmp_path: Path
     assert digest_of(tmp_path / "cut") == digest_of(shards)
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"dp_shard": 2, "tp": 2},
+    "tp by positions": {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "activation_checkpointing": "selective"},
+    "pp": {"dp_shard": 2, "pp": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2, "reshard_after_forward": False},
+    "cp": {"cp": 2},
+    "offloaded": {"dp_shard": 2, "cpu_offload": True},
+}
+# Shards alone are above; the others take two minutes.
+IN_SUITE = {"tp by positions", "offloaded"}
+
+
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"dp_shard": 2, "tp": 2},
-        {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "activation_checkpointing": "selective"},
-        {"dp_shard": 2, "pp": 2},
-        {"dp_replicate": 2, "dp_shard": 2, "reshard_after_forward": False},
-        {"cp": 2},
-        {"dp_shard": 2, "cpu_offload": True},
+        pytest.param(parallel, id=name, marks=[] if name in IN_SUITE else pytest.mark.campaign)
+        for name, parallel in LAYOUTS.items()
     ],
-    ids=["tp", "tp by positions", "pp", "hsdp", "cp", "offloaded"],
 )
 def test_layouts_train_alike_in_float8(parallel: dict[str, Any], shards: Path, tmp_path: Path) -> None:
     expected = [line["loss"] for line in steps_of(shards)]
