@@ -33,7 +33,6 @@ from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.verify import (
     PassedOver,
     check_copied,
-    is_stale,
     read_manifest,
     share_of,
     verify,
@@ -41,7 +40,7 @@ from slurm_train.checkpoint.verify import (
     wait_until_visible,
 )
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
-from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server, fsync_directory, fsync_file, rename
+from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server, fsync_directory, fsync_file, is_stale, rename
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import name_of
 

@@ -8,7 +8,6 @@ what it goes on from (see `commit`), so a reader looks for a vanished one under 
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from slurm_train.checkpoint.manifest import (
 )
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
 from slurm_train.errors import CheckpointError
-from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server
+from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server, is_stale
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of, parse_name
 from slurm_train.rundir.scores import best_first
 
@@ -83,13 +82,6 @@ def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path
                     yield path, err
                     break
                 path = now
-
-
-def is_stale(err: BaseException | None) -> bool:
-    """Returns whether an error goes back to ESTALE: a server that is back, or a change by another client."""
-    while err is not None and getattr(err, "errno", None) != errno.ESTALE:
-        err = err.__cause__
-    return err is not None
 
 
 def newest_verified(root: Path, check: Callable[[Path], Manifest] | None = None) -> Search:

@@ -530,7 +530,7 @@ class ClusterSection:
 
     @property
     def outlives_nodes(self) -> bool:
-        """Whether the job goes on without a node that is lost: it has others to use, or can do with fewer."""
+        """Whether the job continues when a node is lost: it has spare nodes, or the run can use fewer."""
         return self.launcher == "srun" and (self.spare_nodes > 0 or isinstance(self.nodes, str))
 
 

@@ -69,7 +69,7 @@ def to_float8(model: nn.Module, *, blocks: Iterable[nn.Module], tp: int = 1, emu
 
 def is_float8(module: nn.Module) -> bool:
     """Returns whether the product of a layer is in float8."""
-    # By its name: torchao is not imported where nobody has asked for it.
+    # By name, so that torchao is imported for train.precision=fp8 only.
     return type(module).__name__ == _KIND
 
 

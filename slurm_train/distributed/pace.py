@@ -253,7 +253,7 @@ class PaceProbe:
 def probe_program(
     heartbeat: Heartbeat, *, every: int | Literal["auto"] | None, device: torch.device
 ) -> PaceProbe | None:
-    """Returns the probe of a program of a user's own that has done its first steps; None where nobody is waited for.
+    """Returns the probe of a user's own program after its first steps; None where there are no other ranks.
 
     Args:
         heartbeat: carries the sums.

@@ -205,6 +205,9 @@ def fitting_world(config: RunConfig, world: World) -> World:
         ConfigError: the layout does not fit the fewest or the most nodes, so that another range is meant; or one of the
             numbers between them, which torchrun would use as it is.
     """
+    if not world.sizes:
+        # What does not fit one number of nodes is refused for its own reason.
+        return world
     sizes = list[int]()
     problem: ConfigError | None = None
     for part in world.possible():
@@ -213,8 +216,7 @@ def fitting_world(config: RunConfig, world: World) -> World:
             sizes.append(part.num_nodes)
         except ConfigError as err:
             problem = problem or err
-    if problem is None or not world.sizes:
-        # What does not fit one number of nodes is refused for its own reason.
+    if problem is None:
         return world
     is_between = len(sizes) > 1 and (sizes[0], sizes[-1]) == (world.fewest_nodes, world.num_nodes)
     if is_between and config.cluster is not None and config.cluster.launcher == "srun":

@@ -322,9 +322,16 @@ def read_anew_if_stale(read: Callable[[], T]) -> T:
         try:
             return read()
         except OSError as err:
-            if err.errno != errno.ESTALE:
+            if not is_stale(err):
                 raise
     return read()
+
+
+def is_stale(err: BaseException | None) -> bool:
+    """Returns whether an error goes back to ESTALE: a server that is back, or a change by another client."""
+    while err is not None and getattr(err, "errno", None) != errno.ESTALE:
+        err = err.__cause__
+    return err is not None
 
 
 def write_record(path: Path, record: Any, *, durable: bool = False) -> None:

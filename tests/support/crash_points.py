@@ -184,7 +184,7 @@ def killed_everywhere(scene: Scene, folder: Path, *, every: int = 1) -> Iterator
 
 
 def refused_everywhere(scene: Scene, folder: Path, number: int, *, first: int = 0, every: int = 1) -> Iterator[Trial]:
-    """Answers each call, or every n-th after the first, with an error; somebody is told, or the work is done."""
+    """Lets each call, or every n-th, fail with an error; then the caller was told, or the save is complete."""
     root, names = _stage_set(scene, folder)
     for at, name in list(enumerate(names, start=1))[first::every]:
         _anew(folder)

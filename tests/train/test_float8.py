@@ -158,7 +158,7 @@ for lowers in (False, True):
         seen[lowers, name] = (gathers.num_bytes, gathers.num_sums)
 bytes_saved = seen[False, "known"][0] - seen[True, "known"][0]
 assert bytes_saved == 2 * 4 * 48 * 48, (bytes_saved, seen)
-# One exchange for the scales of all matrices; one for each matrix where nobody has asked for them before.
+# Scales that are found before the passes take one exchange for all matrices, others one exchange per matrix.
 assert [numbers[1] for numbers in seen.values()] == [0, 0, 1, 8], seen
 print("right")
 """

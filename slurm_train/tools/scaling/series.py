@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from slurm_train.config.compose import compose
 from slurm_train.config.words import Words, split_word
 from slurm_train.errors import ConfigError, require_all
+from slurm_train.estimate.choice import settle_parallel
+from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.tools.scaling.model import Point, Size, plan_points
-
-if TYPE_CHECKING:
-    from slurm_train.launch.plan import RunPlan
 
 LOG_EVERY = 8
 """Steps of a line of metrics: the mean of several steps is steadier than one."""
@@ -130,8 +129,4 @@ def _require_something_to_time(plan: RunPlan) -> None:
 
 def plan_of(flags: Words, *, env: Mapping[str, str], cwd: Path) -> RunPlan:
     """Returns the plan of one run."""
-    from slurm_train.config.compose import compose
-    from slurm_train.estimate.choice import settle_parallel
-    from slurm_train.launch.plan import plan_run
-
     return plan_run(compose(flags), cwd=cwd, env=env, settle=settle_parallel)
