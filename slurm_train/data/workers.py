@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 AUTO = "auto"
@@ -147,7 +148,7 @@ def _tried(
             prepare()
             read(keys[:1])
             costs = [_cost_of_one(read, part, num_bytes) for part in _parts(keys[1:] or keys)]
-            # The least: another process may have had the CPU meanwhile.
+            # The least: a file server may have been busy meanwhile.
             sender.send(Cost(*(len(keys) * min(values) for values in zip(*costs, strict=True))))
         except Exception as err:
             # If it is not for the process, the training thread meets it in its turn.
@@ -179,7 +180,19 @@ def _parts(keys: list[Any]) -> list[list[Any]]:
 
 def _cost_of_one(read: Callable[[list[Any]], Any], keys: list[Any], num_bytes: Callable[[Any], int]) -> Cost:
     """Returns what one of some samples costs that are read together."""
+    waited_s = _waited_for_cpu_s()
     start_s = time.perf_counter()
     batch = read(keys)
-    took_s = time.perf_counter() - start_s
+    took_s = time.perf_counter() - start_s - (_waited_for_cpu_s() - waited_s)
     return Cost(took_s / len(keys), num_bytes(batch) / len(keys))
+
+
+def _waited_for_cpu_s() -> float:
+    """Returns how long this thread could run and got no CPU, which workers would not change; 0 where nothing says it.
+
+    The second number of `schedstat` is that time in nanoseconds (Documentation/scheduler/sched-stats.rst of Linux).
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0

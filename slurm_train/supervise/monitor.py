@@ -301,6 +301,8 @@ class HangWatchdog(_OfRanks):
     _KILL_AGAIN_S = 5.0
     _REPORT_WITHIN_S = 5.0
     """So long the end of the ranks waits for the report; the promise is time-out + 10 s."""
+    _STACKS_WITHIN_S = 2.0
+    """So long the report waits for stacks that are still missing: processes that write them may wait for a CPU."""
 
     def __init__(
         self,
@@ -364,15 +366,28 @@ class HangWatchdog(_OfRanks):
         if self._report is not None:
             self._report.join(self._REPORT_WITHIN_S)
 
-    def _left_by_ranks(self) -> tuple[dict[int, str], dict[int, Flights]]:
-        """Returns the stacks and the flight records of the ranks that have left some."""
+    def _left_by_ranks(self, *, within_s: float = 0.0) -> tuple[dict[int, str], dict[int, Flights]]:
+        """Returns the stacks and the flight records of the ranks that have left some.
+
+        Args:
+            within_s: how long to wait for the stacks of all ranks; a stopped rank writes none.
+        """
         run = self._run
         attempt = self._attempt
+        deadline_s = time.monotonic() + within_s
         stacks: dict[int, str] = {}
+        while True:
+            for rank in self._beats.keys() - stacks.keys():
+                with contextlib.suppress(OSError):
+                    stack = run.stacks(attempt, rank).read_text(encoding="utf-8", errors="replace")
+                    # The file is there, empty, before it is written.
+                    if stack:
+                        stacks[rank] = stack
+            if len(stacks) == len(self._beats) or time.monotonic() >= deadline_s:
+                break
+            time.sleep(0.1)
         flights: dict[int, Flights] = {}
         for rank in self._beats:
-            with contextlib.suppress(OSError):
-                stacks[rank] = run.stacks(attempt, rank).read_text(encoding="utf-8", errors="replace")
             with contextlib.suppress(OSError):
                 flights[rank] = read_flights(run.flight(attempt, rank).read_bytes())
         return stacks, flights
@@ -380,7 +395,7 @@ class HangWatchdog(_OfRanks):
     def _write_report(self) -> None:
         run = self._run
         attempt = self._attempt
-        hang = self.explain(*self._left_by_ranks())
+        hang = self.explain(*self._left_by_ranks(within_s=self._STACKS_WITHIN_S))
         say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
         mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
         facts = {"ranks": list(hang.ranks), "host": hang.host, "step": hang.step, "phase": hang.phase}

@@ -24,10 +24,12 @@ from slurm_train.config.schema import ParallelSection
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.attempts import AttemptStart, begin_round, open_attempt, read_ledger
 from slurm_train.rundir.events import Finding, first_mark, read_events, write_preflight
+from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.heartbeat import Beat, Heartbeat, Limits, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice, read_notice, read_windows
 from slurm_train.supervise import monitor as module
+from slurm_train.supervise.hang import Flights, Hang
 from slurm_train.supervise.monitor import (
     CheckedClock,
     FindingsRelay,
@@ -151,7 +153,11 @@ def looks_until(dog: Task, ended: list[Mapping[int, Beat]], now: list[float]) ->
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
-def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(number: int, tmp_path: Path) -> None:
+def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # These ranks leave no stacks.
+    monkeypatch.setattr(HangWatchdog, "_STACKS_WITHIN_S", 0.0)
     at = 0
     while True:
         at += 1
@@ -170,6 +176,34 @@ def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(number: int, tmp_pa
             break
     assert at > 15, "the mark and the event were among the calls"
     assert [event["ranks"] for event in read_events(run, "hang")] == [[0]]
+
+
+def test_the_report_waits_for_stacks_that_are_written_late(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    ended = list[Mapping[int, Beat]]()
+    seen = list[Mapping[int, str]]()
+
+    class Dog(HangWatchdog):
+        def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> Hang:
+            seen.append(stacks)
+            return super().explain(stacks, flights)
+
+    has_beat(run)
+    dog = Dog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=time.monotonic)
+
+    def write_late() -> None:
+        wait_for(dog.is_hung, within_s=60, what="the time-out")
+        run.stacks(0, 0).touch()
+        time.sleep(0.3)
+        write_atomic(run.stacks(0, 0), "in barrier")
+
+    writer = threading.Thread(target=write_late)
+    writer.start()
+    while not ended:
+        dog.look()
+    writer.join(60)
+    dog.end()
+    assert seen == [{0: "in barrier"}]
 
 
 class Slurm:
