@@ -62,7 +62,7 @@ test-lowest: setup  ## the same on Python 3.10 with the lowest version of each p
 test-newest: setup  ## the same on Python 3.13 with the newest packages of the registry
 	@PLATFORM_VERSIONS=newest sh .ci/test-platform.sh python3.13
 
-test-returns: setup-test system-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about an hour)
+test-returns: setup-test system-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about 90 minutes)
 	$(BIN)/python -m pytest --ignore tests/tools/doctor -m campaign
 
 test-faults: setup-test system-packages  ## cause every fault of nodes and network on a real cluster (about ten minutes)

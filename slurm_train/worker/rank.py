@@ -7,6 +7,7 @@ attempt of the first restart and closes that of the last; under a plain torchrun
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import re
@@ -92,10 +93,7 @@ def wait_for_turn(run: RunDirectory) -> None:
     The process ends where the supervisor does not need it any more. No GPU is touched before.
     """
     _prepare_torch()
-    for name in _IMPORTED_EARLY:
-        # What this version of torch does not have is not needed either.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    _import_early()
     if not sys.stdin.readline():
         os._exit(EXIT_DONE)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -224,8 +222,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
         # Everything was fetched at the submission; a node without internet would wait for time-outs.
         os.environ.setdefault(OFFLINE, "1")
         env = {OFFLINE: os.environ[OFFLINE], **env}
-    for name, value in gloo_environment(place.world_size).items():
-        os.environ.setdefault(name, value)
+    _set_defaults(gloo_environment(place.world_size))
     _enter(str(plan.get("directory", "")))
     point = MeetingPoint(
         master_addr=master_of(env),
@@ -247,6 +244,8 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     heartbeat.mark("start")
     if config.preflight.only:
         return EXIT_DONE
+    if config.trains:
+        _import_early()
     if config.script is not None and config.train.follow is not None:
         from slurm_train.worker.scoring import follow_with_script
 
@@ -312,13 +311,29 @@ def _train_or_evaluate(rank: Rank) -> int:
     return train(rank)
 
 
+def _import_early() -> None:
+    """Imports what a rank of the trainer needs, without the garbage collector: a tenth of the processor time."""
+    gc.disable()
+    try:
+        for name in _IMPORTED_EARLY:
+            # What this version of torch does not have is not needed either.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    finally:
+        gc.enable()
+
+
 def _prepare_torch() -> None:
     # Before torch is imported: what collectives a rank has begun is asked in an autopsy.
     with contextlib.suppress(PackageNotFoundError):
         torch_version = version("torch")
-        variables = recording_environment(torch_version) | allocator_environment(torch_version, os.environ)
-        for name, value in variables.items():
-            os.environ.setdefault(name, value)
+        _set_defaults(recording_environment(torch_version) | allocator_environment(torch_version, os.environ))
+
+
+def _set_defaults(variables: Mapping[str, str]) -> None:
+    """Sets variables of this process that are not set, for libraries that read them there."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def allocator_environment(torch_version: str, env: Mapping[str, str]) -> dict[str, str]:

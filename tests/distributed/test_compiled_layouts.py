@@ -39,6 +39,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.campaign
 def test_all_blocks_are_one_graph_in_every_layout() -> None:
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)

@@ -238,7 +238,9 @@ def test_autocast_does_not_lie_on_top_of_shards_that_are_cast(casts: bool) -> No
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of torch itself
-@pytest.mark.parametrize("kind", ["none", "full", "selective", "alternate"])
+@pytest.mark.parametrize(
+    "kind", ["none", "selective", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("full", "alternate"))]
+)
 def test_blocks_are_compiled_whatever_they_compute_again(kind: str) -> None:
     torch._dynamo.reset()
     counters.clear()

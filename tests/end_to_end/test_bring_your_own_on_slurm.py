@@ -80,6 +80,7 @@ def test_a_script_that_fails_is_told_apart(person: Person) -> None:
         ("accelerate", "accelerate_script.py", r"rank 0 of 4: loss [0-9.]+"),
     ],
 )
+@pytest.mark.campaign
 def test_peers_script_unmodified(person: Person, package: str, words: str, line: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed (pip install {package})")

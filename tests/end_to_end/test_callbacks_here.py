@@ -17,6 +17,7 @@ LIST = f"[{{_target_:own_callback.Goal,goal:0.02}},{{_target_:{OWN}.EMA,decay:0.
 WORDS = (*MODEL, "train.max_steps=60", "train.eval_every_steps=5", "train.threads=1")
 
 
+@pytest.mark.campaign
 def test_a_run_that_a_callback_ends_is_finished_until_a_change_is_accepted(tmp_path: Path) -> None:
     for name in ("own_model.py", "own_callback.py"):
         shutil.copy(REPOSITORY / "examples" / name, tmp_path)

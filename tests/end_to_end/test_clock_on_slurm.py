@@ -65,6 +65,7 @@ def submit_without_warning(person: Person, held: str, run: RunDirectory) -> str:
     return person.runs("sbatch", "--parsable", str(run.submit_script)).out.strip()
 
 
+@pytest.mark.campaign
 def test_a_run_stops_itself_before_a_limit_that_nobody_warns_of(person: Person) -> None:
     words = ("cluster.time_limit_min=1", "train.max_steps=400", "model.step_s=0.3", "checkpoint.every_steps=20")
     held, run = person.types("+cluster=1x2", *TINY, *words, "run.name=clock", "cluster.sbatch.hold=true").job_and_run

@@ -32,6 +32,17 @@ from tests.support.warm_ranks import start_rank
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 README = (REPOSITORY / "examples" / "README.md").read_text()
 LINES = re.findall(r"^python -m slurm_train (.+)$", README.partition("## One line per feature")[2], re.MULTILINE)
+# Each of the suite saves what no other of it saves; the rest takes two minutes.
+IN_SUITE = (
+    "optim=muon",
+    "optim.groups",
+    "batch.growth",
+    "precision=float16",
+    "callbacks=",
+    "own_stream",
+    "data=mix",
+    "lora",
+)
 NEEDED = {"parquet": "pyarrow", "lora": "peft", "digits": "sklearn"}
 SMALL = (
     "run.processes=2",
@@ -128,7 +139,13 @@ def end_of(path: Path) -> list[Any]:
     return [bits(tensors), *(bits(load_rank_state(found[0], rank)) for rank in range(2)), losses]
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[] if any(word in line for word in IN_SUITE) else pytest.mark.campaign)
+        for line in LINES
+    ],
+)
 def test_a_line_that_is_stopped_and_typed_again_ends_with_the_same_bits(
     line: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

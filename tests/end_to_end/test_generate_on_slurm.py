@@ -27,6 +27,7 @@ ASKED = ("generate", "a", "--prompt", "shards of", "--prompt", "pages, ", "--tem
         pytest.param(("--seed", "1", "+cluster=2x1", "parallel.dp_shard=2"), id="shards"),
     ],
 )
+@pytest.mark.campaign
 def test_texts_are_those_of_this_machine(person: Person, where: tuple[str, ...]) -> None:
     (person.folder / "shards.txt").write_text("shards of 7 pages, " * 200)
     for typed in (("prepare", "shards.txt", "--out", "shards"), TRAINED_HERE):

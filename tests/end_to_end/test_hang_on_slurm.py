@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.faults]
 TIMEOUT_S = 8.0
 
 
+@pytest.mark.campaign
 def test_a_stopped_rank_is_ended_and_the_run_goes_on_in_the_same_job(person: Person) -> None:
     words = ("model.step_s=0.3", "train.max_steps=60", f"health.hang_timeout_s={TIMEOUT_S}")
     job, run = person.types("+cluster=2x2", *TINY, *words).job_and_run

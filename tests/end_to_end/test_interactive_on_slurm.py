@@ -54,6 +54,7 @@ def test_an_allocation_is_made_and_given_back(person: Person) -> None:
     wait_for_state(job, "COMPLETED", within_s=30)
 
 
+@pytest.mark.campaign
 def test_a_run_fits_into_a_larger_allocation_and_not_into_a_smaller_one(person: Person) -> None:
     typed = (sys.executable, "-m", "slurm_train", "launch=interactive", *TINY)
     refused = person.runs("salloc", *SMALL, *typed, "+cluster=2x2", timeout_s=PATIENCE_S)

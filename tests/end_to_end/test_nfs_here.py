@@ -30,6 +30,7 @@ def finished(done: Done) -> None:
 
 @on_nfs
 @pytest.mark.parametrize("settings", [NOAC, {"squash": 1.0}], ids=["noac", "root squash"])
+@pytest.mark.campaign
 def test_a_mount_that_caches_nothing_or_takes_root_for_nobody(settings: dict[str, float], tmp_path: Path) -> None:
     (tmp_path / "server").mkdir()
     if "squash" in settings:
@@ -90,6 +91,7 @@ def test_a_home_without_room_is_not_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to any group")
+@pytest.mark.campaign
 def test_in_a_groups_setgid_folder_a_run_is_its_owners(tmp_path: Path) -> None:
     folder = new_project(tmp_path / "project")
     shutil.chown(folder, group="users")

@@ -28,8 +28,8 @@ def run_of(person: Person, name: str) -> RunDirectory:
     return RunDirectory(path)
 
 
-# A plain loop and a library that owns the loop; the others take five minutes.
-IN_SUITE = {"session_ddp", "session_transformers"}
+# A library that owns the loop; a plain loop is preempted on the cluster. The others take five minutes.
+IN_SUITE = {"session_transformers"}
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_the_script_runs_inside_an_salloc(person: Person) -> None:
     assert wait_until_finished(run)["world_size"] == 4
 
 
+@pytest.mark.campaign
 def test_a_polite_stop_saves_the_step_it_stops_at(person: Person) -> None:
     words = ("+cluster=1x2", *TINY, "model.step_s=0.2", "train.max_steps=30", "checkpoint.every_steps=null")
     _, run = person.types(*words).job_and_run

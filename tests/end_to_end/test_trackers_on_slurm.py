@@ -36,6 +36,7 @@ def test_a_requeued_job_is_one_run_of_its_tracker(person: Person) -> None:
     assert f"wandb: offline; to upload: wandb sync {run.trackers}" in (run.logs / "batch.log").read_text()
 
 
+@pytest.mark.campaign
 def test_after_a_cancel_the_tracker_gets_every_line(person: Person) -> None:
     words = ("track.wandb.project=p", "track.wandb.mode=offline", "train.max_steps=60")
     job, run = person.types(*WORDS, *words).job_and_run

@@ -52,6 +52,7 @@ def test_shards_that_travel_in_float8_train_nearly_as_in_bfloat16(shards: Path, 
     assert {tensor.dtype for tensor in weights_of(shards).values()} == {torch.float32}
 
 
+@pytest.mark.campaign
 def test_the_first_weights_are_those_of_a_run_without_float8(tmp_path: Path) -> None:
     # So small a rate changes no float32.
     still: dict[str, Any] = {"sections": {"optim": {"lr": 1e-30}}, "train": {"max_steps": 1}}
@@ -102,6 +103,7 @@ def test_layouts_train_alike_in_float8(parallel: dict[str, Any], shards: Path, t
     assert float8(tmp_path / "run", parallel) == pytest.approx(expected, rel=0.005)
 
 
+@pytest.mark.campaign
 def test_averages_evaluations_and_other_optimizers_see_ordinary_numbers(shards: Path, tmp_path: Path) -> None:
     average = [{"_target_": "slurm_train.train.callbacks.EMA", "decay": 0.9}]
     losses = float8(tmp_path / "averaged", {**SHARDS, "reshard_after_forward": False}, sections={"callbacks": average})

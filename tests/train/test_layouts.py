@@ -119,12 +119,16 @@ TAKE_LONG = {
     "replicas 2 x TP2",
     "CP2",
     "HSDP over CP2",
+    "DDP over 4",
     "PP2",
     "PP2 x DP2",
     "PP2 x DP2, two stages each",
     "PP2 x DP2, zero bubble",
     "PP2 x TP2 by positions, zero bubble",
     "PP2 x TP2 by positions, two stages each",
+    "PP2 x CP2",
+    # With the loss in chunks.
+    "TP2 by positions, recomputed in part",
 }
 
 
@@ -172,7 +176,7 @@ IN_CHUNKS: dict[str, Parallel] = {
 
 
 @with_untied
-@pytest.mark.parametrize("name", IN_CHUNKS)
+@pytest.mark.parametrize("name", each_of(IN_CHUNKS))
 def test_a_loss_in_chunks_trains_as_the_plain_one(tmp_path: Path, alone: Path, name: str) -> None:
     accumulation = 2 if "micro" in name else None
     train(tmp_path / "run", IN_CHUNKS[name], tied=False, in_chunks=True, accumulation=accumulation)
@@ -189,7 +193,7 @@ SCALED: dict[str, Parallel] = {
 
 @with_untied
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.campaign] if " x " in name else []) for name in SCALED]
+    "name", [pytest.param(name, marks=[] if name == "DDP" else [pytest.mark.campaign]) for name in SCALED]
 )
 def test_the_loss_scale_of_float16_changes_no_bit_and_is_restored(tmp_path: Path, alone: Path, name: str) -> None:
     """Autocast leaves double precision alone, and only the scale is left; in float32 it does overflow."""
@@ -294,7 +298,13 @@ def scaled_config(parallel: Parallel, *, optim: dict[str, Any], **model: Any) ->
     )
 
 
-@pytest.mark.parametrize("optim", [{}, {"_target_": "torch.optim.Adam", "amsgrad": True}], ids=["AdamW", "AMSGrad"])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        pytest.param({}, id="AdamW"),
+        pytest.param({"_target_": "torch.optim.Adam", "amsgrad": True}, id="AMSGrad", marks=pytest.mark.campaign),
+    ],
+)
 def test_scalar_parameters_train_beside_shards_as_in_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:
     """A vector of one number, fewer than there are ranks, is sharded all the same."""
     sent, run, alone = tmp_path / "sent", tmp_path / "run", tmp_path / "alone"
@@ -347,7 +357,14 @@ def test_resuming_under_the_same_layout_is_exact_bit_for_bit(tmp_path: Path) -> 
     assert_same_steps(tmp_path / "cut", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("parallel", [{}, {"dp_replicate": 2}, {"dp_shard": 2}], ids=["one rank", "DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({}, id="one rank"),
+        pytest.param({"dp_replicate": 2}, id="DDP", marks=pytest.mark.campaign),
+        pytest.param({"dp_shard": 2}, id="FSDP2"),
+    ],
+)
 def test_dicts_train_and_resume_bit_for_bit_as_tuples_do(tmp_path: Path, parallel: Parallel) -> None:
     train(tmp_path / "tuples", parallel, accumulation=2, dropout=0.2)
     facts = {"dropout": 0.2, "signal_at": 7, "only_in": str(tmp_path / "sent")}
@@ -426,7 +443,13 @@ def stream_config(parallel: Parallel, only_in: Path, **data: Any) -> dict[str, A
     return config
 
 
-@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, SHARDS_OF_MATRICES], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"dp_replicate": 2}, id="DDP", marks=pytest.mark.campaign),
+        pytest.param(SHARDS_OF_MATRICES, id="shards"),
+    ],
+)
 def test_a_stream_goes_on_bit_for_bit_on_as_many_ranks(tmp_path: Path, parallel: Parallel) -> None:
     ranks, whole, cut = ranks_of(parallel), tmp_path / "whole", tmp_path / "cut"
     config = stream_config(parallel, tmp_path / "sent")
@@ -537,7 +560,14 @@ def test_a_step_that_is_not_finite_is_treated_as_with_replicas(tmp_path: Path, p
         assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-9)
 
 
-@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_shard": 2}, {"pp": 2}])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"dp_replicate": 2}, marks=pytest.mark.campaign),
+        {"dp_shard": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.campaign),
+    ],
+)
 def test_a_stop_during_evaluation_is_agreed_upon(tmp_path: Path, parallel: Parallel) -> None:
     facts = {"tied": False, "in_evaluation": True, "only_in": str(tmp_path / "sent")}
     assert "stopped at step 6" in train(tmp_path / "run", parallel, code=75, **facts)

@@ -149,7 +149,9 @@ def test_a_rank_that_hangs_is_named_with_stacks_and_ended(person: Person, kind: 
         wait_for(lambda: not any(map(read_process, pids)), within_s=10, what="the end of the ranks")
 
 
-@pytest.mark.parametrize("kind", ["compute", "log", "write", "compile"])
+@pytest.mark.parametrize(
+    "kind", ["compute", "compile", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("log", "write"))]
+)
 def test_a_rank_that_does_something_is_left_alone_while_the_other_waits(person: Person, kind: str) -> None:
     with running(person, kind, str(4 * LIMIT_S)) as run:
         # The rank that works ends by itself, long after the time-out.
