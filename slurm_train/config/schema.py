@@ -352,6 +352,9 @@ class RequeueSection:
     warm_ranks: bool = False
     """Keep a second process for each rank, which has imported torch and waits: ranks that fail are started again in
     these. A process takes some 0.3 GB of host memory."""
+    grow_every_min: Count | Literal["auto"] | None = "auto"
+    """A run of a range of nodes that has fewer than the most asks at a save, at most so often, whether Slurm would give
+    it more now, and is requeued for them where that pays. auto: 30, and never where jobs are preempted; null: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,18 @@ def _lost_node_rows(plan: RunPlan, cluster: ClusterSection) -> list[tuple[str, s
         if skipped:
             text += f"; the layout does not fit {', '.join(map(str, skipped))}, of which some wait"
         rows.append(("a lost node", text))
+        rows.append(("more nodes", _growth_text(plan)))
     return rows
+
+
+def _growth_text(plan: RunPlan) -> str:
+    """Returns when a run of a range of nodes is requeued for more of them."""
+    every_min = plan.config.requeue.grow_every_min
+    is_never = not (plan.config.requeue.enabled and plan.config.trains) or plan.config.launch == "interactive"
+    if every_min is None or is_never:
+        return "never asked for: the next requeue gives what is free then"
+    often = "30 min; not where jobs are preempted" if every_min == "auto" else f"{every_min} min"
+    return f"asked for at a save, at most every {often}; the job is requeued for them where that pays"
 
 
 def _growth(batch: BatchSection) -> list[str]:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm import policy, records
@@ -229,6 +230,15 @@ class SlurmCommands:
         _require_readable("sacct", text, asked, num_fields=records.SACCT_FORMAT.count(",") + 1)
         return records.only_asked(asked, records.parse_sacct(text))
 
+    def waiting_jobs(self) -> list[JobState]:
+        """Returns all jobs that wait for something, those of other users included as far as this one may see them."""
+        argv = ["squeue", "-h", "-a", "-t", "PENDING", "-o", records.SQUEUE_FORMAT]
+        return list(records.parse_squeue(self._run(argv)).values())
+
+    def partitions_of(self, nodes: Sequence[str]) -> set[str]:
+        """Returns the partitions that have at least one of these nodes."""
+        return set(self._run(["sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-o", "%R"]).split())
+
     def own_scripts(self) -> dict[str, str]:
         """Returns the batch scripts of all jobs of this user that the controller knows, by id: {"12": "/a/submit.sh"}.
 
@@ -345,13 +355,17 @@ class SlurmCommands:
                 most[name] = max(most.get(name, 1), int(threads))
         return most
 
-    def test_only(self, script: Path) -> TestVerdict:
+    def test_only(self, script: Path, *flags: str) -> TestVerdict:
         """Returns whether Slurm would take a batch script and when it would start it; nothing is submitted.
 
         Slurm does not look at a partition that is down, nor, without EnforcePartLimits, at its time limit. It fails
         where the controller does not answer, which is no verdict on the script.
+
+        Args:
+            script: the script.
+            flags: of sbatch, which come before those in the script.
         """
-        argv = ["sbatch", "--test-only", str(script)]
+        argv = ["sbatch", "--test-only", *flags, str(script)]
         done = self._call(argv)
         if done.return_code and is_away(done.stderr):
             raise _failed_command(argv, done)
@@ -415,11 +429,16 @@ class SlurmCommands:
             raise ClusterError(f"{step_id!r} is not the id of a step", hint='write "123.0"')
         self._scancel(*(["--signal=KILL"] if kill else []), step_id)
 
-    def ask_step(self, step_id: str) -> None:
-        """Asks the tasks of one step of a job to save and stop. One that has ended already is no error."""
+    def ask_step(self, step_id: str, *, name: Literal["TERM", "USR2"] = "TERM") -> None:
+        """Asks the tasks of one step of a job to save and stop. One that has ended already is no error.
+
+        Args:
+            step_id: the step.
+            name: signal; after TERM, which may be a preemption, a save that takes longer than KillWait is left out.
+        """
         if _STEP_ID.fullmatch(step_id) is None:
             raise ClusterError(f"{step_id!r} is not the id of a step", hint='write "123.0"')
-        self._scancel("--signal=TERM", step_id)
+        self._scancel(f"--signal={name}", step_id)
 
     def _scancel(self, *words: str) -> None:
         argv = ["scancel", *words]

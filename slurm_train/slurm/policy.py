@@ -443,6 +443,7 @@ _ESTIMATE = re.compile(
     # using 2 processors on nodes node[3-4] in partition main".
     r"to start at (?P<start>\S+) (?:\S+ )?using .* on (?:nodes )?(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
 )
+_PREEMPTS = re.compile(r"(?m)^(?:sbatch: )?\s*Preempts: ")
 
 _REFUSED = re.compile(r"(?m)^(?:sbatch: error: )?(?:allocation failure: |Batch job submission failed: )")
 
@@ -459,6 +460,8 @@ class TestVerdict:
     nodelist: str = ""
     """Nodes that it would use, in compact form."""
     partition: str = ""
+    preempts: bool = False
+    """Whether it would take the nodes of other jobs for it."""
     refusal: Refusal | None = None
     """None if accepted."""
     message: str = ""
@@ -476,7 +479,13 @@ def read_verdict(return_code: int, stderr: str, stdout: str = "") -> TestVerdict
         if match is None:
             return TestVerdict(is_accepted=True)
         partition = match["partition"] or ""
-        return TestVerdict(is_accepted=True, start=match["start"], nodelist=match["nodes"], partition=partition)
+        return TestVerdict(
+            is_accepted=True,
+            start=match["start"],
+            nodelist=match["nodes"],
+            partition=partition,
+            preempts=_PREEMPTS.search(text) is not None,
+        )
     lines = said(stdout, stderr)
     # Slurm's own words come last on stderr; those of the site before them are about anything.
     own_words = "; ".join((said("", stderr) or lines)[-2:])

@@ -91,7 +91,13 @@ RESUMABLE = tuple(
 
 _STATES = {state.value: state for state in RunState}
 # Reasons of the ledger that are called otherwise here.
-_OF_REASON = {"done": "completed", "time_limit": "timeout", "file_system": "failed", "signalled": "stopped"}
+_OF_REASON = {
+    "done": "completed",
+    "time_limit": "timeout",
+    "file_system": "failed",
+    "signalled": "stopped",
+    "growth": "stopped",
+}
 # Other words that people use for them.
 _ALIASES = {"missing": RunState.NOT_STARTED, "time_limit": RunState.TIMEOUT, "pending": RunState.QUEUED}
 _CAME_BACK = {
@@ -101,6 +107,7 @@ _CAME_BACK = {
     "failed": "failed",
     "requeued": "was requeued",
     "signalled": "was signalled to stop",
+    "growth": "was requeued for more nodes",
     "file_system": "could not be started: the file system refused",
 }
 _HALTED = {"SUSPENDED": "Slurm has suspended the job", "STOPPED": "the job's processes are stopped"}

@@ -30,6 +30,7 @@ from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
 from slurm_train.rundir.events import GPU_MEMORY
 from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.records import WARNED
+from slurm_train.supervise.growth import Growth
 
 _KINDS = {
     "time_limit": "time_limit",
@@ -39,6 +40,7 @@ _KINDS = {
     "requeued": "preempted",
     "signalled": "preempted",
     "file_system": "file_system",
+    "growth": "growth",
 }
 # A limit that is too short stays too short. Nodes fail by themselves now and then. Preemptions are not the run's fault:
 # 50 in a row, even before the first step, must not stop one.
@@ -87,6 +89,7 @@ Reason = Literal[
     "failed",
     "unknown",
     "file_system",
+    "growth",
 ]
 NODE_FAILURE = "node failure"
 """How the cause of a lost node begins."""
@@ -156,6 +159,8 @@ class Outcome:
     """How rank 0 was asked to stop: "TERM", "USR2", "clock", "file", "another rank"; "" if it was not, or not known."""
     cause: str = ""
     """What the first failing rank printed last, as far as known."""
+    growth: Growth | None = None
+    """Why the ranks were asked to stop for more nodes; None if they were not."""
     settings: RequeueSection
     """When to come back."""
     job: JobAtEnd
@@ -199,7 +204,7 @@ def decide(outcome: Outcome) -> Decision:
     if reason in ("requeued", "node_failure"):
         what = f"{outcome.cause}; " if reason == "node_failure" else ""
         return Decision(reason, "leave", f"{what}Slurm has requeued the job itself")
-    if reason in ("preempted", "time_limit", "signalled"):
+    if reason in ("preempted", "time_limit", "signalled", "growth"):
         return _decide_return(outcome, reason)
     if reason == "unknown":
         return Decision(
@@ -231,6 +236,8 @@ def _reason(outcome: Outcome) -> Reason:
         return "failed"
     if job.record is None:
         return "unknown" if job.is_slurm else "stopped"
+    if outcome.growth is not None:
+        return "growth"
     # Nothing is on record. The warning of the limit is USR2; a TERM without a record is somebody's `scancel --signal`,
     # or the late end of a lost node's step, which may reach the others first.
     if outcome.asked_by == "TERM" or (outcome.asked_by == "another rank" and job.is_early):
@@ -275,6 +282,10 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
     why = _spent(outcome, reason)
     if why:
         return Decision(reason, "stop", f"{reason}; {why}")
+    if reason == "growth":
+        assert outcome.growth is not None, "the reason comes from it"
+        note = f"grows: {outcome.growth.sentence}; the job is requeued"
+        return Decision(reason, "requeue", note, exclude=outcome.growth.exclude)
     is_over = outcome.job.record is not None and is_over_its_limit(outcome.job.record)
     what = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
     note = f"{what}; the job is requeued and continues from its checkpoint"

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,13 +23,25 @@ from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.jobs import Holder, this_process
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice
-from slurm_train.slurm.allocation import Allocation, het_job_ids
+from slurm_train.slurm.allocation import Allocation, compact_nodelist, het_job_ids, parse_nodelist
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
 from slurm_train.slurm.policy import read_preemption
-from slurm_train.slurm.records import NO_STEP, end_and_limit, nodes_in, queue_seconds, restarts_of, violent_end
+from slurm_train.slurm.records import (
+    NO_STEP,
+    JobState,
+    end_and_limit,
+    nodes_in,
+    queue_seconds,
+    restarts_of,
+    unix_s,
+    violent_end,
+    waits_for_nodes,
+)
+from slurm_train.slurm.site import gather_facts, login_name, preemption_in
 from slurm_train.status.activity import holder_lives, newest_job
 from slurm_train.supervise.continuation import can_avoid, is_cancelled, keep_off, submit_continuation
 from slurm_train.supervise.decision import Decision, is_over_its_limit
+from slurm_train.supervise.growth import Growth
 from slurm_train.supervise.monitor import say
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.ranks import end_step
@@ -41,8 +53,30 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 10.0
 _CONFIRM_LOOKS = 5
 _KERNEL_COUNTS = Path("/proc/vmstat")
+_SOON_S = 60.0
+"""What starts within so many seconds starts now: clocks differ, and Slurm's scheduler looks now and then."""
+_WAITS_FOR_ITS_TIME_S = 600.0
+"""A job that may start so soon is one that waits: a requeued one may, after two minutes by default."""
+_DEFAULT_REQUEUE_DELAY_S = 120.0
+_REQUEUE_DELAYS = (
+    ("SchedulerParameters", re.compile(r"requeue_delay=(\d+)")),
+    ("AuthInfo", re.compile(r"cred_expire=(\d+)")),
+)
+"""By setting, the newest first: 25.11 has one of its own."""
 _WRITTEN_AFTER_S = 7.0
 """slurmctld writes what has changed into its files within 5 s; until then a crash undoes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How many nodes a job would have if it were requeued now."""
+
+    nodes: int
+    """Its own well ones, and free ones; at most as many as the run can use."""
+    exclude: tuple[str, ...] = ()
+    """Those of its own that were found bad."""
+    why_no_more: str = ""
+    """What keeps it from more; "" where nothing does."""
 
 
 class Scheduler:
@@ -57,6 +91,8 @@ class Scheduler:
     """The job that this one takes over from."""
     can_relaunch = False
     """Whether failed ranks are started again here, without a person."""
+    growth: Growth | None = None
+    """Why the ranks were asked to stop, if it was for more nodes."""
     is_shared = False
     """Whether other runs have supervisors of their own in the same job."""
 
@@ -299,6 +335,78 @@ class SlurmJob(Scheduler):
         ask = partial(is_cancelled, self.continues, self.commands)
         return _answer(lambda: ask_with_retries(ask), False)
 
+    def room(self) -> Room:
+        """Asks Slurm how many nodes the job would have if it were requeued now.
+
+        `sbatch --test-only` counts the nodes of running jobs as taken, this one's included, so it is asked for the
+        missing nodes alone, without those that the job has. Between the requeue and its start the job's own nodes are
+        free for anybody: where another job waits for nodes of the same partitions, there is no room.
+
+        Raises:
+            ClusterError: Slurm does not answer.
+        """
+        job = self.commands.show_job(self.job_id)
+        present = list(self._present(job))
+        bad = tuple(node for node in present if node in self._left)
+        well = len(present) - len(bad)
+        missing = self.pool.sizes[-1] - well
+        if missing <= 0:
+            return Room(nodes=self.pool.sizes[-1], exclude=bad)
+        if job.get("Requeue") == "0" or nodes_in(job, "ReqNodeList"):
+            return Room(nodes=well, why_no_more="the job may not be requeued, or names its nodes")
+        waiting = self._waiting_for(present)
+        if waiting:
+            return Room(nodes=well, why_no_more=f"job {waiting[0]} waits for nodes of the same partition")
+        flags = (f"--nodes=1-{missing}", f"--exclude={compact_nodelist([*present, *nodes_in(job, 'ExcNodeList')])}")
+        verdict = self.commands.test_only(self._run.submit_script, *flags)
+        start_unix_s = unix_s(verdict.start)
+        is_now = start_unix_s is not None and start_unix_s <= time.time() + _SOON_S
+        if not is_now or verdict.preempts:
+            return Room(nodes=well, why_no_more="no other node is free")
+        free = len(parse_nodelist(verdict.nodelist))
+        return Room(nodes=well + min(free, missing), exclude=bad)
+
+    def _waiting_for(self, nodes: Sequence[str]) -> list[str]:
+        """Returns the jobs that would take these nodes if they were free."""
+        partitions = self.commands.partitions_of(nodes)
+        return [
+            job.job_id
+            for job in self.commands.waiting_jobs()
+            if partitions.intersection(job.partition.split(",")) and _is_next(job, now_unix_s=time.time())
+        ]
+
+    def may_be_preempted(self) -> bool:
+        """Returns whether jobs of this one's QOS and partition may lose their nodes to others.
+
+        Raises:
+            ClusterError: Slurm does not answer.
+        """
+        job = self.commands.show_job(self.job_id)
+        facts = gather_facts(self.commands, user=login_name())
+        return preemption_in(facts, job.get("QOS", ""), job.get("Partition", "")).outcome != "never"
+
+    def requeue_delay_s(self) -> float:
+        """Returns how long Slurm lets a requeued job wait, by default until credentials of its earlier start are void.
+
+        Raises:
+            ClusterError: Slurm does not answer.
+        """
+        settings = self.commands.show_config()
+        found = (pattern.search(settings.get(name, "")) for name, pattern in _REQUEUE_DELAYS)
+        match = next(filter(None, found), None)
+        return _DEFAULT_REQUEUE_DELAY_S if match is None else float(match[1])
+
+    def ask_ranks(self, attempt: int) -> None:
+        """Asks the ranks of an attempt to save and stop, as the warning before the time limit does.
+
+        Raises:
+            ClusterError: Slurm refused, or does not answer.
+        """
+        name = self.step_name(attempt)
+        for step, its_name in self.commands.steps(self.job_id).items():
+            if its_name == name:
+                self.commands.ask_step(step, name="USR2")
+
     def end_ranks(self, beats: Mapping[int, Beat]) -> None:
         """Kills the steps that ranks belong to.
 
@@ -325,6 +433,14 @@ class SlurmJob(Scheduler):
             self._site = {"kill_wait_s": preemption.kill_wait_s, "grace_s": preemption.grace_s}
         end_unix_s, limit_s = end_and_limit(job)
         return Notice(end_unix_s=end_unix_s, limit_s=limit_s, **self._site)
+
+
+def _is_next(job: JobState, *, now_unix_s: float) -> bool:
+    """Returns whether a waiting job would start soon if it had nodes."""
+    if job.reason == "BeginTime":
+        start_unix_s = unix_s(job.start)
+        return start_unix_s is None or start_unix_s < now_unix_s + _WAITS_FOR_ITS_TIME_S
+    return waits_for_nodes(job.reason)
 
 
 def _answer(ask: Callable[[], T], default: T, problem: str = "") -> T:

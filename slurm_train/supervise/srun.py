@@ -12,16 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
-from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, NodesError, SilentNodesError
-from slurm_train.rundir.attempts import newest_round
+from slurm_train.errors import EXIT_FAILURE, EXIT_ORPHANED, ClusterError, NodesError, SilentNodesError
+from slurm_train.rundir.attempts import newest_round, read_ledger
 from slurm_train.rundir.events import (
     BAD_NODES_PARTS,
     Finding,
     add_bad_nodes,
+    append_event,
     bad_nodes_of,
     errors_of,
     findings_of,
@@ -32,13 +33,23 @@ from slurm_train.rundir.events import (
     read_preflight,
     write_preflight,
 )
-from slurm_train.rundir.files import create_empty, for_each, read_json
+from slurm_train.rundir.files import create_empty, for_each, last_lines, read_json, read_record
 from slurm_train.rundir.heartbeat import read_beats
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.timing import CAUSES, Spent, last_step, read_notice
 from slurm_train.slurm.allocation import Allocation, compact_nodelist, fewest_cpus, het_job_ids
 from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
 from slurm_train.slurm.records import NO_STEP
+from slurm_train.supervise.growth import (
+    Growth,
+    Prospect,
+    newest_growth_unix_s,
+    restart_seconds,
+    step_seconds,
+    wait_seconds,
+    weigh,
+)
 from slurm_train.supervise.monitor import (
     BestEffort,
     FindingsRelay,
@@ -218,6 +229,110 @@ class _StepsInTheWay(Task):
                 self._job.commands.cancel_step(step)
 
 
+class _GrowthWatch(Task):
+    """Asks at saves whether a requeue for more nodes would pay, and has the ranks stop for it once it would.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        job: the job; its `growth` is what the supervisor makes of the end of the ranks.
+        every_min: `requeue.grow_every_min`; "auto" for a default, and for never where jobs may be preempted.
+    """
+
+    name = "the look for more nodes"
+    every_s = 5.0
+    _AUTO_MIN = 30
+
+    def __init__(self, run: RunDirectory, attempt: int, job: SlurmJob, *, every_min: int | Literal["auto"]) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._job = job
+        self._is_auto = every_min == "auto"
+        ledger = read_ledger(run)
+        every_s = 60.0 * (self._AUTO_MIN if every_min == "auto" else every_min)
+        self._wait_s = wait_seconds(ledger, every_s=every_s)
+        since_growth_s = time.time() - newest_growth_unix_s(ledger)
+        self._due_s = time.monotonic() + max(self._wait_s - since_growth_s, every_s)
+        self._seen_step: int | None = None
+        self._said = ""
+
+    def look(self) -> None:
+        """Asks where a checkpoint was completed since the question is due."""
+        if self._job.growth is not None or time.monotonic() < self._due_s:
+            return
+        newest = next((name_of(path).step for path in list_checkpoints(self._run.checkpoints)), 0)
+        if self._seen_step is None or newest <= self._seen_step:
+            self._seen_step = newest
+            return
+        self._seen_step = None
+        self._due_s = time.monotonic() + self._wait_s
+        if self._is_auto and self._job.may_be_preempted():
+            self._note("it does not grow: jobs of its QOS and partition may be preempted (requeue.grow_every_min)")
+            self._due_s = math.inf
+            return
+        growth = self._weigh()
+        if growth is None:
+            return
+        if not growth.is_worth_it:
+            self._note(f"it does not grow: {growth.sentence}")
+            return
+        self._note(f"it grows: {growth.sentence}")
+        self._job.growth = growth
+        try:
+            self._job.ask_ranks(self._attempt)
+        except ClusterError:
+            self._job.growth = None
+            raise
+
+    def _weigh(self) -> Growth | None:
+        """Returns what a requeue would bring now, None where there is no room or nothing was measured yet."""
+        run = self._run
+        room = self._job.room()
+        nodes = len(self._job.start.nodes)
+        larger = max((size for size in self._job.pool.sizes if size <= room.nodes), default=0)
+        if larger <= nodes:
+            if room.why_no_more:
+                self._note(f"it does not grow: {room.why_no_more}")
+            return None
+        spent = read_record(run.account(self._attempt), Spent)
+        if spent is None:
+            return None
+        ledger = read_ledger(run)
+        ledger[-1] |= {
+            "first_step": spent.first_step,
+            "last_step": spent.first_step + spent.steps,
+            "start_s": spent.begin_unix_s - float(ledger[-1]["time_unix_s"]),
+            **{cause: getattr(spent, cause) for cause in CAUSES[1:-1]},
+        }
+        pace = step_seconds(ledger, nodes=nodes, larger=larger)
+        if pace is None:
+            return None
+        here, there = pace
+        max_steps = next((line.get("max_steps") for line in reversed(last_lines(run.metrics))), None)
+        max_steps = max_steps or (read_json(run.plan) or {}).get("max_steps")
+        end_unix_s = read_notice(run, self._attempt).end_unix_s
+        growth = weigh(
+            Prospect(
+                nodes=nodes,
+                larger=larger,
+                step=here,
+                larger_step=there,
+                restart=restart_seconds(ledger, delay_s=self._job.requeue_delay_s(), save_s=spent.longest_save_s),
+                steps_left=None if max_steps is None else max(0, int(max_steps) - last_step(run)),
+                time_left_s=None if end_unix_s is None else end_unix_s - time.time(),
+            )
+        )
+        return replace(growth, exclude=room.exclude)
+
+    def _note(self, sentence: str) -> None:
+        """Writes down what was found, where it is something else than before."""
+        if sentence == self._said:
+            return
+        self._said = sentence
+        say(sentence)
+        append_event(self._run, "growth", attempt=self._attempt, sentence=sentence)
+
+
 class _NextRanks(Task):
     """Starts the ranks in waiting once those of the attempt train: at the start nothing is to take their cores."""
 
@@ -270,6 +385,7 @@ class SrunLaunch:
         nodes = self.job.start.nodes
         folder = self.run.attempt_logs(attempt)
         self.job.lost.clear()
+        self.job.growth = None
         say(f"attempt {attempt} of {run.name}/{run.run_id} on {', '.join(nodes)}; rank logs in {folder}")
         for bad in read_bad_nodes(run, now_unix_s=time.time()):
             if bad.node in nodes:
@@ -302,6 +418,9 @@ class SrunLaunch:
                 monitor.add(in_the_way)
             if self.job.pool.outlives_nodes:
                 monitor.add(_LostNodes(run, attempt, self.job, self.env))
+            every_min = self.config.requeue.grow_every_min
+            if every_min is not None and self._can_grow(nodes):
+                monitor.add(_GrowthWatch(run, attempt, self.job, every_min=every_min))
             if self.config.requeue.warm_ranks:
                 start = partial(self._start_next, attempt + 1)
                 monitor.add(_NextRanks(run, attempt, world_size=world_size, start=start))
@@ -326,12 +445,23 @@ class SrunLaunch:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 guard.wait(_GUARD_GONE_S)
 
+    @property
+    def _is_batch_script(self) -> bool:
+        """Whether Slurm has started this process; under salloc a person holds the job."""
+        return self.env.get("SLURMD_NODENAME") in self.job.pool.nodes
+
+    def _can_grow(self, nodes: Sequence[str]) -> bool:
+        """Returns whether the job may be requeued for more nodes than these."""
+        config = self.config
+        is_small = self.job.pool.outlives_nodes and len(nodes) < self.job.pool.sizes[-1]
+        # A program of a user's own may not save when it is asked to stop.
+        return is_small and config.requeue.enabled and config.trains and self._is_batch_script
+
     def _keep_guard(self) -> None:
         """Sees to it that a guard runs on one of the attempt's nodes."""
         here = self.env.get("SLURMD_NODENAME")
         nodes = self.job.start.nodes
-        is_batch_script = here in self.job.pool.nodes  # under salloc a person holds the job
-        if not (self.job.pool.outlives_nodes and is_batch_script):
+        if not (self.job.pool.outlives_nodes and self._is_batch_script):
             return
         if not any(node in nodes and guard.poll() is None for node, guard in self.guards.items()):
             for node in [node for node in nodes if node != here][:1]:

@@ -280,6 +280,10 @@ class Supervisor:
             closing["failed_on"] = ",".join(end.failed_on)
         if decision.left:
             closing["left_out"] = ",".join(decision.left)
+        growth = end.outcome.growth
+        if decision.reason == "growth" and growth is not None:
+            closing["grow_to"] = growth.nodes
+            closing["pays_after_s"] = growth.pays_after_s
         if queue_s is not None:
             closing["queue_s"] = queue_s
         best_effort("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
@@ -301,7 +305,8 @@ class Supervisor:
             self._tell("failed", note, attempt=attempt, once=f"attempt {attempt}")
         elif decision.action in ("requeue", "leave"):
             ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[dict[str, Any]]())
-            returns = sum(entry.get("action") in ("requeue", "leave", "lost") for entry in ledger)
+            interrupted = [entry for entry in ledger if entry.get("reason") != "growth"]
+            returns = sum(entry.get("action") in ("requeue", "leave", "lost") for entry in interrupted)
             if returns > self._settings.notify_after:
                 self._tell("requeued", f"for the {returns}. time: {note}", attempt=attempt)
 
@@ -350,6 +355,7 @@ class Supervisor:
             stop_asked=best_effort("the STOP file", lambda: is_there(run.stop_file), False),
             asked_by=evidence.asked_by,
             cause=diagnosis.cause,
+            growth=scheduler.growth,
             settings=self._settings,
             job=JobAtEnd(
                 is_slurm=self._job_id is not None,

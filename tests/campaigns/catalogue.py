@@ -166,6 +166,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         20,
         LOCAL,
     ),
+    "growing": Campaign(
+        "two runs of 1 to 3 nodes side by side on four, of which one after the other is lost and comes back: it is "
+        "used again, each return brings two requeues at most, and samples and losses are those of an undisturbed run",
+        "growing:run",
+        20,
+    ),
     "lost-work": Campaign(
         "a preemption with grace loses no step, a hard kill at most those since the last checkpoint",
         "strikes:lost_work",

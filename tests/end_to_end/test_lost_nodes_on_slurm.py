@@ -16,6 +16,7 @@ import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
+from tests.campaigns.growing import PACED_MODULE
 from tests.campaigns.world_sizes import compare, in_double
 from tests.support.cluster_faults import node_lost
 from tests.support.command_line import TINY, TINY_MODULE, Person
@@ -107,6 +108,55 @@ def test_a_run_of_a_range_of_nodes_goes_on_with_those_that_are_left(person: Pers
     differences, worst = compare(step_lines(twin), step_lines(run))
     assert differences == []
     print(f"largest relative difference of loss and gradient norm: {worst:.1e}")
+
+
+GROWING = (
+    "+cluster=2-4x1",
+    *TINY,
+    "batch.global_size=12",
+    "train.max_steps=500",
+    "train.samples_digest=true",
+    "checkpoint.every_steps=10",
+    "requeue.grow_every_min=1",
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_has_lost_a_node_grows_back_when_the_node_returns(person: Person) -> None:
+    """Four nodes train, one is killed; once it is back, a save is followed by a requeue onto four nodes."""
+    (person.folder / "tiny.py").write_text(PACED_MODULE)
+    plan = person.types("plan", *GROWING)
+    assert "asked for at a save, at most every 1 min" in plan.err + plan.out
+    twin = wait_for_twin(person, *GROWING)
+    wait_for(lambda: command("sinfo", "--noheader", "--states=idle", "--format=%D") == "4", within_s=60, what="4 nodes")
+    job, run = person.types(*GROWING, "model.step_s=0.5", "run.name=grown").job_and_run
+    wait_until_step(run, 10, within_s=LONG_S)
+    killed_unix_s = time.time()
+    with node_lost(read_ledger(run)[-1]["nodes"][-1]):
+        wait_for(partial(has_attempt, run, 1), within_s=LONG_S, what="the next attempt")
+        wait_until_step(run, max(losses(run)) + 8, within_s=LONG_S)
+        print(f"from the kill to the next step on three nodes: {back_after_s(run, killed_unix_s):.1f} s")
+    back_unix_s = time.time()
+    wait_for(partial(has_attempt, run, 2), within_s=LONG_S, what="an attempt on four nodes")
+    grown = read_ledger(run)[1]
+    wait_until_step(run, max(losses(run)) + 8, within_s=LONG_S)
+    stop_unix_s = max(line["time_unix_s"] for line in step_lines(run) if line["attempt"] == 1)
+    print(grown["note"])
+    print(f"from the node's return to the next step on four: {back_after_s(run, back_unix_s, 2):.1f} s")
+    print(f"from the last step on three nodes to the first on four: {back_after_s(run, stop_unix_s, 2):.1f} s")
+    ledger = read_ledger(run)
+    assert [(entry["world_size"], entry.get("reason"), entry.get("action")) for entry in ledger] == [
+        (4, "node_failure", "relaunch"),
+        (3, "growth", "requeue"),
+        (4, None, None),
+    ], [entry.get("note") for entry in ledger]
+    assert grown["grow_to"] == 4 and grown["note"].startswith("grows: 4 nodes instead of 3: a step takes ")
+    assert {entry["job_id"] for entry in ledger} == {job}
+    # What is left of the run would take minutes and show nothing more.
+    steps = step_lines(run)
+    differences, worst = compare(step_lines(twin)[: len(steps)], steps, tolerance=1e-9)
+    assert differences == []
+    print(f"largest relative difference of loss and gradient norm in {len(steps)} steps: {worst:.1e}")
 
 
 def test_the_run_goes_on_from_the_copy_on_a_neighbour(person: Person, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.policy import Association, NodeGroup, Partition, Qos, TestVerdict
@@ -57,6 +58,7 @@ class FakeSlurmCommands:
         self.requeued: list[str] = []
         self.delays_s: dict[str, int] = {}
         self.tested: list[Path] = []
+        self.test_flags: tuple[str, ...] = ()
         self.running_steps: dict[str, str] = {}
         self.stuck_steps: set[str] = set()
         self.past: dict[str, list[str]] = {}
@@ -181,9 +183,17 @@ class FakeSlurmCommands:
         if step_id not in self.stuck_steps:
             self.running_steps.pop(step_id, None)
 
-    def ask_step(self, step_id: str) -> None:
+    def ask_step(self, step_id: str, *, name: Literal["TERM", "USR2"] = "TERM") -> None:
         self._fail_if_told()
-        self.asked.append(step_id)
+        self.asked.append(step_id if name == "TERM" else f"{name} {step_id}")
+
+    def waiting_jobs(self) -> list[JobState]:
+        self._fail_if_told()
+        return [job for job in self.jobs.values() if job.word == "PENDING"]
+
+    def partitions_of(self, nodes: Sequence[str]) -> set[str]:
+        self._fail_if_told()
+        return {partition.name for partition in self.listed_partitions} if nodes else set()
 
     def ended_states(self, job_id: str) -> list[str]:
         self._fail_if_told()
@@ -197,9 +207,10 @@ class FakeSlurmCommands:
         self._fail_if_told()
         return dict(self.threads)
 
-    def test_only(self, script: Path) -> TestVerdict:
+    def test_only(self, script: Path, *flags: str) -> TestVerdict:
         self._fail_if_told()
         self.tested.append(script)
+        self.test_flags = flags
         return self.verdict
 
     def _fail_if_told(self) -> None:

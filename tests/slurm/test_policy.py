@@ -206,6 +206,7 @@ def test_an_accepted_script_has_an_estimated_start() -> None:
     assert read_verdict(0, heterogeneous) == TestVerdict(is_accepted=True, start=start, nodelist="node2")
     newer = text.replace(" using", " a using")
     assert read_verdict(0, newer) == read_verdict(0, text), "as 26.05 prints it"
+    assert read_verdict(0, f"{text}\nsbatch:   Preempts: 12,13\n").preempts and not read_verdict(0, text).preempts
     assert read_verdict(0, "") == TestVerdict(is_accepted=True)
     wrapped = read_verdict(0, "", f"Welcome to the lab\n{text}")
     assert wrapped == read_verdict(0, text), "a wrapper has put both streams into one"

@@ -21,6 +21,7 @@ from slurm_train.supervise.decision import (
     made_progress,
     node_of,
 )
+from slurm_train.supervise.growth import Growth
 
 RUNNING = {"JobState": "RUNNING", "PreemptTime": "None", "Reason": "None", "Restarts": "0"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-01-31T09:41:24"}
@@ -37,6 +38,7 @@ SAVED = Outcome(
 LOCAL = replace(SAVED, job=JobAtEnd(is_slurm=False))
 GROUPS = ("job", "nodes", "course")
 
+GROWTH = Growth(nodes=4, is_worth_it=True, pays_after_s=90.0, sentence="4 nodes instead of 3", exclude=("node2",))
 LOST: dict[str, Any] = {"lost": ("node2",), "cause": "node failure on node2"}
 
 
@@ -55,6 +57,10 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "preempted": ("preempted requeue", {"record": PREEMPTED}),
     "warned before the limit": ("time_limit requeue", {}),
     "signalled by somebody": ("signalled requeue", {"asked_by": "TERM"}),
+    "asked to stop for more nodes": ("growth requeue", {"asked_by": "USR2", "growth": GROWTH}),
+    "preempted in that moment": ("preempted requeue", {"asked_by": "USR2", "growth": GROWTH, "record": PREEMPTED}),
+    "cancelled in that moment": ("cancelled stop", {"asked_by": "USR2", "growth": GROWTH, "record": CANCELLED}),
+    "failed instead of stopping": ("failed relaunch", {"growth": GROWTH, "exit_code": 1}),
     "the late end of a lost node's step": ("signalled requeue", {"asked_by": "another rank", "is_early": True}),
     "warned, and another rank saw it first": ("time_limit requeue", {"asked_by": "another rank"}),
     "warned by hand, long before the limit": ("time_limit requeue", {"asked_by": "USR2", "is_early": True}),

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,11 @@ from slurm_train.rundir.attempts import open_attempt
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
+from slurm_train.slurm.policy import Qos, TestVerdict
 from slurm_train.supervise import scheduler
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.nodes import NodePool
-from slurm_train.supervise.scheduler import SlurmJob, ask_with_retries, bring_back, wait_for_the_end
+from slurm_train.supervise.scheduler import Room, SlurmJob, ask_with_retries, bring_back, wait_for_the_end
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 
 RUNNING = {"JobState": "RUNNING", "Restarts": "0"}
@@ -219,3 +221,85 @@ def test_the_step_of_a_lost_node_is_killed_and_not_waited_for(tmp_path: Path) ->
     job.commands.stuck_steps = {"7.0"}  # type: ignore[attr-defined]
     assert job.clear(0)
     assert job.commands.cancelled == ["7.0"]  # type: ignore[attr-defined]
+
+
+# --- more nodes ---
+
+
+def growing_job(tmp_path: Path, **fields: str) -> tuple[SlurmJob, FakeSlurmCommands]:
+    """Returns job 7 of a run of 2 to 8 nodes, which has five; its fake says that two others are free now."""
+    job = flexible_job(tmp_path, sizes=tuple(range(2, 9)))
+    commands = FakeSlurmCommands(fields={"7": {**RUNNING, "Requeue": "1", "NodeList": "node[1-5]", **fields}})
+    commands.verdict = TestVerdict(is_accepted=True, start=str(int(time.time())), nodelist="node[6-7]")
+    job.commands = commands  # type: ignore[assignment]
+    return job, commands
+
+
+def test_only_the_missing_nodes_are_asked_for_since_slurm_counts_the_jobs_own_as_taken(tmp_path: Path) -> None:
+    job, commands = growing_job(tmp_path, ExcNodeList="node9")
+    assert job.room() == Room(nodes=7)
+    assert commands.test_flags == ("--nodes=1-3", "--exclude=node[1-5],node9")
+    # One was lost, and Slurm has taken it from the job: it is a free node as any other once it is back.
+    commands.fields["7"]["NodeList"] = "node[1-4]"
+    job.use(job.nodes_without(["node5"]), without=["node5"])
+    assert job.room() == Room(nodes=6) and commands.test_flags[0] == "--nodes=1-4"
+
+
+def test_a_bad_node_of_the_job_is_not_counted_and_not_had_again(tmp_path: Path) -> None:
+    job, commands = growing_job(tmp_path)
+    job.use(job.nodes_without(["node2"]), without=["node2"])
+    assert job.room() == Room(nodes=6, exclude=("node2",))
+    assert commands.test_flags == ("--nodes=1-4", "--exclude=node[1-5]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict", "waiting", "why"),
+    [
+        pytest.param({"Requeue": "0"}, {}, {}, "may not be requeued", id="no requeue"),
+        pytest.param({"ReqNodeList": "node[1-8]"}, {}, {}, "names its nodes", id="its nodes are named"),
+        pytest.param({}, {"start": "later"}, {}, "no other node is free", id="not now"),
+        pytest.param({}, {"start": ""}, {}, "no other node is free", id="no estimate"),
+        pytest.param({}, {"preempts": True}, {}, "no other node is free", id="others would lose theirs"),
+        pytest.param({}, {}, {"reason": "Resources"}, "job 8 waits", id="another job waits"),
+        pytest.param({}, {}, {"reason": "BeginTime", "start": "soon"}, "job 8 waits", id="a requeued job waits"),
+        pytest.param({}, {}, {"reason": "BeginTime", "start": "later"}, "", id="one that begins tomorrow"),
+        pytest.param({}, {}, {"reason": "Dependency"}, "", id="one that waits for something else"),
+        pytest.param({}, {}, {"reason": "Resources", "partition": "other"}, "", id="in another partition"),
+    ],
+)
+def test_what_keeps_a_job_from_more_nodes(
+    fields: dict[str, str], verdict: dict[str, Any], waiting: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    times = {"soon": str(int(time.time()) + 100), "later": str(int(time.time()) + 86400)}
+    job, commands = growing_job(tmp_path, **fields)
+    commands.verdict = replace(commands.verdict, **{name: times.get(value, value) for name, value in verdict.items()})
+    if waiting:
+        waiting = {name: times.get(value, value) for name, value in waiting.items()}
+        commands.jobs["8"] = job_state("8", "PENDING", **{"partition": "main", **waiting})
+    room = job.room()
+    assert (room.nodes, bool(room.why_no_more)) == ((5, True) if why else (7, False))
+    assert why in room.why_no_more
+
+
+def test_the_delay_of_a_requeue_is_what_the_site_has_set(tmp_path: Path) -> None:
+    job, commands = growing_job(tmp_path)
+    assert job.requeue_delay_s() == 120.0
+    commands.config["AuthInfo"] = "cred_expire=5,socket=/run/munge.socket"
+    assert job.requeue_delay_s() == 5.0
+    commands.config["SchedulerParameters"] = "bf_interval=30,requeue_delay=7"
+    assert job.requeue_delay_s() == 7.0
+
+
+def test_a_job_may_be_preempted_where_another_qos_preempts_its_own(tmp_path: Path) -> None:
+    job, commands = growing_job(tmp_path, QOS="normal", Partition="main")
+    assert not job.may_be_preempted()
+    commands.config |= {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}
+    commands.qos = {"normal": Qos(name="normal"), "urgent": Qos(name="urgent", preempts=("normal",))}
+    assert job.may_be_preempted()
+
+
+def test_the_ranks_are_asked_as_by_the_warning_before_the_limit(tmp_path: Path) -> None:
+    job, commands = growing_job(tmp_path)
+    commands.running_steps = {"7.0": "attempt_0", "7.1": "attempt_1", "7.2": "guard"}
+    job.ask_ranks(1)
+    assert commands.asked == ["USR2 7.1"]
