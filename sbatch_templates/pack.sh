@@ -19,7 +19,7 @@ call() {{
 }}
 pids=()
 for slot in "${{!runs[@]}}"; do
-  call "${{runs[slot]}}" "$slot/$pack" &
+  call "${{runs[slot]}}" "$slot/$pack{gpus}" &
   pids+=($!)
 done
 [ "${{#pids[@]}}" -gt 0 ] || {{ echo "error: there is no such line in runs.txt" >&2; exit 2; }}

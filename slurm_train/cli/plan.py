@@ -14,7 +14,7 @@ from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import read_words
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.formatting import byte_size, share, shorten, table
+from slurm_train.formatting import byte_size, count, share, shorten, table
 from slurm_train.launch.placement import TABLE_HEADER, table_rows, topology_text
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.launch.preview import plan_rows
@@ -242,7 +242,16 @@ def _plan_sweep(settings: HydraSettings, *, after: Sequence[str], env: Mapping[s
     commands = SlurmCommands(env)
     site = commands.show_config() if commands.is_available() else {}
     scripts = [(run_plan.run, render_script(run_plan)) for run_plan in plan.plans]
-    limits: dict[str, Any] = {"max_parallel": plan.max_parallel, "pack": plan.pack}
+    runs_per_gpu = plan.plans[0].config.sweep.runs_per_gpu
+    if runs_per_gpu > 1:
+        cpus = plan.plans[0].cpus_per_rank
+        part = "its part of the job's CPUs" if cpus is None else f"{count(cpus, 'CPU')} of its own"
+        note(f"  {'each run':<13}  one of {runs_per_gpu} on a GPU, which share its memory; {part}")
+    limits: dict[str, Any] = {
+        "max_parallel": plan.max_parallel,
+        "pack": plan.pack,
+        "runs_per_gpu": runs_per_gpu,
+    }
     arrays = cut_arrays(scripts, max_size=max_array_size(site), **limits)
     with contextlib.suppress(ClusterError):
         if commands.is_available() and refuses_arrays(arrays[0], plan.sweep, commands):

@@ -15,12 +15,13 @@ from slurm_train.rundir.pins import release_pins
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import job_environment
+from slurm_train.slurm.share import PACK, Share
 from slurm_train.status.activity import clear_dead_pins
 from slurm_train.supervise.continuation import continued_job
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.notify import Notifier
-from slurm_train.supervise.pack import BACK, PACK, PackedJob, Share, return_of
+from slurm_train.supervise.pack import BACK, PackedJob, return_of
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.srun import SrunLaunch, pool_of
 from slurm_train.supervise.supervisor import Supervisor, ignore_stop_signals, progress_of

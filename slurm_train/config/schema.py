@@ -365,6 +365,8 @@ class SweepSection:
     """Largest number of runs at the same time; default: no limit on a cluster, one on this machine."""
     pack: Count = 1
     """Runs that share one job on one node, side by side, each with its own GPUs; for sites that give whole nodes."""
+    runs_per_gpu: Count = 1
+    """With `sweep.pack`, for runs of one GPU each: so many share a GPU and its memory, each with CPUs of its own."""
     objective: str | None = None
     """Key of result.json that a sweeper optimizes; default: eval_loss, or loss without evaluation."""
 

@@ -72,6 +72,8 @@ class Card:
 def card_of(config: RunConfig, env: Mapping[str, str]) -> Card | None:
     """Returns the kind of GPU that the ranks will have, None where they have none or its memory is not known.
 
+    Where runs share a GPU (`sweep.runs_per_gpu`), its memory is a run's part of it.
+
     Args:
         config: the run's; without `cluster.gpu_type`, cards of 80 GiB are assumed on a cluster.
         env: environment, for looking at local GPUs.
@@ -81,10 +83,10 @@ def card_of(config: RunConfig, env: Mapping[str, str]) -> Card | None:
         return _local_card(tuple(sorted(env.items()))) if count_local_gpus(env) else None
     if cluster.gpu_flag == "none":
         return None
-    if cluster.gpu_type is None:
-        return Card("", _ASSUMED_GIB * _GIB)
-    memory_gib = memory_gib_of(cluster.gpu_type)
-    return None if memory_gib is None else Card(cluster.gpu_type, memory_gib * _GIB)
+    memory_gib = _ASSUMED_GIB if cluster.gpu_type is None else memory_gib_of(cluster.gpu_type)
+    if memory_gib is None:
+        return None
+    return Card(cluster.gpu_type or "", memory_gib * _GIB // config.sweep.runs_per_gpu)
 
 
 def memory_gib_of(gpu_type: str) -> int | None:

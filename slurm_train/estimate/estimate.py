@@ -372,15 +372,17 @@ def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:
         limit_min: time limit of an attempt, its own or the partition's; None if unlimited or not known.
     """
     speed = measured_speed(plan)
+    # Runs that share a GPU share its hours.
+    num_gpus = plan.num_devices / plan.config.sweep.runs_per_gpu
     left_steps = None
     left_h = None
     if plan.max_steps is not None:
         done = max((int(line.get("step", 0)) for line in last_lines(plan.run.metrics)), default=0)
         left_steps = plan.max_steps - done
     if speed is not None and left_steps is not None:
-        left_h = max(left_steps, 0) * speed.step_s * plan.num_devices / 3600
+        left_h = max(left_steps, 0) * speed.step_s * num_gpus / 3600
     return Cost(
-        per_attempt_h=None if limit_min is None else plan.num_devices * limit_min / 60,
+        per_attempt_h=None if limit_min is None else num_gpus * limit_min / 60,
         limit_min=limit_min,
         left_h=left_h,
         left_steps=left_steps,

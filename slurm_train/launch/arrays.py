@@ -22,9 +22,11 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from slurm_train.assets import read_template
+from slurm_train.config.schema import SweepSection
 from slurm_train.errors import EXIT_REQUEUE, ClusterError
 from slurm_train.formatting import count
 from slurm_train.launch.acceptance import exclude_flags, require_acceptable, slurm_verdict
@@ -62,6 +64,8 @@ class ArrayPlan:
     """The #SBATCH lines that its runs have in common; they ask for what one run needs."""
     pack: int = 1
     """Runs that share the allocation of an element."""
+    runs_per_gpu: int = 1
+    """Runs of a pack that share a GPU; more than 1 only where a run has one GPU."""
     throttle: int | None = None
     """Elements that may run at once; None: as many as there is room for."""
     after: int | None = None
@@ -76,6 +80,11 @@ class ArrayPlan:
         """Number of jobs."""
         return math.ceil(len(self.runs) / self.pack)
 
+    @property
+    def num_gpu_shares(self) -> int:
+        """How many times the GPUs of one run an element has."""
+        return math.ceil(self.pack / self.runs_per_gpu)
+
 
 def max_array_size(settings: Mapping[str, str]) -> int:
     """Returns how many elements an array may have at a site, from `scontrol show config`; 0: it takes no arrays."""
@@ -89,7 +98,12 @@ def max_array_size(settings: Mapping[str, str]) -> int:
 
 
 def cut_arrays(
-    scripts: Sequence[tuple[RunDirectory, str]], *, max_size: int, max_parallel: int | None, pack: int = 1
+    scripts: Sequence[tuple[RunDirectory, str]],
+    *,
+    max_size: int,
+    max_parallel: int | None,
+    pack: int = 1,
+    runs_per_gpu: int = 1,
 ) -> list[ArrayPlan]:
     """Returns the arrays for runs with their own scripts, in the order in which they are to be submitted.
 
@@ -101,6 +115,7 @@ def cut_arrays(
         max_size: elements that an array may have; 0: each run is a job of its own.
         max_parallel: runs of the whole sweep that may run at once, at least a pack; None: no limit.
         pack: runs that share the allocation of an element.
+        runs_per_gpu: of these, runs that share a GPU.
     """
     by_shape: dict[tuple[str, tuple[str, ...]], list[RunDirectory]] = {}
     for run, script in scripts:
@@ -114,6 +129,7 @@ def cut_arrays(
             runs=tuple(runs),
             directives=shape,
             pack=min(pack, len(runs)),
+            runs_per_gpu=runs_per_gpu,
             name_prefix=prefix,
             is_alone=max_size == 0,
         )
@@ -160,27 +176,35 @@ def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     if plan.is_alone:
         own = {"job-name": name, "output": str(array.logs / "0.log")}
     packs = f", {plan.pack} in a job" if plan.pack > 1 else ""
+    # A run that has GPUs of its own need not know how many there are.
+    gpus = f"/{plan.num_gpu_shares}" if plan.runs_per_gpu > 1 else ""
     return read_template("pack.sh" if plan.pack > 1 else "array.sh").format(
         title=f"{name}: {count(len(plan.runs), 'run')}{packs}",
         index="0" if plan.is_alone else "${SLURM_ARRAY_TASK_ID:?this script is for sbatch}",
         sbatch="\n".join([*(f"#SBATCH {flag_word(*flag)}" for flag in own.items()), *_packed(plan)]),
         runs=shlex.quote(str(array.runs)),
         pack=plan.pack,
+        gpus=gpus,
         requeue=EXIT_REQUEUE,
     )
 
 
 # What a run asks for by number, so that a pack asks for as many times that.
-_COUNTED = re.compile(r"#SBATCH --(?:ntasks|ntasks-per-node|gpus-per-node|gres|mem)=(?:.*:)?(?P<number>[0-9]+)G?")
+_COUNTED = re.compile(r"#SBATCH --(?P<flag>ntasks|ntasks-per-node|gpus-per-node|gres|mem)=(?:.*:)?(?P<number>[0-9]+)G?")
+_PER_TASK = "#SBATCH --gpus-per-task="
 
 
 def _packed(plan: ArrayPlan) -> list[str]:
     """Returns the #SBATCH lines that ask for what a pack needs, on one node."""
     lines: list[str] = []
     for line in plan.directives:
+        if line.startswith(_PER_TASK) and plan.pack > 1 and plan.runs_per_gpu > 1:
+            # There are more tasks than GPUs.
+            line = line.replace(_PER_TASK, "#SBATCH --gpus-per-node=")
         counted = _COUNTED.fullmatch(line)
         if counted is not None:
-            number = int(counted["number"]) * plan.pack
+            is_gpus = counted["flag"] in ("gpus-per-node", "gres")
+            number = int(counted["number"]) * (plan.num_gpu_shares if is_gpus else plan.pack)
             line = f"{line[: counted.start('number')]}{number}{line[counted.end('number') :]}"
         lines.append(line)
     return lines
@@ -196,8 +220,7 @@ def plan_arrays(
     scripts: Sequence[tuple[RunDirectory, str]],
     commands: SlurmCommands,
     *,
-    max_parallel: int | None,
-    pack: int = 1,
+    limits: SweepSection,
     example: RunPlan | None = None,
 ) -> list[ArrayPlan]:
     """Returns the arrays for the runs; Slurm has said that it would take each shape.
@@ -206,8 +229,7 @@ def plan_arrays(
         sweep: the sweep.
         scripts: each run with the text of its `submit.sh`.
         commands: Slurm.
-        max_parallel: runs of the sweep that may run at once; None: no limit.
-        pack: runs that share the allocation of an element.
+        limits: how many of the runs may run at once, and share a job and a GPU.
         example: a run of it, to explain a refusal.
 
     Raises:
@@ -216,7 +238,14 @@ def plan_arrays(
     if not scripts:
         return []
     max_size = max_array_size(commands.show_config())
-    arrays = cut_arrays(scripts, max_size=max_size, max_parallel=max_parallel, pack=pack)
+    cut = partial(
+        cut_arrays,
+        scripts,
+        max_parallel=limits.max_parallel,
+        pack=limits.pack,
+        runs_per_gpu=limits.runs_per_gpu,
+    )
+    arrays = cut(max_size=max_size)
     # A limit on submitted jobs counts the elements of all arrays: the first question is about as many as can be asked.
     whole = arrays[0]
     if not whole.is_alone:
@@ -226,7 +255,7 @@ def plan_arrays(
     except ClusterError:
         if not refuses_arrays(whole, sweep, commands):
             raise
-        arrays = cut_arrays(scripts, max_size=0, max_parallel=max_parallel, pack=pack)
+        arrays = cut(max_size=0)
         _require_all_acceptable(arrays, sweep, commands, example)
     return arrays
 

@@ -7,6 +7,7 @@ are, and where Slurm does not answer nothing is asked for. Only `NodeShares` tal
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,7 +83,13 @@ class NodeShares:
         return self._commands.threads_per_core()
 
     def share_of(
-        self, cluster: ClusterSection, world: World, *, is_interactive: bool, runs_per_node: int = 1
+        self,
+        cluster: ClusterSection,
+        world: World,
+        *,
+        is_interactive: bool,
+        runs_per_node: int = 1,
+        runs_per_gpu: int = 1,
     ) -> CpuShare:
         """Returns how many CPUs each rank of a run asks for.
 
@@ -91,6 +98,7 @@ class NodeShares:
             world: its ranks.
             is_interactive: whether it uses the allocation that it is typed in, if there is one.
             runs_per_node: how many runs share its job.
+            runs_per_gpu: how many of these share a GPU.
         """
         for key, flags in (("cluster.sbatch", cluster.sbatch), ("cluster.srun", cluster.srun)):
             about = [name for name in flags if name.replace("_", "-") in _ABOUT_CPUS]
@@ -99,11 +107,11 @@ class NodeShares:
         if cluster.gpu_flag == "none" or (is_interactive and self._in_allocation) or not self._commands.is_available():
             return LEFT_TO_SLURM
         try:
-            return self._share_of(cluster, world, runs_per_node=runs_per_node)
+            return self._share_of(cluster, world, runs_per_node=runs_per_node, runs_per_gpu=runs_per_gpu)
         except ClusterError:
             return CpuShare(None, _NOT_KNOWN)
 
-    def _share_of(self, cluster: ClusterSection, world: World, *, runs_per_node: int) -> CpuShare:
+    def _share_of(self, cluster: ClusterSection, world: World, *, runs_per_node: int, runs_per_gpu: int) -> CpuShare:
         asked = cluster.partition or str(cluster.sbatch.get("partition", ""))
         partitions = chosen_partitions(asked, self._facts.partitions)
         if self._facts.problems or not partitions:
@@ -114,16 +122,20 @@ class NodeShares:
             if given is not None:
                 why = f"{given} per GPU by the site's DefCpuPerGPU, partition {partition.name}"
                 # One task of torchrun has the CPUs of all its ranks, which Slurm would not give it by itself.
-                return CpuShare(given if cluster.launcher == "torchrun" else None, why)
+                ranks_cpus = max(1, given // runs_per_gpu)
+                return CpuShare(ranks_cpus if cluster.launcher == "torchrun" else None, why)
             for component in world.groups:
-                num_ranks = component.ranks_per_node * runs_per_node
-                parts += self._parts(cluster, partition, num_ranks=num_ranks)
+                num_gpus = math.ceil(component.ranks_per_node * runs_per_node / runs_per_gpu)
+                parts += self._parts(cluster, partition, num_gpus=num_gpus, ranks_per_gpu=runs_per_gpu)
         if not parts:
-            return CpuShare(None, f"as Slurm gives them: no node has {max(world.ranks_per_node) * runs_per_node} GPUs")
+            num_gpus = math.ceil(max(world.ranks_per_node) * runs_per_node / runs_per_gpu)
+            return CpuShare(None, f"as Slurm gives them: no node has {num_gpus} GPUs")
         least = min(parts, key=lambda part: part.cpus)
         return CpuShare(least.cpus, least.why)
 
-    def _parts(self, cluster: ClusterSection, partition: Partition, *, num_ranks: int) -> list[_Part]:
+    def _parts(
+        self, cluster: ClusterSection, partition: Partition, *, num_gpus: int, ranks_per_gpu: int
+    ) -> list[_Part]:
         """Returns a rank's part of each kind of node of a partition that has GPUs enough for a component."""
         record = self._facts.record(partition.name)
         is_whole = (
@@ -131,10 +143,15 @@ class NodeShares:
             or record.get("OverSubscribe") == "EXCLUSIVE"
             or self._facts.settings.get("SelectType") == "select/linear"
         )
-        groups = [group for group in partition.groups if group.gpus_per_node >= num_ranks and group.cpus_per_node]
+        groups = [group for group in partition.groups if group.gpus_per_node >= num_gpus and group.cpus_per_node]
         typed = [group for group in groups if group.gpu_type == cluster.gpu_type]
         return [
-            self._part(partition, group, cpus_for_jobs(group, record), num_ranks if is_whole else group.gpus_per_node)
+            self._part(
+                partition,
+                group,
+                cpus_for_jobs(group, record),
+                ranks_per_gpu * (num_gpus if is_whole else group.gpus_per_node),
+            )
             for group in typed or groups
         ]
 

@@ -29,6 +29,7 @@ from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
+from slurm_train.formatting import count
 from slurm_train.launch.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
 from slurm_train.launch.hub import HubFiles, pin_hub_files
 from slurm_train.launch.placement import World, check_pipeline, fitting_world, plan_layout, plan_world
@@ -210,6 +211,7 @@ def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares:
         world,
         is_interactive=config.launch == "interactive",
         runs_per_node=config.sweep.pack,
+        runs_per_gpu=config.sweep.runs_per_gpu,
     )
 
 
@@ -585,6 +587,7 @@ def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
         "sweep.pack differs between the runs of one sweep",
         "give it one value",
     )
+    yield from _not_on_one_gpu(plans)
     if pack == 1:
         return
     yield (
@@ -621,6 +624,38 @@ def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
                 "use cluster.gpus_per_node, cluster.gpu_type, cluster.gpu_flag and cluster.memory_gb_per_gpu, which "
                 "are meant for a run",
             )
+
+
+def _not_on_one_gpu(plans: Sequence[RunPlan]) -> Iterator[Check]:
+    """Yields what cannot share a GPU with other runs (`sweep.runs_per_gpu`)."""
+    sweep = plans[0].config.sweep
+    yield (
+        len({plan.config.sweep.runs_per_gpu for plan in plans}) > 1,
+        "sweep.runs_per_gpu differs between the runs of one sweep",
+        "give it one value",
+    )
+    if sweep.runs_per_gpu == 1:
+        return
+    asked = f"sweep.runs_per_gpu={sweep.runs_per_gpu} lets runs of one job share a GPU"
+    yield (
+        sweep.pack < sweep.runs_per_gpu,
+        f"{asked}, and a job has {count(sweep.pack, 'run')}: sweep.pack={sweep.pack}",
+        "set sweep.pack to the runs of a whole node: runs per GPU x its GPUs",
+    )
+    for plan in plans:
+        cluster = plan.config.cluster
+        if cluster is None:
+            continue
+        yield (
+            cluster.gpu_flag == "none",
+            f"{asked}, and cluster.gpu_flag=none asks for no GPU",
+            "leave sweep.runs_per_gpu out: the runs of a pack share the node's CPUs",
+        )
+        yield (
+            plan.world.size > 1,
+            f"{asked}, and {plan.run.name}/{plan.run.run_id} asks for {plan.world.size} GPUs",
+            "leave sweep.runs_per_gpu out, or ask for one GPU each: +cluster=1x1",
+        )
 
 
 def describe(point: Mapping[str, str]) -> str:

@@ -18,11 +18,14 @@ from slurm_train.config.schema import ContainerSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.launch.hub import hub_snapshots
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.slurm.share import PACK
 
 INSIDE = "/opt/slurm_train"
 """Where the host's package is mounted; nothing else of the host's packages is seen."""
 # What the supervisor and Slurm set for a rank; the image must not replace it.
-_SET_BY_LAUNCH = ("SLURM_TRAIN_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")
+_SET_BY_LAUNCH = (
+    *("SLURM_TRAIN_ATTEMPT", PACK, "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES"),
+)
 # In images with PyTorch, pyxis and its hook give a part of them, and a rank that has some expects all (torchrun's way).
 _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Where the embedded text is kept unless data.path says otherwise.

@@ -109,9 +109,8 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
                 find_lost_arrays(sweep, commands)
         missing = _missing_runs(start, plan)
         todo = [(run, script) for run, script in scripts.items() if run in missing]
-        arrays = plan_arrays(
-            sweep, todo, commands, max_parallel=plan.max_parallel, pack=plan.pack, example=plan.plans[0]
-        )
+        limits = plan.plans[0].config.sweep
+        arrays = plan_arrays(sweep, todo, commands, limits=limits, example=plan.plans[0])
         if is_new:
             held.enter_context(submitting(sweep))
             if sweep.table.exists():
@@ -229,7 +228,7 @@ def prepare_resumed_sweep(
         if config.cluster is not None:
             require_slurm(commands, start.env)
             scripts = [(run, run.submit_script.read_text(encoding="utf-8")) for run in runs]
-        arrays = plan_arrays(sweep, scripts, commands, max_parallel=config.sweep.max_parallel, pack=config.sweep.pack)
+        arrays = plan_arrays(sweep, scripts, commands, limits=config.sweep)
         code = None
         if source is not None:
             code = _replace_code(start, sweep, runs, source)

@@ -8,56 +8,18 @@ stopped for good, end at once in the job's next start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import left_jobs, read_job
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.allocation import fewest_cpus
 from slurm_train.supervise.decision import Decision, is_over_its_limit
 from slurm_train.supervise.monitor import BestEffort
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.supervisor import FIRST_DELAY_S
 
-PACK = "SLURM_TRAIN_PACK"
-"""Variable that the batch script of a pack sets: "2/8" for the third of eight runs, or `BACK`."""
 BACK = "back"
-"""All runs of the pack have ended, and this one is to continue."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A run's share of a node that several runs use at a time."""
-
-    num_runs: int
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Share | None:
-        """Returns the share of the run whose batch script has this environment; None where it has the whole job."""
-        _, slash, num_runs = env.get(PACK, "").partition("/")
-        return cls(int(num_runs)) if slash else None
-
-    def step_words(self, words: Sequence[str], env: Mapping[str, str], gpus: Mapping[str, str]) -> list[str]:
-        """Returns the words of srun for a step that gets this share, and holds none of the others' up.
-
-        Args:
-            words: srun and its words, as for a job of the run's own.
-            env: the job's environment.
-            gpus: the flag by which the run asks for its GPUs, empty without any.
-        """
-        # Without a number a step takes all that the job has, and the next one waits for it.
-        flags = ["--exact", *(f"--{name}={value}" for name, value in gpus.items())]
-        memory_mb = env.get("SLURM_MEM_PER_NODE", "")
-        if memory_mb.isdigit():
-            # 0: all of the node's, for each.
-            flags.append(f"--mem={int(memory_mb) // self.num_runs}")
-        num_cpus = fewest_cpus(env)
-        if num_cpus is not None and not any(word.startswith("--cpus-per-task=") for word in words):
-            num_tasks = next((int(word[9:]) for word in words if word.startswith("--ntasks=")), 1)
-            flags.append(f"--cpus-per-task={max(1, num_cpus // (self.num_runs * num_tasks))}")
-        return [words[0], *flags, *words[1:]]
+"""In place of a share (`slurm.share.PACK`): all runs of the pack have ended, and this one is to continue."""
 
 
 class PackedJob(SlurmJob):

@@ -41,6 +41,7 @@ from slurm_train.slurm.allocation import Allocation, compact_nodelist, fewest_cp
 from slurm_train.slurm.flags import resource_flags
 from slurm_train.slurm.job_variables import with_gpus_for
 from slurm_train.slurm.records import NO_STEP
+from slurm_train.slurm.share import Share
 from slurm_train.supervise.growth import (
     Growth,
     Prospect,
@@ -60,7 +61,6 @@ from slurm_train.supervise.monitor import (
     watch_ranks,
 )
 from slurm_train.supervise.nodes import NodePool
-from slurm_train.supervise.pack import Share
 from slurm_train.supervise.ranks import (
     LINGER_S,
     ORPHAN_LINGER_S,

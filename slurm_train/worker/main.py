@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.errors import RunError
 from slurm_train.rundir.node_disk import kernel_variables
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import StopFlag, hold_continue, install
 from slurm_train.slurm.job_variables import node_name
+from slurm_train.slurm.share import enter_share
 from slurm_train.supervise.ranks import WAITS
 
 
@@ -33,6 +35,9 @@ def main(words: Sequence[str]) -> NoReturn:
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
     run = RunDirectory(Path(words[0]))
+    if not is_under_torchrun(os.environ):
+        # The ranks of torchrun's launcher inherit what it has taken.
+        os.environ.update(enter_share(os.environ))
     # torch takes them from the environment when it is imported, and a user's script inherits them.
     os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     if WAITS in os.environ:

@@ -27,6 +27,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.slurm.devices import visible_gpus
+from slurm_train.slurm.share import enter_share
 
 _LOOK_EVERY_S = 0.5
 
@@ -41,6 +42,7 @@ def main(words: Sequence[str]) -> NoReturn:
     # Before any thread exists: all of them, and the ranks until they listen, keep the signals for later.
     hold_stop_signals()
     run = RunDirectory(Path(words[0]))
+    os.environ.update(enter_share(os.environ))
     env = dict(os.environ)
     parent = os.getppid()
     attempt = int(env["SLURM_TRAIN_ATTEMPT"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from slurm_train.rundir.attempts import read_ledger
 from tests.campaigns.arrays import restarts
 from tests.support.cluster_faults import take_nodes
 from tests.support.command_line import Person
-from tests.support.packs import gpus_of, losses_alone, runs_of, submits_packs
+from tests.support.packs import cpus_of, gpus_of, losses_alone, runs_of, submits_packs
 from tests.support.slurm_runs import command, losses, wait_until_ended, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
@@ -48,6 +49,36 @@ def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Perso
     alone = losses_alone(person, runs=4, steps=STEPS)
     assert [losses(first), losses(second)] == alone[:2], "bit for bit"
     assert "2 finished, 1 stopped, 1 failed" in person.types("status", table_id).out
+
+
+def test_runs_that_share_a_gpu_have_cpus_of_their_own_and_disturb_no_other(person: Person) -> None:
+    table = submits_packs(person, "sweep.runs_per_gpu=2", runs=4, pack=4, steps=STEPS)
+    job = str(table[0].job)
+    first, second, third, failing = runs_of(table)
+    wait_for(lambda: read_ledger(failing)[-1:] and read_ledger(failing)[-1].get("action") == "stop", **PATIENCE)
+    for run in (first, second, third):
+        # All at the same time: a step that waited for the GPU of another would have no step yet.
+        wait_until_step(run, 2)
+    shown = command("scontrol", "show", "job", job)
+    assert re.search(r"TresPerNode=\S*gpu:2\b", shown), "the job asks for half as many GPUs as runs"
+    gpus = gpus_of(person, 4)
+    cpus = cpus_of(person, 4)
+    assert gpus[0] != gpus[1] and gpus == gpus[:2] * 2 and not any("," in gpu for gpu in gpus)
+    num_cores = len(set.union(*cpus))
+    assert num_cores < 2 or (cpus[0].isdisjoint(cpus[2]) and cpus[1].isdisjoint(cpus[3])), "on the same GPU"
+    assert num_cores < 4 or sum(map(len, cpus)) == num_cores, "each CPU belongs to one run"
+
+    assert person.types("cancel", third.run_id).code == 0
+    assert wait_until_ended(third)[-1]["reason"] == "stopped"
+    (person.folder / "hold").unlink()
+    results = [wait_until_finished(run) for run in (first, second)]
+    assert [result["step"] for result in results] == [STEPS, STEPS]
+    reasons = [[entry["reason"] for entry in read_ledger(run)] for run in (first, second, third, failing)]
+    assert reasons == [["done"], ["done"], ["stopped"], ["failed"] * 2]
+    alone = losses_alone(person, runs=4, steps=STEPS)
+    assert [losses(first), losses(second)] == alone[:2], "bit for bit"
+    stopped = losses(third)
+    assert stopped == {step: alone[2][step] for step in stopped}, "as far as it came"
 
 
 @pytest.mark.campaign

@@ -160,6 +160,19 @@ def test_the_script_of_packs_is_the_golden_file() -> None:
     assert render(plan) == GOLDEN_PACK.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("flag", ["gres", "gpus-per-node", "gpus-per-task"])
+def test_runs_that_share_gpus_ask_for_fewer_of_them(flag: str) -> None:
+    asked = {"gpu_flag": flag, "gpu_type": "a100", "memory_gb_per_gpu": 16, "cpus_per_gpu": 3}
+    runs = scripts(10, **{"nodes": 1, "gpus_per_node": 1, **asked})
+    (plan,) = cut_arrays(runs, max_size=1001, max_parallel=None, pack=5, runs_per_gpu=2)
+    text = render(plan)
+    gpus = "--gres=gpu:a100:3" if flag == "gres" else "--gpus-per-node=a100:3"
+    for directive in (gpus, "--ntasks=5", "--ntasks-per-node=5", "--mem=80G", "--cpus-per-task=3"):
+        assert f"#SBATCH {directive}\n" in text
+    assert "gpus-per-task" not in text
+    assert 'call "${runs[slot]}" "$slot/$pack/3" &' in text
+
+
 PACKS = [
     # runs, largest array, limit, pack -> sizes, elements, throttles, runs of an element
     (16, 1001, None, 8, [16], [2], [None], [8]),

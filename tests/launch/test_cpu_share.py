@@ -87,6 +87,19 @@ def test_runs_that_share_whole_nodes_ask_for_their_part_of_one() -> None:
     assert plan.cpus_per_rank == 112 // 4
 
 
+def test_runs_that_share_a_gpu_ask_for_their_part_of_its_cpus() -> None:
+    sections: dict[str, Any] = {
+        "cluster": {"nodes": 1, "gpus_per_node": 1},
+        "sweep": {"pack": 16, "runs_per_gpu": 2},
+    }
+    shares = NodeShares(slurm(NODE))
+    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, shares=shares)
+    assert plan.cpus_per_rank == 112 // 16
+    sections["sweep"]["pack"] = 17
+    plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, shares=shares)
+    assert plan.cpus_per_rank is None and plan.cpus.why == "as Slurm gives them: no node has 9 GPUs"
+
+
 def away() -> FakeSlurmCommands:
     commands = slurm(NODE)
     commands.error = ClusterError("no answer")

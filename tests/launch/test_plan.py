@@ -213,6 +213,7 @@ NO_SWEEPS: list[tuple[list[dict[str, Any]], str]] = [
     ([{"sweep": {"max_parallel": 1}}, {"seed": 2}], "sweep.max_parallel differs"),
     ([{"launch": "interactive"}, {"seed": 2, "launch": "interactive"}], "launch=interactive waits for one run"),
     ([{"sweep": {"pack": 2}}, {"seed": 2}], "sweep.pack differs"),
+    ([{"sweep": {"runs_per_gpu": 2}}, {"seed": 2}], "sweep.runs_per_gpu differs"),
     ([{"seed": 1, "sweep": {"pack": 2}}, {"seed": 2, "sweep": {"pack": 2}}], "sweep.pack=2 puts runs into one Slurm"),
     ([{}, {"script": []}], "run 1 (n=1): script=[] names no file"),
 ]
@@ -229,12 +230,26 @@ NOT_PACKED: list[tuple[dict[str, Any], str]] = [
     ({"requeue": {"warm_ranks": True}}, "sweep.pack=2 shares one node among runs, each with its own CPUs"),
     ({"cluster": {"sbatch": {"gres": "gpu:2"}}}, "sweep.pack=2 shares one node among runs, and cluster.sbatch.gres"),
     ({"sweep": {"pack": 2, "max_parallel": 1}}, "sweep.max_parallel=1 is fewer than the runs of one job, sweep.pack=2"),
+    ({"sweep": {"runs_per_gpu": 2}}, "sweep.runs_per_gpu=2 lets runs of one job share a GPU, and a job has 1 run"),
+    ({"sweep": {"pack": 2, "runs_per_gpu": 3}}, "sweep.runs_per_gpu=3 lets runs of one job share a GPU, and a job has"),
+    (
+        {"sweep": {"pack": 2, "runs_per_gpu": 2}, "cluster": {"gpu_flag": "none"}},
+        "sweep.runs_per_gpu=2 lets runs of one job share a GPU, and cluster.gpu_flag=none asks for no GPU",
+    ),
+    (
+        {"sweep": {"pack": 2, "runs_per_gpu": 2}, "cluster": {"gpus_per_node": 2}},
+        "sweep.runs_per_gpu=2 lets runs of one job share a GPU, and gpt-stdlib/",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("sections", "message"), NOT_PACKED)
 def test_what_cannot_share_a_job_is_refused(sections: dict[str, Any], message: str) -> None:
-    packed = {"sweep": {"pack": 2}, **sections, "cluster": {"nodes": 1, **sections.get("cluster", {})}}
+    packed = {
+        "sweep": {"pack": 2},
+        **sections,
+        "cluster": {"nodes": 1, "gpus_per_node": 1, **sections.get("cluster", {})},
+    }
     assert refusal(ConfigError, sweep_of, {"seed": 1, **packed}, {"seed": 2, **packed}).message.startswith(message)
 
 

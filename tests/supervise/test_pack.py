@@ -11,36 +11,10 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.nodes import NodePool
-from slurm_train.supervise.pack import PACK, PackedJob, Share, return_of
+from slurm_train.supervise.pack import PackedJob, return_of
 from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.supervisor import Supervisor
 from tests.fakes.slurm_commands import FakeSlurmCommands
-
-SRUN = ("srun", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2")
-
-STEPS = [
-    # environment, words after --ntasks-per-node -> what a step asks for in addition
-    ({}, (), []),
-    ({"SLURM_MEM_PER_NODE": "65536"}, (), ["--mem=16384"]),
-    ({"SLURM_MEM_PER_NODE": "0"}, (), ["--mem=0"]),
-    ({"SLURM_MEM_PER_CPU": "2048"}, (), []),
-    ({"SLURM_JOB_CPUS_PER_NODE": "64"}, (), ["--cpus-per-task=8"]),
-    ({"SLURM_JOB_CPUS_PER_NODE": "4"}, (), ["--cpus-per-task=1"]),
-    ({"SLURM_JOB_CPUS_PER_NODE": "64"}, ("--cpus-per-task=6",), []),
-]
-
-
-@pytest.mark.parametrize(("env", "words", "expected"), STEPS)
-def test_a_step_takes_no_more_than_its_share(env: dict[str, str], words: tuple[str, ...], expected: list[str]) -> None:
-    share = Share.from_env({PACK: "2/4"})
-    assert share is not None
-    argv = share.step_words([*SRUN, *words, "python"], env, {"gres": "gpu:a100:2"})
-    assert argv == ["srun", "--exact", "--gres=gpu:a100:2", *expected, *SRUN[1:], *words, "python"]
-
-
-@pytest.mark.parametrize("env", [{}, {PACK: "back"}])
-def test_a_run_that_has_the_whole_job_has_no_share(env: dict[str, str]) -> None:
-    assert Share.from_env(env) is None
 
 
 class Pack:

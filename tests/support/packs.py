@@ -20,6 +20,8 @@ class Fragile(tiny.Tiny):
         self.hold = pathlib.Path(folder, "hold")
         self.steps_left = 2 if scale == fails_with else -1
         pathlib.Path(folder, f"gpu_of_{scale:g}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        cpus = " ".join(map(str, os.sched_getaffinity(0)))
+        pathlib.Path(folder, f"cpus_of_{scale:g}").write_text(cpus)
     def forward(self, x):
         self.steps_left -= 1
         if self.steps_left == 0:
@@ -51,6 +53,12 @@ def losses_alone(person: Person, *, runs: int, steps: int) -> list[dict[int, flo
 def gpus_of(person: Person, runs: int) -> list[str]:
     """Returns what each run was given as CUDA_VISIBLE_DEVICES."""
     return [(person.folder / f"gpu_of_{scale}").read_text() for scale in range(1, runs + 1)]
+
+
+def cpus_of(person: Person, runs: int) -> list[set[int]]:
+    """Returns the CPUs that each run kept to."""
+    texts = [(person.folder / f"cpus_of_{scale}").read_text() for scale in range(1, runs + 1)]
+    return [set(map(int, text.split())) for text in texts]
 
 
 def runs_of(table: list[Element]) -> list[RunDirectory]:

@@ -8,6 +8,7 @@ all memory that is taken is another program's.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -41,6 +42,7 @@ from slurm_train.launch.provenance import read_gpu_software
 from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.devices import installed_gpus, visible_gpus
+from slurm_train.slurm.share import Share
 from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
 
 _MIB = 1 << 20
@@ -112,7 +114,9 @@ def read_node(
         peer: host name of another node, which decides the route: rank 0's, or any as seen from there.
         probe_port: where this node answers probes.
     """
-    gpus, num_gpus, driver = read_gpus(visible_gpus(env))
+    share = Share.from_env(env)
+    are_shared = share is not None and share.num_gpus is not None
+    gpus, num_gpus, driver = read_gpus(visible_gpus(env), are_shared=are_shared)
     return NodeFacts(
         node=place.host,
         node_rank=place.node_rank,
@@ -383,11 +387,14 @@ def _try_to_write(folder: Path) -> OSError | None:
 # GPUs. A question that a GPU does not support is no finding.
 
 
-def read_gpus(names: Sequence[str] | None) -> tuple[list[GpuFacts] | None, int | None, str]:
+def read_gpus(
+    names: Sequence[str] | None, *, are_shared: bool = False
+) -> tuple[list[GpuFacts] | None, int | None, str]:
     """Returns the GPUs of this job on this node, how many NVML counts, and the driver's version.
 
     Args:
         names: what `visible_gpus` gave; None: all.
+        are_shared: other runs of the job use them, too (`sweep.runs_per_gpu`): what these hold is nothing left over.
 
     Returns:
         (None, None, "") where there is no NVML.
@@ -403,6 +410,8 @@ def read_gpus(names: Sequence[str] | None) -> tuple[list[GpuFacts] | None, int |
         deadline = time.monotonic() + _LEFTOVER_WAIT_S
         wanted = list(map(str, range(count))) if names is None else names
         found = [_read(nvml, name) for name in wanted]
+        if are_shared:
+            found = [dataclasses.replace(gpu, used_mb=0, holders=[]) for gpu in found]
         # What the attempt before this one held is freed a moment after its processes have ended.
         while any(gpu.used_mb > _LEFTOVER_MB for gpu in found) and time.monotonic() < deadline:
             time.sleep(0.2)

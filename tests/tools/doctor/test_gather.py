@@ -189,6 +189,14 @@ def test_errors_and_slowdowns_are_read_and_a_lost_gpu_is_an_error(nvml: SimpleNa
     assert lost.errors == ["NVML cannot read it: list index out of range"]
 
 
+def test_what_other_runs_hold_of_a_shared_gpu_is_nothing_left_over(nvml: SimpleNamespace) -> None:
+    nvml.used = [60 << 30, 0]
+    (shared,) = read_gpus(["0"], are_shared=True)[0] or []
+    assert (shared.used_mb, shared.total_mb, shared.holders) == (0, 81920, [])
+    (left_over,) = read_gpus(["0"])[0] or []
+    assert left_over.used_mb == 61440
+
+
 def test_hardware_errors_of_the_last_day_are_read_from_the_kernels_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
