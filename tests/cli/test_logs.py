@@ -123,10 +123,10 @@ class Following:
         return text in self.out + self.err
 
     def waits_for(self, text: str) -> None:
-        wait_for(lambda: self.shows(text), within_s=10, what=text, poll_s=0.01)
+        wait_for(lambda: self.shows(text), within_s=60, what=text, poll_s=0.01)
 
     def ends(self) -> None:
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
         assert not self._thread.is_alive()
         self.shows("")
 

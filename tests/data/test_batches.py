@@ -305,9 +305,9 @@ def test_items_come_in_order_and_so_many_are_read_ahead() -> None:
 
     ahead = Prefetch(items(), depth=3)
     # Three wait in the queue and one for a place in it.
-    wait_for(lambda: len(read) == 4, within_s=5, what="reading ahead", poll_s=0.01)
+    wait_for(lambda: len(read) == 4, within_s=60, what="reading ahead", poll_s=0.01)
     assert [next(ahead) for _ in range(10)] == list(range(10))
-    wait_for(lambda: len(read) == 14, within_s=5, what="reading ahead", poll_s=0.01)
+    wait_for(lambda: len(read) == 14, within_s=60, what="reading ahead", poll_s=0.01)
     ahead.close()
 
 

@@ -192,7 +192,7 @@ def dial(port: int) -> socket.socket:
     deadline = time.monotonic() + 10
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=10)
+            return socket.create_connection(("127.0.0.1", port), timeout=60)
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -38,10 +38,10 @@ def test_a_heartbeat_says_step_phase_and_that_it_runs(tmp_path: Path) -> None:
         heart.step, heart.settled = 17, True
         heart.mark("data")
         heart.pace = Pace().plus(own_s=1.5, wait_s=0.5, data_s=0.1)
-        wait_for(lambda: read_beats(run, 1)[3].step == 17, within_s=5, what="a beat", poll_s=0.05)
+        wait_for(lambda: read_beats(run, 1)[3].step == 17, within_s=60, what="a beat", poll_s=0.05)
         newest = read_beats(run, 1)[3]
         assert (newest.phase, newest.pace, newest.settled, newest.marks) == ("data", heart.pace, True, 1)
-        wait_for(lambda: read_beats(run, 1)[3].beats > newest.beats, within_s=5, what="another beat", poll_s=0.05)
+        wait_for(lambda: read_beats(run, 1)[3].beats > newest.beats, within_s=60, what="another beat", poll_s=0.05)
         assert read_beats(run, 1)[3].marks == 1, "it beats without progress"
     finally:
         heart.stop()
@@ -53,10 +53,10 @@ def test_a_stall_leaves_the_stacks_and_progress_takes_them_away(tmp_path: Path) 
     heart.settled = True
     heart.start(run, 0, **PLACE, limits=Limits(1.0, 1.0))
     try:
-        wait_for(run.stacks(0, 3).exists, within_s=10, what="stacks", poll_s=0.05)
-        wait_for(lambda: "test_a_stall" in run.stacks(0, 3).read_text(), within_s=5, what="this function", poll_s=0.05)
+        wait_for(run.stacks(0, 3).exists, within_s=60, what="stacks", poll_s=0.05)
+        wait_for(lambda: "test_a_stall" in run.stacks(0, 3).read_text(), within_s=60, what="this function", poll_s=0.05)
         heart.mark("step")
-        wait_for(lambda: not run.stacks(0, 3).exists(), within_s=5, what="their removal", poll_s=0.02)
+        wait_for(lambda: not run.stacks(0, 3).exists(), within_s=60, what="their removal", poll_s=0.02)
     finally:
         heart.stop()
 

@@ -39,7 +39,7 @@ def controller_away() -> Iterator[None]:
     record = daemon_process(cluster(), "slurmctld")
     assert record is not None and record.is_alive(), "no slurmctld"
     os.kill(record.pid, signal.SIGKILL)
-    wait_for(lambda: not record.is_alive(), within_s=10, what="the end of slurmctld")
+    wait_for(lambda: not record.is_alive(), within_s=60, what="the end of slurmctld")
     try:
         yield
     finally:

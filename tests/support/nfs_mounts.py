@@ -117,7 +117,7 @@ class Client:
         if self.process is not None:
             self.process.terminate()
             try:
-                self.process.wait(timeout=5.0)
+                self.process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 self.crash()
 

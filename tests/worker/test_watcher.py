@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_named_with_stacks_and_ended(person: Person, kind: 
         assert "in barrier" in run.stacks(0, 0).read_text()
         assert kind == "stop" or f"in {kind}" in run.stacks(0, 1).read_text()
         pids = [signs.pid for signs in read_signs(run, 0).values()]
-        wait_for(lambda: not any(map(read_process, pids)), within_s=10, what="the end of the ranks")
+        wait_for(lambda: not any(map(read_process, pids)), within_s=60, what="the end of the ranks")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_none_sees_another_one_end(tmp_path, monkeypatch):
     watched = f"exec 3> >(cat; touch {tmp_path}/seen); sleep 60 3>&-"
     words = ["bash", "-c", watched]
     spawn_daemon(words, record=tmp_path / "record", log=tmp_path / "log", extra={MARK: str(tmp_path)})
-    wait_for(lambda: len(find_marked(tmp_path)) == 4, within_s=10, what="all processes")
+    wait_for(lambda: len(find_marked(tmp_path)) == 4, within_s=60, what="all processes")
     monkeypatch.setattr(os, "kill", kill_slowly)
     end_processes(lambda: sorted(find_marked(tmp_path), key=lambda process: process.pid))
     assert not (tmp_path / "seen").exists()

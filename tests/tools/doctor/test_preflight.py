@@ -133,7 +133,7 @@ def test_the_verdict_of_a_rank_zero_that_dies_is_not_waited_for(run: RunDirector
     with ThreadPoolExecutor(1) as pool:
         died = pool.submit(die)
         assert preflight(run, 1, where).apply() == {}
-        died.result(timeout=5)
+        died.result(timeout=60)
 
 
 class TwoNodes:

@@ -165,7 +165,7 @@ def test_one_that_never_ends_is_killed(run: RunDirectory, said: list[str], start
     trackers.finish_soon()
     wait_for(lambda: (run.path / "pid").exists(), within_s=30, what="the closing")
     trackers.close()
-    wait_until_gone(int((run.path / "pid").read_text()), within_s=5.0)
+    wait_until_gone(int((run.path / "pid").read_text()), within_s=60)
     assert said[-1].startswith("never-ends: did not end within 0 s;")
     assert read_state(run, "never-ends") is not None and sent(run, "never-ends") == [1, 2, 3]
 
