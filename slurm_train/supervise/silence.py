@@ -42,7 +42,7 @@ class Sample:
     io_bytes: int = 0
     """Read and written by the rank's processes."""
     own_cpu_s: float = 0.0
-    """Processor time of the rank's own process."""
+    """Processor time of the rank's own process, and time in which its main thread waited for a CPU."""
     child_cpu_s: float = 0.0
     """Of its descendants: compilers, data loaders."""
     collectives: int = 0

@@ -54,9 +54,16 @@ class _Process:
     state: str
     parent: int
     cpu_s: float
+    delayed_s: float
+    """How long its main thread could run and got no CPU; 0 where the kernel does not say it."""
     waited_s: float
     """Processor time of its children that have ended."""
     start: int
+
+    @property
+    def busy_s(self) -> float:
+        """Processor time, and what would have been on a node that is less busy."""
+        return self.cpu_s + self.delayed_s
 
 
 def read_process(pid: int) -> _Process | None:
@@ -73,9 +80,16 @@ def read_process(pid: int) -> _Process | None:
         state=words[0],
         parent=int(words[1]),
         cpu_s=(user + system) / _TICKS_PER_S,
+        delayed_s=_delay_s(pid),
         waited_s=(waited_user + waited_system) / _TICKS_PER_S,
         start=int(words[19]),
     )
+
+
+def _delay_s(pid: int) -> float:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -141,7 +155,7 @@ class Counters:
     def sample(self, process: _Process) -> Sample:
         """Returns the counters now; `process` is the newest reading of the rank's own process."""
         children = {pid: child for pid in set(descendants(self.pid)) if (child := read_process(pid)) is not None}
-        cpu: dict[Any, float] = {(pid, child.start): child.cpu_s for pid, child in children.items()}
+        cpu: dict[Any, float] = {(pid, child.start): child.busy_s for pid, child in children.items()}
         # What ended between two looks is known from whoever has waited for it.
         cpu[self.pid] = process.waited_s + sum(child.waited_s for child in children.values())
         moved: dict[Any, float] = {(pid, child.start): float(io_bytes(pid)) for pid, child in children.items()}
@@ -150,7 +164,7 @@ class Counters:
             time_s=time.monotonic(),
             log_bytes=_log_size(self.pid, self.log),
             io_bytes=int(self._bytes.add(moved)),
-            own_cpu_s=process.cpu_s,
+            own_cpu_s=process.busy_s,
             child_cpu_s=self._children.add(cpu),
             written_back=_pages_written_back(),
             is_held=process.state == "D",

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -193,6 +194,28 @@ def test_the_counters_of_a_process_are_those_of_the_kernel(tmp_path: Path) -> No
         os.kill(child, signal.SIGKILL)
         process.wait(30)
     assert read_process(process.pid) is None
+
+
+def test_a_process_that_gets_no_cpu_is_busy() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    burn = f"import os; os.sched_setaffinity(0, [{cpu}]); print(flush=True)\nwhile True: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+        os.setpriority(os.PRIO_PROCESS, processes[0].pid, 19)
+        before = read_process(processes[0].pid)
+        start_s = time.monotonic()
+        time.sleep(2.0)
+        after = read_process(processes[0].pid)
+        took_s = time.monotonic() - start_s
+        assert before is not None and after is not None
+        # Of the kernel's clock, in which the newest wait is not counted before it is over.
+        assert after.busy_s - before.busy_s > 0.5 * took_s > after.cpu_s - before.cpu_s
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_only_a_signal_with_a_handler_is_caught() -> None:

@@ -52,10 +52,10 @@ def test_a_file_that_comes_late_or_never(
 ) -> None:
     left = [False] * looks
     monkeypatch.setattr(probes, "_is_seen", lambda *_: left.pop() if len(left) > 1 else True)
-    monkeypatch.setattr(probes, "_ANSWER_S", 2.0)
+    monkeypatch.setattr(probes, "_ANSWER_S", 60.0 if looks == 4 else 2.0)
     found = probe(POINT, "node1", [peer(server, file=FILE)], folder=tmp_path, master="node3")
     if looks == 4:
-        assert 0.2 < found.seen_after_s["node2"] < 2.0
+        assert found.seen_after_s["node2"] > 0.2
     else:
         assert (found.unseen, found.seen_after_s) == (["node2"], {})
 
