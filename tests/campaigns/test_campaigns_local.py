@@ -33,6 +33,7 @@ def test_a_past_that_was_left_does_not_come_back(tmp_path: Path) -> None:
     ("planted", "text"),
     [("any local checkpoint", "of a past that the run has left"), ("none is moved aside", "of a past")],
 )
+@pytest.mark.campaign
 def test_a_past_that_comes_back_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str, text: str
 ) -> None:

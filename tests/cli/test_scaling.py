@@ -45,6 +45,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, words: tuple[str, ..
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_a_study_on_this_machine_ends_with_a_report_and_is_not_made_twice(tmp_path: Path) -> None:
     person = Person(new_project(tmp_path / "project"))
     words = ("scaling", "run.processes=2", *TINY, "model.step_s=0.02", "ddp.comm=bf16", "--steps", "32")

@@ -56,6 +56,7 @@ def weights(person: Person, name: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.campaign
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     person = example(tmp_path, "own_loop.py")
     # Slow enough to be interrupted in the middle.

@@ -129,6 +129,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.campaign
 def test_each_micro_batch_gathers_as_many_blocks_as_the_first() -> None:
     command = [sys.executable, "-W", "ignore", "-c", GATHERS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
