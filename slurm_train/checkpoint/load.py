@@ -42,7 +42,7 @@ from slurm_train.checkpoint.verify import (
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
 from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server, fsync_directory, fsync_file, is_stale, rename
 from slurm_train.rundir.lineage import Origin
-from slurm_train.rundir.paths import name_of
+from slurm_train.rundir.paths import PASSED_OVER_PREFIX, name_of
 
 _STATE = "optimizer.state."
 _AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
@@ -70,6 +70,20 @@ class Choice(NamedTuple):
         manifest = self.manifest
         save_id = name_of(self.path).save_id
         return Origin(step=manifest.step, save_id=save_id, saved_in=manifest.attempt, parent=manifest.parent)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for the user about each checkpoint that was passed over."""
+        return [
+            f"passed over {passed.path.name}: {passed.reason}; "
+            f"it becomes {PASSED_OVER_PREFIX}{passed.path.name} when training goes on"
+            for passed in self.passed_over
+        ]
+
+    @property
+    def resuming(self) -> str:
+        """A line for the user that says what is loaded."""
+        return f"resuming from {self.path.name} (step {self.manifest.step})"
 
 
 def choose_checkpoint(

@@ -8,8 +8,10 @@ otherwise. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurm_train.checkpoint.commit import Place
 from slurm_train.errors import RunError
@@ -54,6 +56,23 @@ class Resumption:
         self._place.passed_over[:] = [] if choice is None else [passed.path for passed in choice.passed_over]
         self.origin = Origin() if choice is None else choice.origin
         self._is_recorded = not self._place.is_leader
+
+    def facts_of_save(self, *, world_size: int, host: str, env: Mapping[str, str]) -> dict[str, Any]:
+        """Returns what the header of a checkpoint says about who writes it, and after which other one.
+
+        Args:
+            world_size: number of ranks.
+            host: name of this rank's node.
+            env: environment of this rank.
+        """
+        return {
+            "world_size": world_size,
+            "attempt": self._place.attempt,
+            # Letters, digits and "_".
+            "job": env.get("SLURM_JOB_ID", "local"),
+            "written_by": f"{host} pid {os.getpid()}" if self._place.is_leader else "",
+            "parent": self.origin.save_id,
+        }
 
     def move_on(self) -> None:
         """Records that a step was taken from there; checkpoints that were passed over for it are moved aside.

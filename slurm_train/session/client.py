@@ -371,9 +371,8 @@ class JoinedSession(Session):
                 hint="start the program under another run.name",
             )
         if self._place.is_first:
-            for passed in choice.passed_over:
-                print(f"slurm_train: passed over {passed.path.name}: {passed.reason}", file=sys.stderr)
-            print(f"slurm_train: resuming from {choice.path.name} (step {choice.manifest.step})", file=sys.stderr)
+            for line in (*choice.warnings, choice.resuming):
+                print(f"slurm_train: {line}", file=sys.stderr)
         return Checkpoint(path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size)
 
     def take_signals(self) -> None:
@@ -513,16 +512,12 @@ class JoinedSession(Session):
             step=step,
             samples=0,
             epoch=0,
-            world_size=place.world_size,
             mesh={"dp_replicate": place.world_size},
             batch_plan={},
             config_hash=str(plan.get("config_hash", self._run.run_id)),
             data_fingerprint="",
             torch_version=torch_version,
-            attempt=self._attempt,
-            job=self._env.get("SLURM_JOB_ID", "local"),
-            written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
-            parent=self._resumption.origin.save_id,
+            **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),
             extra={"kind": DIRECTORY},
         )
 

@@ -6,7 +6,6 @@ When and how checkpoints are written is the business of `saves`.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,7 +38,7 @@ from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import DataError
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.paths import PASSED_OVER_PREFIX, RunDirectory
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.callbacks import Callback
 from slurm_train.train.context import Parts
 from slurm_train.train.continuity import Continuity, build_continuity
@@ -95,11 +94,7 @@ class Checkpointer:
         growth = manifest.batch_plan.get("growth", {})
         if (manifest.batch_plan.get("global_size"), growth) != tuple(self._batch_sizes.values()):
             position.batch_since = [manifest.step, manifest.samples]
-        for passed in choice.passed_over:
-            aside = f"{PASSED_OVER_PREFIX}{passed.path.name}"
-            notes.append(f"passed over {passed.path.name}: {passed.reason}; it becomes {aside} when training goes on")
-        resuming = f"resuming from {choice.path.name} (step {position.step})"
-        return position, [*notes, *accepted, *restored, resuming]
+        return position, [*notes, *choice.warnings, *accepted, *restored, choice.resuming]
 
     def content(self, position: Position) -> Content:
         """Returns what this rank writes of the training as it is now. Collective.
@@ -295,17 +290,12 @@ class Checkpointer:
             step=position.step,
             samples=position.samples,
             epoch=position.samples // self.continuity.num_samples,
-            world_size=place.world_size,
             mesh=rank.layout.as_mapping,
             batch_plan={**asdict(rank.plan), **self._batch_sizes},
             config_hash=self.config_hash,
             data_fingerprint=self.continuity.data,
             torch_version=str(torch.__version__),
-            attempt=rank.attempt,
-            # Letters, digits and "_".
-            job=rank.env.get("SLURM_JOB_ID", "local"),
-            written_by=f"{place.host} pid {os.getpid()}" if place.is_first else "",
-            parent=self.resumption.origin.save_id,
+            **self.resumption.facts_of_save(world_size=place.world_size, host=place.host, env=rank.env),
             weights=weights,
             extra={
                 **position.as_extra(),

@@ -173,7 +173,7 @@ def test_a_save_is_durable_with_its_metrics_and_is_resumed_from(tmp_path: Path) 
     later.close()
 
 
-def test_damage_means_the_checkpoint_before(tmp_path: Path) -> None:
+def test_damage_means_the_checkpoint_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run(tmp_path)
     mine = join(run)
     for step in (1, 2):
@@ -185,6 +185,11 @@ def test_damage_means_the_checkpoint_before(tmp_path: Path) -> None:
     (newest[0] / "model.txt").write_text("xy")
     checkpoint = join(run).newest()
     assert checkpoint is not None and checkpoint.step == 1
+    said = capsys.readouterr().err
+    name = newest[0].name
+    assert f"slurm_train: passed over {name}: " in said
+    assert f"it becomes passed_over_{name} when training goes on" in said
+    assert f"slurm_train: resuming from {checkpoint.path.name} (step 1)" in said
     (checkpoint.path / "model.txt").write_text("y")
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
         join(run).newest()
