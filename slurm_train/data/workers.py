@@ -45,7 +45,9 @@ def cpus_of_rank(env: Mapping[str, str], *, ranks_on_node: int) -> int:
     if not on_node.isdecimal():
         # Nothing says whether the ranks are bound one by one.
         return bound // ranks_on_node
-    limits = [bound, int(on_node) // ranks_on_node]
+    # A process that may use the whole node is not bound.
+    of_affinity = bound // ranks_on_node if bound == os.cpu_count() else bound
+    limits = [of_affinity, int(on_node) // ranks_on_node]
     per_task = env.get("SLURM_CPUS_PER_TASK", "")
     if per_task.isdecimal():
         limits.append(int(per_task))

@@ -22,6 +22,7 @@ from slurm_train.config.parallel import ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import instantiate
 from slurm_train.data.source import SampleSource
+from slurm_train.data.workers import cpus_of_rank
 from slurm_train.distributed.group import (
     choose_device,
     exchange_once,
@@ -140,7 +141,7 @@ class Rank:
     def enter_device(self) -> None:
         """Sets deterministic kernels and torch's threads, and makes this rank's device the current one.
 
-        The threads are those asked for, else the cores that this rank is bound to, or an equal part of an unbound node.
+        The threads are those asked for, else the CPUs that no other rank of the node uses.
         """
         train = self.config.train
         if train.deterministic:
@@ -150,9 +151,7 @@ class Rank:
             # Nothing here reads memory that was not written; to fill it takes time.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in its types
             torch.backends.cudnn.benchmark = False
-        bound = len(os.sched_getaffinity(0))
-        cores = os.cpu_count() or 1
-        share = bound if bound < cores else cores // self.place.local_world_size
+        share = cpus_of_rank(self.env, ranks_on_node=self.place.local_world_size)
         torch.set_num_threads(max(1, share) if train.threads is None else train.threads)
         self.device = choose_device(self.place, self.env)
         if train.precision == "fp8":

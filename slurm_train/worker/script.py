@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from slurm_train.data.workers import cpus_of_rank
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import RUN_DIR
 
+_NUM_THREADS = "OMP_NUM_THREADS"
 _RUNNER = Path(__file__).with_name("script_main.py")
 
 
@@ -49,7 +51,11 @@ def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run:
     """
     # What a user's file imports from beside it must come from the same snapshot.
     python_path = os.pathsep.join(filter(None, (str(code_dir), env.get("PYTHONPATH", ""))))
-    return torchrun_env(place, env) | {RUN_DIR: str(run.path), "PYTHONPATH": python_path}
+    variables = torchrun_env(place, env) | {RUN_DIR: str(run.path), "PYTHONPATH": python_path}
+    if place.local_world_size > 1:
+        # Each rank would have a thread for every CPU of the node where Slurm does not bind tasks; torchrun sets 1.
+        variables.setdefault(_NUM_THREADS, str(max(1, cpus_of_rank(env, ranks_on_node=place.local_world_size))))
+    return variables
 
 
 def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -> list[str]:

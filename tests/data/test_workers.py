@@ -173,13 +173,22 @@ def test_shared_memory_limits_the_workers(monkeypatch: pytest.MonkeyPatch) -> No
         ({"SLURM_CPUS_ON_NODE": "16"}, 16, 4, 4),
         ({"SLURM_CPUS_ON_NODE": "64", "SLURM_CPUS_PER_TASK": "1"}, 64, 8, 1),
         ({"SLURM_CPUS_ON_NODE": "32", "SLURM_CPUS_PER_TASK": "32"}, 32, 4, 8),
+        ({"SLURM_CPUS_ON_NODE": "128", "SLURM_CPUS_PER_TASK": "16"}, 64, 8, 8),
     ],
-    ids=["an unbound machine", "bound tasks", "tasks that share", "one CPU per task", "torchrun: one task per node"],
+    ids=[
+        "an unbound machine",
+        "bound tasks",
+        "tasks that share",
+        "one CPU per task",
+        "torchrun: one task per node",
+        "unbound tasks of a node that Slurm takes for a larger one",
+    ],
 )
 def test_a_rank_counts_no_cpus_of_its_neighbours(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], bound: int, ranks: int, cpus: int
 ) -> None:
     monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _process: set(range(bound)))
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 64)
     assert cpus_of_rank(env, ranks_on_node=ranks) == cpus
 
 

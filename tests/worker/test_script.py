@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.worker import script_main
-from slurm_train.worker.script import script_command, torchrun_env
+from slurm_train.worker.script import script_command, script_env, torchrun_env
 
 PLACE = RankPlace(rank=5, local_rank=1, node_rank=1, world_size=6, local_world_size=2, host="n1")
 MASTER = {"MASTER_ADDR": "n0", "MASTER_PORT": "12345"}
@@ -32,6 +34,16 @@ def test_ranks_are_set_as_torchrun_sets_them() -> None:
         "WORLD_SIZE": "6",
         "LOCAL_WORLD_SIZE": "2",
     }
+
+
+def test_ranks_of_a_node_share_its_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def variables(env: dict[str, str], place: RankPlace = PLACE) -> dict[str, str]:
+        return script_env(place, {**MASTER, **env}, code_dir=tmp_path, run=RunDirectory(tmp_path))
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(12)))
+    assert variables({})["OMP_NUM_THREADS"] == "6"
+    assert variables({"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in variables({}, replace(PLACE, local_world_size=1))
 
 
 @pytest.mark.parametrize(
