@@ -1,7 +1,9 @@
 """What git says about a folder with code: files, commit, uncommitted difference; and which files hold secrets.
 
 A repository's configuration names programs (fsmonitor, hooks, filters, textconv, transports), and the folder may come
-from another person: `run_git` starts git so that none of them is run.
+from another person: `run_git` starts git so that none of them is run. So it also reads a repository whose owner is
+another person, as a group's checkout, where git by itself refuses; but only if the same person owns the folder, whose
+code is about to be run anyway. Otherwise a repository in a folder above, /tmp for one, could decide what the code is.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import fnmatch
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,8 @@ class SourceState:
     """Paths relative to the folder, those of submodules and of repositories inside it as well; None outside git."""
     commit: str | None = None
     difference: str = ""
+    problem: str = ""
+    """Why git says nothing although the folder lies in a repository, in its own words; "" where it does not."""
 
 
 def run_git(
@@ -71,32 +75,66 @@ def run_git(
             their names; where a name cannot be written in a setting, nothing is compared.
         timeout_s: how long git may take; None: without limit.
     """
-    settings = list(_SWITCHED_OFF)
+    settings = []
     if compares:
         filters = _filters(folder, env)
         if filters is None:
             return None
         for name in filters:
             settings += [f"filter.{name}.clean=", f"filter.{name}.process=", f"filter.{name}.required=false"]
+    try:
+        done = _start_git(folder, words, settings, env=env, timeout_s=timeout_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _start_git(
+    folder: Path | str,
+    words: Sequence[str],
+    settings: Sequence[str],
+    *,
+    env: Mapping[str, str] | None,
+    timeout_s: float | None = None,
+) -> subprocess.CompletedProcess[bytes]:
     command = ["env"]
     for variable in _OF_ANOTHER_REPOSITORY:
         command += ["-u", variable]
     command += [*_GIT_ENVIRONMENT, "git", "-C", str(folder)]
-    for setting in settings:
+    for setting in (*_SWITCHED_OFF, *_trusted(Path(folder)), *settings):
         command += ["-c", setting]
-    command += words
+    return subprocess.run(
+        [*command, *words], capture_output=True, stdin=subprocess.DEVNULL, env=env, timeout=timeout_s, check=False
+    )
+
+
+def _repository_of(folder: Path) -> Path | None:
+    """Returns the nearest folder, this one or above, that a repository is checked out in; None for none."""
+    real = Path(os.path.realpath(folder))
+    return next((place for place in (real, *real.parents) if os.path.lexists(place / ".git")), None)
+
+
+def _trusted(folder: Path) -> list[str]:
+    """Returns the setting by which git reads a repository of another person, if that person owns the folder."""
+    top = _repository_of(folder)
+    if top is None:
+        return []
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-            env=env,
-            timeout=timeout_s,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+        is_of_one_owner = (top / ".git").lstat().st_uid == folder.stat().st_uid
+    except OSError:
+        return []
+    return [f"safe.directory={top}"] if is_of_one_owner else []
+
+
+def _problem(folder: Path, env: Mapping[str, str]) -> str:
+    """Returns why git does not read the repository that a folder lies in, "" where it lies in none."""
+    if _repository_of(folder) is None:
+        return ""
+    try:
+        done = _start_git(folder, ("ls-files",), (), env=env)
+    except OSError as err:
+        return str(err)
+    return " ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}"
 
 
 def _filters(folder: Path | str, env: Mapping[str, str] | None) -> list[str] | None:
@@ -125,7 +163,7 @@ def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> Sourc
     """
     listed = run_git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard", env=env)
     if listed is None:
-        return SourceState()
+        return SourceState(problem=_problem(folder, env))
     commit = (run_git(folder, "rev-parse", "HEAD", env=env) or b"").decode().strip() or None
     difference = _difference(folder, env, prefix=prefix)
     files: list[str] = []

@@ -156,6 +156,12 @@ def _checkpoint_text(plan: RunPlan) -> str:
 def source_notes(source: Source) -> list[str]:
     """Returns lines about the user's code that a run would not have a copy of; none where it has all of it."""
     notes = []
+    for place, state in source.states.items():
+        if state.problem:
+            notes.append(
+                f"git does not read the repository of {source.folders[place]}: {state.problem}; so neither commit nor "
+                "difference is recorded, and what is code is chosen by the endings of files, .gitignore unread"
+            )
     if source.left_out:
         notes.append(f"not copied into the run: {shorten(source.left_out)}")
     if source.elsewhere:

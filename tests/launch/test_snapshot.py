@@ -11,6 +11,7 @@ import pytest
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.launch import snapshot
 from slurm_train.launch.git import SourceState, is_secret_file, read_git, run_git
+from slurm_train.launch.preview import source_notes
 from slurm_train.launch.snapshot import (
     Code,
     Source,
@@ -71,13 +72,34 @@ def copy(folder: Path, names: list[str], target: Path) -> dict[str, str]:
     return {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
 
 
-def test_what_git_does_not_ignore_is_the_code(project: Path) -> None:
+def test_what_git_does_not_ignore_is_the_code(project: Path, tmp_path: Path) -> None:
     assert snapshot_of(project) == [".gitignore", "lib/deep.py", "model.py", "new.py", "train.py"]
     assert snapshot_of(project / "lib") == ["deep.py"]
     state = read_git(project, os.environ)
     assert state.commit is not None and len(state.commit) == 40
     assert "+modified" in state.difference and "-old" in state.difference
-    assert read_git(project, {"PATH": str(project)}) == SourceState(), "there is no git command"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "env").symlink_to("/usr/bin/env")
+    without_git = read_git(project, {"PATH": str(tmp_path / "bin")})
+    assert without_git.files is None and "git" in without_git.problem
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
+def test_a_repository_of_another_person_is_read_if_the_folder_is_theirs(project: Path) -> None:
+    expected = read_git(project, os.environ)
+    for path in (project, *project.rglob("*")):
+        os.chown(path, 4321, -1, follow_symlinks=False)
+    assert subprocess.run(["git", "-C", project, "status"], capture_output=True).returncode != 0, (
+        "git by itself refuses"
+    )
+    assert read_git(project, os.environ) == expected
+    assert read_git(project / "lib", os.environ).commit == expected.commit
+    # A repository above a folder of one's own says nothing about its code.
+    os.chown(project / "lib", 0, -1)
+    state = read_git(project / "lib", os.environ)
+    assert state.files is None and "dubious ownership" in state.problem
+    (note,) = source_notes(Source({"": project / "lib"}, states={"": state}))
+    assert str(project / "lib") in note and state.problem in note
 
 
 def test_a_file_that_holds_secrets_by_custom_is_neither_copied_nor_quoted(project: Path) -> None:
