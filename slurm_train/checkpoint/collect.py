@@ -39,8 +39,8 @@ def collect_checkpoints(run: RunDirectory, commands: SlurmCommands, *, keep: int
         with contextlib.suppress(ClusterError):
             clear_dead_pins(run, commands)
         search = place.claim()
-        if search.found is not None:
-            return place.prune(search.found[0])
+        if search.newest is not None:
+            return place.prune(search.newest[0])
         if search.passed_over:
             raise CheckpointError(
                 f"no checkpoint in {run.checkpoints} verifies, so none is removed", hint="look with `checkpoint verify`"

@@ -206,9 +206,9 @@ class Place:
         self.revoke_stale_staging()
         while True:
             search = newest_verified(self.root, check)
-            if search.found is None:
+            if search.newest is None:
                 return search
-            path, manifest = search.found
+            path, manifest = search.newest
             claimed = self.claim_checkpoint(path)
             if claimed is not None:
                 break

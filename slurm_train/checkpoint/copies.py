@@ -32,13 +32,13 @@ def keepers(nodes: Sequence[int | None]) -> dict[int, int]:
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
     ring = list(ranks_of.values())
-    pairs = zip(ring, ring[1:] + ring[:1], strict=True)
-    return {
-        rank: after[local_rank % len(after)]
-        for own, after in pairs
-        for local_rank, rank in enumerate(own)
-        if own is not after
-    }
+    keeper_of: dict[int, int] = {}
+    for ranks, next_ranks in zip(ring, ring[1:] + ring[:1], strict=True):
+        if ranks is next_ranks:
+            continue
+        for local_rank, rank in enumerate(ranks):
+            keeper_of[rank] = next_ranks[local_rank % len(next_ranks)]
+    return keeper_of
 
 
 def exchange_files(
@@ -58,20 +58,20 @@ def exchange_files(
         CheckpointError: a copy is not what its writer has reported.
         OSError: a file cannot be read, or a copy cannot be written.
     """
-    own = group.rank()
+    this_rank = group.rank()
     errors = list[Exception]()
 
     def send() -> None:
         try:
-            for name in sorted(records[own]):
-                _send(folder / name, records[own][name].bytes, keeper_of[own], group, errors)
+            for name in sorted(records[this_rank]):
+                _send(folder / name, records[this_rank][name].bytes, keeper_of[this_rank], group, errors)
         except Exception as err:  # of the network; the calling thread raises it
             errors.append(err)
 
     sender = threading.Thread(target=send, name="copies")
-    if own in keeper_of:
+    if this_rank in keeper_of:
         sender.start()
-    for source in (rank for rank, keeper in keeper_of.items() if keeper == own):
+    for source in (rank for rank, keeper in keeper_of.items() if keeper == this_rank):
         for name, record in sorted(records[source].items()):
             parts = _received(record.bytes, source, group)
             try:
@@ -84,7 +84,7 @@ def exchange_files(
                 errors.append(err)
                 for _ in parts:
                     pass
-    if own in keeper_of:
+    if this_rank in keeper_of:
         sender.join()
     if errors:
         raise errors[0]

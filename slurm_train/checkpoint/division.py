@@ -158,12 +158,12 @@ def describe(state: Mapping[str, Any], *, values: Mapping[str, Any] | None = Non
         state: see `Division.agree`.
         values: see `Division.agree`.
     """
-    found: Holdings = {}
+    holdings: Holdings = {}
     for path, value in leaves_of(state):
-        found.setdefault(path[0], {})[full_name(path)] = _leaf_of(value)
+        holdings.setdefault(path[0], {})[full_name(path)] = _leaf_of(value)
     for path, _ in leaves_of({CALLBACKS: values or {}}):
-        found.setdefault(CALLBACKS, {})[full_name(path)] = Leaf(_VALUE)
-    return found
+        holdings.setdefault(CALLBACKS, {})[full_name(path)] = Leaf(_VALUE)
+    return holdings
 
 
 def require_savable(variants: Mapping[str, Sequence[Variant]], *, stages: Sequence[int]) -> None:
@@ -318,12 +318,12 @@ def _by_holders(variants: Sequence[Variant]) -> list[tuple[tuple[int, ...], dict
     for number, (_, leaves) in enumerate(variants):
         for name in leaves:
             numbers[name].append(number)
-    found: defaultdict[tuple[int, ...], dict[str, Leaf]] = defaultdict(dict)
+    by_holding: defaultdict[tuple[int, ...], dict[str, Leaf]] = defaultdict(dict)
     for name, holding in numbers.items():
-        found[tuple(holding)][name] = variants[holding[0]].leaves[name]
+        by_holding[tuple(holding)][name] = variants[holding[0]].leaves[name]
     return [
         (tuple(sorted(rank for number in holding for rank in variants[number].ranks)), leaves)
-        for holding, leaves in found.items()
+        for holding, leaves in by_holding.items()
     ]
 
 

@@ -115,8 +115,8 @@ def choose_checkpoint(
 
     def choose() -> Choice | None:
         search = Place(root=root, attempt=attempt, fence=fence).claim(check)
-        if search.found is not None:
-            return Choice(*search.found, search.passed_over)
+        if search.newest is not None:
+            return Choice(*search.newest, search.passed_over)
         if search.passed_over:
             raise CheckpointError(
                 f"none of the {len(search.passed_over)} checkpoints in {root} verifies; the newest: "
@@ -151,8 +151,8 @@ def _verify_together(path: Path, *, group: Group | None) -> Manifest:
     # Not within the exchange: an error would be raised on all ranks, and rank 0 alone passes over a checkpoint.
     question = _Question(path, read_manifest(path))
     on_rank_zero(group, lambda: question)
-    found = dict(enumerate(_verify_share(question, group)))
-    problems = {number: problem for number, problem in found.items() if problem}
+    outcomes = dict(enumerate(_verify_share(question, group)))
+    problems = {number: problem for number, problem in outcomes.items() if problem}
     for number in problems:
         verify_share(path, question.manifest, number=number, of=size_of(group))
     if problems:
@@ -242,15 +242,13 @@ def require_fit(
             f"the weights in {path.name} do not fit the model as it is now: {', '.join(rows)}{more}",
             hint="take the change of the model back, or start another run with run.name=NAME",
         )
-    tensors = (
-        (entry, key) for entry, own in (kept or {}).items() for key, value in own.items() if hasattr(value, "shape")
-    )
-    for parameter, key in tensors:
-        if f"optimizer.state.{parameter}.{key}" not in stored:
-            raise RunError(
-                f"the optimizer keeps {key} of {parameter} now, which {path.name} does not have",
-                hint="take the change of `optim` back, or start another run with run.name=NAME",
-            )
+    for parameter, values in (kept or {}).items():
+        for key, value in values.items():
+            if hasattr(value, "shape") and f"optimizer.state.{parameter}.{key}" not in stored:
+                raise RunError(
+                    f"the optimizer keeps {key} of {parameter} now, which {path.name} does not have",
+                    hint="take the change of `optim` back, or start another run with run.name=NAME",
+                )
     return described
 
 
@@ -353,7 +351,8 @@ def _with_averages(path: Path, tensors: Mapping[str, Tensor], described: Any) ->
 
     # By flat name, e.g. "callbacks.0 slurm_train.train.callbacks.EMA.average.head.weight".
     shapes = tensor_shapes(path, described=described)
-    stored = {MODEL + found[1]: name for name in shapes if (found := _AVERAGE.match(name))}
+    matches = {name: _AVERAGE.match(name) for name in shapes}
+    stored = {MODEL + match[1]: name for name, match in matches.items() if match is not None}
     if not stored:
         raise CheckpointError(
             f"{path} holds no average of the weights",
@@ -419,12 +418,13 @@ def export_to(target: Path, write: Callable[[Path], int]) -> int:
 
 def differences(entry: dict[str, Tensor], other: dict[str, Tensor]) -> list[tuple[str, str]]:
     """Gives name and kind of difference for each tensor that is not equal bit for bit, e.g. ("head.weight", "..")."""
-    found = [(name, "only in the first") for name in sorted(entry.keys() - other.keys())]
-    found += [(name, "only in the second") for name in sorted(other.keys() - entry.keys())]
+    rows = [(name, "only in the first") for name in sorted(entry.keys() - other.keys())]
+    rows += [(name, "only in the second") for name in sorted(other.keys() - entry.keys())]
     for name in sorted(entry.keys() & other.keys()):
-        if text := _difference(entry[name], other[name]):
-            found.append((name, text))
-    return found
+        text = _difference(entry[name], other[name])
+        if text:
+            rows.append((name, text))
+    return rows
 
 
 def _difference(tensor: Tensor, other: Tensor) -> str:
@@ -444,8 +444,8 @@ def weights_digest(named_parameters: Iterable[tuple[str, Any]]) -> str:
             is gathered, one after the other, so all ranks that hold a part call this together.
     """
     hasher = xxhash.xxh3_128()
-    for name, found in sorted(named_parameters, key=lambda item: item[0]):
-        parameter = found() if callable(found) else found
+    for name, source in sorted(named_parameters, key=lambda item: item[0]):
+        parameter = source() if callable(source) else source
         # A line of JSON per parameter, so that no two lists of parameters give the same stream of bytes.
         head = [name, str(parameter.dtype), list(parameter.shape)]
         hasher.update(json.dumps(head).encode() + b"\n")

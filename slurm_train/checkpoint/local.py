@@ -116,15 +116,15 @@ def held_here(place: NodePlace, wanted: Callable[[Manifest], bool], texts: dict[
         wanted: whether a checkpoint counts.
         texts: gets the text of each manifest.
     """
-    found = {}
+    held = {}
     for path, manifest in survey(place.root, read_manifest):
         if isinstance(manifest, Manifest) and wanted(manifest):
             text = manifest.to_json()
             names = sorted(manifest.files)
             candidate = Held(manifest.step, manifest.attempt, digest_of(text.encode()).decode())
             texts[candidate] = text
-            found[candidate] = [n for n, name in enumerate(names) if _has(path / name, manifest.files[name])]
-    return found
+            held[candidate] = [n for n, name in enumerate(names) if _has(path / name, manifest.files[name])]
+    return held
 
 
 def choose_reachable(
@@ -146,7 +146,7 @@ def choose_reachable(
                 able[number].append(rank)
         if all(able):
             # Where two nodes hold a file, the first and the last of its ranks are on different ones.
-            tries = (dict.fromkeys((own[n % len(own)], own[0], own[-1])) for n, own in enumerate(able))
+            tries = (dict.fromkeys((ranks[n % len(ranks)], ranks[0], ranks[-1])) for n, ranks in enumerate(able))
             return Reachable(manifest, dict(zip(sorted(manifest.files), map(tuple, tries), strict=True)))
     return None
 
@@ -164,7 +164,7 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
         CheckpointError: no node has a file as its manifest says, or it cannot be written; nothing is left of the copy.
     """
     manifest = reachable.manifest
-    own = rank_in(group)
+    rank = rank_in(group)
 
     def copy_own(staging: Path, names: Sequence[str]) -> tuple[Records, dict[str, str]]:
         """Returns what was copied, and why other files were not."""
@@ -179,7 +179,7 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
                     raise CheckpointError(f"step {manifest.step} is not on this node any more", hint=_LOST_HINT)
                 copy_file(source / name, staging / name, manifest.files[name])
             except (CheckpointError, OSError) as err:
-                left[name] = f"rank {own} on {socket.gethostname()}: {as_agreed(err).message}"
+                left[name] = f"rank {rank} on {socket.gethostname()}: {as_agreed(err).message}"
                 with contextlib.suppress(OSError):
                     (staging / name).unlink()
         return {name: manifest.files[name] for name in names if name not in left}, left
@@ -189,14 +189,16 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
         names = sorted(reachable.holders)
         tries = 0
         while names:
-            own_names = [name for name in names if reachable.holders[name][tries] == own]
-            found = on_every_rank(group, partial(copy_own, staging, own_names))
-            for of_rank, (copied, _) in zip(records, found, strict=True):
+            own_names = [name for name in names if reachable.holders[name][tries] == rank]
+            outcomes = on_every_rank(group, partial(copy_own, staging, own_names))
+            left = dict[str, str]()
+            for of_rank, (copied, reasons) in zip(records, outcomes, strict=True):
                 of_rank |= copied
-            left = {name: text for _, of_rank in found for name, text in of_rank.items()}
+                left |= reasons
             names = sorted(left)
             tries = tries + 1
-            if lost := [text for name, text in left.items() if len(reachable.holders[name]) == tries]:
+            lost = [text for name, text in left.items() if len(reachable.holders[name]) == tries]
+            if lost:
                 raise CheckpointError("; ".join(dict.fromkeys(lost)), hint=_LOST_HINT)
         return records
 
@@ -205,7 +207,7 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
 
 def _find(place: NodePlace, manifest: Manifest) -> Path | None:
     """Returns where a node has its files of a checkpoint."""
-    return next((path for path, found in survey(place.root, read_manifest) if found == manifest), None)
+    return next((path for path, outcome in survey(place.root, read_manifest) if outcome == manifest), None)
 
 
 def _has(path: Path, record: FileRecord) -> bool:
@@ -313,12 +315,12 @@ class LocalSaves:
                 notes[f"step {step} lies on the nodes, but the run does not go on from it: {reason}"] = None
             return not reason
 
-        found = newest_reachable(self.place, is_wanted, group=dist.group.WORLD)
-        if found is None:
+        reachable = newest_reachable(self.place, is_wanted, group=dist.group.WORLD)
+        if reachable is None:
             return None, list(notes)
-        step = found.manifest.step
+        step = reachable.manifest.step
         try:
-            saved = copy_to_run(self.place, self.target, found, group=dist.group.WORLD)
+            saved = copy_to_run(self.place, self.target, reachable, group=dist.group.WORLD)
         except CheckpointError as err:
             note = f"step {step} lies on the nodes, but could not be copied into the run directory: {err.message}"
             return None, [*notes, note]
@@ -336,13 +338,13 @@ class LocalSaves:
     def _copy(self, manifest: Manifest, name: str) -> None:
         """Copies a checkpoint; a failure costs the copy alone. Runs in the copying thread."""
         try:
-            found = newest_reachable(self.place, lambda held: held == manifest, group=self.group)
-            if found is None:
+            reachable = newest_reachable(self.place, lambda held: held == manifest, group=self.group)
+            if reachable is None:
                 raise CheckpointError(
                     "it is not whole on the nodes any more",
                     hint="the newest checkpoint in the run directory counts; checkpoint.copy_every=1 copies all",
                 )
-            self.news.extend(copy_to_run(self.place, self.target, found, group=self.group).problems)
+            self.news.extend(copy_to_run(self.place, self.target, reachable, group=self.group).problems)
         except Exception as err:  # whatever it is, training goes on
             text = f"the copy of step {manifest.step} into the run directory failed: {err}"
             self.news.append(f"{text}; it stays on the nodes, and the next one is tried")

@@ -353,12 +353,12 @@ def check_hash(path: Path, expected: FileRecord) -> None:
         CheckpointError: size or hash differ, or it cannot be read; the text names the file.
     """
     try:
-        found = read_record(path)
+        record = read_record(path)
     except OSError as err:
         raise CheckpointError(f"{path.name}: {err.strerror}", hint=DAMAGED_HINT) from err
-    if found != expected:
+    if record != expected:
         raise CheckpointError(
-            f"{path.name}: {found.bytes} bytes with hash {found.xxh3_128}, "
+            f"{path.name}: {record.bytes} bytes with hash {record.xxh3_128}, "
             f"the manifest says {expected.bytes} and {expected.xxh3_128}",
             hint=DAMAGED_HINT,
         )

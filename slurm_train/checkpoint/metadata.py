@@ -65,13 +65,13 @@ class _Reader(pickle.Unpickler):
         )
 
     def _find_known(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
+        value = super().find_class(module, name)
         if module == "torch" and name != "Size":
             import torch
 
-            if not isinstance(found, torch.dtype):
+            if not isinstance(value, torch.dtype):
                 raise CheckpointError(f"{METADATA_FILE} asks for torch.{name} as a number type", hint=DAMAGED_HINT)
-        return found
+        return value
 
 
 class _DryReader(_Reader):
@@ -146,16 +146,16 @@ def _stored_tensors(metadata: Any) -> dict[str, str]:
     """
     try:
         stored = {(index.fqn, _numbers(index.offset)) for index in metadata.storage_data if hasattr(index, "offset")}
-        found = {}
+        tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
             chunks = getattr(entry, "chunks", ())
             are_stored = all((name, _numbers(chunk.offsets)) in stored for chunk in chunks)
             num_values = sum(math.prod(_numbers(chunk.sizes)) for chunk in chunks)
             if chunks and are_stored and num_values == math.prod(_numbers(entry.size)):
-                found[name] = text_of_tensor(entry.properties.state[0].__name__, _numbers(entry.size))
+                tensors[name] = text_of_tensor(entry.properties.state[0].__name__, _numbers(entry.size))
     except (AttributeError, IndexError, TypeError) as err:
         raise CheckpointError(f"{METADATA_FILE} does not describe tensors: {err}", hint=DAMAGED_HINT) from err
-    return found
+    return tensors
 
 
 def _numbers(size: Any) -> tuple[int, ...]:

@@ -95,9 +95,9 @@ def save_to(
             rank = rank_in(group)
             if rank == 0:
                 require_tensors(header.tensors if expected is None else expected, described)
-            own = rank_file(rank)
+            name = rank_file(rank)
             of_tensors = sorted(staging.glob(f"__{rank}_*.distcp"))
-            records = {own: write_file(staging / own, _to_bytes(rank_state))}
+            records = {name: write_file(staging / name, _to_bytes(rank_state))}
             of_tensors += [staging / METADATA_FILE] if rank == 0 else []
             return records | {path.name: seal_file(path) for path in of_tensors}
 

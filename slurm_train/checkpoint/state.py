@@ -48,9 +48,9 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     numbered = optimizer.state_dict()
     name_of = dict[Any, str]()
     groups = []
-    for group, own in zip(numbered["param_groups"], names_of_groups(model, optimizer), strict=True):
-        name_of |= dict(zip(group["params"], own, strict=True))
-        groups.append({**group, "params": own})
+    for group, group_names in zip(numbered["param_groups"], names_of_groups(model, optimizer), strict=True):
+        name_of |= dict(zip(group["params"], group_names, strict=True))
+        groups.append({**group, "params": group_names})
     states = {name_of[number]: kept for number, kept in numbered["state"].items()}
     return {"model": model_state, "optimizer": {"state": states, "param_groups": groups}}
 
@@ -122,9 +122,14 @@ def number_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> dict[
         groups: with the names of their parameters.
         names: those in each group of the whole model.
     """
-    places = {name: (str(number), own) for number, own in enumerate(names) for name in own}
-    numbered = ((*places[group["params"][0]], group) for group in groups)
-    return {number: {**group, "params": own} for number, own, group in numbered}
+    number_of: dict[str, int] = {}
+    for number, group_names in enumerate(names):
+        number_of |= dict.fromkeys(group_names, number)
+    numbered: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        number = number_of[group["params"][0]]
+        numbered[str(number)] = {**group, "params": names[number]}
+    return numbered
 
 
 def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -346,17 +351,17 @@ def _like_dtensor(part: Tensor, tensor: Any) -> Tensor:
     return sharded
 
 
-def require_loadable(data: io.BytesIO, what: str) -> None:
+def require_loadable(data: io.BytesIO, subject: str) -> None:
     """Checks at the save that `torch.load(weights_only=True)` will read what torch.save wrote.
 
     Raises:
-        CheckpointError: it will not; the text names `what` and the reason.
+        CheckpointError: it will not; the text names the subject and the reason.
     """
     try:
         torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
     except Exception as err:
         reason = str(err).rpartition("WeightsUnpickler error:")[2].strip().splitlines()[0]
         raise CheckpointError(
-            f"{what} could not be loaded again with weights_only=True: {reason}",
+            f"{subject} could not be loaded again with weights_only=True: {reason}",
             hint="keep tensors, numbers, strings, lists and dicts only",
         ) from err

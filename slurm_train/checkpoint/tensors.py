@@ -74,7 +74,7 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
 
     def number_if_same() -> str:
         planners.append(_SavePlanner(tensors, is_coordinator=place[0] == 0))
-        is_same = before is not None and before.place == place and before.own == planners[0].own
+        is_same = before is not None and before.place == place and before.local == planners[0].local
         return before.number if is_same and before is not None else ""
 
     numbers = set(on_every_rank(group, number_if_same))
@@ -83,7 +83,7 @@ def write_tensors(path: Path, tensors: dict[str, Any], *, group: ProcessGroup | 
     with _agreed_errors(f"cannot write {path}", is_alone=group is None):
         writer = _Writer(path, planner)
         save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    _kept = _Plan(planner.plan.planner_data, place, planner.own, planner.plan, planner.packed, planner.described)
+    _kept = _Plan(planner.plan.planner_data, place, planner.local, planner.plan, planner.packed, planner.described)
     return planner.described
 
 
@@ -116,8 +116,8 @@ def read_tensors(
 
 def tensor_shapes(path: Path, *, described: Metadata | None = None) -> dict[str, Tensor]:
     """Gives an empty tensor for each that was written, by its flat name, e.g. "model.head.weight"."""
-    found = (described or read_metadata(path)).state_dict_metadata
-    tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    entries = (described or read_metadata(path)).state_dict_metadata
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
 
 
@@ -152,7 +152,7 @@ class _Plan(NamedTuple):
     """Drawn at random for each plan: ranks with the same number hold parts of the same plan."""
     place: tuple[int, int]
     """Rank, and number of ranks."""
-    own: SavePlan
+    local: SavePlan
     """What the rank holds."""
     final: SavePlan
     """What it writes of that."""
@@ -201,9 +201,9 @@ class _Writer(FileSystemWriter):
             while link is not None and not isinstance(link, OSError):
                 link = link.__cause__ or link.__context__
             raise (link or err) from err
-        found: Future[list[WriteResult]] = Future()
-        found.set_result(results)
-        return found
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Any, results: Any) -> None:
         # torch sends `metadata` to all ranks afterwards, so it is an empty one until here, and stays so.
@@ -342,7 +342,7 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self, tensors: dict[str, Any], *, is_coordinator: bool) -> None:
         super().__init__()
         super().set_up_planner(tensors, is_coordinator=is_coordinator)
-        self.own = super().create_local_plan()
+        self.local = super().create_local_plan()
         self.before: _Plan | None = None
         """The plan to use again: no rank holds anything else than then."""
         self.packed = b""
@@ -352,7 +352,7 @@ class _SavePlanner(DefaultSavePlanner):
         """Does nothing: it has been done."""
 
     def create_local_plan(self) -> SavePlan:
-        return self.own if self.before is None else SavePlan([])
+        return self.local if self.before is None else SavePlan([])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self.before is not None:
@@ -453,7 +453,7 @@ def _agreed_errors(task: str, *, is_alone: bool) -> Iterator[None]:
             yield
     except CheckpointException as err:  # derives from BaseException
         agreed = {rank: as_agreed(wrapped[0]) for rank, wrapped in sorted(err.failures.items())}
-        hints = [own.hint for own in agreed.values() if own.hint]
+        hints = [error.hint for error in agreed.values() if error.hint]
         hints.append("each rank's log has more: `logs RUN --rank N`; the checkpoint before is untouched")
-        text = "; ".join(f"rank {rank}: {own.message}" for rank, own in agreed.items())
+        text = "; ".join(f"rank {rank}: {error.message}" for rank, error in agreed.items())
         raise CheckpointError(f"{task}: {text}", hint=hints[0]) from err

@@ -50,11 +50,11 @@ class Search(NamedTuple):
     """The outcome of looking for the newest verified checkpoint.
 
     Args:
-        found: its directory and manifest, None where no checkpoint verifies.
+        newest: its directory and manifest, None where no checkpoint verifies.
         passed_over: newer ones that were not trusted, newest first.
     """
 
-    found: tuple[Path, Manifest] | None
+    newest: tuple[Path, Manifest] | None
     passed_over: tuple[PassedOver, ...]
 
 
@@ -101,7 +101,7 @@ def newest_verified(root: Path, check: Callable[[Path], Manifest] | None = None)
 
 def find_kept(root: Path) -> dict[Path, str]:
     """Looks which checkpoints stay whatever their age, best first, e.g. {path: "best eval_loss 1.2345"}."""
-    good = {path: found for path, found in survey(root, read_manifest) if isinstance(found, Manifest)}
+    good = {path: outcome for path, outcome in survey(root, read_manifest) if isinstance(outcome, Manifest)}
     return kept_paths(next(iter(good.values())), list(good)) if good else {}
 
 
@@ -120,16 +120,16 @@ def kept_paths(newest: Manifest, paths: Sequence[Path]) -> dict[Path, str]:
             # What a follower has scored by now, not what was known when the newest was saved.
             run = RunDirectory(paths[0].parent.parent)
             scores = best_first(run, measure=rule["measure"], mode=rule["mode"])
-            found = [(by_save[scored.save_id], scored.value) for scored in scores if scored.save_id in by_save]
+            candidates = [(by_save[scored.save_id], scored.value) for scored in scores if scored.save_id in by_save]
         else:
-            found = [(by_step[step], value) for step, value in rule["steps"] if step in by_step]
-        kept |= {path: f"{rule['name']} {value:.4f}" for path, value in found[: rule["keep"]]}
+            candidates = [(by_step[step], value) for step, value in rule["steps"] if step in by_step]
+        kept |= {path: f"{rule['name']} {value:.4f}" for path, value in candidates[: rule["keep"]]}
     return kept
 
 
 def newest_committed_step(root: Path) -> int:
     """Returns the newest step whose marker fits its manifest, -1 where there is none; other files are not read."""
-    return next((found.step for _, found in survey(root, read_manifest) if isinstance(found, Manifest)), -1)
+    return next((outcome.step for _, outcome in survey(root, read_manifest) if isinstance(outcome, Manifest)), -1)
 
 
 def committed_step_of_program(root: Path) -> int | None:

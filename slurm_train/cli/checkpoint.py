@@ -38,13 +38,13 @@ def _show(arguments: argparse.Namespace) -> int:
     root = find_run(arguments.root, arguments.run).checkpoints
     kept = find_kept(root)
     rows: list[tuple[str, ...]] = []
-    for path, found in survey(root, verify if check_bytes else read_manifest):
-        if isinstance(found, CheckpointError):
-            rows.append((path.name, "-", "-", "-", "-", found.message))
+    for path, outcome in survey(root, verify if check_bytes else read_manifest):
+        if isinstance(outcome, CheckpointError):
+            rows.append((path.name, "-", "-", "-", "-", outcome.message))
         else:
-            counts = (str(found.step), str(found.samples), str(found.world_size))
+            counts = (str(outcome.step), str(outcome.samples), str(outcome.world_size))
             state = good if path not in kept else f"{good}, {kept[path]}"
-            rows.append((path.name, *counts, byte_size(found.num_bytes), state))
+            rows.append((path.name, *counts, byte_size(outcome.num_bytes), state))
     for path in list_passed_over(root):
         note(f"{path} was passed over and counts for nothing; it is left for you to look at")
     if not rows:
@@ -75,13 +75,13 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
     if step:
         paths = {str(name_of(path).step): path for path in reversed(list_checkpoints(checkpoints))}
         if step not in paths:
-            known = ", ".join(reversed(paths)) or "none"
-            raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}", hint=f"steps there: {known}")
+            steps = ", ".join(reversed(paths)) or "none"
+            raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}", hint=f"steps there: {steps}")
         return paths[step]
     search = newest_verified(checkpoints)
-    if search.found is None:
+    if search.newest is None:
         raise CheckpointError(f"no checkpoint in {checkpoints} verifies", hint="look with `checkpoint verify`")
-    return search.found[0]
+    return search.newest[0]
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -94,12 +94,12 @@ def _diff(arguments: argparse.Namespace) -> int:
     changed = [key for key in mine if key != "files" and mine[key] != theirs[key]]
     if changed:
         print(table(("FACT", "FIRST", "SECOND"), [(key, str(mine[key]), str(theirs[key])) for key in changed]))
-    found = differences(tensors, other_tensors)
-    if found:
-        print(table(("TENSOR", "DIFFERENCE"), found))
+    rows = differences(tensors, other_tensors)
+    if rows:
+        print(table(("TENSOR", "DIFFERENCE"), rows))
     else:
         note(f"all {len(tensors)} tensors of the model are equal, bit for bit")
-    return EXIT_FAILURE if found else EXIT_DONE
+    return EXIT_FAILURE if rows else EXIT_DONE
 
 
 def _collect(arguments: argparse.Namespace) -> int:

@@ -121,37 +121,37 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     plan = plan_following(
         run, env=dict(os.environ), settings=settings, config_dir=arguments.config_dir, name=name, scorer=scorer
     )
-    own = plan.run
+    evaluation = plan.run
     start = Start(words=["evaluate", *words], env=dict(os.environ), say=note)
-    require_writable(own)
+    require_writable(evaluation)
     source: Source | RunDirectory = run
     if scorer is None:
         check_inputs(plan, cwd=Path(plan.directory))
     else:
-        source = read_source(own, plan.config, Path.cwd(), env=dict(os.environ))
+        source = read_source(evaluation, plan.config, Path.cwd(), env=dict(os.environ))
     with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is kept stays
         clear_dead_pins(run, start.commands)
-        refuse_active(own, start.commands)
-    if own.result.exists():
+        refuse_active(evaluation, start.commands)
+    if evaluation.result.exists():
         # It had ended with the run, which may have gone on since.
-        keep = own.path / "before" / f"result_{len(existing_attempts(own))}.json"
+        keep = evaluation.path / "before" / f"result_{len(existing_attempts(evaluation))}.json"
         make_folder(keep.parent)
-        withdraw_result(own, keep)
-    note(f"scores each checkpoint of {run.name}/{run.run_id} as it appears, in {own.path}")
+        withdraw_result(evaluation, keep)
+    note(f"scores each checkpoint of {run.name}/{run.run_id} as it appears, in {evaluation.path}")
     most = MOST_WAITING if arguments.keep is None else arguments.keep
-    renew_lease(run.checkpoints, own, most=most)
+    renew_lease(run.checkpoints, evaluation, most=most)
     try:
         code = start_run(start, plan, source)
     except BaseException:
-        release_pins(own)
+        release_pins(evaluation)
         raise
     if plan.config.cluster is not None and plan.config.launch == "slurm":
         # A job of the run that began meanwhile has seen no job of the follower.
-        renew_lease(run.checkpoints, own, most=most)
+        renew_lease(run.checkpoints, evaluation, most=most)
     else:
-        release_pins(own)
+        release_pins(evaluation)
         if code == EXIT_DONE:
-            answer(json.dumps(summary_of(own).as_json()))
+            answer(json.dumps(summary_of(evaluation).as_json()))
     return code
 
 
@@ -206,12 +206,12 @@ def generate(words: Sequence[str]) -> int:
     if arguments.tokenizer is not None:
         arguments.tokenizer = str(Path(arguments.tokenizer).resolve())
     checkpoint, run = find_saved(arguments.run, root=arguments.root)
-    how = {"seed": arguments.seed, "num_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
-    how |= {"top_k": arguments.top_k}
+    sampling = {"seed": arguments.seed, "num_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
+    sampling |= {"top_k": arguments.top_k}
     prompts = arguments.prompt or [""]
     plan = None
     if is_submitted:
-        texts = {"prompts": prompts, "tokenizer": arguments.tokenizer, **how}
+        texts = {"prompts": prompts, "tokenizer": arguments.tokenizer, **sampling}
         plan = plan_texts(
             run, checkpoint, texts, env=dict(os.environ), settings=settings, config_dir=arguments.config_dir
         )
@@ -242,5 +242,5 @@ def generate(words: Sequence[str]) -> int:
     model.load_state_dict(tensors)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     for prompt in prompts:
-        answer(prompt + continue_text(model, encoding, prompt, **how))
+        answer(prompt + continue_text(model, encoding, prompt, **sampling))
     return EXIT_DONE

@@ -227,8 +227,8 @@ def objective(run: RunDirectory, key: str | None) -> float:
     for name in (key,) if key is not None else ("eval_loss", "loss"):
         if isinstance(result.get(name), (int, float)):
             return float(result[name])
-    known = ", ".join(name for name, value in result.items() if isinstance(value, float)) or "no number"
+    numbers = ", ".join(name for name, value in result.items() if isinstance(value, float)) or "no number"
     raise RunError(
         f"{run.path} has no result {key or 'eval_loss'}",
-        hint=f"it has {known}; set sweep.objective" if result else "`status` and `logs` say why it ended",
+        hint=f"it has {numbers}; set sweep.objective" if result else "`status` and `logs` say why it ended",
     )

@@ -173,10 +173,10 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
     if done.returncode:
         # Our own error's line, else the last one: a traceback ends with what went wrong.
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return {"problem": f"the model cannot be measured here: {(own or lines or ['it says nothing'])[-1]}"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return {"problem": f"the model cannot be measured here: {(errors or lines or ['it says nothing'])[-1]}"}
+    measurement: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measurement
 
 
 def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
@@ -199,8 +199,8 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
             hint="give the memory of one device in GiB: plan --suggest 80",
         )
     world = plan_world(config, env)
-    num_legal, found = suggest_layouts(config, world, memory_bytes=int(float(memory) * 2**30))
-    if not found:
+    num_legal, estimates = suggest_layouts(config, world, memory_bytes=int(float(memory) * 2**30))
+    if not estimates:
         raise ConfigError(
             f"none of {num_legal} legal layouts of {world.size} ranks fits into {memory} GiB a device",
             hint="use more nodes, a smaller batch.local_size, or parallel.cpu_offload=true",
@@ -210,7 +210,7 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
         f"  {num_legal:,} legal layouts of {world.size:,} ranks; speed by a simple model: {machine}, "
         f"{BETWEEN_NODES / 1e9:.0f} GB/s between nodes"
     )
-    fastest = max(estimate.tokens_per_s for estimate in found if estimate.world == world)
+    fastest = max(estimate.tokens_per_s for estimate in estimates if estimate.world == world)
     rows = [
         (
             estimate.label,
@@ -219,7 +219,7 @@ def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
             share(estimate.tokens_per_s / fastest),
             estimate.words,
         )
-        for estimate in found
+        for estimate in estimates
     ]
     print(table(("WHAT", "NODES", "MEMORY", "SPEED", "WORDS"), rows))
     return 0
@@ -297,8 +297,8 @@ def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: P
     if as_json:
         print(json.dumps([option.as_json() for option in options], indent=2))
         return 0
-    known = dict.fromkeys(pace.source for pace in paces.values() if pace is not None)
-    pace = f"pace of {'; '.join(known)}, falling in proportion to the ranks" if known else "no pace is known"
+    sources = dict.fromkeys(pace.source for pace in paces.values() if pace is not None)
+    pace = f"pace of {'; '.join(sources)}, falling in proportion to the ranks" if sources else "no pace is known"
     note(f"  {pace}; {START_S:.0f} s assumed from a job's begin to its first step")
     note("  starts by `sbatch --test-only`: today's queue; each later job is taken to wait as long as the first")
     print(table(HEADER, rows_of(options), right=True))

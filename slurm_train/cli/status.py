@@ -79,10 +79,10 @@ def main(words: Sequence[str]) -> int:
     if arguments.watch is not None:
         surveyor = build_surveyor(os.environ)
         return watch(selection, surveyor, every_s=every_s, as_json=arguments.json, env=os.environ)
-    found = look_once(selection.subjects(), os.environ)
-    statuses = [status for status in found if selection.keeps(status)]
+    all_statuses = look_once(selection.subjects(), os.environ)
+    statuses = [status for status in all_statuses if selection.keeps(status)]
     if not statuses:
-        _note_nothing(selection, num_runs=len(found))
+        _note_nothing(selection, num_runs=len(all_statuses))
     if arguments.json:
         print(json.dumps([status.as_json() for status in statuses], indent=2))
     elif statuses:

@@ -126,7 +126,7 @@ class Painter:
 
     def _line(self, line: bytes) -> bytes:
         text = line.decode(errors="backslashreplace")
-        line = _HARMLESS.sub(lambda found: found[1] or printable(found[2]), text).encode()
+        line = _HARMLESS.sub(lambda match: match[1] or printable(match[2]), text).encode()
         if not self._in_colour:
             return line
         style = BOLD_RED if line.startswith(_ERRORS) else ""

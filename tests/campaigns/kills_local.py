@@ -159,7 +159,7 @@ class Life:
         self.seen.append(look(self.run))
         self.newest = max(self.newest, ended.visible)
         search = newest_verified(self.run.checkpoints)
-        found = search.found[1].step if search.found else 0
+        found = search.newest[1].step if search.newest else 0
         problems = [f"{one.path.name} was complete: {one.reason}" for one in search.passed_over]
         if found < self.newest:
             problems.append(f"checkpoint {self.newest} was complete, what verifies is {found}")

@@ -53,7 +53,7 @@ def test_the_fence_is_checked_right_before_the_rename(root, place):
     with pytest.raises(RunError, match="taken over"):
         place(fence=fence).commit(staging, manifest)
     assert seen == [staging.name] and (staging / "COMPLETE").exists()
-    assert newest_verified(root).found is None
+    assert newest_verified(root).newest is None
 
 
 @pytest.mark.parametrize("size", [23, None])
@@ -71,12 +71,12 @@ def test_a_claim_renames_what_holds_and_leaves_what_does_not(root, place):
     (damaged / "__1_0.distcp").write_bytes(b"x" * 24)
     stage(root, make_header(4))
     search = place(7).claim()
-    assert search.found is not None
-    assert search.found[0] == old.with_name(str(name_of(old)._replace(attempt=7)))
+    assert search.newest is not None
+    assert search.newest[0] == old.with_name(str(name_of(old)._replace(attempt=7)))
     assert [passed.path for passed in search.passed_over] == [damaged]
     assert owners(root) == [(3, 1), (2, 7), (1, 7)]
     assert not list(root.glob("*.tmp")), "an earlier attempt's staging directory is in the trash"
-    assert place(7).claim().found == search.found, "its own are not renamed again"
+    assert place(7).claim().newest == search.newest, "its own are not renamed again"
     with pytest.raises(CheckpointError, match=r"belongs to attempt 7, so attempt 4 cannot go on from it"):
         place(4).claim()
 
@@ -88,7 +88,7 @@ def test_one_that_was_passed_over_loses_its_name_before_its_step_is_saved_again(
     damaged = make_checkpoint(root, 3, attempt=owner)
     (damaged / "__1_0.distcp").write_bytes(b"x" * 24)
     own = place(2)
-    assert own.claim().found[1].step == 2
+    assert own.claim().newest[1].step == 2
     assert damaged.is_dir(), "an attempt that makes no step moves nothing"
     staging = own.begin(3)
     assert staging.name.endswith(".tmp")
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_an_earlier_attempt_moves_during_the_claim(root, place
     make_checkpoint(root, 1)
     path = make_checkpoint(root, 3)
     works = iter([lambda: place(2).claim_checkpoint(path) if late == "claimed" else shutil.rmtree(path)])
-    found = place(3, fence=lambda: next(works, lambda: None)() and None).claim().found
+    found = place(3, fence=lambda: next(works, lambda: None)() and None).claim().newest
     assert found is not None and name_of(found[0])[:2] == expected
 
 

@@ -150,7 +150,7 @@ def test_newest_that_verifies_wins_and_the_others_are_reported(root):
     (unmarked / "COMPLETE").unlink()
     os.utime(good, (0, 0))
     search = newest_verified(root)
-    assert search.found is not None and search.found[0] == good
+    assert search.newest is not None and search.newest[0] == good
     assert [item.path for item in search.passed_over] == [unmarked, damaged]
     assert "__1_0.distcp: 24 bytes with hash" in search.passed_over[1].reason
     assert newest_committed_step(root) == 2, "bytes are not read"

@@ -129,7 +129,7 @@ def test_an_error_of_the_file_system_is_named_and_the_previous_one_stays(root, m
     assert ("free space" in caught.value.hint) == (number != 5)
     assert list(root.iterdir()) == [old]
     monkeypatch.undo()
-    assert save(root, make_header(2)).path == newest_verified(root).found[0]
+    assert save(root, make_header(2)).path == newest_verified(root).newest[0]
 
 
 def test_a_failed_fsync_is_not_tried_again(root, monkeypatch):

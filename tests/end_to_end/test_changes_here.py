@@ -49,7 +49,7 @@ def test_a_run_goes_on_with_what_was_accepted_and_its_checkpoints_say_so(trained
     lines = [line for line in read_metrics(run.metrics) if "loss" in line]
     assert [(line["step"], line["world_size"]) for line in lines][-5:] == [(12, 2), *((n, 1) for n in range(13, 17))]
     assert [line["samples"] for line in lines][-1] == 256
-    found = newest_verified(run.checkpoints).found
+    found = newest_verified(run.checkpoints).newest
     assert found is not None
     assert found[1].extra["changes"] == [{"number": 1, "step": 12, "names": ["optim.weight_decay", "train.max_steps"]}]
     assert read_ledger(run)[-1]["accepted"] == ["optim.weight_decay", "train.max_steps"]
@@ -68,4 +68,4 @@ def test_weights_that_do_not_fit_are_refused_by_the_ranks(trained: tuple[Person,
     assert done.code == 2
     text = " do not fit the model as it is now: layers.0.bias 16 -> 8, layers.0.weight 16x8 -> 8x8"
     assert f"the weights in {checkpoint_of(run.checkpoints, 16).name}{text}" in done.err, done.err[-3000:]
-    assert newest_verified(run.checkpoints).found is not None
+    assert newest_verified(run.checkpoints).newest is not None

@@ -128,7 +128,7 @@ def bits(value: Any) -> Any:
 
 def end_of(path: Path) -> list[Any]:
     """Returns all of a run's last checkpoint, and its losses."""
-    found = newest_verified(path / "checkpoints").found
+    found = newest_verified(path / "checkpoints").newest
     assert found is not None
     tensors = tensor_shapes(found[0])
     load_tensors(found[0], tensors)

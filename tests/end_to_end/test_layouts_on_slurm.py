@@ -74,6 +74,6 @@ def test_a_preempted_run_of_three_kinds_of_parallelism_ends_as_an_undisturbed_on
     expected = wait_until_finished(undisturbed)
     for key in ("weights_digest", "eval_loss", "samples"):
         assert found[key] == expected[key]
-    newest = newest_verified(run.checkpoints).found
+    newest = newest_verified(run.checkpoints).newest
     assert newest is not None
     assert newest[1].mesh == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 2}

@@ -116,7 +116,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
         assert isinstance(outcome, CheckpointError)
         with pytest.raises(CheckpointError, match=words):
             raise outcome
-    found = newest_verified(tmp_path).found
+    found = newest_verified(tmp_path).newest
     assert found is not None and found[1].step == 5
     assert list(tmp_path.iterdir()) == [found[0]]
 

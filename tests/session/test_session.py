@@ -165,7 +165,7 @@ def test_a_save_is_durable_with_its_metrics_and_is_resumed_from(tmp_path: Path) 
     assert first_step_of(run, 1, default=-1) == 1
     with later.save(2) as folder:
         (folder / "model.txt").write_text("two")
-    found = newest_verified(run.checkpoints).found
+    found = newest_verified(run.checkpoints).newest
     assert found is not None and found[1].parent and found[1].attempt == 1
     # The attempt before it can save nothing any more.
     with pytest.raises(Exception, match="was overtaken by attempt 1"), mine.save(3) as folder:
@@ -180,7 +180,7 @@ def test_damage_means_the_checkpoint_before(tmp_path: Path, capsys: pytest.Captu
         with mine.save(step) as folder:
             (folder / "model.txt").write_text("x" * step)
     mine.close()
-    newest = newest_verified(run.checkpoints).found
+    newest = newest_verified(run.checkpoints).newest
     assert newest is not None
     (newest[0] / "model.txt").write_text("xy")
     checkpoint = join(run).newest()

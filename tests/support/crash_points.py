@@ -107,7 +107,7 @@ def verify_in_order(path: Path) -> Manifest:
 def save_over_passed_over(root: Path) -> Any:
     """Goes back behind the damaged checkpoint, and reaches its step again."""
     place = Place(root=root, attempt=1)
-    if place.claim(verify_in_order).found is None:
+    if place.claim(verify_in_order).newest is None:
         raise CheckpointError("none of them can be read", hint="as `choose_checkpoint` does")
     staging = place.begin(NEW)
     if parse_name(staging.name) is not None:
@@ -166,7 +166,7 @@ SCENES = (
         prepare=prepare_many,
         work=claim_all,
         may_find=frozenset({NEW}),
-        is_told=lambda search: search.found is not None,
+        is_told=lambda search: search.newest is not None,
     ),
     Scene(name="copy-from-node", prepare=prepare_on_node, work=copy_from_node),
 )
@@ -213,7 +213,7 @@ def power_lost_everywhere(scene: Scene, folder: Path) -> Iterator[Trial]:
 
 def found_step(root: Path) -> int | None:
     """Returns the step of the newest checkpoint that verifies."""
-    found = newest_verified(root).found
+    found = newest_verified(root).newest
     return None if found is None else found[1].step
 
 

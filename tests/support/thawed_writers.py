@@ -252,13 +252,13 @@ def _succeed(here: Stage, *, is_local: bool) -> Iterator[list[Path]]:
     yield []
     if is_local:
         here.node(2).claim_all()
-    found = here.place(2).claim().found
+    found = here.place(2).claim().newest
     assert found is not None, "it found no checkpoint to go on from"
     yield [path for path in list_checkpoints(here.root) if name_of(path).attempt == 2]
     saved = save_local(here, 2) if is_local else save(here, 2)
     kept = [path for path in list_checkpoints(here.root) if name_of(path).attempt == 2]
     yield [*kept, *(path for path in list_checkpoints(here.node(2).root) if name_of(path).attempt == 2)]
-    newest = newest_verified(here.root).found
+    newest = newest_verified(here.root).newest
     assert newest is not None, "no checkpoint verifies"
     assert newest[0] == saved or name_of(newest[0]).step > NEW, f"the newest is {newest[0].name}, not {saved.name}"
 

@@ -107,7 +107,7 @@ def digest_of(run: Path) -> str:
 
 def weights_of(run: Path) -> dict[str, Any]:
     """Returns the weights in the newest checkpoint, which is that of the last step."""
-    found = newest_verified(run / "checkpoints").found
+    found = newest_verified(run / "checkpoints").newest
     assert found is not None and found[1].step == steps_of(run)[-1]["step"]
     empty = {name.removeprefix("model."): t for name, t in tensor_shapes(found[0]).items() if name.startswith("model.")}
     load_tensors(found[0], {"model": empty})

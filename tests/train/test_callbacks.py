@@ -56,14 +56,14 @@ def told(run: Path, rank: int) -> list[list[Any]]:
 
 def state_of(run: Path, name: str) -> dict[str, Any]:
     """Returns what the newest checkpoint has of a callback, without its tensors."""
-    found = newest_verified(run / "checkpoints").found
+    found = newest_verified(run / "checkpoints").newest
     assert found is not None
     state: dict[str, Any] = (load_rank_state(found[0], 0) or {})["callbacks"][name]
     return state
 
 
 def averages_of(run: Path) -> dict[str, torch.Tensor]:
-    found = newest_verified(run / "checkpoints").found
+    found = newest_verified(run / "checkpoints").newest
     assert found is not None
     return read_model(found[0], averaged=True)[1]
 

@@ -59,7 +59,7 @@ def trained(folder: Path, ranks: int, **sections: Any) -> dict[str, torch.Tensor
     run_to_end(folder, config, ranks=ranks, code=75 if is_stopped else 0)
     if is_stopped:
         run_to_end(folder, config, ranks=ranks, attempt=1)
-    found = newest_verified(folder / "checkpoints").found
+    found = newest_verified(folder / "checkpoints").newest
     assert found is not None and found[1].step == looked_at.STEPS
     return read_model(found[0])[1]
 

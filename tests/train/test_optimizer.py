@@ -213,7 +213,7 @@ def test_any_optimizer_is_resumed_bit_for_bit(tmp_path: Path, name: str, layout:
 @pytest.mark.distributed
 def test_a_checkpoint_without_what_an_optimizer_keeps_now_is_refused(tmp_path: Path) -> None:
     run_to_end(tmp_path, config_of(optim={"_target_": "torch.optim.SGD"}))
-    found = newest_verified(tmp_path / "checkpoints").found
+    found = newest_verified(tmp_path / "checkpoints").newest
     assert found is not None
     weights = weights_of(tmp_path)
     require_fit(found[0], weights, kept={name: {} for name in weights})

@@ -307,7 +307,7 @@ def test_a_damaged_checkpoint_that_was_passed_over_is_saved_again(tmp_path: Path
     data.write_bytes(data.read_bytes()[:-1] + b"?")
     text = run_to_end(run.path, config)
     assert f"passed over {damaged.name}" in text and f"resuming from {older.name}" in text
-    found = newest_verified(run.checkpoints).found
+    found = newest_verified(run.checkpoints).newest
     assert found is not None and found[1].step == 8
     assert found[1].parent == name_of(older).save_id, "it says what it was trained from"
     assert (run.checkpoints / f"passed_over_{damaged.name}").is_dir(), "a person can still look at it"
