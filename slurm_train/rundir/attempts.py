@@ -83,10 +83,11 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
     _discard_prepared_results(run, below=attempt)
     make_folder(run.attempt_logs(attempt))
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts}
-    if changes := read_changes(run):
+    changes = read_changes(run)
+    if changes:
         # The accepted changes that this attempt is the first to carry.
-        known = max((int(entry.get("changes", 0)) for entry in read_ledger(run)), default=0)
-        fresh = [name for change in changes if change.number > known for name in change.names]
+        last_carried = max((int(entry.get("changes", 0)) for entry in read_ledger(run)), default=0)
+        fresh = [name for change in changes if change.number > last_carried for name in change.names]
         line |= {"changes": changes[-1].number, **({"accepted": fresh} if fresh else {})}
     append_line(run.attempts, line, durable=True)
     return attempt
@@ -336,8 +337,8 @@ def begin_round(run: RunDirectory, start: AttemptStart, *, first: int | None) ->
         if (newest := max(existing_attempts(run))) > previous:
             raise overtaken(run, previous, newest)
         _close_round(run, previous, start.first_committed)
-        known = read_json(run.epochs / f"attempt_{first}") or {}
-        start = replace(start, job_id=known.get("job_id"), restart_count=int(known.get("restart_count", 0)))
+        facts = read_json(run.epochs / f"attempt_{first}") or {}
+        start = replace(start, job_id=facts.get("job_id"), restart_count=int(facts.get("restart_count", 0)))
     else:
         for entry in read_ledger(run):
             if entry.get("job_id") is None:

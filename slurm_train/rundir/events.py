@@ -227,12 +227,12 @@ def errors_of(findings: Sequence[Finding]) -> list[Finding]:
 
 def bad_nodes_of(findings: Sequence[Finding]) -> dict[str, str]:
     """Returns the nodes without which it might have gone well, each with its code and what was seen."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for finding in errors_of(findings):
         if finding.blames_node:
             for node in finding.node.split(", "):
-                found.setdefault(node, f"{finding.code}: {finding.seen}")
-    return found
+                reasons.setdefault(node, f"{finding.code}: {finding.seen}")
+    return reasons
 
 
 BAD_NODES_FILE = "bad_nodes.jsonl"
@@ -258,16 +258,16 @@ def list_file(run: RunDirectory) -> Path:
     return run.path.parent.parent / BAD_NODES_FILE
 
 
-def add_bad_nodes(run: RunDirectory, found: Mapping[str, str], *, hours: float, now_unix_s: float) -> None:
+def add_bad_nodes(run: RunDirectory, reasons: Mapping[str, str], *, hours: float, now_unix_s: float) -> None:
     """Lists nodes.
 
     Args:
         run: the run that has found them.
-        found: node -> why.
+        reasons: node -> why.
         hours: for how long; 0: not at all.
         now_unix_s: seconds since 1970.
     """
-    for node, why in found.items() if hours > 0 else ():
+    for node, why in reasons.items() if hours > 0 else ():
         _list_node(run, BadNode(node=node, why=why, until_unix_s=now_unix_s + 3600 * hours), now_unix_s)
 
 
@@ -286,12 +286,12 @@ def _list_node(run: RunDirectory, bad: BadNode, now_unix_s: float) -> None:
 
 def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     """Returns the nodes that are on the list now, the last line about each counting."""
-    found: dict[str, BadNode] = {}
+    by_node: dict[str, BadNode] = {}
     with contextlib.suppress(OSError):
         # Several users may keep their runs below one root; what others write there keeps nobody off a node.
         lines = read_shared(list_file(run), owners=trusted_owners())
-        found = {bad.node: bad for bad in to_records(BadNode, lines)}
-    return [bad for bad in found.values() if bad.until_unix_s > now_unix_s]
+        by_node = {bad.node: bad for bad in to_records(BadNode, lines)}
+    return [bad for bad in by_node.values() if bad.until_unix_s > now_unix_s]
 
 
 GPU_MEMORY = re.compile(r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memory")

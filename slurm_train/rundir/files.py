@@ -206,8 +206,8 @@ def change_times(paths: Iterable[Path]) -> dict[Path, float]:
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return None
 
-    found = list(paths)
-    return {path: time for path, time in zip(found, for_each(time_of, found), strict=True) if time is not None}
+    all_paths = list(paths)
+    return {path: time for path, time in zip(all_paths, for_each(time_of, all_paths), strict=True) if time is not None}
 
 
 def size_of(path: Path) -> int:
@@ -347,10 +347,10 @@ def read_record(path: Path, kind: type[R]) -> R | None:
 def to_record(kind: type[R], value: Any) -> R | None:
     """Returns a JSON value as a dataclass, None where it is no such record; NaN and infinity are no numbers."""
     try:
-        found: R = _decode(kind, value)
+        record: R = _decode(kind, value)
     except (TypeError, ValueError, KeyError, OverflowError):
         return None
-    return found
+    return record
 
 
 def to_records(kind: type[R], values: Iterable[Any]) -> list[R]:
@@ -421,17 +421,17 @@ def for_each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     Raises:
         Exception: what one of them raised.
     """
-    found = list(items)
+    values = list(items)
 
     def work_on(part: Sequence[T]) -> list[R]:
         return [work(value) for value in part]
 
-    if len(found) < _MANY_FILES:
-        return work_on(found)
+    if len(values) < _MANY_FILES:
+        return work_on(values)
     from concurrent.futures import ThreadPoolExecutor
 
-    size = -(-len(found) // _MANY_FILES)
-    parts = [found[start : start + size] for start in range(0, len(found), size)]
+    size = -(-len(values) // _MANY_FILES)
+    parts = [values[start : start + size] for start in range(0, len(values), size)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(itertools.chain.from_iterable(pool.map(work_on, parts)))
 

@@ -79,8 +79,9 @@ def _unlisted(run: RunDirectory, listed: Iterable[str]) -> list[JobRecord]:
         names = {name for name in os.listdir(run.jobs) if name[0].isdigit()} - set(listed)  # noqa: PTH208  # 10x
     except FileNotFoundError:
         return []
-    found = [entry for name in names if (entry := read_record(run.jobs / name, JobRecord)) is not None]
-    return sorted(found, key=lambda entry: entry.submit_time_unix_s)
+    records = [read_record(run.jobs / name, JobRecord) for name in names]
+    entries = [record for record in records if record is not None]
+    return sorted(entries, key=lambda entry: entry.submit_time_unix_s)
 
 
 def record_job(

@@ -43,14 +43,14 @@ def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
     """
     run = RunDirectory(folder / full_hash[:ID_DIGITS])
     try:
-        found = (read_json(run.plan) or {}).get("config_hash")
+        other_hash = (read_json(run.plan) or {}).get("config_hash")
     except OSError:
         # What is in the way is reported when the run directory is made.
         return run
     # A run whose settings were changed on purpose has a hash that its id is not the beginning of.
-    if found is not None and str(found).startswith(run.run_id) and found != full_hash:
+    if other_hash is not None and str(other_hash).startswith(run.run_id) and other_hash != full_hash:
         raise ConfigError(
-            f"{run.path} is another training, whose id is the same by chance (hashes {found}, {full_hash})",
+            f"{run.path} is another training, whose id is the same by chance (hashes {other_hash}, {full_hash})",
             hint="give this one another name: run.name=NAME",
         )
     return run
@@ -78,7 +78,7 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
         raise RunError(f"you may not see the runs below {root}: {closed}", hint=_ASK_OWNER)
     if not words:
         return runs
-    found: list[RunDirectory] = []
+    named_runs: list[RunDirectory] = []
     for word in words:
         matches = [run for run in runs if _matches(run, word)] or _by_path(word)
         if not matches:
@@ -87,8 +87,8 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
             hint += f"; folders that you may not enter: {closed}" if closed else ""
             raise RunError(f"no run matches {word!r} below {root}", hint=hint)
         _require_clear(word, matches)
-        found += [run for run in matches if run not in found]
-    return found
+        named_runs += [run for run in matches if run not in named_runs]
+    return named_runs
 
 
 # A job id, a run id or a sweep id (or its beginning), NAME/ID. A name alone may mean something else in each folder.
@@ -98,9 +98,9 @@ _ID = re.compile(r"\d+(?:_\d+)?|(?:[^/]+/)?[0-9a-f]{4,}")
 def _roots_file(env: Mapping[str, str]) -> Path:
     home = env.get("HOME", "/")
     # Whoever has no home of their own, as in containers, has "/": nothing is read or written there.
-    own = f"{home}/.local/state" if home != "/" else os.devnull
+    default_state = f"{home}/.local/state" if home != "/" else os.devnull
     state = env.get("XDG_STATE_HOME", "")
-    return Path(state if state.startswith("/") else own) / "slurm-train" / "roots.jsonl"
+    return Path(state if state.startswith("/") else default_state) / "slurm-train" / "roots.jsonl"
 
 
 def remember_root(root: Path, env: Mapping[str, str]) -> None:
@@ -120,11 +120,11 @@ def known_roots(env: Mapping[str, str]) -> list[Path]:
         # XDG_STATE_HOME may lie where others make files as well.
         if file.lstat().st_uid not in trusted_owners():
             return []
-        known = list(dict.fromkeys(str(line.get("root")) for line in read_lines(file)))
+        roots = list(dict.fromkeys(str(line.get("root")) for line in read_lines(file)))
     except OSError:
         return []
-    there = [root for root in known if os.path.isdir(root)]  # noqa: PTH112  # Path.is_dir may raise
-    if there != known:
+    there = [root for root in roots if os.path.isdir(root)]  # noqa: PTH112  # Path.is_dir may raise
+    if there != roots:
         with contextlib.suppress(OSError):
             write_atomic(file, "".join(json.dumps({"root": root}) + "\n" for root in there), durable=False)
     return [Path(root) for root in there]

@@ -134,8 +134,9 @@ def kernel_variables(env: Mapping[str, str], *, instead: Path) -> dict[str, str]
     temporary = Path(tempfile.gettempdir())
     variables: dict[str, str] = {}
     # What this function has set elsewhere came along with a job that a rank has submitted.
-    own = re.compile(rf"/slurm_train-{os.geteuid()}(?:\.[0-9a-f]+)?/kernels-")
-    if unset := [name for name in _FOLDERS if name not in env or own.search(env[name])]:
+    pattern = re.compile(rf"/slurm_train-{os.geteuid()}(?:\.[0-9a-f]+)?/kernels-")
+    unset = [name for name in _FOLDERS if name not in env or pattern.search(env[name])]
+    if unset:
         try:
             folder = open_private(temporary, f"kernels-{_boot_id()}", key="TMPDIR")
         except (RunError, OSError):

@@ -263,8 +263,8 @@ class CheckpointName(NamedTuple):
 def parse_name(name: str) -> CheckpointName | None:
     """Reads a checkpoint's directory name; None for any other name."""
     match = _CHECKPOINT.fullmatch(name)
-    found = CheckpointName(int(match[1]), int(match[2]), match[3]) if match else None
-    return found if str(found) == name else None
+    checkpoint = CheckpointName(int(match[1]), int(match[2]), match[3]) if match else None
+    return checkpoint if str(checkpoint) == name else None
 
 
 def name_of(path: Path) -> CheckpointName:
@@ -323,8 +323,8 @@ def require_private(run: RunDirectory) -> None:
         RunError: naming the place, its owner and its mode.
     """
     folders = [*_code(run), run.compile_cache, run.epochs, run.logs, run.checkpoints]
-    own = [run.path, *folders, run.config, run.plan, run.submit_script]
-    for path in (entry for entry in own if os.path.lexists(entry)):
+    entries = [run.path, *folders, run.config, run.plan, run.submit_script]
+    for path in (entry for entry in entries if os.path.lexists(entry)):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted_owners() or _is_open(status):
             raise _refusal(path, status, "another user could have written what would run in your name")

@@ -83,13 +83,15 @@ def num_recorded(follower: RunDirectory) -> int:
 
 def scores_that_count(run: RunDirectory) -> list[Score]:
     """Returns the scores of a run from all its followers, by step, without those of a past that the run has left."""
-    found = [score for follower in list_followers(run) for score in read_scores(follower).values() if score.values]
-    if not found:
+    scores = list[Score]()
+    for follower in list_followers(run):
+        scores += [score for score in read_scores(follower).values() if score.values]
+    if not scores:
         return []
     line = read_line(run)
     kept = [
         score
-        for score in found
+        for score in scores
         if not line or is_on_line(line, attempt=score.attempt, parent=score.parent, step=score.step)
     ]
     return sorted(kept, key=lambda score: score.step)
@@ -111,12 +113,12 @@ class Scored(NamedTuple):
 
 def values_of(run: RunDirectory, measure: str) -> list[Scored]:
     """Returns the finite values of a measure by step, of scores that count."""
-    found = []
+    values = []
     for score in scores_that_count(run):
         value = score.values.get(measure)
         if value is not None:
-            found.append(Scored(score.save_id, score.step, value))
-    return found
+            values.append(Scored(score.save_id, score.step, value))
+    return values
 
 
 def best_first(run: RunDirectory, *, measure: str, mode: str) -> list[Scored]:

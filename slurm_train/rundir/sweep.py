@@ -94,14 +94,14 @@ class SweepDirectory:
 
 def existing_arrays(sweep: SweepDirectory) -> list[ArrayDirectory]:
     """Returns the arrays on disk, oldest first."""
-    found = [ArrayDirectory(path) for path in listed(sweep.arrays) if re.fullmatch(r"\d{3,}", path.name)]
-    return sorted(found, key=lambda array: array.number)
+    arrays = [ArrayDirectory(path) for path in listed(sweep.arrays) if re.fullmatch(r"\d{3,}", path.name)]
+    return sorted(arrays, key=lambda array: array.number)
 
 
 def array_job_id(array: ArrayDirectory) -> str | None:
     """Returns the job id of an array, None where none is on record."""
-    found = (read_json(array.job) or {}).get("job_id")
-    return None if found is None else str(found)
+    job_id = (read_json(array.job) or {}).get("job_id")
+    return None if job_id is None else str(job_id)
 
 
 def read_runs(array: ArrayDirectory) -> list[RunDirectory]:
@@ -201,18 +201,18 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
         return SweepDirectory(typed_root(real.parent.parent) / real.parent.name / real.name)
     sweeps = list_sweeps(root)
     short = word.removeprefix("sweeps/")
-    found = [sweep for sweep in sweeps if len(short) >= 4 and sweep.sweep_id.startswith(short)]
-    if len(found) > 1:
-        ids = ", ".join(sorted(sweep.sweep_id for sweep in found))
+    matches = [sweep for sweep in sweeps if len(short) >= 4 and sweep.sweep_id.startswith(short)]
+    if len(matches) > 1:
+        ids = ", ".join(sorted(sweep.sweep_id for sweep in matches))
         raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
-    if not found and word.isdigit():
-        found = [sweep for sweep in sweeps if any(array_job_id(array) == word for array in existing_arrays(sweep))]
-    for path in listed(typed_root(root) / "sweeps") if not found and len(short) >= 4 else ():
+    if not matches and word.isdigit():
+        matches = [sweep for sweep in sweeps if any(array_job_id(array) == word for array in existing_arrays(sweep))]
+    for path in listed(typed_root(root) / "sweeps") if not matches and len(short) >= 4 else ():
         is_closed = not os.access(path, os.X_OK) or (path / "sweep.jsonl").exists()
         if path.name.startswith(short) and is_closed:
             hint = "ask its owner: run.share=group shares new sweeps, chmod -R g+rX an old one"
             raise RunError(f"sweep {path} is not yours, and you may not read it", hint=hint)
-    return found[0] if found else _sweep_with_name(typed_root(root) / word, sweeps)
+    return matches[0] if matches else _sweep_with_name(typed_root(root) / word, sweeps)
 
 
 def sweeps_named(root: Path, name: str) -> list[SweepDirectory]:

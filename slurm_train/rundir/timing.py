@@ -205,8 +205,8 @@ _LEAST_LEAD_S = 10.0
 
 def read_measured(run: RunDirectory) -> Spent | None:
     """Returns the sums of the newest attempt that has saved, which measured what a stop takes; None if none has."""
-    found = (read_record(run.account(attempt), Spent) for attempt in reversed(existing_attempts(run)))
-    return next((spent for spent in found if spent is not None and spent.longest_save_s > 0), None)
+    accounts = (read_record(run.account(attempt), Spent) for attempt in reversed(existing_attempts(run)))
+    return next((spent for spent in accounts if spent is not None and spent.longest_save_s > 0), None)
 
 
 def lead_s(measured: Spent | None, *, limit_s: float | None) -> float:

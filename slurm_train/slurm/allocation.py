@@ -188,9 +188,9 @@ def _listed(env: Mapping[str, str], parse: Callable[[str], list[_Item]], *names:
         raise ClusterError(f"{name}: {err.message}", hint=err.hint) from err
 
 
-def _disagrees(name: str, value: int | str, found: str) -> ClusterError:
+def _disagrees(name: str, value: int | str, expected: str) -> ClusterError:
     return ClusterError(
-        f"{name}={value} does not fit the step's {found}",
+        f"{name}={value} does not fit the step's {expected}",
         hint="unset SLURM_* variables left over from another job, and start the process with srun",
     )
 

@@ -322,8 +322,8 @@ class SlurmCommands:
 
     def show_partitions(self) -> list[dict[str, str]]:
         """Returns the fields of every partition that this user can see, see `show_partition`."""
-        found = records.parse_records(self._run(["scontrol", "show", "partition"]))
-        return [fields for fields in found if fields.get("PartitionName")]
+        partitions = records.parse_records(self._run(["scontrol", "show", "partition"]))
+        return [fields for fields in partitions if fields.get("PartitionName")]
 
     def show_qos(self, name: str) -> Qos | None:
         """Returns a QOS; None where accounting does not know it, or there is none."""

@@ -150,11 +150,11 @@ def check_env_value(value: str) -> str:
     return shlex.quote(value)
 
 
-def _check_printable(value: str, what: str) -> None:
+def _check_printable(value: str, kind: str) -> None:
     for position, character in enumerate(value, start=1):
         if not character.isprintable():
             name = _CHARACTERS.get(character, f"U+{ord(character):04X}")
             raise ConfigError(
-                f"{name} at character {position} of {value[:80]!r} cannot be in {what}'s value",
+                f"{name} at character {position} of {value[:80]!r} cannot be in {kind}'s value",
                 hint="remove it: only printable characters reach the batch script",
             )

@@ -109,7 +109,7 @@ def parse_sinfo(text: str) -> list[Partition]:
             f"sinfo printed no partition, but {text.strip()[:200]!r}",
             hint=f"run sinfo -h -e -o '{SINFO_FORMAT}' by hand and report what it prints",
         )
-    found = []
+    partitions = []
     for name, lines in rows.items():
         _, starred, state, _, job_size, max_time, default_time, *_ = lines[0]
         most = job_size.rpartition("-")[2]
@@ -126,7 +126,7 @@ def parse_sinfo(text: str) -> list[Partition]:
                 state=node_state,
             )
             groups += [group] if group.num_nodes else []
-        found.append(
+        partitions.append(
             Partition(
                 name=name,
                 is_default=starred == f"{name}*",
@@ -137,7 +137,7 @@ def parse_sinfo(text: str) -> list[Partition]:
                 groups=tuple(groups),
             )
         )
-    return found
+    return partitions
 
 
 def chosen_partitions(asked: str, partitions: Sequence[Partition]) -> list[Partition]:
@@ -327,8 +327,8 @@ def return_in_words(preemption: Preemption | None) -> str:
         preemption: None if not known.
     """
     # JobRequeue=0 is a default only: every script says --requeue.
-    known = "what happens on preemption is not known" if preemption is None else preemption.in_words
-    return f"requeue, same job id; {known}"
+    at_preemption = "what happens on preemption is not known" if preemption is None else preemption.in_words
+    return f"requeue, same job id; {at_preemption}"
 
 
 def read_preemption(settings: Mapping[str, str], *, qos: Qos | None, partition: Mapping[str, str]) -> Preemption:
@@ -340,20 +340,22 @@ def read_preemption(settings: Mapping[str, str], *, qos: Qos | None, partition: 
         partition: the job's partition by scontrol's names, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE"}.
     """
     by: Literal["nobody", "qos", "partition"] = "nobody"
-    own = ""
+    own_mode = ""
     grace_s = None
     if settings.get("PreemptType") == "preempt/qos":
         by = "qos"
-        own, grace_s = ("", None) if qos is None else (qos.preempt_mode.upper(), qos.grace_s)
+        if qos is not None:
+            own_mode = qos.preempt_mode.upper()
+            grace_s = qos.grace_s
     elif settings.get("PreemptType") == "preempt/partition_prio":
         by = "partition"
-        own = partition.get("PreemptMode", "").upper()
+        own_mode = partition.get("PreemptMode", "").upper()
         grace_s = duration_s(partition.get("GraceTime", ""))
-    mode = own if own not in ("", "CLUSTER") else settings.get("PreemptMode", "").upper()
+    mode = own_mode if own_mode not in ("", "CLUSTER") else settings.get("PreemptMode", "").upper()
     return Preemption(
         by=by,
         mode=mode if by != "nobody" and mode else "OFF",
-        grace_s=0.0 if by == "nobody" or own in ("OFF", "SUSPEND") else grace_s,
+        grace_s=0.0 if by == "nobody" or own_mode in ("OFF", "SUSPEND") else grace_s,
         kill_wait_s=duration_s(settings.get("KillWait", "")),
     )
 
@@ -504,7 +506,7 @@ def _subjects_of(lines: list[str]) -> list[str]:
     text = "\n".join(lines)
     flags = list(dict.fromkeys(match["name"] for match in _LONG_FLAG.finditer(text)))
     flags += [match["name"] for match in _SHORT_FLAG.finditer(text)]
-    known = [_OF_FLAG[flag] for flag in flags if flag in _OF_FLAG]
-    words = "\n".join([_LONG_FLAG.sub("", text), *known])
+    flag_words = [_OF_FLAG[flag] for flag in flags if flag in _OF_FLAG]
+    words = "\n".join([_LONG_FLAG.sub("", text), *flag_words])
     subjects = [subject for pattern, subject in _SUBJECTS.items() if re.search(pattern, words, re.IGNORECASE)]
     return subjects + [f"--{flag} (cluster.sbatch.{flag})" for flag in flags if flag not in _OF_FLAG]

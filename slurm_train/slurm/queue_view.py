@@ -153,11 +153,11 @@ class QueueView:
         if not job_ids or now_s < self._account_pace.due_s:
             return False
         try:
-            found = self._commands.accounted(sorted(job_ids))
+            jobs = self._commands.accounted(sorted(job_ids))
         except ClusterError:
             self._account_pace.unanswered(self._clock())
             return False
         self._account_pace.answered(self._clock(), took_s=self._clock() - now_s)
-        self._accounted |= found
-        self._jobs = {job_id: job for job_id, job in self._jobs.items() if job_id not in found}
+        self._accounted |= jobs
+        self._jobs = {job_id: job for job_id, job in self._jobs.items() if job_id not in jobs}
         return True

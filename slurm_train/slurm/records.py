@@ -141,22 +141,22 @@ def parse_sacct(text: str) -> dict[str, JobState]:
 
 
 def _parse_jobs(text: str, *, source: str, num_fields: int) -> dict[str, JobState]:
-    found: dict[str, JobState] = {}
+    jobs: dict[str, JobState] = {}
     for row in split_rows(text, num_fields):
         word = row[1]
         reason, nodelist, start, end, partition, *exit_code = map(_known, row[2:])
         # "12+0" leads a heterogeneous job, whose id is 12; "12+1" and on are its other components.
         job_ids, _, component = row[0].partition("+")
         if component not in ("", "0"):
-            if job_ids in found:
-                nodes = filter(None, (found[job_ids].nodelist, nodelist))
-                found[job_ids] = replace(found[job_ids], nodelist=",".join(nodes))
+            if job_ids in jobs:
+                nodes = filter(None, (jobs[job_ids].nodelist, nodelist))
+                jobs[job_ids] = replace(jobs[job_ids], nodelist=",".join(nodes))
             continue
         # Of an ended job sacct keeps why it once waited, which explains nothing.
         if source == "sacct" and phase_of(word) is not Phase.QUEUED:
             reason = ""
         for job_id in expand_array_id(job_ids):
-            found[job_id] = JobState(
+            jobs[job_id] = JobState(
                 job_id=job_id,
                 word=word,
                 source=source,
@@ -167,7 +167,7 @@ def _parse_jobs(text: str, *, source: str, num_fields: int) -> dict[str, JobStat
                 partition=partition,
                 exit_code="".join(exit_code),
             )
-    return found
+    return jobs
 
 
 def unreadable_line(text: str, asked: Sequence[str], *, num_fields: int) -> str:
@@ -195,8 +195,8 @@ def parse_queue(text: str, asked: Sequence[str]) -> tuple[dict[str, JobState], d
     """
     rows = split_rows(text, QUEUE_FORMAT.count("|") + 1)
     numbers = {_array_number(job_id) for job_id in asked}
-    own = ("|".join(row) for _, *row in rows if _array_number(row[0]) in numbers)
-    jobs = only_asked(asked, parse_squeue("\n".join(own)))
+    asked_lines = ("|".join(row) for _, *row in rows if _array_number(row[0]) in numbers)
+    jobs = only_asked(asked, parse_squeue("\n".join(asked_lines)))
     line: list[tuple[tuple[int, int], set[str], str, int]] = []  # place, partitions, job or array, number of jobs
     for priority, job_ids, word, reason, *_, partitions in rows:
         number = _array_number(job_ids)
@@ -224,10 +224,10 @@ def _num_elements(job_ids: str) -> int:
         return 1
 
 
-def only_asked(asked: Sequence[str], found: Mapping[str, T]) -> dict[str, T]:
+def only_asked(asked: Sequence[str], jobs: Mapping[str, T]) -> dict[str, T]:
     """Returns those of the jobs that were asked for, also by the id of their array."""
     wanted = set(asked)
-    return {key: job for key, job in found.items() if key in wanted or key.partition("_")[0] in wanted}
+    return {key: job for key, job in jobs.items() if key in wanted or key.partition("_")[0] in wanted}
 
 
 def expand_array_id(text: str) -> list[str]:
@@ -299,7 +299,7 @@ def parse_queue_record(text: str) -> dict[str, str]:
 
 def parse_records(text: str) -> list[dict[str, str]]:
     """Returns the fields of each record in the output of `scontrol show job` or `show partition`."""
-    found = []
+    records = []
     for block in text.strip().split("\n\n"):
         fields: dict[str, str] = {}
         lines = block.splitlines()
@@ -315,8 +315,8 @@ def parse_records(text: str) -> list[dict[str, str]]:
                 if is_free:
                     break
         if fields:
-            found.append(fields)
-    return found
+            records.append(fields)
+    return records
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -432,8 +432,9 @@ def violent_end(text: str) -> str:
         text: what srun and the supervisor have written about a step.
     """
     for pattern in _STEP_ERRORS:
-        if found := re.search(pattern, text):
-            return found[1].replace("Node failure", "node failure")
+        error = re.search(pattern, text)
+        if error:
+            return error[1].replace("Node failure", "node failure")
     for match in _TASK_ERROR.finditer(text):
         if match["what"].startswith(_BY_SIGNAL):
             word = "ranks" if "," in match["tasks"] or "-" in match["tasks"] else "rank"
@@ -591,12 +592,13 @@ def _explain_limit(code: str) -> str:
         return ""
     owner = _OWNERS[match["owner"]]
     word = match["what"].upper()
-    what = _WHAT.get(word) or _WHAT[word.removesuffix("S")]
-    what = f"minutes of {what}" if match["time"] else what
+    resource = _WHAT.get(word) or _WHAT[word.removesuffix("S")]
+    if match["time"]:
+        resource = f"minutes of {resource}"
     if match["kind"] == "Min":
-        return f"asks for less than the {what} that {owner} wants"
+        return f"asks for less than the {resource} that {owner} wants"
     if match["scope"] in ("PerJob", "PerNode") or match["what"] == "WallDuration":
         place = _SCOPES["PerNode"] if match["scope"] == "PerNode" else " for one job"
-        return f"asks for more {what} than {owner} allows{place}, so it will not start as it is"
+        return f"asks for more {resource} than {owner} allows{place}, so it will not start as it is"
     scope = " of all jobs together" if match["kind"] == "Grp" else _SCOPES[match["scope"]]
-    return f"{owner}'s limit on {what}{scope} is reached"
+    return f"{owner}'s limit on {resource}{scope} is reached"

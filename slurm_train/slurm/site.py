@@ -60,11 +60,11 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
     """
     problems: list[str] = []
 
-    def ask(what: str, question: Callable[[], T]) -> T | None:
+    def ask(subject: str, question: Callable[[], T]) -> T | None:
         try:
             return question()
         except ClusterError as err:
-            problems.append(f"{what}: {err.message}")
+            problems.append(f"{subject}: {err.message}")
             return None
 
     settings = ask("settings", commands.show_config) or {}
@@ -87,10 +87,10 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
 def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:
     """Returns what a preemption does to a job of a QOS and a partition; nothing if no job can preempt it."""
     record = facts.record(partition)
-    found = facts.qos_named(qos)
-    preemption = read_preemption(facts.settings, qos=found, partition=record)
+    named_qos = facts.qos_named(qos)
+    preemption = read_preemption(facts.settings, qos=named_qos, partition=record)
     nobody = Preemption(by="nobody", mode="OFF", grace_s=0.0, kill_wait_s=preemption.kill_wait_s)
-    if preemption.by == "qos" and found is not None and not preempting_qos(facts, qos):
+    if preemption.by == "qos" and named_qos is not None and not preempting_qos(facts, qos):
         return nobody
     return nobody if preemption.by == "partition" and record and not _higher_partitions(facts, record) else preemption
 
@@ -144,10 +144,10 @@ def default_qos(facts: SiteFacts, partition: str, *, account: str | None = None)
         for association in facts.associations
         if association.account == account and association.partition in (partition, "")
     ]
-    own = max(mine, key=lambda record: bool(record.partition), default=None)
-    if own is not None and (own.default_qos or len(own.qos) == 1):
-        return own.default_qos or own.qos[0]
-    may_be_normal = own is None or not own.qos or "normal" in own.qos
+    association = max(mine, key=lambda record: bool(record.partition), default=None)
+    if association is not None and (association.default_qos or len(association.qos) == 1):
+        return association.default_qos or association.qos[0]
+    may_be_normal = association is None or not association.qos or "normal" in association.qos
     return "normal" if may_be_normal and facts.qos_named("normal") is not None else ""
 
 
@@ -158,8 +158,8 @@ def default_cpus_per_gpu(record: Mapping[str, str], settings: Mapping[str, str])
         record: scontrol's fields of the partition, which win.
         settings: `scontrol show config`.
     """
-    own = number_or_none(pairs_of(record, "JobDefaults").get("DefCpuPerGPU"))
-    return own or number_or_none(pairs_of(settings, "JobDefaults").get("DefCpuPerGPU"))
+    partition_default = number_or_none(pairs_of(record, "JobDefaults").get("DefCpuPerGPU"))
+    return partition_default or number_or_none(pairs_of(settings, "JobDefaults").get("DefCpuPerGPU"))
 
 
 def cpus_for_jobs(node: NodeGroup, record: Mapping[str, str]) -> int:

@@ -68,11 +68,11 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
     holders = {run: read_holder(run.lock) for run in runs}
     may_have_jobs = has_slurm and any(run.submit_script.exists() for run in runs)
     scripts = commands.own_scripts() if may_have_jobs else {}
-    found = jobs_by_script(runs, scripts)
+    by_script = jobs_by_script(runs, scripts)
     ids = {
         run: [
             job_id
-            for job_id in _job_ids(run, holders[run], found.get(run, ()))
+            for job_id in _job_ids(run, holders[run], by_script.get(run, ()))
             if not is_of_another_run(scripts.get(job_id, ""), run)
         ]
         for run in runs
@@ -112,10 +112,10 @@ def _is_active(job_id: str, states: Mapping[str, JobState]) -> bool:
     return job_id in states and states[job_id].is_active
 
 
-def _job_ids(run: RunDirectory, holder: Holder | None, found: Sequence[str]) -> list[str]:
+def _job_ids(run: RunDirectory, holder: Holder | None, script_jobs: Sequence[str]) -> list[str]:
     record = read_job(run)
     held = [holder.job_id] if holder is not None and holder.job_id is not None else []
-    job_ids = dict.fromkeys([*(record.job_ids if record is not None else ()), *held, *found])
+    job_ids = dict.fromkeys([*(record.job_ids if record is not None else ()), *held, *script_jobs])
     if record is None or not record.packed:
         return list(job_ids)
     left = left_jobs(run, record, read_ledger(run))

@@ -133,7 +133,7 @@ def _traceback_of(text: str, message: str) -> str:
 
     A mark holds e.g. "ValueError: no such layer"; the exception's module is not in it.
     """
-    found = tracebacks(text)
+    blocks = tracebacks(text)
     said = message.partition(": ")[2] or message
-    named = [block for block in found if said and said in block]
-    return (named or found or [""])[-1]
+    named = [block for block in blocks if said and said in block]
+    return (named or blocks or [""])[-1]

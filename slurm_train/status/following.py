@@ -88,14 +88,14 @@ class Follower:
 
     def __init__(
         self,
-        own: RunDirectory,
+        evaluation: RunDirectory,
         attempt: int,
         commands: SlurmCommands,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.own = own
-        self.run = RunDirectory(own.path.parent.parent)
+        self.evaluation = evaluation
+        self.run = RunDirectory(evaluation.path.parent.parent)
         self._attempt = attempt
         self._commands = commands
         self._clock = clock
@@ -120,7 +120,7 @@ class Follower:
         """
         self._renew()
         self._note_removed(_SURE_S)
-        scored = read_scores(self.own)
+        scored = read_scores(self.evaluation)
         if not self._seen:
             self._release_done(scored)
         for path in reversed(list_checkpoints(self.run.checkpoints)):
@@ -129,11 +129,11 @@ class Follower:
             before = scored.get(name.save_id)
             if before is not None and before.problem != REMOVED:
                 continue
-            pin_save(self.run.checkpoints, name.save_id, self.own)
+            pin_save(self.run.checkpoints, name.save_id, self.evaluation)
             save = save_path(path)
             if find_save(save).is_dir():
                 return Waiting(save=save, step=name.step, save_id=name.save_id, attempt=name.attempt)
-            release_pin(self.run.checkpoints, name.save_id, self.own)
+            release_pin(self.run.checkpoints, name.save_id, self.evaluation)
         return None
 
     def record(self, score: Score) -> bool:
@@ -143,24 +143,24 @@ class Follower:
             RunError: a newer attempt of the evaluator has taken over; the line is its business.
             OSError: the file system refuses.
         """
-        before = read_scores(self.own).get(score.key)
+        before = read_scores(self.evaluation).get(score.key)
         is_gone = score.problem and score.save_id not in self._present()
         if is_gone:
             # Where it stays away it gets the line of one that was removed.
-            release_pin(self.run.checkpoints, score.save_id, self.own)
+            release_pin(self.run.checkpoints, score.save_id, self.evaluation)
             return False
         is_new = before is None or bool(score.values and not before.values)
         if is_new:
-            check_fence(self.own, self._attempt)
-            append_score(self.own, score)
+            check_fence(self.evaluation, self._attempt)
+            append_score(self.evaluation, score)
         if score.save_id:
-            release_pin(self.run.checkpoints, score.save_id, self.own)
+            release_pin(self.run.checkpoints, score.save_id, self.evaluation)
         return is_new
 
     def finish(self) -> list[Score]:
         """Writes what is still to be said about checkpoints that are gone; returns all that is recorded."""
         self._note_removed(0.0)
-        return list(read_scores(self.own).values())
+        return list(read_scores(self.evaluation).values())
 
     def is_over(self) -> bool:
         """Returns whether no checkpoint will come any more; to be asked before `next`.
@@ -191,10 +191,10 @@ class Follower:
         now_s = self._clock()
         if now_s - self._renewed_s < _RENEW_EVERY_S:
             return
-        check_fence(self.own, self._attempt)
+        check_fence(self.evaluation, self._attempt)
         leases = {lease.follower_id: lease.most for lease in read_leases(self.run.checkpoints)}
         if self.run.checkpoints.is_dir():
-            renew_lease(self.run.checkpoints, self.own, most=leases.get(self.own.run_id, MOST_WAITING))
+            renew_lease(self.run.checkpoints, self.evaluation, most=leases.get(self.evaluation.run_id, MOST_WAITING))
             self._renewed_s = now_s
 
     def _present(self) -> set[str]:
@@ -203,8 +203,8 @@ class Follower:
     def _release_done(self, scored: Mapping[str, Score]) -> None:
         """Lets go of what an attempt of the evaluator that was killed had pinned and recorded."""
         for pin in list_pins(self.run.checkpoints):
-            if pin.evaluation.run_id == self.own.run_id and pin.save_id in scored:
-                release_pin(self.run.checkpoints, pin.save_id, self.own)
+            if pin.evaluation.run_id == self.evaluation.run_id and pin.save_id in scored:
+                release_pin(self.run.checkpoints, pin.save_id, self.evaluation)
 
     def _note_removed(self, sure_s: float) -> None:
         """Writes lines for saves that are gone without a score: those seen before, and those on the run's record.
@@ -217,7 +217,7 @@ class Follower:
         """
         saves = [] if self._saves_on_nodes else [line for line in read_saves(self.run) if not line.get("error")]
         names = [name_of(path) for path in list_checkpoints(self.run.checkpoints)]
-        scored = read_scores(self.own)
+        scored = read_scores(self.evaluation)
         present = {name.save_id for name in names}
         done = {(score.attempt, score.step) for score in scored.values()} | self._noted
         present_steps = {name.step for name in names}
@@ -234,9 +234,9 @@ class Follower:
         self._gone_since_s = {save: self._gone_since_s.get(save, now_s) for save in gone}
         for (attempt, step), save_id in sorted(gone.items(), key=lambda item: item[0][::-1]):
             if now_s - self._gone_since_s[attempt, step] >= sure_s:
-                check_fence(self.own, self._attempt)
+                check_fence(self.evaluation, self._attempt)
                 score = Score(save_id=save_id, step=step, attempt=attempt, problem=REMOVED, time_unix_s=time.time())
-                append_score(self.own, score)
+                append_score(self.evaluation, score)
                 self._noted.add((attempt, step))
 
 

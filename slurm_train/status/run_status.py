@@ -298,9 +298,11 @@ class RunStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Returns a JSON object, always with all keys; numbers that JSON does not have (a loss of NaN) are null."""
-        own = {field_.name: getattr(self, field_.name) for field_ in fields(self) if field_.name not in _NOT_IN_JSON}
+        field_values = {
+            field_.name: getattr(self, field_.name) for field_ in fields(self) if field_.name not in _NOT_IN_JSON
+        }
         job = self.job
-        values = own | {
+        values = field_values | {
             "run": self.label,
             "path": str(self.run.path),
             "index": self.subject.index,
@@ -653,9 +655,9 @@ class Surveyor:
     def read(self, run: RunDirectory) -> RunFiles:
         """Returns what the files of a run say now."""
         signature = change_times([run.attempts, run.job, run.result])
-        known = self._ended.get(run)
-        if known is not None and known[0] == signature:
-            return known[1]
+        cached = self._ended.get(run)
+        if cached is not None and cached[0] == signature:
+            return cached[1]
         files = read_files(run)
         if files.is_settled:
             self._ended[run] = signature, files
