@@ -24,7 +24,7 @@ def printable(text: str) -> str:
 
     Line breaks, tabs and spaces of all kinds stay; marks that turn the writing direction do not.
     """
-    return _UNUSUAL.sub(lambda found: _written_out(found[0]), text)
+    return _UNUSUAL.sub(lambda match: _written_out(match[0]), text)
 
 
 def _written_out(char: str) -> str:
@@ -44,7 +44,7 @@ class PrintableStream:
 
     def write(self, text: str) -> int:
         """Writes a text, and returns its length."""
-        self.stream.write(_STYLED.sub(lambda found: found[1] or _written_out(found[0]), text))
+        self.stream.write(_STYLED.sub(lambda match: match[1] or _written_out(match[0]), text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -154,8 +154,8 @@ def last_numbers(path: Path) -> dict[str, float]:
     """Returns the newest step, its loss and the newest evaluation in a metrics.jsonl; {} where it has no lines."""
     series = read_series(path)
     values = {key: series.last(key) for key in ("step", "loss", *series.evaluations)}
-    found = {key: value for key, value in values.items() if value is not None}
-    return found | ({"step": int(found["step"])} if "step" in found else {})
+    numbers = {key: value for key, value in values.items() if value is not None}
+    return numbers | ({"step": int(numbers["step"])} if "step" in numbers else {})
 
 
 # Of all others the smallest is the best.
@@ -216,8 +216,8 @@ def read_series(path: Path) -> Series:
 
 def _add_scores(columns: dict[str, Column[float]], path: Path) -> None:
     """Puts the scores of a run's checkpoints into the columns of its lines."""
-    found = scores_that_count(RunDirectory(path.parent))
-    if not found:
+    valid_scores = scores_that_count(RunDirectory(path.parent))
+    if not valid_scores:
         return
     steps = columns.get("step", array("d"))
     evaluated = {key: column for key, column in columns.items() if key.startswith("eval_")}
@@ -227,7 +227,7 @@ def _add_scores(columns: dict[str, Column[float]], path: Path) -> None:
         for step, value in zip(steps, column, strict=True)
         if not math.isnan(value)
     }
-    scores = _score_lines(found, has=has, steps=steps, attempts=columns.get("attempt", array("d")))
+    scores = _score_lines(valid_scores, has=has, steps=steps, attempts=columns.get("attempt", array("d")))
     num_lines = len(steps)
     all_steps = [*steps, *(score["step"] for score in scores)]
     # The order of lines of one step stays, and scores come after them.

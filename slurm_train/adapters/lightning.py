@@ -127,8 +127,8 @@ def _numbers(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers[:1]]
     length = {"max_steps": trainer.max_steps} if trainer.max_steps > 0 else {}
-    found = {"loss": loss, **({"lr": rates[0]} if rates else {}), **length}
-    return {name: value for name, value in found.items() if value is not None}
+    numbers = {"loss": loss, **({"lr": rates[0]} if rates else {}), **length}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def _begin_in_epoch(trainer: pl.Trainer) -> None:

@@ -303,12 +303,12 @@ class Composer:
         try:
             yield
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as err:
-            own: BaseException | None = err
+            cause: BaseException | None = err
             # A resolver of ours has raised it, and OmegaConf wrapped it.
-            while own is not None and not isinstance(own, ConfigError):
-                own = own.__cause__ or own.__context__
+            while cause is not None and not isinstance(cause, ConfigError):
+                cause = cause.__cause__ or cause.__context__
             newest = next(reversed(self._bases.values()), OmegaConf.create())
-            raise own or _explain(err, known=newest, words=self.words.overrides) from err
+            raise cause or _explain(err, config=newest, words=self.words.overrides) from err
         finally:
             yaml.SafeLoader = common_loader  # type: ignore[misc]
             GlobalHydra.instance().clear()
@@ -374,12 +374,12 @@ def _still_default(full: DictConfig, keys: Iterable[str]) -> list[str]:
 
 
 def _plain(full: DictConfig, keys: Iterable[str], *, resolve: bool) -> dict[str, Any]:
-    found = {}
+    values = {}
     for key in keys:
         value = full[key]
         is_config = OmegaConf.is_config(value)
-        found[key] = OmegaConf.to_container(value, resolve=resolve, throw_on_missing=resolve) if is_config else value
-    return found
+        values[key] = OmegaConf.to_container(value, resolve=resolve, throw_on_missing=resolve) if is_config else value
+    return values
 
 
 def _read_hydra(key: str) -> Any:
@@ -512,12 +512,12 @@ _CHOICES = {
 }
 
 
-def _explain(err: Exception, *, known: DictConfig, words: Sequence[str]) -> ConfigError:
+def _explain(err: Exception, *, config: DictConfig, words: Sequence[str]) -> ConfigError:
     """Returns the error to show for an exception of the composition.
 
     Args:
         err: the exception.
-        known: the configuration as it was before the words that failed.
+        config: the configuration as it was before the words that failed.
         words: as typed.
     """
     text = str(err)
@@ -546,8 +546,8 @@ def _explain(err: Exception, *, known: DictConfig, words: Sequence[str]) -> Conf
         if key.startswith("hydra."):
             return ConfigError(f"there is no configuration key {key!r}", hint="`--hydra-help` lists what can be set")
         typed = {name: value for _, name, value in map(split_word, words)}
-        known_keys = flat(cast(dict[str, Any], OmegaConf.to_container(known)))
-        error = unknown_key_error(key, known_keys, value=typed.get(key))
+        keys = flat(cast(dict[str, Any], OmegaConf.to_container(config)))
+        error = unknown_key_error(key, keys, value=typed.get(key))
         is_open = key.startswith(("model.", "data.")) or (key.startswith("optim.") and not advise(key))
         return ConfigError(error.message, hint=f"{error.hint.rstrip('?')}; +{key}=... adds one") if is_open else error
     return ConfigError(" ".join(text.split("\nConfig search path")[0].split()), hint="`--cfg job` prints every key")
@@ -657,8 +657,8 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
 
     def choose(group: str, *added: str) -> dict[str, Any]:
         # With its own settings: an image has no default, and a typed partition decides what a site gives.
-        own = [word for word in words if word.startswith(f"{group}.")]
-        composed = compose(Words(overrides=[*added, *own], config_dir=config_dir))
+        settings = [word for word in words if word.startswith(f"{group}.")]
+        composed = compose(Words(overrides=[*added, *settings], config_dir=config_dir))
         chosen: dict[str, Any] = to_mapping(getattr(composed.config, group))
         return chosen
 

@@ -254,9 +254,9 @@ def all_changes(
         trained: `trained_settings` of the newest checkpoint; None: those of `old`.
     """
     before = trained_settings(old, global_size=old_global_size) if trained is None else trained
-    found = training_changes(before, trained_settings(new, global_size=new_global_size))
+    changes = training_changes(before, trained_settings(new, global_size=new_global_size))
     others = _pairs(to_mapping(old), to_mapping(new))
-    return found + [Change(key, was, now, "harmless") for key, was, now in others if _is_left_out(key)]
+    return changes + [Change(key, was, now, "harmless") for key, was, now in others if _is_left_out(key)]
 
 
 def differences(
@@ -284,15 +284,15 @@ def training_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Cha
 
     A key that only one of them has is another version's, and does not count; in open sections it does.
     """
-    found = [
+    changes = [
         Change(key, was, now, _kind_of(key, old, new))
         for key, was, now in _pairs(nested(old), nested(new))
         if (_holds(old, key) and _holds(new, key)) or _is_open(key)
     ]
     # Of a model, data set or optimizer that was replaced the keywords say nothing.
-    replaced = [change.key.removesuffix("_target_") for change in found if change.key.endswith("._target_")]
+    replaced = [change.key.removesuffix("_target_") for change in changes if change.key.endswith("._target_")]
     return [
-        change for change in found if change.key.endswith("._target_") or not change.key.startswith(tuple(replaced))
+        change for change in changes if change.key.endswith("._target_") or not change.key.startswith(tuple(replaced))
     ]
 
 
@@ -377,14 +377,14 @@ def list_settings(config: Mapping[str, Any]) -> list[Setting]:
         # Its size has no default: every run has its own.
         defaults["cluster"] = _read_shipped(conf / "cluster" / "base.yaml")
         del defaults["cluster"]["nodes"], defaults["cluster"]["gpus_per_node"]
-    known = {key: value for key, value in flat(defaults).items() if value != "???"}
+    default_of = {key: value for key, value in flat(defaults).items() if value != "???"}
     # "${oc.select:model._lr_,3.0e-3}": a model's file may say something else, which then counts as chosen.
-    otherwise = {key: re.fullmatch(r"\$\{oc\.select:[\w.]+,(.+)\}", str(value)) for key, value in known.items()}
-    known |= {key: yaml.load(match[1], Loader=_Loader) for key, match in otherwise.items() if match}
-    references = {key: re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for key, value in known.items()}
-    known |= {key: values.get(match[1], match[0]) for key, match in references.items() if match}
+    otherwise = {key: re.fullmatch(r"\$\{oc\.select:[\w.]+,(.+)\}", str(value)) for key, value in default_of.items()}
+    default_of |= {key: yaml.load(match[1], Loader=_Loader) for key, match in otherwise.items() if match}
+    references = {key: re.fullmatch(r"\$\{([\w.]+)\}", str(value)) for key, value in default_of.items()}
+    default_of |= {key: values.get(match[1], match[0]) for key, match in references.items() if match}
     return [
-        Setting(key, value, is_chosen=key not in known or known[key] != value, default=known.get(key))
+        Setting(key, value, is_chosen=key not in default_of or default_of[key] != value, default=default_of.get(key))
         for key, value in values.items()
     ]
 

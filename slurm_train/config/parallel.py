@@ -99,8 +99,8 @@ class ParallelLayout:
 
     def members(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Returns the ranks that differ from one in these axes only, itself among them, ascending."""
-        own = zip(AXES, self.degrees, self.coordinates(rank), strict=True)
-        ranges = [range(degree) if axis in axes else (place,) for axis, degree, place in own]
+        coordinates = zip(AXES, self.degrees, self.coordinates(rank), strict=True)
+        ranges = [range(degree) if axis in axes else (place,) for axis, degree, place in coordinates]
         return tuple(map(self.rank_at, itertools.product(*ranges)))
 
     def groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
@@ -118,18 +118,18 @@ class ParallelLayout:
 
     def data_parallel_index(self, rank: int) -> int:
         """Returns whose samples a rank reads, 0 to `data_parallel_size` - 1."""
-        own = self.coordinates(rank)
-        return own.dp_replicate * self.dp_shard + own.dp_shard
+        coordinates = self.coordinates(rank)
+        return coordinates.dp_replicate * self.dp_shard + coordinates.dp_shard
 
     def owns_samples(self, rank: int) -> bool:
         """Returns whether a rank counts for its samples: one of those that read the same ones, in the last stage."""
-        own = self.coordinates(rank)
-        return own.pp == self.pp - 1 and own.cp == own.tp == 0
+        coordinates = self.coordinates(rank)
+        return coordinates.pp == self.pp - 1 and coordinates.cp == coordinates.tp == 0
 
     def owns_items(self, rank: int) -> bool:
         """Returns whether a rank counts for the items whose loss it computes: each part of a sequence has its own."""
-        own = self.coordinates(rank)
-        return own.pp == self.pp - 1 and own.tp == 0
+        coordinates = self.coordinates(rank)
+        return coordinates.pp == self.pp - 1 and coordinates.tp == 0
 
     def random_stream(self, rank: int, *, splits_positions: bool = False) -> int:
         """Returns the number of a rank's stream of dropout: ranks that compute the same draw the same.
@@ -138,9 +138,9 @@ class ParallelLayout:
             rank: whose.
             splits_positions: whether tensor-parallel ranks have positions of their own (sequence parallelism).
         """
-        own = self.coordinates(rank)
-        part = own.cp * self.tp + own.tp if splits_positions else own.cp
-        return self.data_parallel_index(rank) + (own.pp + part * self.pp) * self.data_parallel_size
+        coordinates = self.coordinates(rank)
+        part = coordinates.cp * self.tp + coordinates.tp if splits_positions else coordinates.cp
+        return self.data_parallel_index(rank) + (coordinates.pp + part * self.pp) * self.data_parallel_size
 
     def first_reader(self, data_parallel_index: int) -> int | None:
         """Returns the first rank that reads the samples of an index, None where there is no such index."""

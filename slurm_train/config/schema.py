@@ -181,9 +181,9 @@ class OptimSection:
         """Returns how many numbers the optimizer keeps for each one of a parameter; two where it is not known."""
         rule = next((rule for rule in self.rules() if rule.fits(name, dims=dims)), GroupRule())
         target = rule._target_ or self._target_
-        own = self.keywords if target == self._target_ else {}
+        keywords = self.keywords if target == self._target_ else {}
         if target == "torch.optim.SGD":
-            return 1 if {**own, **rule.keywords}.get("momentum") else 0
+            return 1 if {**keywords, **rule.keywords}.get("momentum") else 0
         return 1 if target == "torch.optim.Muon" else 2
 
 
@@ -682,21 +682,21 @@ def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> 
     """
     hints = dict(type_hints_of(cls))
     is_open = hints.pop(KEYWORDS, None) is not None
-    known = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items() if key in hints}
+    fields = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items() if key in hints}
     others = {key: value for key, value in values.items() if key not in hints}
     if is_open:
-        known[KEYWORDS] = others
+        fields[KEYWORDS] = others
     elif others:
         key, value = next(iter(others.items()))
         raise unknown_key_error(f"{path}{key}", (f"{path}{name}" for name in hints), value=value)
-    return cls(**known)
+    return cls(**fields)
 
 
 def to_mapping(value: Any) -> Any:
     """Returns the plain mapping of a dataclass, for writing and hashing."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = {item.name: to_mapping(getattr(value, item.name)) for item in dataclasses.fields(value)}
-        return found | found.pop(KEYWORDS, {})
+        mapping = {item.name: to_mapping(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return mapping | mapping.pop(KEYWORDS, {})
     if isinstance(value, Mapping):
         return {str(key): to_mapping(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -706,41 +706,45 @@ def to_mapping(value: Any) -> Any:
 
 def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns a nested mapping by dotted keys, e.g. {"optim.lr": 0.003}; an empty mapping stays a value."""
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            by_key |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            by_key[f"{prefix}{key}"] = value
+    return by_key
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the mapping that `flat` was made of, e.g. {"optim": {"lr": 0.003}}."""
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in values.items():
         *parents, last = key.split(".")
-        functools.reduce(lambda holder, parent: holder.setdefault(parent, {}), parents, found)[last] = value
-    return found
+        holder = mapping
+        for parent in parents:
+            holder = holder.setdefault(parent, {})
+        holder[last] = value
+    return mapping
 
 
-def unknown_key_error(key: str, known: Iterable[str], *, value: object = None) -> ConfigError:
+def unknown_key_error(key: str, keys: Iterable[str], *, value: object = None) -> ConfigError:
     """Returns the error for a key that does not exist, with what other trainers mean by it, or the nearest that do.
 
     Args:
         key: as typed, e.g. "optim.learning_rate".
-        known: the keys that there are.
+        keys: the keys that there are.
         value: what was typed for it, for the hint.
     """
     import difflib
 
     hint = advise(key, value)
     # "callbacks.mine._target_": lists of mappings are the parts that other tools let one name.
-    lists = (name for name, kind in all_keys(RunConfig).items() if kind == list[dict[str, Any]])
-    if not hint and (name := next((list for list in lists if key.startswith(f"{list}.")), "")):
-        hint = f'{name} is a list of mappings: "{name}=[{{...}}]"'
+    lists = [name for name, kind in all_keys(RunConfig).items() if kind == list[dict[str, Any]]]
+    list_key = next((name for name in lists if key.startswith(f"{name}.")), "")
+    if list_key and not hint:
+        hint = f'{list_key} is a list of mappings: "{list_key}=[{{...}}]"'
     if not hint:
-        nearest = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
+        nearest = difflib.get_close_matches(key, list(keys), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(nearest)}?" if nearest else "`--cfg job` prints every key"
     return ConfigError(f"there is no configuration key {key!r}", hint=hint)
 

@@ -110,16 +110,16 @@ def settle_site(
     Raises:
         ConfigError: as `read_site`.
     """
-    found = mapping.get(GROUP)
+    content = mapping.get(GROUP)
     name = choices.get(GROUP)
-    if found is None and name is None and isinstance(mapping.get("cluster"), Mapping):
-        found, name = _default_site()
-    if found is None:
+    if content is None and name is None and isinstance(mapping.get("cluster"), Mapping):
+        content, name = _default_site()
+    if content is None:
         return open_keys
-    if name is None or not isinstance(found, Mapping):
-        hint = f"on the cluster's login node `python -m slurm_train init {found}` writes it; site=NAME chooses it"
-        raise ConfigError(f"there is no site {found!r}", hint=hint)
-    site = read_site(found, name=name)
+    if name is None or not isinstance(content, Mapping):
+        hint = f"on the cluster's login node `python -m slurm_train init {content}` writes it; site=NAME chooses it"
+        raise ConfigError(f"there is no site {content!r}", hint=hint)
+    site = read_site(content, name=name)
     mapping[GROUP] = name
     # Without a cluster the run trains here, and the site's values apply to nothing.
     if not isinstance(mapping.get("cluster"), Mapping):

@@ -70,19 +70,19 @@ def resolve_target(path: str) -> Any:
 
     words = _split_path(path)
     module, rest = _import_longest(path, words)
-    found: Any = module
+    target: Any = module
     for index, word in enumerate(rest):
-        if not hasattr(found, word):
+        if not hasattr(target, word):
             owner = ".".join(words[: len(words) - len(rest) + index])
-            close = difflib.get_close_matches(word, dir(found), n=3, cutoff=0.5)
+            close = difflib.get_close_matches(word, dir(target), n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(close)}?" if close else f"see python -c 'help(\"{owner}\")'"
             raise ConfigError(f"{TARGET}={path}: {owner} has no {word!r}", hint=hint)
-        found = getattr(found, word)
+        target = getattr(target, word)
     # The path may lead around: `my_package.os.system`, or a name that was imported there.
-    name = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
+    name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', '')}"
     if reason := _why_refused(name):
         raise ConfigError(f"{TARGET}={path} is {name}, which {reason}", hint="name a class or a function of your own")
-    return found
+    return target
 
 
 def instantiate(mapping: Mapping[str, Any], **extra: Any) -> Any:
@@ -98,12 +98,12 @@ def instantiate(mapping: Mapping[str, Any], **extra: Any) -> Any:
     """
     target = callable_target(mapping)
     is_partial = bool(mapping.get("_partial_"))
-    own = {key: value for key, value in mapping.items() if key not in _DIRECTIONS}
+    keywords = {key: value for key, value in mapping.items() if key not in _DIRECTIONS}
     positional: list[Any] = list(mapping.get("_args_") or ())
     if mapping.get("_recursive_", True):
-        own = _build_nested(own)
+        keywords = _build_nested(keywords)
         positional = _build_nested(positional)
-    keywords = own | extra
+    keywords |= extra
     if (signature := _signature_of(target)) is not None:
         _check_call(mapping[TARGET], signature, positional, keywords, is_partial=is_partial)
     return functools.partial(target, *positional, **keywords) if is_partial else target(*positional, **keywords)
@@ -281,19 +281,19 @@ def targets_in(value: Any) -> Iterator[str]:
 
 def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSpec | None, list[str]]:
     """Returns the spec of the longest part of the path that is a module, and what remains of the path."""
-    found: ModuleSpec | None = None
+    longest: ModuleSpec | None = None
     places: Sequence[str] | None = search
     for index in range(len(words)):
         # By its last word: Python looks a folder without __init__.py up in its parent, which is not imported yet.
         spec = PathFinder.find_spec(words[index], places)
         if spec is None:
-            return found, list(words[index:])
-        found = spec
+            return longest, list(words[index:])
+        longest = spec
         folders = spec.submodule_search_locations
         if folders is None:
-            return found, list(words[index + 1 :])
+            return longest, list(words[index + 1 :])
         places = list(folders)
-    return found, []
+    return longest, []
 
 
 def _source_of(spec: ModuleSpec) -> ast.Module | None:
@@ -339,10 +339,10 @@ def _imported_from(tree: ast.Module, words: Sequence[str], *, is_package: bool) 
 
 def _read_signature(tree: ast.Module, name: str) -> inspect.Signature | None:
     """Returns what the class or function of that name takes, None where its source does not say plainly."""
-    found = [node for node in tree.body if getattr(node, "name", None) == name]
-    if len(found) != 1 or any(name in _names_bound(node) for node in tree.body if node is not found[0]):
+    definitions = [node for node in tree.body if getattr(node, "name", None) == name]
+    if len(definitions) != 1 or any(name in _names_bound(node) for node in tree.body if node is not definitions[0]):
         return None
-    node: ast.AST = found[0]
+    node: ast.AST = definitions[0]
     is_class = isinstance(node, ast.ClassDef)
     if isinstance(node, ast.ClassDef):
         made = [statement for statement in node.body if getattr(statement, "name", None) in ("__init__", "__new__")]

@@ -147,13 +147,13 @@ def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
     flag = SHORT.get(typed, typed)
     if flag in _REFUSED:
         raise ConfigError(f"Hydra's flag {typed} is not one of this program", hint=_REFUSED[flag])
-    known = FLAGS.get(flag)
+    flag_field = FLAGS.get(flag)
     choices = FLAG_CHOICES.get(flag)
-    is_switch = known is not None and known.default is False
-    if known is None or (is_switch and value):
+    is_switch = flag_field is not None and flag_field.default is False
+    if flag_field is None or (is_switch and value):
         raise ConfigError(f"there is no flag {word!r}", hint=_hint_for_flag(typed, value or [*rest, ""][0]))
     if is_switch:
-        values[known.name] = True
+        values[flag_field.name] = True
         return
     if flag == "--info" and not value and (not rest or rest[0] not in FLAG_CHOICES[flag]):
         value = "all"
@@ -165,7 +165,7 @@ def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
     if flag == "--accept":
         values["accept"] += read_names(value)
     else:
-        values[known.name] = value
+        values[flag_field.name] = value
 
 
 def _hint_for_flag(typed: str, value: str) -> str:
@@ -182,8 +182,8 @@ def _hint_for_flag(typed: str, value: str) -> str:
 
 
 def _is_setting(key: str) -> bool:
-    known = all_keys(RunConfig)
-    return key in known and not any(word.startswith(f"{key}.") for word in known)
+    keys = all_keys(RunConfig)
+    return key in keys and not any(word.startswith(f"{key}.") for word in keys)
 
 
 def _is_value(word: str) -> bool:
@@ -213,8 +213,9 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
     elif word in PUBLIC_VERBS:
         hint = f"the verb is the first word: python -m slurm_train {word} ..."
     elif word.endswith(".py"):
-        own = ",".join([word, *(word for word in after if not word.startswith("+"))])
-        hint = f'a script of yours runs on every rank with "script=[{own}]"; docs/bring-your-own.md has the other ways'
+        arguments = [argument for argument in after if not argument.startswith("+")]
+        setting = f"script=[{','.join([word, *arguments])}]"
+        hint = f'a script of yours runs on every rank with "{setting}"; docs/bring-your-own.md has the other ways'
     elif word.endswith((".yaml", ".yml")):
         folder, _, name = word.rpartition("/")
         hint = f"write --config-dir {folder or '.'} --config-name {name.rpartition('.')[0]}"

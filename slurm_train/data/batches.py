@@ -164,14 +164,14 @@ class LengthBatches(GlobalBatches):
 
     def sample_ids(self, first: int, count: int) -> Int64Array:
         """Returns the samples at consecutive positions, in the order of the batches."""
-        found = []
+        parts = []
         while count > 0:
             pool, offset = self._find(first)
             taken = pool.ids[offset : offset + count]
-            found.append(taken)
+            parts.append(taken)
             first = first + len(taken)
             count = count - len(taken)
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def draws(self, split: Split, *, start_samples: int) -> Iterator[Draw]:
         """Yields a rank's micro-batches: parts of about equal cost, neighbours in length."""

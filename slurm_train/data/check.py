@@ -75,11 +75,11 @@ def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Pa
             f"data.path={data.get('path')} holds no prepared text: {directory}/{INDEX} is missing or broken",
             hint=f"make it with `python -m slurm_train prepare TEXT_FILES --out {data.get('path')}`",
         )
-    found = (index or {}).get("vocab_size")
-    if vocab_size is not None and isinstance(found, int) and found > vocab_size:
+    num_ids = (index or {}).get("vocab_size")
+    if vocab_size is not None and isinstance(num_ids, int) and num_ids > vocab_size:
         raise DataError(
-            f"the text has {found} token ids, the model only {vocab_size}",
-            hint=f"set the model's number of token ids to {found} or more (model.vocab_size, or vocab_size in "
+            f"the text has {num_ids} token ids, the model only {vocab_size}",
+            hint=f"set the model's number of token ids to {num_ids} or more (model.vocab_size, or vocab_size in "
             "model.config), or encode the text with the model's own tokenizer",
         )
 

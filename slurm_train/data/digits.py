@@ -71,12 +71,12 @@ def read_rows() -> NDArray[np.float64]:
     Raises:
         DataError: scikit-learn is not installed, or keeps its data elsewhere.
     """
-    found = importlib.util.find_spec("sklearn")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
         raise DataError(
             "the digits are part of scikit-learn, which is not installed", hint="pip install 'slurm-train[digits]'"
         )
-    path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     try:
         with gzip.open(path, "rt", encoding="ascii") as file:
             return np.loadtxt(file, delimiter=",")

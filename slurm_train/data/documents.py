@@ -160,7 +160,8 @@ def find_documents(
                 state = path.stat()
             kind = kind_of(path) if state.st_size else _TEXT
             documents.append(Document(name, path, 0, state.st_size, state.st_mtime_ns, kind))
-    documents = sorted((found for found in documents if found.num_bytes), key=lambda found: (found.name, found.path))
+    documents = [document for document in documents if document.num_bytes]
+    documents.sort(key=lambda document: (document.name, document.path))
     if not documents:
         filters = f" with the suffixes {', '.join(sorted(suffixes))}" if suffixes else ""
         raise DataError(

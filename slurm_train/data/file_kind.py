@@ -92,9 +92,9 @@ def kind_of(path: Path) -> FileKind:
         with readable(path), _open(path, compression) as stream:
             head = stream.read(_HEAD_BYTES)
         stem = next((stem.removesuffix(ending) for ending in _COMPRESSED_ENDINGS if stem.endswith(ending)), stem)
-    for mark, what in _OTHERS.items():
+    for mark, kind in _OTHERS.items():
         if head.startswith(mark):
-            raise DataError(f"{path} is {what}, not text", hint="unpack it, or convert it to text, JSONL or Parquet")
+            raise DataError(f"{path} is {kind}, not text", hint="unpack it, or convert it to text, JSONL or Parquet")
     form = next((form for ending, form in _ENDINGS.items() if stem.endswith(ending)), "text")
     if head.startswith(_PARQUET_MARK) and tail == _PARQUET_MARK:
         form = "parquet"
@@ -215,10 +215,10 @@ def _array_rows(path: Path, kind: FileKind, column: str) -> Iterator[Any]:
 def _array(path: Path, _modified_ns: int, kind: FileKind) -> list[Any]:
     """Returns the objects of an array; kept, since it is counted first and read for each half."""
     try:
-        found: list[Any] = json.loads(text_of(path, kind))
+        objects: list[Any] = json.loads(text_of(path, kind))
     except ValueError as err:
         raise DataError(f"{path} is not JSON: {err}", hint="it begins as an array of objects does") from err
-    return found
+    return objects
 
 
 def _value(row: Any, column: str, *, where: str) -> Any:
@@ -300,5 +300,5 @@ def _require_arrow(path: Path) -> Any:
         ) from err
 
 
-def _no_column(where: str, column: str, found: Iterable[str]) -> DataError:
-    return DataError(f"{where} has no column {column!r}, it has {', '.join(found) or 'none'}", hint=_COLUMN_HINT)
+def _no_column(where: str, column: str, columns: Iterable[str]) -> DataError:
+    return DataError(f"{where} has no column {column!r}, it has {', '.join(columns) or 'none'}", hint=_COLUMN_HINT)

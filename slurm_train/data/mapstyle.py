@@ -152,9 +152,9 @@ class MapStyleSource:
 
 def default_fingerprint(dataset: Any, length: int) -> str:
     """Returns a data set's own `fingerprint()`, else a hash of its class and length."""
-    own = getattr(dataset, "fingerprint", None)
-    if callable(own):
-        return str(own())
+    fingerprint = getattr(dataset, "fingerprint", None)
+    if callable(fingerprint):
+        return str(fingerprint())
     kind = type(dataset)
     return xxhash.xxh3_128_hexdigest(f"{kind.__module__}.{kind.__qualname__} {length}".encode())
 
@@ -353,9 +353,9 @@ def _tensor(sample: Mapping[str, Any], name: str) -> Tensor:
     try:
         return torch.as_tensor(sample[name])
     except (KeyError, TypeError, ValueError, RuntimeError) as err:
-        found = f"is a {type(sample[name]).__qualname__}" if name in sample else "is missing"
+        problem = f"is a {type(sample[name]).__qualname__}" if name in sample else "is missing"
         raise DataError(
-            f"{name!r} of a sample cannot become a tensor: it {found}",
+            f"{name!r} of a sample cannot become a tensor: it {problem}",
             hint="leave text and other columns out of the samples (remove_columns of a Hugging Face data set), or name "
             "a function in data.collate that makes tensors of them",
         ) from err

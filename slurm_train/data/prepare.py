@@ -377,10 +377,10 @@ class FileEncoding:
         """Places in what was encoded that are no UTF-8."""
         num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if end_of_document is None:
-            own = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get("eos_token")
-            names = [own.get("content") if isinstance(own, dict) else own, *_END_TOKENS]
-            found = (self._tokenizer.token_to_id(name) for name in names if name)
-            end_of_document = next((token for token in found if token is not None), num_ids)
+            eos_token = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get("eos_token")
+            names = [eos_token.get("content") if isinstance(eos_token, dict) else eos_token, *_END_TOKENS]
+            token_ids = (self._tokenizer.token_to_id(name) for name in names if name)
+            end_of_document = next((token for token in token_ids if token is not None), num_ids)
         self.end_of_document = end_of_document
         self.vocab_size = max(num_ids, end_of_document + 1)
 

@@ -199,10 +199,10 @@ def check_sizes(directory: Path, index: ShardIndex, *, node: int = 0, nodes: int
     """
     step = min(nodes, len(index.shards) // _LEAST_CHECKED + 1)
     for shard in index.shards[node % step :: step]:
-        found = size_of(directory / shard.file)
+        num_bytes = size_of(directory / shard.file)
         expected = shard.tokens * int(index.dtype[-1])
-        if found != expected:
-            raise _unlike(directory, shard, f"has {found} bytes, the index says {expected} bytes")
+        if num_bytes != expected:
+            raise _unlike(directory, shard, f"has {num_bytes} bytes, the index says {expected} bytes")
 
 
 def _unlike(directory: Path, shard: Shard, state: str) -> DataError:

@@ -99,14 +99,15 @@ def lengths_of(source: SampleSource) -> Lengths:
     Raises:
         DataError: there is none, or the lengths are not whole numbers.
     """
-    found = getattr(source, "lengths", None)
-    found = found() if callable(found) else found
-    if found is None:
+    values = getattr(source, "lengths", None)
+    if callable(values):
+        values = values()
+    if values is None:
         raise DataError(
             f"batch.by_length=true needs the lengths of samples, and {type(source).__name__} has none",
             hint="give the data set an attribute `lengths`: one whole number per sample",
         )
-    lengths = np.asarray(found)
+    lengths = np.asarray(values)
     if not np.issubdtype(lengths.dtype, np.integer):
         raise DataError(f"lengths of samples are {lengths.dtype}", hint="they must be whole numbers")
     return lengths

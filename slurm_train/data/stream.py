@@ -279,12 +279,12 @@ class StreamSource:
         if self._batch_size is None:
             return as_batch(self._collate([self._next(number) for number in range(first, first + count)]))
         batch = as_batch(self._next())
-        found = len(next(iter(batch.values() if isinstance(batch, dict) else batch)))
+        num_samples = len(next(iter(batch.values() if isinstance(batch, dict) else batch)))
         # The last batch of a pass may be shorter: losses count by items.
-        is_last = self._batch_size == count and 0 < found < count
-        if found != count and not is_last:
+        is_last = self._batch_size == count and 0 < num_samples < count
+        if num_samples != count and not is_last:
             raise DataError(
-                f"the stream gave a batch of {found} samples, and a micro-batch is {count}",
+                f"the stream gave a batch of {num_samples} samples, and a micro-batch is {count}",
                 hint=f"make the stream with batch_size={count}, or with batch_size=None, which leaves batching to the "
                 "run; or set batch.local_size",
             )
@@ -422,8 +422,8 @@ def _digest(batch: Batch) -> str:
     return hasher.hexdigest()
 
 
-def is_stream(found: Any) -> bool:
+def is_stream(dataset: Any) -> bool:
     """Returns whether an object gives samples one after the other, and none can be asked for."""
-    if isinstance(found, IterableDataset):
+    if isinstance(dataset, IterableDataset):
         return True
-    return not hasattr(found, "__getitem__") and all(callable(getattr(found, name, None)) for name in _METHODS)
+    return not hasattr(dataset, "__getitem__") and all(callable(getattr(dataset, name, None)) for name in _METHODS)

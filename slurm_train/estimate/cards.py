@@ -112,8 +112,8 @@ def _local_card(env: tuple[tuple[str, str], ...]) -> Card | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     cards = [line.partition(",") for line in listing.splitlines()]
-    known = [(int(size), name.strip()) for size, _, name in cards if size.strip().isdecimal()]
-    if not known:
+    sized_cards = [(int(size), name.strip()) for size, _, name in cards if size.strip().isdecimal()]
+    if not sized_cards:
         return None
-    size_mib, name = min(known)
+    size_mib, name = min(sized_cards)
     return Card(name, size_mib << 20)

@@ -402,16 +402,16 @@ def measured_speed(plan: RunPlan) -> Speed | None:
 
 def measured_speeds(plan: RunPlan) -> dict[int, Speed]:
     """Returns the step times of the same work and global batch by number of ranks; of each the newest."""
-    found: dict[int, Speed] = {}
+    speeds: dict[int, Speed] = {}
     for run in _runs_like(plan):
         by_size = _step_times(run)
         batch = (read_json(run.plan) or {}).get("batch") or {}
-        if by_size.keys() <= found.keys() or batch.get("global_size") != plan.batch.global_size:
+        if by_size.keys() <= speeds.keys() or batch.get("global_size") != plan.batch.global_size:
             continue
         if _does_same_work(run, plan):
             for size, times in by_size.items():
-                found.setdefault(size, Speed(median(times), f"{run.name}/{run.run_id}"))
-    return found
+                speeds.setdefault(size, Speed(median(times), f"{run.name}/{run.run_id}"))
+    return speeds
 
 
 def _runs_like(plan: RunPlan) -> list[RunDirectory]:

@@ -615,8 +615,8 @@ def _passed_on(facts: LayoutFacts, stage: int) -> float:
     if ranks == 1:
         return 0
     hidden = facts.stream_size * facts.tokens * facts.shape.width
-    own = range(stage, ranks * per_rank, ranks)
-    received = sum((stage > 0) + (stage < ranks * per_rank - 1) for stage in own)
+    stages = range(stage, ranks * per_rank, ranks)
+    received = sum((stage > 0) + (stage < ranks * per_rank - 1) for stage in stages)
     passed = batches * received * hidden + facts.in_flight(stage) * per_rank * hidden
     if stage < ranks - 1:
         return passed

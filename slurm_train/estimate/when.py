@@ -113,28 +113,28 @@ def option_of(
         pace: seconds of a step with this size.
         warns_s: how long before its limit a job stops to save.
     """
-    known = Option(
+    option = Option(
         num_nodes=plan.world.num_nodes,
         num_devices=plan.num_devices,
         limit_min=limit_min,
         starts_in_s=starts_in_s,
     )
     if pace is None or left_steps is None:
-        return known
+        return option
     work_s = left_steps * pace.step_s
     if limit_min is None:
         num_attempts = 1
     else:
         trains_s = 60.0 * limit_min - warns_s - START_S
         if trains_s <= 0:
-            return replace(known, work_s=work_s, problem="the limit is over before a step is taken")
+            return replace(option, work_s=work_s, problem="the limit is over before a step is taken")
         num_attempts = max(1, math.ceil(work_s / trains_s))
     if num_attempts > 1 and not plan.config.requeue.enabled:
-        return replace(known, work_s=work_s, problem=f"{num_attempts} jobs, and requeue.enabled=false")
+        return replace(option, work_s=work_s, problem=f"{num_attempts} jobs, and requeue.enabled=false")
     ends_in_s = None
     if starts_in_s is not None:
         ends_in_s = num_attempts * (starts_in_s + START_S) + work_s
-    return replace(known, work_s=work_s, num_attempts=num_attempts, ends_in_s=ends_in_s)
+    return replace(option, work_s=work_s, num_attempts=num_attempts, ends_in_s=ends_in_s)
 
 
 def pace_of(plan: RunPlan, env: Mapping[str, str]) -> Speed | None:
@@ -149,10 +149,10 @@ def pace_of(plan: RunPlan, env: Mapping[str, str]) -> Speed | None:
         size = plan.world.size
         # The nearest number of ranks says most.
         nearest = min(speeds, key=lambda ranks: abs(math.log(ranks / size)))
-        found = speeds[nearest]
+        speed = speeds[nearest]
         if nearest == size:
-            return found
-        return Speed(found.step_s * nearest / size, f"{found.source} with {nearest} ranks")
+            return speed
+        return Speed(speed.step_s * nearest / size, f"{speed.source} with {nearest} ranks")
     config = plan.config
     on_gpu = has_gpus(config, env)
     facts = facts_of(config, plan.layout, plan.batch, half=in_half(config, on_gpu=on_gpu)) if config.trains else None
