@@ -50,19 +50,19 @@ def to_float8(model: nn.Module, *, blocks: Iterable[nn.Module], tp: int = 1, emu
             hint="pip install 'slurm-train[fp8]'",
         ) from err
     multiple = _MULTIPLE * tp
-    found = [
+    layers = [
         module
         for block in blocks
         for module in block.modules()
         if type(module) is nn.Linear and module.in_features % multiple == module.out_features % multiple == 0
     ]
-    if not found:
+    if not layers:
         raise ConfigError(
             f"train.precision=fp8 was asked, but no block of {type(model).__name__} has an nn.Linear whose sizes are "
             f"multiples of {_MULTIPLE}" + (f" times parallel.tp={tp}" if tp > 1 else ""),
             hint="set train.precision=bfloat16",
         )
-    suits = set(map(id, found))
+    suits = set(map(id, layers))
     settings = Float8LinearConfig(emulate=emulate)
     convert_to_float8_training(model, module_filter_fn=lambda module, _name: id(module) in suits, config=settings)
 
@@ -109,8 +109,8 @@ def gather_in_float8(model: nn.Module, *, num_shards: int) -> None:
             continue
         if weight not in replaced:
             kind = layer.config.cast_config_weight.target_dtype
-            own = WeightWithDynamicFloat8CastTensor(part, layer.linear_mm_config, kind)
-            whole = build(own, weight._spec, requires_grad=False) if is_cut else own
+            local_weight = WeightWithDynamicFloat8CastTensor(part, layer.linear_mm_config, kind)
+            whole = build(local_weight, weight._spec, requires_grad=False) if is_cut else local_weight
             replaced[weight] = nn.Parameter(whole, requires_grad=weight.requires_grad)
             vars(replaced[weight]).update(vars(weight))
         # Tied weights stay one.
@@ -136,7 +136,7 @@ class ScalesOfStep:
         self._weights: list[Any] = [module.weight for members in by_mesh.values() for module in members]
 
     @contextmanager
-    def known(self) -> Iterator[None]:
+    def computed(self) -> Iterator[None]:
         """Holds while the parameters stay as they are. Collective."""
         if not self._weights:
             yield

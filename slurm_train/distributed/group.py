@@ -126,9 +126,9 @@ def stay_near(device: torch.device, env: Mapping[str, str], *, sys: Path = Path(
         # torch 2.7 does not say the address, a container may hide the files; a virtual machine says -1.
         return frozenset()
     bounds = (part.partition("-") for part in listed.split(",") if part)
-    own = os.sched_getaffinity(0)
-    near = own & {cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1)}
-    if near == own or len(near) * len(nodes) < len(own):
+    allowed = os.sched_getaffinity(0)
+    near = allowed & {cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1)}
+    if near == allowed or len(near) * len(nodes) < len(allowed):
         return frozenset()
     os.sched_setaffinity(0, near)
     return frozenset(near)

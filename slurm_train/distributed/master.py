@@ -69,8 +69,8 @@ def probe_port(run_id: str, *, attempt: int, env: Mapping[str, str]) -> int:
 
     A hint only: where all candidates are taken it is one that the kernel gives, and nothing stops an attempt here.
     """
-    own = {name: value for name, value in env.items() if name != "MASTER_PORT"}
-    candidates = meeting_ports(run_id, attempt=attempt, env=own)
+    variables = {name: value for name, value in env.items() if name != "MASTER_PORT"}
+    candidates = meeting_ports(run_id, attempt=attempt, env=variables)
     for port in (*candidates, 0):
         # No SO_REUSEADDR: a port in TIME_WAIT is not worth the risk while there are others.
         with contextlib.suppress(OSError), socket.socket() as probe:

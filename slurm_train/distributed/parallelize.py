@@ -119,9 +119,9 @@ def overlap_exchanges(kind: str, *, compiles: bool) -> None:
         ConfigError: they are not, or there is no memory that GPUs share.
     """
     if kind != "cuda" or not compiles:
-        found = f"a device of type {kind}" + ("" if compiles else ", where blocks are not compiled")
+        device = f"a device of type {kind}" + ("" if compiles else ", where blocks are not compiled")
         raise ConfigError(
-            f"parallel.async_tp=true was asked, and this rank has {found}",
+            f"parallel.async_tp=true was asked, and this rank has {device}",
             hint="leave parallel.async_tp out; it is for compiled blocks on GPUs",
         )
     import torch._inductor.config
@@ -155,22 +155,22 @@ def cut_matrices(
 
     rowwise: dict[str, Any] = {"output_layouts": Shard(POSITIONS_DIM)} if splits_positions else {}
     styles: dict[str, ParallelStyle] = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel(**rowwise)}
-    found: dict[str, ParallelStyle] = {}
+    style_of: dict[str, ParallelStyle] = {}
     ways = _ways_of(model, "tensor_parallel_plan", key="parallel.tp", ways=(*styles, _BY_IDS))
     for name, way in ways.items():
         if way != _BY_IDS:
             lowered = is_float8(model.get_submodule(name))
-            found[name] = copy.copy((float8_styles(rowwise=rowwise) if lowered else styles)[way])
+            style_of[name] = copy.copy((float8_styles(rowwise=rowwise) if lowered else styles)[way])
     _spread_ids([name for name, way in ways.items() if way == _BY_IDS], model, mesh=mesh["tp"], layout=layout)
     if splits_positions:
-        found |= _position_styles(model, found, group=mesh["tp"].get_group().group_name)
+        style_of |= _position_styles(model, style_of, group=mesh["tp"].get_group().group_name)
         for root in roots:
             if root is not model:
                 # What another stage has is passed through here, split and gathered all the same.
                 parts = dict(root.named_modules())
-                passed = {name: style for name, style in found.items() if isinstance(parts.get(name), PassThrough)}
+                passed = {name: style for name, style in style_of.items() if isinstance(parts.get(name), PassThrough)}
                 parallelize_module(root, mesh["tp"], passed)
-    parallelize_module(model, mesh["tp"], found)
+    parallelize_module(model, mesh["tp"], style_of)
     for module in model.modules():
         if hasattr(module, "score_group"):
             setattr(module, "score_group", mesh["tp"].get_group().group_name)  # noqa: B010  # no tensor, no module
@@ -187,8 +187,8 @@ def _spread_ids(names: Sequence[str], model: nn.Module, *, mesh: DeviceMesh, lay
             continue
         if weight not in spread:
             # All ranks have the same, or nothing yet.
-            own = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-            spread[weight] = nn.Parameter(own, requires_grad=weight.requires_grad)
+            rows = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+            spread[weight] = nn.Parameter(rows, requires_grad=weight.requires_grad)
             vars(spread[weight]).update(vars(weight))
         # Tied weights stay one.
         module.register_parameter("weight", spread[weight])
@@ -224,8 +224,8 @@ def _position_styles(model: nn.Module, cut: Mapping[str, ParallelStyle], *, grou
 
         def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
             def gather(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-                own = DTensor.from_local(arguments[0], device_mesh, [own_positions], run_check=False)
-                whole = own.redistribute(placements=[Replicate()])
+                part = DTensor.from_local(arguments[0], device_mesh, [own_positions], run_check=False)
+                whole = part.redistribute(placements=[Replicate()])
                 return (whole if self.stays_spread else whole.to_local(), *arguments[1:])
 
             module.register_forward_pre_hook(gather)
@@ -268,7 +268,7 @@ def _ways_of(model: nn.Module, method: str, *, key: str, ways: Iterable[str]) ->
     Raises:
         ConfigError: the model has no such plan, or it has an unknown way or a pattern that names no part.
     """
-    found: dict[str, str] = {}
+    way_of: dict[str, str] = {}
     for pattern, way in model_plan(model, method, key=key).items():
         names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
         if way not in ways or not names:
@@ -277,8 +277,8 @@ def _ways_of(model: nn.Module, method: str, *, key: str, ways: Iterable[str]) ->
                 + ("names no part of the model" if way in ways else "is not a known way"),
                 hint=f"the ways are {', '.join(sorted(ways))}; patterns are names with *, e.g. 'blocks.*.up'",
             )
-        found |= dict.fromkeys(names, way)
-    return found
+        way_of |= dict.fromkeys(names, way)
+    return way_of
 
 
 def require_equal_parts(model: nn.Module, *, tp: int) -> None:
@@ -454,13 +454,13 @@ def units(model: nn.Module) -> Iterator[nn.Module]:
 
     A block that stands in several places, as ALBERT's do, comes once.
     """
-    own = getattr(model, "sharding_plan", None)
-    if own is None:
+    sharding_plan = getattr(model, "sharding_plan", None)
+    if sharding_plan is None:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         blocks = {id(block): block for members in lists for block in members}
         yield from (block for block in blocks.values() if any(True for _ in block.parameters()))
         return
-    patterns = own()
+    patterns = sharding_plan()
     for name, module in model.named_modules():
         # Each part of a pattern matches one level of names: "blocks.*" is no name below a block.
         if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns):
@@ -473,7 +473,7 @@ def shared_parts(model: nn.Module) -> list[nn.Module]:
     blocks = list(units(model))
     are_units = set(map(id, blocks))
     owners: dict[int, set[int]] = {}
-    found: dict[int, nn.Module] = {}
+    shared: dict[int, nn.Module] = {}
     for block in blocks:
         waiting = list(block.children())
         while waiting:
@@ -484,10 +484,10 @@ def shared_parts(model: nn.Module) -> list[nn.Module]:
             owners.setdefault(id(part), set()).add(id(block))
             if len(owners[id(part)]) > 1 and any(True for _ in part.parameters()):
                 # As a whole, with what is in it.
-                found[id(part)] = part
+                shared[id(part)] = part
             else:
                 waiting += part.children()
-    return list(found.values())
+    return list(shared.values())
 
 
 def _recompute(block: nn.Module, *, kind: str) -> None:

@@ -55,11 +55,11 @@ def split_stages(model: nn.Module, *, stages: Sequence[int], num_stages: int) ->
     if len(stages) == 1:
         return [model]
     plan = model_plan(model, "pipeline_plan", key="parallel.pp", names=_PLAN)
-    found = []
+    parts = []
     for stage in stages:
-        found.append(_sibling(model))
-        _replace_others(found[-1], model, plan, stages=[stage], num_stages=num_stages)
-    return found
+        parts.append(_sibling(model))
+        _replace_others(parts[-1], model, plan, stages=[stage], num_stages=num_stages)
+    return parts
 
 
 def _replace_others(
@@ -72,8 +72,10 @@ def _replace_others(
         part.set_submodule(name, PassThrough())
     for name in plan["spread"]:
         blocks = _blocks(model, name)
-        own = {number for stage in stages for number in stage_blocks(len(blocks), stage=stage, num_stages=num_stages)}
-        kept = (block if number in own else PassThrough() for number, block in enumerate(blocks))
+        numbers = set[int]()
+        for stage in stages:
+            numbers.update(stage_blocks(len(blocks), stage=stage, num_stages=num_stages))
+        kept = (block if number in numbers else PassThrough() for number, block in enumerate(blocks))
         part.set_submodule(name, nn.ModuleList(kept))
 
 
@@ -186,8 +188,8 @@ def model_plan(model: nn.Module, method: str, *, key: str, names: Sequence[str] 
     Raises:
         ConfigError: the model has no such plan.
     """
-    own = getattr(model, method, None)
-    plan = None if own is None else own()
+    build_plan = getattr(model, method, None)
+    plan = None if build_plan is None else build_plan()
     if plan is None or (names and set(plan) != set(names)):
         needed = f" with {', '.join(names)}" if names else ""
         raise ConfigError(

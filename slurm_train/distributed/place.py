@@ -62,9 +62,9 @@ class RankPlace:
             return cls(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host=here)
         rank, local_rank, world, local_world = (_number(env, name) for name in _TORCHRUN)
         if not (0 <= local_rank < local_world <= world and local_rank <= rank < world):
-            found = ", ".join(f"{name}={env[name]}" for name in _TORCHRUN)
+            variables = ", ".join(f"{name}={env[name]}" for name in _TORCHRUN)
             raise ClusterError(
-                f"these rank variables contradict each other: {found}", hint="unset them all, or fix them"
+                f"these rank variables contradict each other: {variables}", hint="unset them all, or fix them"
             )
         return cls(
             rank=rank,

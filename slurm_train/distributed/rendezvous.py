@@ -155,8 +155,8 @@ def join_meeting(place: RankPlace, point: MeetingPoint, *, addresses: Sequence[s
     search = Search(place, point)
     search.set_targets([(address, port) for port in point.ports for address in addresses])
     with contextlib.closing(search):
-        found = search.run(until=time.monotonic() + point.timeout_s)
-    if found is None:
+        connection = search.run(until=time.monotonic() + point.timeout_s)
+    if connection is None:
         raise RendezvousError(
             f"rank {place.rank} on {place.host} timed out after {point.timeout_s:g} s waiting for rank 0 of run "
             f"{point.run_id}, attempt {point.attempt}, at {point.master_addr} ({', '.join(addresses)}): "
@@ -164,7 +164,7 @@ def join_meeting(place: RankPlace, point: MeetingPoint, *, addresses: Sequence[s
             hint="look at rank 0's log; if it waits for the others, at the firewall between the nodes",
         )
     deadline = time.monotonic() + answer_timeout_s(point, place.world_size)
-    channel, target = found
+    channel, target = connection
     try:
         with contextlib.closing(channel):
             channel.send_value(None, deadline=deadline)
@@ -276,9 +276,9 @@ def check_gloo_address(place: RankPlace, env: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError):
         addresses = addresses_of(name)
     if all(map(is_loopback, addresses)):
-        found = ", ".join(addresses) or "nothing"
+        address_list = ", ".join(addresses) or "nothing"
         raise RendezvousError(
-            f"node {place.host} resolves its own name {name!r} to {found}: other nodes could not reach it",
+            f"node {place.host} resolves its own name {name!r} to {address_list}: other nodes could not reach it",
             hint="name the interface of the cluster's network: cluster.network_interface=eth0 (see `ip -br addr`)",
         )
 
@@ -289,8 +289,8 @@ def addresses_of(name: str) -> list[str]:
     Raises:
         OSError: the name does not resolve here.
     """
-    found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-    return sorted(found, key=lambda address: (":" in address, address))
+    addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    return sorted(addresses, key=lambda address: (":" in address, address))
 
 
 def is_loopback(address: str) -> bool:

@@ -86,13 +86,13 @@ def share_context(model: nn.Module, *, roots: Iterable[nn.Module], mesh: DeviceM
     # One for all, or equal blocks would not share a graph.
     shared = functools.partial(attend, part=part, mesh=mesh)
     for pattern in plan["attention"]:
-        found = [module for name, module in model.named_modules() if fnmatchcase(name, pattern)]
-        if not found:
+        modules = [module for name, module in model.named_modules() if fnmatchcase(name, pattern)]
+        if not modules:
             raise ConfigError(
                 f"{type(model).__name__}.context_parallel_plan() has {pattern!r}, which names no part of the model",
                 hint="patterns are names with *, e.g. 'blocks.*.attention.mix'",
             )
-        for module in found:
+        for module in modules:
             # The method is replaced rather than the module wrapped, so names stay.
             module.forward = shared
 

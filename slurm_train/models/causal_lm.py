@@ -93,7 +93,7 @@ class CausalLM(nn.Module):
         elif _is_plain_adapter(name, part, letter="B"):
             nn.init.zeros_(part)
 
-    def generate(self, tokens_BT: Tensor, **how: Any) -> Tensor:
+    def generate(self, tokens_BT: Tensor, **sampling: Any) -> Tensor:
         """Returns the given tokens followed by sampled ones; see `sample`."""
         context = getattr(self.network.config, "max_position_embeddings", None)
 
@@ -101,14 +101,14 @@ class CausalLM(nn.Module):
             logits_BTV: Tensor = scores_in(self(tokens_BT))
             return logits_BTV
 
-        return sample(score, tokens_BT, context=context, **how)
+        return sample(score, tokens_BT, context=context, **sampling)
 
     def sharding_plan(self) -> tuple[str, ...]:
         """Returns the names of the decoder's blocks: what the library marks as not to be split, else module lists."""
         whole = set(getattr(self.network, "_no_split_modules", None) or ())
-        found = [name for name, module in self.named_modules() if type(module).__name__ in whole]
-        if found:
-            return tuple(found)
+        blocks = [name for name, module in self.named_modules() if type(module).__name__ in whole]
+        if blocks:
+            return tuple(blocks)
         lists = [name for name, module in self.named_modules() if isinstance(module, nn.ModuleList)]
         return tuple(f"{name}.*" for name in lists if not any(name.startswith(f"{other}.") for other in lists))
 
@@ -128,16 +128,17 @@ class CausalLM(nn.Module):
             raise _no_plan(kind, "transformers has no tensor parallel plan for it")
         if other := sorted({str(way) for way in plan.values() if way not in _WAYS}):
             raise _no_plan(kind, f"its plan in transformers has the ways {', '.join(other)}, which are not known here")
-        own = {f"{PREFIX}{self.network.base_model_prefix}.{pattern}": way for pattern, way in plan.items()}
-        if left := self._left_between(own):
+        ways = {f"{PREFIX}{self.network.base_model_prefix}.{pattern}": way for pattern, way in plan.items()}
+        left = self._left_between(ways)
+        if left:
             raise _no_plan(kind, f"its plan in transformers leaves {left} whole between matrices that are cut")
-        return own
+        return ways
 
     def tensor_parallel_counts(self) -> dict[str, int]:
         """Returns the numbers that tensor parallelism must be able to divide."""
         config = self.network.config
-        found = {f"model.config.{name}": getattr(config, name, None) for name in _COUNTS}
-        return {name: count for name, count in found.items() if isinstance(count, int)}
+        counts = {f"model.config.{name}": getattr(config, name, None) for name in _COUNTS}
+        return {name: count for name, count in counts.items() if isinstance(count, int)}
 
     def attention_width(self) -> int:
         """Returns the widths of all layers together, for the operations per token; 0 where the architecture differs."""
@@ -207,8 +208,8 @@ def _begin_with_files(network: Any, path: Path) -> None:
     """
     stored = stored_tensors(path)
     parameters = dict(network.named_parameters())
-    known = {name for name, _ in network.named_parameters(remove_duplicate=False)}
-    has_same_names = parameters.keys() <= stored.keys() <= known and known == network.state_dict().keys()
+    names = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    has_same_names = parameters.keys() <= stored.keys() <= names and names == network.state_dict().keys()
     if not has_same_names or getattr(network.config, "quantization_config", None) is not None:
         raise NeedsMemoryError(f"transformers converts what is in {path}")
     for name, parameter in parameters.items():
@@ -326,14 +327,14 @@ def require_transformers() -> Any:
     return transformers
 
 
-def _require_keys(known: Any, changes: Mapping[str, Any]) -> None:
+def _require_keys(config: Any, changes: Mapping[str, Any]) -> None:
     """Refuses a key that the architecture does not have: the library would keep it and pass it over."""
     for key in changes:
-        if not hasattr(known, key) and key not in _FORMER_KEYS:
-            names = [*known.to_dict(), *getattr(known, "attribute_map", {})]
+        if not hasattr(config, key) and key not in _FORMER_KEYS:
+            names = [*config.to_dict(), *getattr(config, "attribute_map", {})]
             near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
             raise ConfigError(
-                f"model.config has {key!r}, which the architecture {known.model_type} does not know",
+                f"model.config has {key!r}, which the architecture {config.model_type} does not know",
                 hint=f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(sorted(names))}",
             )
 

@@ -334,8 +334,9 @@ def _offsets(tensor: Any) -> Sequence[int]:
     """Returns where in the whole tensor a rank's part begins, per dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    found: Sequence[int] = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
-    return found
+    offsets: Sequence[int]
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offsets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,8 +353,8 @@ class Stored:
 
         with safe_open(self.file, framework="pt") as handle:
             # What has no dimension has no slices.
-            found: Tensor = handle.get_slice(self.name)[index] if index else handle.get_tensor(self.name)
-        return found
+            part: Tensor = handle.get_slice(self.name)[index] if index else handle.get_tensor(self.name)
+        return part
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
@@ -367,15 +368,15 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     names = [_SINGLE_FILE]
     if (path / _INDEX_FILE).is_file():
         names = sorted(set(json.loads((path / _INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()))
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in [path / name for name in names] if path.is_dir() else [path]:
         try:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118  # it is no mapping
                     shape = tuple(handle.get_slice(name).get_shape())
-                    found[name] = Stored(file=file, name=name, shape=shape)
+                    tensors[name] = Stored(file=file, name=name, shape=shape)
         except (OSError, SafetensorError) as err:
             raise ConfigError(
                 f"cannot read weights from {file}: {err}", hint="name a safetensors file, or a directory that has one"
             ) from err
-    return found
+    return tensors

@@ -207,6 +207,6 @@ class GPT(nn.Module):
         """Returns the parts of the first stage, those that are spread over all stages, and those of the last."""
         return {"first": ("embedding", "dropout"), "spread": ("blocks",), "last": ("norm", "head")}
 
-    def generate(self, tokens_BT: Tensor, **how: Any) -> Tensor:
+    def generate(self, tokens_BT: Tensor, **sampling: Any) -> Tensor:
         """Returns the given tokens followed by sampled ones; see `sample`."""
-        return sample(self, tokens_BT, context=self.context, **how)
+        return sample(self, tokens_BT, context=self.context, **sampling)

@@ -107,7 +107,7 @@ def linear_cross_entropy(
         return torch.stack((sums["loss"], sums["correct"].to(sums["loss"].dtype)))
     kind = x.device.type
     is_lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    found: Tensor = _sums_and_gradients(
+    totals: Tensor = _sums_and_gradients(
         x.flatten(0, -2),
         weight_VC,
         targets.flatten().long(),
@@ -119,7 +119,7 @@ def linear_cross_entropy(
         # In a graph this operation is one node; what it does to a chunk of scores is compiled apart.
         torch.compiler.is_compiling(),
     )[0]
-    return found
+    return totals
 
 
 @torch.library.custom_op(
@@ -154,8 +154,8 @@ def _sums_and_gradients(
     """
     is_counted_N = targets_N != IGNORED
     bounds, rank = _bounds(len(weight_VC), group, is_part)
-    known = ~is_counted_N | ((targets_N >= 0) & (targets_N < bounds[-1]))
-    torch._assert_async(known.all(), "a target is no id of the vocabulary")
+    is_valid_N = ~is_counted_N | ((targets_N >= 0) & (targets_N < bounds[-1]))
+    torch._assert_async(is_valid_N.all(), "a target is no id of the vocabulary")
     precise = torch.promote_types(dtype, torch.float32)
     first = bounds[rank]
     own_VC = weight_VC if is_part else weight_VC[bounds[rank] : bounds[rank + 1]]
@@ -289,9 +289,9 @@ def _joined(group: str, log_n: Tensor, score_n: Tensor, *best: Tensor, first: in
     if not group:
         return log_n, score_n, *best[1:]
     # float64 holds every id.
-    own = torch.stack([fact.double() for fact in (log_n, score_n, *best)])
-    own[3:] += first
-    logs, scores, *highest = torch.stack(_gathered(own, group)).unbind(1)
+    facts = torch.stack([fact.double() for fact in (log_n, score_n, *best)])
+    facts[3:] += first
+    logs, scores, *highest = torch.stack(_gathered(facts, group)).unbind(1)
     ids = [highest[1].gather(0, highest[0].argmax(dim=0, keepdim=True)).squeeze(0)] if highest else []
     return logs.logsumexp(dim=0).to(log_n.dtype), scores.sum(dim=0).to(log_n.dtype), *ids
 
@@ -303,8 +303,10 @@ def _scores_of_parts(x: Tensor, weight: Any) -> Tensor:
     mesh = weight.device_mesh
     # The gradients of what goes in are added up.
     x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-    own = DTensor.from_local(functional.linear(x, weight.to_local()), mesh, [Shard(x.dim() - 1)], run_check=False)
-    scores: Tensor = own.redistribute(placements=[Replicate()]).to_local()
+    spread_scores = DTensor.from_local(
+        functional.linear(x, weight.to_local()), mesh, [Shard(x.dim() - 1)], run_check=False
+    )
+    scores: Tensor = spread_scores.redistribute(placements=[Replicate()]).to_local()
     return scores
 
 
@@ -312,17 +314,17 @@ def _bounds(num_ids: int, group: str, is_part: bool) -> tuple[list[int], int]:
     """Returns where each rank's ids begin, and the end, and this rank's place in the group."""
     if not group:
         return [0, num_ids], 0
-    found = group_named(group)
-    world = dist.get_world_size(found)
+    process_group = group_named(group)
+    world = dist.get_world_size(process_group)
     num_ids *= world if is_part else 1
-    return [num_ids * place // world for place in range(world + 1)], dist.get_rank(found)
+    return [num_ids * place // world for place in range(world + 1)], dist.get_rank(process_group)
 
 
-def _gathered(own: Tensor, group: str) -> list[Tensor]:
+def _gathered(tensor: Tensor, group: str) -> list[Tensor]:
     """Returns the tensors of all ranks, in order."""
-    found = group_named(group)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(found))]
-    dist.all_gather(parts, own, group=found)
+    process_group = group_named(group)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(parts, tensor, group=process_group)
     return parts
 
 

@@ -66,7 +66,7 @@ class Objective(nn.Module):
         )
         """Whether `model(inputs, targets=targets)` gives what `models.head.linear_cross_entropy` does."""
         self.default_loss = default_loss
-        self.own = own_loss_of(model)
+        self.own_loss = own_loss_of(model)
         """What the model says of a loss of its own."""
         # Whether labels are the inputs themselves; None while no batch has told.
         self._repeats: bool | None = None
@@ -128,7 +128,7 @@ class Objective(nn.Module):
             return sums
         count = self._count(batch)
         sums = {"loss": _precise(mean) * count, "count": count}
-        correct = _num_correct(scores_in(outputs), self.own.aligned(labels_in(batch)))
+        correct = _num_correct(scores_in(outputs), self.own_loss.aligned(labels_in(batch)))
         if correct is not None:
             sums["correct"] = correct
         return sums
@@ -195,7 +195,7 @@ class Objective(nn.Module):
             return
         self._are_next = is_next and isinstance(batch, dict)
         self._repeats = is_same and not targets.is_floating_point()
-        if self._repeats and not isinstance(batch, dict) and self.own.shifts is not False:
+        if self._repeats and not isinstance(batch, dict) and self.own_loss.shifts is not False:
             raise ConfigError(
                 "the targets are the inputs wherever they count, so the model would learn to copy them",
                 hint="give (tokens[:-1], tokens[1:]), or a dict with input_ids and labels, whose labels are shifted "
@@ -216,22 +216,23 @@ class Objective(nn.Module):
         Raises:
             ConfigError: labels are the next tokens already, and the model takes the next ones again.
         """
-        if self._are_next and self.own.shifts:
+        if self._are_next and self.own_loss.shifts:
             raise ConfigError(
-                f"the labels are the next tokens already, and {self.own.name} compares scores with the label after "
-                "them, so it would learn the token after the next",
+                f"the labels are the next tokens already, and {self.own_loss.name} compares scores with the label "
+                "after them, so it would learn the token after the next",
                 hint="let labels be a copy of input_ids (-100 where a token does not count), or give tuples "
                 "(tokens[:-1], tokens[1:])",
             )
         told = [answer for answer in repeats if answer is not None]
         if told:
             self._repeats = all(told)
-        is_guessed = self.own.shifts is None and not self.own.takes_labels and not hasattr(self.model, "training_loss")
+        own_loss = self.own_loss
+        is_guessed = own_loss.shifts is None and not own_loss.takes_labels and not hasattr(self.model, "training_loss")
         if not self._repeats or not is_guessed:
             return None
         return (
-            f"labels repeat input_ids, and {self.own.name} gives no loss of its own: its scores are compared with the "
-            "next token"
+            f"labels repeat input_ids, and {own_loss.name} gives no loss of its own: its scores are compared with "
+            "the next token"
         )
 
     @torch.no_grad()
@@ -245,7 +246,7 @@ class Objective(nn.Module):
         Raises:
             ConfigError: they differ; with both numbers.
         """
-        if hasattr(self.model, "training_loss") or self.takes_targets or not self.own.takes_labels:
+        if hasattr(self.model, "training_loss") or self.takes_targets or not self.own_loss.takes_labels:
             return
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
@@ -258,14 +259,14 @@ class Objective(nn.Module):
 
     def _compare(self, batch: Batch, *, tolerance: float) -> None:
         if isinstance(batch, dict):
-            if LABELS not in batch or self.own.shifts is None:
+            if LABELS not in batch or self.own_loss.shifts is None:
                 return
             outputs = self.model(**batch)
             theirs = [loss_in(outputs)]
             self._learn_shift(outputs, batch[LABELS], tolerance=tolerance)
         elif len(batch) == 2:
             inputs, targets = batch
-            follows = self.own.shifts is not False and targets.dim() > 1 and targets.shape == inputs.shape
+            follows = self.own_loss.shifts is not False and targets.dim() > 1 and targets.shape == inputs.shape
             if follows:
                 # A model that shifts labels itself never looks at the last score.
                 targets = torch.cat((targets[:, :-1], torch.full_like(targets[:, -1:], IGNORED)), dim=1)
@@ -292,14 +293,15 @@ class Objective(nn.Module):
             mean = self._with_router(total, count, outputs) / count
             matches.append(bool((mean - loss).abs() <= tolerance * loss.abs()))
         if any(matches) and not all(matches):
-            self.own = self.own.shifted(matches[1])
+            self.own_loss = self.own_loss.shifted(matches[1])
 
     def _require_same(self, ours: float, theirs: list[float], *, tolerance: float) -> None:
         differences = [abs(loss - ours) for loss in theirs if math.isfinite(loss)]
         if not differences or not math.isfinite(ours) or min(differences) <= tolerance * max(1.0, abs(ours)):
             return
         raise ConfigError(
-            f"the loss of the first samples is {ours:.6f} here, and {self.own.name} computes {theirs[-1]:.6f} itself",
+            f"the loss of the first samples is {ours:.6f} here, and {self.own_loss.name} computes {theirs[-1]:.6f} "
+            "itself",
             hint="give dicts with `labels`, with which the model's own loss is trained; or define training_loss(batch) "
             "on the model; or take `labels` out of its forward if that loss is not meant",
         )
@@ -321,7 +323,7 @@ class Objective(nn.Module):
         """Returns what the model gives for a batch; it gets the targets where it computes the loss from them."""
         if isinstance(batch, dict):
             if not self.takes_targets or LABELS not in batch:
-                return self.model(**self.own.words(batch))
+                return self.model(**self.own_loss.words(batch))
             words = {name: tensor for name, tensor in batch.items() if name != LABELS}
             return self.model(**words, targets=self._targets(batch))
         if len(batch) != 2:
@@ -333,7 +335,7 @@ class Objective(nn.Module):
         if self.takes_targets:
             return self.model(inputs, targets=targets)
         if self._gives_loss_of_tuples:
-            return self.model(inputs, **self.own.words({LABELS: targets}))
+            return self.model(inputs, **self.own_loss.words({LABELS: targets}))
         return self.model(inputs)
 
     def _loss_of_lists(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
@@ -368,7 +370,7 @@ class Objective(nn.Module):
     def num_too_long(self, batch: Batch) -> int:
         """Returns how many samples of a batch on the CPU have more tokens than the model has positions."""
         tokens = self._tokens_in(batch)
-        context = self.own.context
+        context = self.own_loss.context
         if tokens is None or context is None or tokens.shape[1] <= context:
             return 0
         mask = batch.get("attention_mask") if isinstance(batch, dict) else None
@@ -381,7 +383,7 @@ class Objective(nn.Module):
 
     def _within_context(self, batch: Batch) -> Batch:
         """Returns a batch whose texts end where the model's table of positions does."""
-        context = self.own.context
+        context = self.own_loss.context
         if context is None:
             return batch
         tokens = self._tokens_in(batch)
@@ -400,7 +402,7 @@ class Objective(nn.Module):
     @property
     def _gives_loss_of_tuples(self) -> bool:
         """Whether targets that stand beside the inputs are labels as the model takes them."""
-        return self.own.takes_labels and self.own.shifts is False
+        return self.own_loss.takes_labels and self.own_loss.shifts is False
 
     def _own_mean(self, outputs: Any, batch: Batch) -> Tensor | None:
         """Returns the loss that the model gave itself; None where it gave scores to be compared with targets."""
@@ -420,7 +422,7 @@ class Objective(nn.Module):
     def _count(self, batch: Batch) -> Tensor:
         """Returns how many items the model's own mean is over."""
         first: Tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-        return self.own.count(labels_in(batch), size=len(first)).to(first.device)
+        return self.own_loss.count(labels_in(batch), size=len(first)).to(first.device)
 
     def _targets(self, batch: Batch) -> Tensor:
         """Returns what scores are compared with, each at its place."""
@@ -428,7 +430,7 @@ class Objective(nn.Module):
         assert labels is not None
         if not isinstance(batch, dict):
             return labels
-        shifts = self.own.shifts
+        shifts = self.own_loss.shifts
         if shifts is None:
             # The model does not say it, so the batches have to.
             if self._repeats is None:
@@ -439,9 +441,9 @@ class Objective(nn.Module):
     def _with_router(self, loss: Tensor, count: Tensor, outputs: Any) -> Tensor:
         """Returns a sum of losses with that of a mixture's routers, which is a mean, added to every item."""
         routers = getattr(outputs, "aux_loss", None)
-        if not self.own.router_scale or routers is None:
+        if not self.own_loss.router_scale or routers is None:
             return loss
-        return loss + self.own.router_scale * _precise(routers) * count
+        return loss + self.own_loss.router_scale * _precise(routers) * count
 
     def _scores_in(self, outputs: Any) -> Any:
         if self.takes_targets:

@@ -181,5 +181,5 @@ def _table_of_positions(library: nn.Module) -> int | None:
 
 def _router_scale(asked: nn.Module, config: Any) -> float:
     places = (asked, config, getattr(config, "text_config", None))
-    found = (getattr(place, name, None) for place in places for name in _ROUTER_SCALES)
-    return next((float(scale) for scale in found if isinstance(scale, (int, float))), 0.0)
+    scales = (getattr(place, name, None) for place in places for name in _ROUTER_SCALES)
+    return next((float(scale) for scale in scales if isinstance(scale, (int, float))), 0.0)

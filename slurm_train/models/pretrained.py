@@ -108,14 +108,14 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
         short = place.name.partition(".")[2]
         is_short = is_theirs and place.name not in holders and short in holders
         stored[place.name] = short if is_short else place.name
-    missing = sorted(name for name, found in stored.items() if found not in holders)
+    missing = sorted(name for name, stored_name in stored.items() if stored_name not in holders)
     others = holders.keys() - stored.values() - tied
     unknown = sorted(name for name in others if not name.endswith(ignored))
     if missing or unknown:
         parts = [
-            f"{word} {', '.join(found[:_NUM_NAMED])}" + (" ..." if len(found) > _NUM_NAMED else "")
-            for word, found in (("lacks", missing), ("has besides", unknown))
-            if found
+            f"{word} {', '.join(names[:_NUM_NAMED])}" + (" ..." if len(names) > _NUM_NAMED else "")
+            for word, names in (("lacks", missing), ("has besides", unknown))
+            if names
         ]
         raise ConfigError(
             f"{path} does not hold this model's weights: it {' and '.join(parts)}",
@@ -139,9 +139,9 @@ def _placed(tensor: Stored, place: Place) -> tuple[Read, tuple[int, ...]]:
     start, size = (0, last) if place.third is None else (place.third * (last // 3), last // 3)
 
     def read(index: Index) -> Tensor:
-        *before, own = reversed(index) if place.is_transposed else index
-        found = tensor((*before, slice(start + own.start, start + own.stop)))
-        return found.T if place.is_transposed else found
+        *before, columns = reversed(index) if place.is_transposed else index
+        part = tensor((*before, slice(start + columns.start, start + columns.stop)))
+        return part.T if place.is_transposed else part
 
     shape = (*rows, size)
     return read, shape[::-1] if place.is_transposed else shape
@@ -194,11 +194,11 @@ def _require_same_config(path: Path, settings: Mapping[str, Any]) -> Architectur
     passed_over = _NOT_COMPARED + (("max_position_embeddings",) if asked == "llama" else ())
     rows = []
     for key in (key for key in config if key not in passed_over):
-        own = getattr(ours, key)
+        value = getattr(ours, key)
         other = getattr(theirs, key)
         # GPT-2's unset inner width is four times the width.
-        if own != (4 * theirs.hidden_size if other is None else other):
-            rows.append(f"{key} {own!r}, there {other!r}")
+        if value != (4 * theirs.hidden_size if other is None else other):
+            rows.append(f"{key} {value!r}, there {other!r}")
     if rows:
         raise ConfigError(
             f"{path} holds weights of another form than this model's: {'; '.join(rows)}",

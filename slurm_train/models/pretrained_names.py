@@ -215,8 +215,8 @@ def num_token_ids(model: Mapping[str, Any], *, cwd: Path) -> int | None:
     """
     stored = _stored_config(model.get("path"), cwd=cwd)
     places = (model, model.get("config") or {}, stored, stored.get("text_config") or {})
-    found = (place.get("vocab_size") for place in places)
-    return next((int(size) for size in found if isinstance(size, int)), None)
+    sizes = (place.get("vocab_size") for place in places)
+    return next((int(size) for size in sizes if isinstance(size, int)), None)
 
 
 def _stored_config(path: str | None, *, cwd: Path) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback
     Raises:
         ConfigError: one cannot be made, or is no `Callback`.
     """
-    found: dict[str, Callback] = {}
+    callbacks: dict[str, Callback] = {}
     for number, mapping in enumerate(mappings):
         made = instantiate(mapping)
         target = str(mapping[TARGET])
@@ -146,8 +146,8 @@ def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback
                 f"callbacks[{number}].{TARGET}={target} gave a {type(made).__name__}, not a callback",
                 hint="derive the class from slurm_train.train.callbacks.Callback",
             )
-        found[f"{sum(key.endswith(f' {target}') for key in found)} {target}"] = made
-    return found
+        callbacks[f"{sum(key.endswith(f' {target}') for key in callbacks)} {target}"] = made
+    return callbacks
 
 
 def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
@@ -399,7 +399,7 @@ class EMA(Callback):
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         average = _local(self.average)
-        now = [tensor.to(own.dtype) for tensor, own in zip(_local(self.parameters), average, strict=True)]
+        now = [tensor.to(averaged.dtype) for tensor, averaged in zip(_local(self.parameters), average, strict=True)]
         torch._foreach_lerp_(average, now, 1 - decay)
 
     @contextmanager
@@ -544,9 +544,9 @@ class TextSamples(Callback):
         model = self.parts.model
         encoding = self.parts.train_data.encoding()  # type: ignore[attr-defined]  # it is possible
         with preserved(model):
-            found = [sample_text(model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]
+            texts = [sample_text(model, encoding, prompt, num_tokens=self.num_tokens) for prompt in self.prompts]
         if rank.place.is_first:
             with rank.run.samples.open("a", encoding="utf-8") as file:
-                for prompt, text in zip(self.prompts, found, strict=True):
+                for prompt, text in zip(self.prompts, texts, strict=True):
                     print(json.dumps({"step": step, "prompt": prompt, "text": text}), file=file)
         trainer.book_time(start, "evaluate_s")

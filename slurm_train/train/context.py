@@ -224,30 +224,30 @@ def require_float8(device: torch.device) -> None:
     Raises:
         ConfigError: it does not.
     """
-    found = "a CPU"
+    device_name = "a CPU"
     if device.type == "cuda" and torch.version.hip:
         # ROCm's capabilities are other numbers: (9, 0) is MI250X, which has no float8.
         architecture = str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
         if architecture.startswith(_FLOAT8_OF_AMD):
             return
-        found = f"{torch.cuda.get_device_name(device)} ({architecture})"
+        device_name = f"{torch.cuda.get_device_name(device)} ({architecture})"
     elif device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability >= (8, 9):
             return
-        found = f"{torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}"
+        device_name = f"{torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}"
     raise ConfigError(
-        f"train.precision=fp8 was asked, and this rank has {found}",
+        f"train.precision=fp8 was asked, and this rank has {device_name}",
         hint="float8 needs compute capability 8.9 (Ada, Hopper and later) or AMD's MI300 and later; "
         "train.precision=auto suits every GPU",
     )
 
 
-def gather(own: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Returns what every rank gives, in rank order. Collective over all ranks; on the host."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

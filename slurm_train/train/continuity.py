@@ -46,9 +46,9 @@ class Continuity:
         A change is accepted from the newest checkpoint in the run directory on, so what goes beyond that step without
         the change is not part of the run.
         """
-        known = [accepted["number"] for accepted in manifest.extra.get("changes", ())]
+        numbers = [accepted["number"] for accepted in manifest.extra.get("changes", ())]
         for change in self.changes:
-            if change.number not in known and manifest.step > change.step:
+            if change.number not in numbers and manifest.step > change.step:
                 return f"{', '.join(change.names)} was changed, as accepted, from step {change.step} on"
         try:
             self.check(manifest)
@@ -67,18 +67,18 @@ class Continuity:
         step = manifest.step
         since = f"from step {manifest.step} on, as accepted:"
         accept = f"accept it: `resume {self.run.run_id} --accept"
-        found = [
+        changes = [
             change
             for change in training_changes(trained.get("settings") or self.settings, self.settings)
             if change.kind != "harmless"
         ]
-        left = [change for change in found if not covers_config(self.changes, change.key, change.new)]
+        left = [change for change in changes if not covers_config(self.changes, change.key, change.new)]
         if left:
             raise RunError(
                 f"{self.run.config} is not what step {step} was trained with: {', '.join(map(str, left))}",
                 hint=f"put it back, or {accept} config`",
             )
-        notes = [f"{since} {change}" for change in found]
+        notes = [f"{since} {change}" for change in changes]
         if self.code and trained.get("code") not in ("", None, self.code):
             if not covers_code(self.changes, self.code):
                 raise RunError(
@@ -88,13 +88,13 @@ class Continuity:
             notes.append(f"{since} other code")
         old = manifest.data_fingerprint
         if old != self.data:
-            what = f"{trained.get('num_samples')} -> {self.num_samples} samples, fingerprint {old} -> {self.data}"
+            difference = f"{trained.get('num_samples')} -> {self.num_samples} samples, fingerprint {old} -> {self.data}"
             if not covers_data(self.changes, old=old, new=self.data):
                 raise DataError(
-                    f"the data set has changed since step {step}: {what}",
+                    f"the data set has changed since step {step}: {difference}",
                     hint=f"bring the old data back, or {accept} data`; run.name=NAME starts another run",
                 )
-            notes.append(f"{since} another data set, {what}")
+            notes.append(f"{since} another data set, {difference}")
         return notes
 
 

@@ -265,9 +265,11 @@ def refuse(result: StepResult, *, num_empty: int = 1, of: int = 1) -> None:
             f"step {step} is a spike: loss {result.loss:.4g}, the limit was {result.facts.loss_limit:.4g}",
             hint="see events@*.jsonl for its samples; health.on_spike=skip or rollback goes on by itself",
         )
-    what = f"loss {result.loss} ({result.num_non_finite} micro-batches)" if result.num_non_finite else "loss is finite"
+    loss_text = (
+        f"loss {result.loss} ({result.num_non_finite} micro-batches)" if result.num_non_finite else "loss is finite"
+    )
     raise SlurmTrainError(
-        f"step {step} is not finite: {what}, gradient norm {result.grad_norm}, lr {result.facts.lr:.3g}",
+        f"step {step} is not finite: {loss_text}, gradient norm {result.grad_norm}, lr {result.facts.lr:.3g}",
         hint="lower optim.lr or optim.grad_clip_norm (or leave float16), look at the samples of this step "
         "(events@*.jsonl), then resume: the newest checkpoint is from before it; health.on_non_finite=skip or rollback "
         "goes on by itself",
@@ -313,9 +315,9 @@ def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> No
         SlurmTrainError: they differ; on every rank, with the same message.
     """
     # Offloaded parameters are on the host.
-    own = digest_of_parameters(parameters).reshape(1).to(rank.device)
-    gathered = [torch.empty_like(own) for _ in range(rank.place.world_size)]
-    dist.all_gather(gathered, own)
+    own_digest = digest_of_parameters(parameters).reshape(1).to(rank.device)
+    gathered = [torch.empty_like(own_digest) for _ in range(rank.place.world_size)]
+    dist.all_gather(gathered, own_digest)
     digests = [int(digest) for digest in torch.cat(gathered).tolist()]
     layout = rank.layout
     alike: Any = [range(len(digests))] if layout.is_replicated else layout.groups(("dp_replicate",))

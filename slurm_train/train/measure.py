@@ -36,8 +36,8 @@ def main(words: Sequence[str]) -> int:
     # A model may print; what is read is the last line.
     out = sys.stdout
     sys.stdout = sys.stderr
-    found = measure_model(config, batch_size=int(batch_size), half=precision == "half")
-    print(json.dumps(found), file=out)
+    measurement = measure_model(config, batch_size=int(batch_size), half=precision == "half")
+    print(json.dumps(measurement), file=out)
     return 0
 
 
@@ -90,7 +90,9 @@ def _try_forward(objective: Objective, batch: Batch, *, half: bool) -> dict[str,
 
 
 def _kept_bytes(objective: Objective, batch: Batch, *, half: bool) -> list[int]:
-    own = {parameter.untyped_storage()._cdata for parameter in (*objective.parameters(), *objective.buffers())}
+    model_storages = {
+        parameter.untyped_storage()._cdata for parameter in (*objective.parameters(), *objective.buffers())
+    }
     storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ def _kept_bytes(objective: Objective, batch: Batch, *, half: bool) -> list[int]:
         torch.autocast("cpu", dtype=torch.bfloat16, enabled=half),
     ):
         objective(batch)
-    return [storage.nbytes() for key, storage in storages.items() if key not in own]
+    return [storage.nbytes() for key, storage in storages.items() if key not in model_storages]
 
 
 def _example(config: RunConfig, batch_size: int) -> Batch:

@@ -265,7 +265,7 @@ class GpuReader:
         if now < self._due_s:
             return {}
         self._due_s = now + _READ_GPU_EVERY_S
-        found = {"gpu_memory_gb": torch.cuda.max_memory_allocated(self._device) / 1e9}
+        readings = {"gpu_memory_gb": torch.cuda.max_memory_allocated(self._device) / 1e9}
         questions: dict[str, Callable[[], float]] = {
             "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
             "gpu_temperature_c": lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
@@ -273,8 +273,8 @@ class GpuReader:
         }
         for name, ask in {} if nvml is None else questions.items():
             with contextlib.suppress(Exception):
-                found[name] = float(ask())
-        return found
+                readings[name] = float(ask())
+        return readings
 
 
 def peak_flops(device: torch.device) -> float | None:

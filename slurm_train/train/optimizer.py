@@ -114,8 +114,8 @@ def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection) -> O
         if not has_decay and not group["weight_decay"]:
             del group["weight_decay"]
         # torch takes any key of a group without a word.
-        own = {name: value for name, value in group.items() if name not in ("params", LR_SCALE)}
-        instantiate({TARGET: path, "_partial_": True, "_recursive_": False, **own})
+        settings = {name: value for name, value in group.items() if name not in ("params", LR_SCALE)}
+        instantiate({TARGET: path, "_partial_": True, "_recursive_": False, **settings})
     try:
         built = instantiate({TARGET: path, "_args_": [groups], "_recursive_": False, **keywords})
     except (TypeError, ValueError) as err:
@@ -326,16 +326,16 @@ class Update:
                 torch.ops.aten._foreach_add_.Tensor(self._steps, 1 - skip)
             for settings, places, (params, *state) in self._groups:
                 parts = [gradients[place] for place in places]
-                how: dict[str, Any] = {name: settings[name] for name in ("lr", "weight_decay")}
-                how |= {"maximize": False, "grad_scale": divisor, "found_inf": skip}
+                keywords: dict[str, Any] = {name: settings[name] for name in ("lr", "weight_decay")}
+                keywords |= {"maximize": False, "grad_scale": divisor, "found_inf": skip}
                 if isinstance(self._optimizer, SGD):
-                    how |= {name: settings[name] for name in ("momentum", "dampening", "nesterov")}
-                    torch._fused_sgd_(params, parts, *(state or [[]]), is_first_step=False, **how)
+                    keywords |= {name: settings[name] for name in ("momentum", "dampening", "nesterov")}
+                    torch._fused_sgd_(params, parts, *(state or [[]]), is_first_step=False, **keywords)
                 else:
                     averages, squares, steps = state
                     (beta1, beta2), eps = settings["betas"], settings["eps"]
-                    how |= {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False}
-                    torch._fused_adamw_(params, parts, averages, squares, [], steps, **how)
+                    keywords |= {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False}
+                    torch._fused_adamw_(params, parts, averages, squares, [], steps, **keywords)
 
     def _step(self) -> None:
         try:

@@ -167,7 +167,7 @@ class Passes:
         tensors: Any = next(batches).tensors
         self.data_wait_s += self._clock() - start
         self._mark("step")
-        if self._objective.own.context is not None:
+        if self._objective.own_loss.context is not None:
             self._count_long(tensors)
         if self._part is not None:
             tensors = self._part.cut(tensors)
@@ -181,7 +181,7 @@ class Passes:
         """
         self._num_seen += len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
         num_long = self._objective.num_too_long(batch)
-        context = self._objective.own.context
+        context = self._objective.own_loss.context
         if num_long and not self.num_cut:
             self._say(f"samples have more than the {context} tokens that the model has positions for: they are cut")
         self.num_cut += num_long
@@ -330,7 +330,7 @@ class ShardPasses(Passes):
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients, one micro-batch after the other."""
         self.buffers.take_first_ranks()
-        with self._scales.known():
+        with self._scales.computed():
             self._run(batches, num_batches=num_batches)
 
     def _run(self, batches: Iterator[MicroBatch], *, num_batches: int) -> None:
@@ -408,8 +408,8 @@ class PipelinePasses(ShardPasses):
         **how: as for `ShardPasses`.
     """
 
-    def __init__(self, rank: Rank, pipeline: Pipeline, **how: Any) -> None:
-        super().__init__(rank, **how)
+    def __init__(self, rank: Rank, pipeline: Pipeline, **keywords: Any) -> None:
+        super().__init__(rank, **keywords)
         name = rank.config.parallel.pipeline_schedule
         self._schedule = pipeline.build_schedule(name=name, num_batches=self._accumulation, loss=self._scaled_loss)
         self._pipeline = pipeline
@@ -429,7 +429,7 @@ class PipelinePasses(ShardPasses):
             keywords |= {"target": targets, "losses": losses}
             if self._objective.takes_targets:
                 keywords["targets"] = targets
-        with self._scales.known(), in_precision(self._device, self._autocast):
+        with self._scales.computed(), in_precision(self._device, self._autocast):
             self._schedule.step(*arguments, **keywords)
         values = self._no_values()
         if self._counts:

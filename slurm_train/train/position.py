@@ -43,8 +43,8 @@ class Position:
     @classmethod
     def of(cls, manifest: Manifest) -> Position:
         """Returns the position that a checkpoint was saved at."""
-        known = {key: value for key, value in manifest.extra.items() if key in cls.__slots__}
-        return cls(step=manifest.step, samples=manifest.samples, **known)
+        fields = {key: value for key, value in manifest.extra.items() if key in cls.__slots__}
+        return cls(step=manifest.step, samples=manifest.samples, **fields)
 
     def as_extra(self) -> dict[str, Any]:
         """Returns what a manifest keeps of it besides step and samples."""

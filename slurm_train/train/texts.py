@@ -49,7 +49,7 @@ def say_text(
         say(f"the model writes:\n{text}" if is_text else "the model does not write text yet; train it longer")
 
 
-def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int = 0, **how: Any) -> str:
+def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int = 0, **sampling: Any) -> str:
     """Returns what a model writes after a prompt, or at the beginning of a document; the same for equal weights.
 
     Args:
@@ -57,7 +57,7 @@ def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int =
         encoding: of the text it was trained with.
         prompt: is not repeated in the text.
         seed: of the draws.
-        **how: for `generate`: num_tokens, temperature, top_k, end.
+        **sampling: for `generate`: num_tokens, temperature, top_k, end.
     """
     device = next(model.parameters()).device
     # A document begins after the end of another one.
@@ -69,12 +69,12 @@ def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int =
     # A compiled model would be compiled again for the lengths that a text has as it grows.
     with modes_kept(model), torch.compiler.set_stance("force_eager"):
         model.eval()
-        generated = model.generate(tokens, generator=generator, **how)[0, len(start) :].tolist()
+        generated = model.generate(tokens, generator=generator, **sampling)[0, len(start) :].tolist()
     return printable(encoding.decode(generated))
 
 
 def continue_texts(
-    rank: Rank, model: nn.Module, *, prompts: Sequence[str], tokenizer: str | None, **how: Any
+    rank: Rank, model: nn.Module, *, prompts: Sequence[str], tokenizer: str | None, **sampling: Any
 ) -> list[str]:
     """Returns what a model writes after each prompt. Collective over all ranks.
 
@@ -90,7 +90,7 @@ def continue_texts(
     # Each token is a pass of the model, and progress for the hang watchdog.
     hook = model.register_forward_pre_hook(lambda *_: rank.heartbeat.mark("evaluate"))
     with in_precision(rank.device, rank.forward_autocast):
-        texts = {number: continue_text(model, encoding, prompts[number], **how) for number in numbers_here}
+        texts = {number: continue_text(model, encoding, prompts[number], **sampling) for number in numbers_here}
     hook.remove()
     rank.heartbeat.mark("gather")
     all_texts: dict[int, str] = {}
@@ -99,9 +99,9 @@ def continue_texts(
     return [all_texts[number] for number in range(len(prompts))]
 
 
-def continue_text(model: nn.Module, encoding: Encoding, prompt: str, **how: Any) -> str:
+def continue_text(model: nn.Module, encoding: Encoding, prompt: str, **sampling: Any) -> str:
     """Returns what a model writes after a prompt, up to the end of the document; see `sample_text`."""
-    return sample_text(model, encoding, prompt, end=encoding.end_of_document, **how).removesuffix("\n\n")
+    return sample_text(model, encoding, prompt, end=encoding.end_of_document, **sampling).removesuffix("\n\n")
 
 
 def require_generates(model: nn.Module) -> None:

@@ -150,15 +150,15 @@ for lowers in (False, True):
         model, layout=layout, mesh=mesh, roots=[model], settings=settings, compiles=False, gathers_float8=lowers
     )
     scales = ScalesOfStep(model)
-    for name in ("known", "not known"):
+    for name in ("computed", "not computed"):
         with Gathers() as gathers, torch.no_grad():
-            if name == "known":
-                with scales.known():
+            if name == "computed":
+                with scales.computed():
                     model(torch.zeros(2, 16, dtype=torch.int64))
             else:
                 model(torch.zeros(2, 16, dtype=torch.int64))
         seen[lowers, name] = (gathers.num_bytes, gathers.num_sums)
-bytes_saved = seen[False, "known"][0] - seen[True, "known"][0]
+bytes_saved = seen[False, "computed"][0] - seen[True, "computed"][0]
 assert bytes_saved == 2 * 4 * 48 * 48, (bytes_saved, seen)
 # Scales that are found before the passes take one exchange for all matrices, others one exchange per matrix.
 assert [numbers[1] for numbers in seen.values()] == [0, 0, 1, 8], seen
@@ -198,7 +198,7 @@ for degrees in ({"dp_shard": 4}, {"dp_shard": 2, "tp": 2}):
     parallelize(model, layout=layout, mesh=mesh, roots=[model], settings=settings, compiles=True, gathers_float8=True)
     scales = ScalesOfStep(model)
     for _ in range(2):
-        with scales.known():
+        with scales.computed():
             model(torch.zeros(2, 16, dtype=torch.int64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], (degrees, counters)
 print("right")
