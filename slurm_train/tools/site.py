@@ -78,28 +78,28 @@ def open_questions(facts: SiteFacts, answers: Mapping[str, str]) -> list[Questio
         answers: those given so far, by key; the account decides the QOS, and the partition the GPUs.
     """
     partitions = usable_partitions(facts)
-    found = []
+    questions = []
     names = tuple(partition.name for partition in partitions)
     if len(names) > 1:
-        found.append(Question("partition", "Which partition do runs go to?", names[0], names))
+        questions.append(Question("partition", "Which partition do runs go to?", names[0], names))
     for partition in partitions:
         types = gpu_types(partition)
         if partition.name == (answers.get("partition") or names[0]) and len(types) > 1:
-            found.append(Question("gpu_type", f"Which GPUs of partition {partition.name}?", types[0], tuple(types)))
+            questions.append(Question("gpu_type", f"Which GPUs of partition {partition.name}?", types[0], tuple(types)))
     accounts = tuple(dict.fromkeys(association.account for association in facts.associations))
     account = _account(facts, answers)
     if len(accounts) > 1:
         default = default_account(facts.associations)
-        found.append(Question("account", "Which account is charged?", default, accounts))
+        questions.append(Question("account", "Which account is charged?", default, accounts))
     elif not accounts:
-        found.append(Question("account", "Which account is charged? (empty: Slurm's default)", ""))
+        questions.append(Question("account", "Which account is charged? (empty: Slurm's default)", ""))
     qos = _qos_names(facts.associations, account)
     if len(qos) > 1:
         default = default_qos(facts, answers.get("partition") or names[0], account=account)
-        found.append(Question("qos", "Which QOS?", default, qos))
+        questions.append(Question("qos", "Which QOS?", default, qos))
     longest = str(_LONGEST_DEFAULT_MIN)
     return [
-        *found,
+        *questions,
         Question("time_limit_min", "How many minutes may one attempt take, at most? A run takes several.", longest),
         Question("network_interface", "Which network interface joins the nodes, e.g. ib0? (empty: NCCL finds it)", ""),
         Question("setup", "A shell line that every job needs, e.g. module load cuda/12.4? (empty: none)", ""),
@@ -162,10 +162,9 @@ def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
 
 def _known(**values: Any) -> dict[str, Any]:
     """Returns the values that are known; whole numbers without a fraction."""
-    known = {key: value for key, value in values.items() if value not in (None, "", [], {})}
+    entries = {key: value for key, value in values.items() if value not in (None, "", [], {})}
     return {
-        key: int(partition) if isinstance(partition, float) and partition.is_integer() else partition
-        for key, partition in known.items()
+        key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in entries.items()
     }
 
 
@@ -209,17 +208,17 @@ def _grace_s(preemption: Preemption) -> float | None:
 
 
 def _qos(facts: SiteFacts, name: str) -> SiteQos:
-    found = facts.qos_named(name)
-    assert found is not None
+    qos = facts.qos_named(name)
+    assert qos is not None
     if facts.settings.get("PreemptType") == "preempt/partition_prio":
         # Partitions decide there, whatever the QOS.
-        return SiteQos(max_time_min=found.max_time_min)
+        return SiteQos(max_time_min=qos.max_time_min)
     preemption = preemption_in(facts, name, "")
     return SiteQos(
         preempted_by=preempting_qos(facts, name),
         preemption=preemption.outcome,
         grace_s=_grace_s(preemption),
-        max_time_min=found.max_time_min,
+        max_time_min=qos.max_time_min,
     )
 
 
@@ -296,9 +295,9 @@ def cpus_per_gpu(shape: NodeGroup, record: Mapping[str, str]) -> int | None:
         shape: the node.
         record: scontrol's fields of the partition; empty where they are not known.
     """
-    own = default_cpus_per_gpu(record, {})
-    if own or not shape.gpus_per_node or not shape.cpus_per_node:
-        return own
+    default = default_cpus_per_gpu(record, {})
+    if default or not shape.gpus_per_node or not shape.cpus_per_node:
+        return default
     return max(1, cpus_for_jobs(shape, record) // shape.gpus_per_node)
 
 
@@ -353,7 +352,7 @@ def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> t
         partitions: sinfo's, by name, for the types of their GPUs.
         ask: gives Slurm's verdict on a script.
     """
-    found = dict(site.partitions)
+    accepted = dict(site.partitions)
     problems = []
     own_flag = site.cluster.get("gpu_flag")
     for name, partition in site.partitions.items():
@@ -376,27 +375,28 @@ def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> t
             continue
         merged = {**partition.cluster, **changes}
         kept = {key: value for key, value in merged.items() if value is not None and site.cluster.get(key) != value}
-        found[name] = replace(partition, cluster=kept)
-    flags = {partition.cluster.get("gpu_flag", own_flag) for partition in found.values()}
+        accepted[name] = replace(partition, cluster=kept)
+    flags = {partition.cluster.get("gpu_flag", own_flag) for partition in accepted.values()}
     if len(flags) == 1 and flags != {own_flag}:
         # What each partition has found for itself is the site's own.
-        for name, partition in found.items():
-            found[name] = replace(
+        for name, partition in accepted.items():
+            accepted[name] = replace(
                 partition, cluster={key: partition.cluster[key] for key in partition.cluster if key != "gpu_flag"}
             )
         site = replace(site, cluster={**site.cluster, "gpu_flag": flags.pop()})
-    return replace(site, partitions=found), problems
+    return replace(site, partitions=accepted), problems
 
 
 def _variants(site: SiteFile, name: str, partition: Partition | None) -> Iterator[dict[str, Any]]:
     """Yields changes from none to many: other spellings first, then a smaller share of the node."""
     yield from _spellings(site, name, partition)
-    own = site.partitions[name].cluster
-    if memory := own.get("memory_gb_per_gpu"):
+    settings = site.partitions[name].cluster
+    memory = settings.get("memory_gb_per_gpu")
+    if memory:
         # Memory that is kept back for the system does not show in sinfo.
         for share in (0.97, 0.9):
             yield {"memory_gb_per_gpu": int(memory * share)}
-    less = {key: None for key in ("memory_gb_per_gpu", "cpus_per_gpu") if own.get(key)}
+    less = {key: None for key in ("memory_gb_per_gpu", "cpus_per_gpu") if settings.get(key)}
     if less:
         yield {"memory_gb_per_gpu": None}
         yield from ({**less, **spelling} for spelling in _spellings(site, name, partition))
@@ -409,8 +409,8 @@ def _spellings(site: SiteFile, name: str, partition: Partition | None) -> Iterat
     settings = {**site.cluster, **site.partitions[name].cluster}
     flag = settings.get("gpu_flag")
     kind = settings.get("gpu_type")
-    known = {group.gpu_type for group in partition.groups if group.gpus_per_node} - {""} if partition else set()
-    types = [kind, *sorted(known - {kind})] if kind else [None, *sorted(known)]
+    node_types = {group.gpu_type for group in partition.groups if group.gpus_per_node} - {""} if partition else set()
+    types = [kind, *sorted(node_types - {kind})] if kind else [None, *sorted(node_types)]
     other = "gres" if flag == "gpus-per-node" else "gpus-per-node"
     for spelled in (flag, other, "gpus-per-task"):
         for type in types[:2]:

@@ -244,8 +244,8 @@ def start_node(state_dir: Path, *, node: str) -> None:
 
 def daemon_names(plan: ClusterPlan) -> list[str]:
     """Returns the names of the daemons that a plan keeps alive, in the order of their start: ..., "slurmd-node1"."""
-    own = [name for name in list(_DAEMONS)[:-1] if name not in plan.habit.ended]
-    return [*own, *(f"slurmd-{node}" for node in plan.node_names)]
+    names = [name for name in list(_DAEMONS)[:-1] if name not in plan.habit.ended]
+    return [*names, *(f"slurmd-{node}" for node in plan.node_names)]
 
 
 def start_daemon(plan: ClusterPlan, name: str, *, timeout_s: float = 60.0) -> None:

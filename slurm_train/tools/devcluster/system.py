@@ -147,13 +147,13 @@ def find_marked(state_dir: Path) -> list[ProcessRecord]:
     """
     wanted = f"{MARK}={state_dir}".encode()
     own_space = Path("/proc/self/ns/pid").readlink()
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             is_marked = entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0")
             if is_marked and (entry / "ns/pid").readlink() == own_space:
-                found.append(read_process(int(entry.name)))
-    return [process for process in found if process is not None]
+                processes.append(read_process(int(entry.name)))
+    return [process for process in processes if process is not None]
 
 
 def end_processes(find: Callable[[], Iterable[ProcessRecord]], *, timeout_s: float = 10.0) -> None:
@@ -227,12 +227,12 @@ def with_hosts(text: str, names: Mapping[str, str], *, state_dir: Path) -> str:
 
 def marked_hosts(text: str) -> dict[str, Path]:
     """Returns host name -> state directory of our lines."""
-    found = {}
+    state_dirs = {}
     for line in text.splitlines():
         words, mark, state_dir = line.partition(_HOSTS_MARK)
         if mark and len(words.split()) == 2:
-            found[words.split()[1]] = Path(state_dir.strip())
-    return found
+            state_dirs[words.split()[1]] = Path(state_dir.strip())
+    return state_dirs
 
 
 def names_of_others(text: str) -> set[str]:
@@ -318,8 +318,10 @@ def namespaces() -> set[str]:
 def processes_inside(names: Sequence[str]) -> list[ProcessRecord]:
     """Returns every process in the nodes' namespaces: slurmd, slurmstepd and the ranks of jobs."""
     present = [name for name in names if name in namespaces()]
-    found = [read_process(int(pid)) for name in present for pid in run_command(["ip", "netns", "pids", name]).split()]
-    return [process for process in found if process is not None]
+    processes = [
+        read_process(int(pid)) for name in present for pid in run_command(["ip", "netns", "pids", name]).split()
+    ]
+    return [process for process in processes if process is not None]
 
 
 def is_namespace_mount() -> bool:

@@ -252,10 +252,10 @@ class Job:
     @property
     def ranks_by_node(self) -> dict[str, list[RankFacts]]:
         """The ranks of each node, in rank order."""
-        found: dict[str, list[RankFacts]] = {}
+        by_node: dict[str, list[RankFacts]] = {}
         for rank in sorted(self.ranks, key=lambda rank: rank.rank):
-            found.setdefault(rank.node, []).append(rank)
-        return found
+            by_node.setdefault(rank.node, []).append(rank)
+        return by_node
 
     def node(self, name: str) -> NodeFacts:
         """Returns a node by name, with nothing known of one that has not reported."""
@@ -286,8 +286,8 @@ def merge(findings: Iterable[Finding], *, hints: Mapping[str, str], nodes: Seque
         nodes: all nodes; what all of several have is the fault of none.
     """
     alike: dict[Finding, list[Finding]] = {}
-    for found in findings:
-        finding = replace(found, todo=found.todo or hints[found.code])
+    for reported in findings:
+        finding = replace(reported, todo=reported.todo or hints[reported.code])
         alike.setdefault(replace(finding, node="", blames_node=False), []).append(finding)
     merged = []
     for common, group in alike.items():

@@ -205,17 +205,17 @@ def resolve(name: str) -> tuple[list[str], str]:
 
 def interface_addresses() -> dict[str, str]:
     """Returns interface -> address for all that have one, without the loopback; of two the IPv4 one."""
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     for digits, _, _, scope, _, name in _rows("/proc/net/if_inet6"):
         if scope == "00":  # global
-            found[name] = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+            addresses[name] = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    found.pop("lo", None)
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    addresses.pop("lo", None)
+    return addresses
 
 
 def route_to(address: str, addresses: Mapping[str, str]) -> tuple[str, str]:
@@ -229,11 +229,11 @@ def route_to(address: str, addresses: Mapping[str, str]) -> tuple[str, str]:
         # Connecting a datagram socket sends nothing; the kernel chooses the route.
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
             asking.connect((address, 9))
-            own = str(asking.getsockname()[0])
+            own_address = str(asking.getsockname()[0])
     except OSError:
         return "", ""
-    by_address = next((name for name, its in addresses.items() if its == own), "")
-    return by_address or _interface_in_table(address), own
+    by_address = next((name for name, candidate in addresses.items() if candidate == own_address), "")
+    return by_address or _interface_in_table(address), own_address
 
 
 def _interface_in_table(address: str) -> str:
@@ -312,14 +312,14 @@ def read_files(
 
 def _code_changes(code: Path, files: Mapping[str, str], hashing_s: float) -> list[str]:
     deadline = time.monotonic() + hashing_s
-    found = list[str]()
+    changes = list[str]()
     for name in sorted(files, key=lambda name: (not name.endswith(".py"), name)):
-        if time.monotonic() > deadline or len(found) >= _LONGEST_LIST:
+        if time.monotonic() > deadline or len(changes) >= _LONGEST_LIST:
             break
         content = snapshot.index_code(code.joinpath, [name]).get(name)
         if content != files[name]:
-            found.append(name if content else f"{name} (gone)")
-    return found
+            changes.append(name if content else f"{name} (gone)")
+    return changes
 
 
 def _digest(hashes: Mapping[str, str]) -> str:
@@ -409,15 +409,15 @@ def read_gpus(
         count = int(nvml.nvmlDeviceGetCount())
         deadline = time.monotonic() + _LEFTOVER_WAIT_S
         wanted = list(map(str, range(count))) if names is None else names
-        found = [_read(nvml, name) for name in wanted]
+        gpus = [_read(nvml, name) for name in wanted]
         if are_shared:
-            found = [dataclasses.replace(gpu, used_mb=0, holders=[]) for gpu in found]
+            gpus = [dataclasses.replace(gpu, used_mb=0, holders=[]) for gpu in gpus]
         # What the attempt before this one held is freed a moment after its processes have ended.
-        while any(gpu.used_mb > _LEFTOVER_MB for gpu in found) and time.monotonic() < deadline:
+        while any(gpu.used_mb > _LEFTOVER_MB for gpu in gpus) and time.monotonic() < deadline:
             time.sleep(0.2)
-            found = [_read(nvml, name) for name in wanted]
+            gpus = [_read(nvml, name) for name in wanted]
         driver = nvml.nvmlSystemGetDriverVersion()
-        return found, count, driver.decode() if isinstance(driver, bytes) else driver
+        return gpus, count, driver.decode() if isinstance(driver, bytes) else driver
     finally:
         nvml.nvmlShutdown()
 
@@ -462,12 +462,12 @@ def logged_errors(kernel_log: Path = Path("/dev/kmsg")) -> list[str]:
     """Returns hardware errors that the driver logged in the last day, where this user may read the kernel's log."""
     if kernel_log == Path("/dev/kmsg") and not Path("/proc/driver/nvidia").exists():
         return []
-    found: dict[str, None] = {}
+    errors: dict[str, None] = {}
     for match in filter(None, map(_XID.match, _records(kernel_log))):
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(match["at_us"]) / 1e6
         if match["number"] in _HARDWARE_XIDS and age_s < _RECENT_S:
-            found[f"Xid {match['number']} on {match['where']}"] = None
-    return list(found)
+            errors[f"Xid {match['number']} on {match['where']}"] = None
+    return list(errors)
 
 
 def _records(path: Path) -> list[str]:

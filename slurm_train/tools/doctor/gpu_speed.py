@@ -30,13 +30,13 @@ def read_speeds(*, timeout_s: float) -> dict[str, Any]:
     words = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        speeds: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return {"error": f"the measurement of its GPUs was not done within {timeout_s:.0f} s"}
     except (IndexError, ValueError):
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return {"error": f"its GPUs could not be measured: {reason[:200]}"}
-    return found
+    return speeds
 
 
 def measure(*, rounds: int = _ROUNDS) -> dict[str, Any]:
@@ -89,14 +89,14 @@ def _quickest(work: Any, devices: list[Any], rounds: int) -> float:
         for device in devices:
             torch.cuda.synchronize(device)
 
-    found = []
+    times_s = []
     for _ in range(rounds + 1):
         wait()
         began_s = time.perf_counter()
         work()
         wait()
-        found.append(time.perf_counter() - began_s)
-    return min(found[1:])
+        times_s.append(time.perf_counter() - began_s)
+    return min(times_s[1:])
 
 
 def diagnose() -> str:

@@ -92,7 +92,10 @@ _HIGH_LATENCY = 5.0
 
 def find_faults(job: Job) -> tuple[Finding, ...]:
     """Returns one finding per fault, the worst first; empty where nothing is wrong."""
-    return merge((found for rule in _RULES for found in rule(job)), hints=HINTS, nodes=job.names)
+    findings = list[Finding]()
+    for rule in _RULES:
+        findings += rule(job)
+    return merge(findings, hints=HINTS, nodes=job.names)
 
 
 def find_mismatched_ranks(job: Job) -> tuple[Finding, ...]:
@@ -142,8 +145,8 @@ def _scarce_resources(job: Job) -> Iterator[Finding]:
         files = min((rank.max_open_files for rank in ranks if rank.max_open_files is not None), default=None)
         needed = files_needed(max(rank.world_size for rank in ranks))
         if files is not None and files < max(needed, _FEW_FILES):
-            found = error if files < needed else warning
-            yield found("LIMITS", name, f"a rank may open {files} files, it should have {max(needed, _FEW_FILES)}")
+            report = error if files < needed else warning
+            yield report("LIMITS", name, f"a rank may open {files} files, it should have {max(needed, _FEW_FILES)}")
 
         locked = min((rank.max_locked_mb for rank in ranks if rank.max_locked_mb is not None), default=None)
         if locked is not None and locked < _LITTLE_LOCKED_MB and node.has_infiniband:
@@ -159,7 +162,7 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
     master = job.names[0]
     node = job.node(master)
     blocked = []
-    known = {*node.addresses.values(), node.address} - {""}
+    addresses = {*node.addresses.values(), node.address} - {""}
     for trouble in job.troubles:
         if not trouble.address:
             code = "NAME_RESOLUTION"
@@ -167,8 +170,8 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
         elif is_loopback(trouble.address):
             code = "LOOPBACK"
             seen = f"resolves {master}, where rank 0 is, to itself ({trouble.address})"
-        elif known and trouble.address not in known:
-            seen = f"looks for rank 0 at {trouble.address}, but {master} has {shorten(sorted(known))}"
+        elif addresses and trouble.address not in addresses:
+            seen = f"looks for rank 0 at {trouble.address}, but {master} has {shorten(sorted(addresses))}"
             code = "WRONG_MASTER"
         else:
             blocked.append(trouble)
@@ -193,8 +196,8 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
 def _taken_port(job: Job) -> Iterator[Finding]:
     if job.port and job.bound_port not in (None, job.port):
         instead = f", the ranks meet at {job.bound_port}" if job.bound_port else ", and so are all others on the list"
-        found = error if job.needs_port or not job.bound_port else warning
-        yield found("PORT_IN_USE", job.names[0], f"port {job.port} was free and is taken now{instead}")
+        report = error if job.needs_port or not job.bound_port else warning
+        yield report("PORT_IN_USE", job.names[0], f"port {job.port} was free and is taken now{instead}")
 
 
 def _absent_nodes(job: Job) -> Iterator[Finding]:
@@ -215,7 +218,7 @@ def _misleading_interfaces(job: Job) -> Iterator[Finding]:
     callers = {peer: probe.node for probe in job.probes for peer in probe.unreached_gloo}
     unreached = defaultdict(list)
     for node in job.nodes:
-        own = shorten([f"{name} ({address})" for name, address in node.addresses.items()]) or "none"
+        interfaces = shorten([f"{name} ({address})" for name, address in node.addresses.items()]) or "none"
         if missing := _missing_interface(node):
             # Without addresses, which differ: the same mistake on several nodes is one finding.
             names = shorten(list(node.addresses)) or "none"
@@ -223,8 +226,11 @@ def _misleading_interfaces(job: Job) -> Iterator[Finding]:
             hint = f"set cluster.network_interface={node.interface or 'NAME'}, or drop it"
             yield error("WRONG_INTERFACE", node.node, seen, hint=hint)
         elif (code := _own_name_problem(node)) and not node.gloo_interface:
-            found = shorten(node.own_addresses) or "nothing"
-            seen = f"resolves its own name {node.own_name} to {found}, which gloo would announce; it has {own}"
+            own_addresses = shorten(node.own_addresses) or "nothing"
+            seen = (
+                f"resolves its own name {node.own_name} to {own_addresses}, which gloo would announce; "
+                f"it has {interfaces}"
+            )
             hint = f"correct /etc/hosts there; until then GLOO_SOCKET_IFNAME={node.interface} is set for the ranks"
             yield warning(code, node.node, seen, hint=hint)
         elif node.node in callers:
@@ -254,7 +260,9 @@ def _missing_interface(node: NodeFacts) -> str:
     if asked and not asked.startswith("^"):
         exact = asked.startswith("=")
         names = asked.lstrip("=").split(",")
-        if not any(own == name if exact else own.startswith(name) for own in node.addresses for name in names):
+        if not any(
+            interface == name if exact else interface.startswith(name) for interface in node.addresses for name in names
+        ):
             return f"NCCL_SOCKET_IFNAME={asked}"
     return ""
 
@@ -327,15 +335,15 @@ def _other_files(job: Job) -> Iterator[Finding]:
 
 
 def _odd_nodes(job: Job) -> Iterator[Finding]:
-    for what, (code, seen) in _ALIKE.items():
-        hashes = {node.node: node.hashes[what] for node in job.nodes if what in node.hashes}
+    for subject, (code, seen) in _ALIKE.items():
+        hashes = {node.node: node.hashes[subject] for node in job.nodes if subject in node.hashes}
         for name, _, _, is_clear in odd_ones(hashes):
             yield error(code, name, seen, blames=is_clear)
-    for what in dict.fromkeys(what for node in job.nodes for what in node.versions):
-        versions = {node.node: node.versions.get(what, "none") for node in job.nodes if node.versions}
+    for subject in dict.fromkeys(subject for node in job.nodes for subject in node.versions):
+        versions = {node.node: node.versions.get(subject, "none") for node in job.nodes if node.versions}
         for name, value, usual, is_clear in odd_ones(versions):
-            seen = f"has {what} {value}, the other nodes have {usual}"
-            if what in _MUST_AGREE:
+            seen = f"has {subject} {value}, the other nodes have {usual}"
+            if subject in _MUST_AGREE:
                 yield error("VERSION_DRIFT", name, seen, blames=is_clear)
             else:
                 yield warning("VERSION_DRIFT", name, seen)
@@ -439,14 +447,14 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
 
     Of two that differ either may be at fault, so there must be two others.
     """
-    for found in job.gpu_speeds:
-        if found.error:
+    for speeds in job.gpu_speeds:
+        if speeds.error:
             yield warning(
-                "SLOW_GPU", found.node, found.error, hint="run `python -m slurm_train.tools.doctor.gpu_speed`"
+                "SLOW_GPU", speeds.node, speeds.error, hint="run `python -m slurm_train.tools.doctor.gpu_speed`"
             )
-        if found.diagnosis:
-            yield warning("GPU_SICK", found.node, f"DCGM: {found.diagnosis}")
-    all_gpus = [(found.node, gpu) for found in job.gpu_speeds for gpu in found.gpus]
+        if speeds.diagnosis:
+            yield warning("GPU_SICK", speeds.node, f"DCGM: {speeds.diagnosis}")
+    all_gpus = [(speeds.node, gpu) for speeds in job.gpu_speeds for gpu in speeds.gpus]
     for node, gpu in all_gpus:
         others = [node for _, node in all_gpus if node is not gpu and node.kind == gpu.kind]
         if len(others) < _FEW_OTHERS:
@@ -459,19 +467,19 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
         else:
             continue
         yield warning("SLOW_GPU", node, f"GPU {gpu.name} ({gpu.kind}) {seen}")
-    for found in job.gpu_speeds:
-        rate = found.all_reduce_gb_per_s
-        kinds = [gpu.kind for gpu in found.gpus]
+    for speeds in job.gpu_speeds:
+        rate = speeds.all_reduce_gb_per_s
+        kinds = [gpu.kind for gpu in speeds.gpus]
         rates = [
             gpu_speed.all_reduce_gb_per_s
             for gpu_speed in job.gpu_speeds
-            if gpu_speed is not found
+            if gpu_speed is not speeds
             and gpu_speed.all_reduce_gb_per_s is not None
             and [gpu.kind for gpu in gpu_speed.gpus] == kinds
         ]
         if rate is not None and len(rates) >= _FEW_OTHERS and rate < _SLOW_ALL_REDUCE * statistics.median(rates):
             seen = f"all_reduce between its {len(kinds)} GPUs moves {rate:.0f} GB/s, on the other nodes"
-            yield warning("SLOW_GPU", found.node, f"{seen} {statistics.median(rates):.0f}")
+            yield warning("SLOW_GPU", speeds.node, f"{seen} {statistics.median(rates):.0f}")
 
 
 def _speeds_of(gpus: Iterable[GpuSpeed]) -> list[tuple[float, float]]:

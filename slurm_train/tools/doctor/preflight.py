@@ -198,8 +198,9 @@ class Preflight:
             port=self.point.ports[0],
             ranks=[rank],
         )
-        if found := find_mismatched_ranks(job):
-            return self.conclude(job, found)
+        mismatched = find_mismatched_ranks(job)
+        if mismatched:
+            return self.conclude(job, mismatched)
         if self.place.is_first:
             return self._lead(job)
         if self.place.local_rank > 0:
@@ -283,12 +284,12 @@ class Preflight:
 
     def _follow(self) -> Verdict | None:
         """Reports to rank 0, does what it asks, and returns its verdict; None where the connection was lost."""
-        found = self._find_rank_0()
-        if found is None:
+        connection = self._find_rank_0()
+        if connection is None:
             return None
         longest_s = answer_timeout_s(self.point, self.place.world_size)
         try:
-            with contextlib.closing(found[0]) as channel:
+            with contextlib.closing(connection[0]) as channel:
                 channel.send_value(self.report, deadline=time.monotonic() + longest_s)
                 while "verdict" not in (value := channel.receive_value(deadline=time.monotonic() + longest_s)):
                     ((question, peers),) = value.items()
@@ -318,9 +319,9 @@ class Preflight:
                 # The port that rank 0 has written down; while none is visible, any.
                 ports = [bound] if bound else point.ports
                 search.set_targets([(address, port) for port in ports for address in addresses])
-                found = search.run(until=min(now_s + look_every_s, ends_s))
-                if found is not None:
-                    return found
+                connection = search.run(until=min(now_s + look_every_s, ends_s))
+                if connection is not None:
+                    return connection
                 now_s = time.monotonic()
                 if now_s - began_s > _TROUBLE_AFTER_S and now_s - written_s >= look_every_s:
                     if addresses:
@@ -393,8 +394,8 @@ class Preflight:
         ]
         job.ranks += to_records(RankFacts, (report.get("rank") for report in reports))
         job.nodes += to_records(NodeFacts, (report.get("node") for report in reports))
-        known = {rank.rank for rank in job.ranks} | {*missing_ranks}
-        job.mute = self.nodes_of([rank for rank in range(meeting.world_size) if rank not in known])
+        counted_ranks = {rank.rank for rank in job.ranks} | {*missing_ranks}
+        job.mute = self.nodes_of([rank for rank in range(meeting.world_size) if rank not in counted_ranks])
         missing = self.nodes_of(missing_ranks)
         came = {node.node for node in job.nodes}
         job.troubles = [trouble for trouble in absent.believed if trouble.node in missing]
@@ -441,16 +442,16 @@ class Preflight:
         groups = [{leader: name} for leader, name in leaders.items()] if len(leaders) <= _FEW_NODES else [leaders]
         best: dict[str, SpeedFacts] = {}
         for _ in range(_ROUNDS if self.config.preflight.bandwidth else 0):
-            for found in to_records(SpeedFacts, (value for group in groups for value in ask("measure", group))):
-                best[found.node] = better(found, best.get(found.node, found))
+            for speed in to_records(SpeedFacts, (value for group in groups for value in ask("measure", group))):
+                best[speed.node] = better(speed, best.get(speed.node, speed))
             job.speeds = list(best.values())
             # A node that was slow once may have been disturbed for a moment; one that is slow each time is slow.
             if not any(slow_nodes(job)):
                 break
         with_gpus = {leader: name for leader, name in leaders.items() if job.node(name).gpus}
         if self.config.preflight.bandwidth and with_gpus:
-            found_there = ask("gpus", with_gpus, more_s=self.config.preflight.collective_timeout_s)
-            job.gpu_speeds = to_records(GpuSpeeds, found_there)
+            answers = ask("gpus", with_gpus, more_s=self.config.preflight.collective_timeout_s)
+            job.gpu_speeds = to_records(GpuSpeeds, answers)
 
     def conclude(self, job: Job, findings: Sequence[Finding]) -> Verdict:
         """Prints what was found, writes it down, and returns the verdict.
@@ -463,16 +464,16 @@ class Preflight:
         if findings:
             for line in (*table, *(f"{finding.level}: {finding.line}" for finding in findings)):
                 print(f"preflight: {line}", file=sys.stderr, flush=True)
-        found = [finding.as_json() for finding in findings]
+        entries = [finding.as_json() for finding in findings]
         record = {
-            "findings": found,
+            "findings": entries,
             "table": table,
             "seconds": round(time.monotonic() - self._began_s, 3),
             "waited_s": round(self._came_s - self._began_s, 3),
             "nodes": [node.node for node in job.nodes],
         }
         write_preflight(self.run, self.point.attempt, record)
-        return {"findings": found, "variables": interface_choices(job)}
+        return {"findings": entries, "variables": interface_choices(job)}
 
 
 class AbsentNodes:
@@ -505,16 +506,16 @@ class AbsentNodes:
         missing = self._preflight.nodes_of(self._meeting.missing)
         # A node that is merely slow has no such file, so waiting for thousands costs one listing.
         troubled = self._preflight.troubled()
-        known = (name for name in missing if self._numbers[name] in troubled)
-        self.believed = [trouble for name in known for trouble in self._read(name)]
+        names = (name for name in missing if self._numbers[name] in troubled)
+        self.believed = [trouble for name in names for trouble in self._read(name)]
         # A slow file system must not take all the time from those who call.
         self._looked_s = time.monotonic()
         if now_s - self._began_s > _WAITED_S and not self._is_mentioned:
             self._is_mentioned = True
             hint = "look at their logs and at the node: a slow file system, or a step that was not started there"
             seen = f"not all of its ranks have come within {_WAITED_S:.0f} s; they are waited for"
-            found = warning("NODE_MISSING", ", ".join(missing), seen, hint=hint)
-            self._preflight.conclude(self._job, [found])
+            finding = warning("NODE_MISSING", ", ".join(missing), seen, hint=hint)
+            self._preflight.conclude(self._job, [finding])
         if not self.believed:
             return False
         self._believed_since_s = self._believed_since_s or now_s

@@ -41,8 +41,8 @@ class Mount:
 
     def option(self, name: str) -> str | None:
         """Returns the value of an option, "" for one without, None where it is not set."""
-        found = [option.partition("=")[2] for option in self.options if option.partition("=")[0] == name]
-        return found[-1] if found else None
+        values = [option.partition("=")[2] for option in self.options if option.partition("=")[0] == name]
+        return values[-1] if values else None
 
 
 def mount_of(path: PurePath, mountinfo: str) -> Mount | None:
@@ -52,7 +52,7 @@ def mount_of(path: PurePath, mountinfo: str) -> Mount | None:
         path: absolute, without links.
         mountinfo: /proc/self/mountinfo.
     """
-    found = None
+    mount = None
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         words = before.split()
@@ -61,9 +61,9 @@ def mount_of(path: PurePath, mountinfo: str) -> Mount | None:
             continue
         folder = _OCTAL.sub(lambda match: chr(int(match[1], 8)), words[4])
         # Of two mounts on one folder the later one is seen.
-        if path.is_relative_to(folder) and (found is None or len(folder) >= len(found.folder)):
-            found = Mount(folder=folder, kind=kind[0], options=(*words[5].split(","), *kind[2].split(",")))
-    return found
+        if path.is_relative_to(folder) and (mount is None or len(folder) >= len(mount.folder)):
+            mount = Mount(folder=folder, kind=kind[0], options=(*words[5].split(","), *kind[2].split(",")))
+    return mount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,17 +338,19 @@ def in_words(view: SiteView) -> list[str]:
 
     where = f"A run of partition {usual.name}" + (f" and QOS {view.qos}" if view.qos else "")
     by = preempting_qos(view.facts, view.qos) if preemption.by == "qos" else []
-    who = f"jobs of QOS {shorten(by)}" if by else "jobs of partitions with a higher priority tier"
+    preemptors = f"jobs of QOS {shorten(by)}" if by else "jobs of partitions with a higher priority tier"
     lost = f"Nothing is lost by preemption. {at_limit} A lost node costs {since}."
     if preemption.outcome == "never":
         begins = f"{where} is not preempted: no other job may take its nodes."
     elif preemption.outcome == "suspended":
-        begins = f"{where} can be stopped by {who}, and goes on in the same attempt when they have ended."
+        begins = f"{where} can be stopped by {preemptors}, and goes on in the same attempt when they have ended."
     else:
         kill = "" if preemption.kill_wait_s is None else f", and KILL {preemption.kill_wait_s:g} s later"
         after = "a grace that is not known" if grace_s is None else f"{grace_s:g} s"
         signals = f"TERM{kill}" if grace_s == 0.0 else f"TERM, TERM again after {after}{kill}"
-        begins = f"{where} can be preempted by {who}. Its ranks get {signals}; they save at the next step boundary."
+        begins = (
+            f"{where} can be preempted by {preemptors}. Its ranks get {signals}; they save at the next step boundary."
+        )
         left_s = (grace_s or 0.0) + (preemption.kill_wait_s or 0.0)
         within = "that" if grace_s is None else duration(left_s)
         lost = (

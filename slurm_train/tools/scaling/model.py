@@ -187,8 +187,8 @@ def fit(points: Sequence[Measured]) -> Model | None:
     Args:
         points: runs that exchange in the same way.
     """
-    known = [point for point in points if point.size.ranks > 1 and point.sent_bytes > 0]
-    spanning = [measurement for measurement in known if measurement.size.nodes > 1] or known
+    exchanging = [point for point in points if point.size.ranks > 1 and point.sent_bytes > 0]
+    spanning = [measurement for measurement in exchanging if measurement.size.nodes > 1] or exchanging
     if not spanning:
         return None
     rows = [
@@ -292,12 +292,12 @@ _LIMITS = {
 
 def _what_limits(study: Study) -> list[str]:
     largest = study.largest
-    found = shares(study)
-    losses = {name: share for name, share in found.items() if name != "compute"}
+    share_of = shares(study)
+    losses = {name: share for name, share in share_of.items() if name != "compute"}
     worst = max(losses, key=lambda name: losses[name])
     head = f"at {largest.size.nodes} nodes x {largest.size.per_node} a step takes {duration(largest.step_s)}"
     if losses[worst] < _WORTH_A_WORD:
-        return [f"{head}; computing limits ({found['compute']:.0%} of it), and nothing else takes a tenth of it"]
+        return [f"{head}; computing limits ({share_of['compute']:.0%} of it), and nothing else takes a tenth of it"]
     limit = _LIMITS["exchange" if worst == "network" and largest.size.nodes == 1 else worst]
     sentences = [f"{head}; {limit.format(share=losses[worst])}"]
     if worst == "network" and (model := study.model) is not None:

@@ -57,7 +57,7 @@ class Series:
         """Returns what a person would type for one run; it begins when another job has ended."""
         size = point.size
         on_cluster = [f"cluster.nodes={size.nodes}", f"cluster.gpus_per_node={size.per_node}"]
-        own = [
+        overrides = [
             *(on_cluster if self.uses_cluster else [f"run.processes={size.per_node}"]),
             f"run.name={self.name}-{size}",
             f"batch.local_size={point.local_size}",
@@ -70,8 +70,8 @@ class Series:
             "checkpoint.every_steps=null",
             "health.pace_every_steps=3",
         ]
-        own += [f"cluster.sbatch.dependency=afterany:{after}"] if after else []
-        return replace(self.flags, overrides=[*self.flags.overrides, *own])
+        overrides += [f"cluster.sbatch.dependency=afterany:{after}"] if after else []
+        return replace(self.flags, overrides=[*self.flags.overrides, *overrides])
 
 
 def read_series(flags: Words, *, steps: int, env: Mapping[str, str], cwd: Path) -> Series:

@@ -262,11 +262,13 @@ class MlflowTracker(Tracker):
 
     def _find_or_create(self, run: TrackedRun, experiment: str) -> str:
         """Returns the id of a run; of the one that an earlier process created before it could store the id, if any."""
-        known = self._client.get_experiment_by_name(experiment)
-        experiment_id = self._client.create_experiment(experiment) if known is None else known.experiment_id
-        found = self._client.search_runs([experiment_id], filter_string=f"tags.`{self._KEY_TAG}` = '{run.key}'")
-        if found:
-            return str(found[0].info.run_id)
+        stored_experiment = self._client.get_experiment_by_name(experiment)
+        experiment_id = (
+            self._client.create_experiment(experiment) if stored_experiment is None else stored_experiment.experiment_id
+        )
+        matches = self._client.search_runs([experiment_id], filter_string=f"tags.`{self._KEY_TAG}` = '{run.key}'")
+        if matches:
+            return str(matches[0].info.run_id)
         facts = run.facts if run.group is None else {**run.facts, "sweep": run.group}
         tags = {self._KEY_TAG: run.key, **{f"slurm_train.{name}": value for name, value in facts.items()}}
         return str(self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id)

@@ -195,14 +195,14 @@ def write_state(run: RunDirectory, name: str, state: TrackerState, *, durable: b
 
 def load_or_create_state(run: RunDirectory, name: str) -> TrackerState:
     """Returns what is known of a tracker; chooses its key, durably, where nothing is."""
-    found = read_state(run, name)
-    if found is None:
+    state = read_state(run, name)
+    if state is None:
         make_private(run.trackers)
         fsync_directory(run.path)
-        found = TrackerState(key=f"{run.run_id}-{secrets.token_hex(3)}")
-        write_state(run, name, found, durable=True)
+        state = TrackerState(key=f"{run.run_id}-{secrets.token_hex(3)}")
+        write_state(run, name, state, durable=True)
     # The file may be shorter than what was sent, in a run directory that was restored from a copy.
-    return found if found.sure_bytes <= size_of(run.metrics) else replace(found, sure_bytes=0)
+    return state if state.sure_bytes <= size_of(run.metrics) else replace(state, sure_bytes=0)
 
 
 def read_new_lines(path: Path, offset: int) -> tuple[Sequence[Line], int]:
