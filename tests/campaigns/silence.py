@@ -193,8 +193,9 @@ def hang(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str
     """Runs the trials in which a rank hangs."""
     seconds: list[float] = []
     _run(tally, plan_trials(HANGS, seed=seed, trials=trials), folder, seconds)
-    late = f"{max(seconds):.1f} s at most, of which {LIMIT_S:.0f} s are the time-out"
-    return {"from the hang to the sentence": late} if seconds else {}
+    if not seconds:
+        return {}
+    return {"from the hang to the sentence": f"{max(seconds):.1f} s at most, of which {LIMIT_S:.0f} s are the time-out"}
 
 
 def healthy(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
