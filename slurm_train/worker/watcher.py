@@ -29,6 +29,7 @@ if __name__ == "__main__":
         os._exit(0)
     os.setsid()
 
+from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Signs, SignsFile
@@ -330,8 +331,9 @@ class Watcher:
             return
         self._sign_s = time.monotonic()
         self._signs = replace(self._signs, signs=self._signs.signs + 1, newest=sign, waits="")
-        if self._is_written:
-            # It went on after all: what was written is not where it is.
+        if self._is_written and first_mark(self._run, self._attempt) is None:
+            # It went on after all: what was written is not where it is. Once the hang is on record, the rank is being
+            # ended, which is no progress.
             self._is_written = False
             for path in self._left:
                 with contextlib.suppress(OSError):

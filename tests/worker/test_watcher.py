@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.events import read_events
+from slurm_train.rundir.events import FailureMark, leave_mark, read_events
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Signs, read_remarks, read_signs
-from slurm_train.worker.watcher import catches, descendants, io_bytes, read_process
+from slurm_train.worker.watcher import Counters, Watcher, catches, descendants, io_bytes, read_process
 from tests.support.command_line import Person, new_project
 from tests.support.waiting import wait_for
 
@@ -177,6 +177,23 @@ def test_without_a_time_out_nobody_watches(person: Person) -> None:
         log = run.rank_log(0, 1)
         wait_for(lambda: log.exists() and log.read_text() == "begun\n", within_s=60, what="the program")
         assert not read_signs(run, 0)
+
+
+def test_stacks_stay_once_the_hang_is_on_record(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+    facts = {"run": str(tmp_path), "attempt": 0, "rank": 0, "local_rank": 0, "host": "here", "pid": os.getpid()}
+    watcher = Watcher({**facts, "step_id": "", "limit_s": LIMIT_S, "descriptors": [-1, -1, -1]})
+    process = read_process(os.getpid())
+    assert process is not None
+    sample = Counters(os.getpid(), tmp_path / "log").sample(process)
+    watcher._leave("main thread", b"{}")
+    watcher._take(sample, "processor time")
+    assert not run.stacks(0, 0).exists() and not run.flight(0, 0).exists(), "it went on after all"
+    watcher._leave("main thread", b"{}")
+    leave_mark(run, 0, FailureMark(rank=0, host="here", exit_code=1, message="is in load (program.py:7)"))
+    watcher._take(sample, "processor time")
+    assert run.stacks(0, 0).exists() and run.flight(0, 0).exists(), "it is being ended"
 
 
 def test_the_counters_of_a_process_are_those_of_the_kernel(tmp_path: Path) -> None:
