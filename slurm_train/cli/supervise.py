@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RequeueSection, RunConfig
-from slurm_train.errors import EXIT_FAILURE, EXIT_REQUEUE, ConfigError
+from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, ConfigError
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.pins import release_pins
 from slurm_train.slurm.allocation import Allocation
@@ -37,6 +37,16 @@ def main(words: Sequence[str]) -> int:
     ignore_stop_signals()
     if env.get(PACK) == BACK:
         return _bring_pack_back(run, env)
+    code = EXIT_FAILURE
+    try:
+        code = _run(run, words, env)
+    finally:
+        if code != EXIT_DONE:
+            _job(run, env, RequeueSection()).end_for_good()
+    return code
+
+
+def _run(run: RunDirectory, words: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         return _supervise(run, list(words[2:]), env)
     except OSError as err:

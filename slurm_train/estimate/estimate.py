@@ -33,7 +33,7 @@ from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.lookup import list_runs
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_measured, warning_lead_s
-from slurm_train.slurm.policy import Preemption, return_in_words
+from slurm_train.slurm.policy import Preemption, expedites_requeues, return_in_words
 from slurm_train.slurm.site import SiteFacts, default_qos, preemption_in
 
 _MOST_KINDS = 3
@@ -230,8 +230,9 @@ def estimate_run(
     if config.launch == "interactive" and config.cluster is not None:
         returns = "not by itself (launch=interactive); the same words continue it"
     elif config.cluster is not None:
+        is_expedited = facts is not None and not config.cluster.outlives_nodes and expedites_requeues(facts.settings)
         returns = (
-            return_in_words(preemption)
+            return_in_words(preemption, is_expedited=is_expedited)
             if config.requeue.enabled
             else "not by itself (requeue.enabled=false); `resume` continues it"
         )

@@ -6,6 +6,7 @@ enough for the run, or how is one made.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import time
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError
 from slurm_train.launch.batch_script import render_script, sbatch_components
 from slurm_train.launch.cpu_share import CpuShare
@@ -23,7 +25,14 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.flags import check_flag_name
-from slurm_train.slurm.policy import Partition, Refusal, TestVerdict, chosen_partitions, tres_gpus
+from slurm_train.slurm.policy import (
+    Partition,
+    Refusal,
+    TestVerdict,
+    chosen_partitions,
+    expedites_requeues,
+    tres_gpus,
+)
 
 # Of a batch script alone; salloc does not know them, and an allocation is not run again.
 _OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
@@ -233,6 +242,26 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tup
             flags = [f"--exclude={','.join(filter(None, (own, *nodes)))}"]
     what = "left out" if flags else "found bad, and not left out, since the job needs them or its nodes are uneven"
     return flags, f"{what}: {'; '.join(map(str, listed))}; see {list_file(run).with_name(BAD_NODES_PARTS)}"
+
+
+def expedite_flags(script: str, config: RunConfig, commands: SlurmCommands) -> list[str]:
+    """Returns words for sbatch that have Slurm bring a job back at once after a lost node, where the site can do that.
+
+    They win over the script's own --requeue. A job that outlives its nodes is requeued by its supervisor, for which
+    Slurm makes no exception.
+
+    Args:
+        script: the batch script.
+        config: the run's.
+        commands: Slurm; where it does not answer, the job is submitted as on a site that cannot.
+    """
+    cluster = config.cluster
+    is_heterogeneous = "\n#SBATCH hetjob\n" in script
+    if cluster is None or cluster.outlives_nodes or is_heterogeneous or "\n#SBATCH --requeue\n" not in script:
+        return []
+    with contextlib.suppress(ClusterError):
+        return ["--requeue=expedite"] if expedites_requeues(commands.show_config()) else []
+    return []
 
 
 def has_enough_without(

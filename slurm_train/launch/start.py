@@ -19,6 +19,7 @@ from slurm_train.errors import ClusterError, ConfigError, RunError
 from slurm_train.launch.acceptance import (
     acceptable_plan,
     exclude_flags,
+    expedite_flags,
     require_acceptable,
     require_room,
     require_slurm,
@@ -221,6 +222,7 @@ class Start:
 
         if excludes_bad_nodes:
             flags = [*flags, *self.exclude_flags(script, run)]
+        flags = [*flags, *expedite_flags(script, config, self.commands)]
         self.clear_dead_lock(run)
         previous = read_job(run)
         export = config.cluster.export if config.cluster is not None else ()

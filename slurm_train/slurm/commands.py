@@ -389,6 +389,10 @@ class SlurmCommands:
         """Lets a job be requeued that was submitted with --no-requeue, or where that is the site's default."""
         self._update(job_id, "Requeue=1")
 
+    def forbid_requeue(self, job_id: str) -> None:
+        """Lets a job fail for good: one with --requeue=expedite is held instead (REQUEUE_HOLD, 26.05)."""
+        self._update(job_id, "Requeue=0")
+
     def exclude_nodes(self, job_id: str, nodes: str) -> None:
         """Keeps a waiting job off nodes; Slurm refuses it for a running one."""
         self._update(job_id, f"ExcNodeList={nodes}")

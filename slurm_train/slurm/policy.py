@@ -320,15 +320,20 @@ class Preemption:
         return f"preemption requeues here: {grace}"
 
 
-def return_in_words(preemption: Preemption | None) -> str:
+EXPEDITED = "after a lost node at once, before all other jobs (expedited requeue)"
+
+
+def return_in_words(preemption: Preemption | None, *, is_expedited: bool = False) -> str:
     """Returns in one line how a run comes back from the time limit, a lost node and a preemption.
 
     Args:
         preemption: None if not known.
+        is_expedited: whether the site brings its job back at once after a lost node.
     """
     # JobRequeue=0 is a default only: every script says --requeue.
     at_preemption = "what happens on preemption is not known" if preemption is None else preemption.in_words
-    return f"requeue, same job id; {at_preemption}"
+    at_loss = f", {EXPEDITED}" if is_expedited else ""
+    return f"requeue, same job id{at_loss}; {at_preemption}"
 
 
 def read_preemption(settings: Mapping[str, str], *, qos: Qos | None, partition: Mapping[str, str]) -> Preemption:
@@ -358,6 +363,35 @@ def read_preemption(settings: Mapping[str, str], *, qos: Qos | None, partition: 
         grace_s=0.0 if by == "nobody" or own_mode in ("OFF", "SUSPEND") else grace_s,
         kill_wait_s=duration_s(settings.get("KillWait", "")),
     )
+
+
+_DEFAULT_REQUEUE_DELAY_S = 120.0
+_REQUEUE_DELAYS = (
+    ("SchedulerParameters", re.compile(r"requeue_delay=(\d+)")),
+    ("AuthInfo", re.compile(r"cred_expire=(\d+)")),
+)
+"""By setting, the newest first: 25.11 has one of its own."""
+
+
+def requeue_delay_s(settings: Mapping[str, str]) -> float:
+    """Returns how long a requeued job waits at least, by default until the credential of its earlier start expires."""
+    found = (pattern.search(settings.get(name, "")) for name, pattern in _REQUEUE_DELAYS)
+    match = next(filter(None, found), None)
+    return _DEFAULT_REQUEUE_DELAY_S if match is None else float(match[1])
+
+
+_EXPEDITING_SINCE = (25, 11)
+
+
+def expedites_requeues(settings: Mapping[str, str]) -> bool:
+    """Returns whether `sbatch --requeue=expedite` is taken here: by 25.11 and newer where the site has enabled it.
+
+    Args:
+        settings: `scontrol show config`.
+    """
+    match = re.match(r"(\d+)\.(\d+)", settings.get("SLURM_VERSION", ""))
+    is_new = match is not None and (int(match[1]), int(match[2])) >= _EXPEDITING_SINCE
+    return is_new and "enable_expedited_requeue" in settings.get("SlurmctldParameters", "").split(",")
 
 
 class Refusal(enum.Enum):

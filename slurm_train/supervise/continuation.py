@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import ClusterError
-from slurm_train.launch.acceptance import has_enough_without
+from slurm_train.launch.acceptance import expedite_flags, has_enough_without
 from slurm_train.launch.batch_script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
@@ -37,10 +37,12 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     if exclude:
         flags.append(f"--exclude={','.join(exclude)}")
     # Meanwhile the run has measured what its stop takes.
-    flags += renewed_warning(load_config(run.config), run)
+    config = load_config(run.config)
+    flags += renewed_warning(config, run)
     # What travelled into this job was chosen when it was submitted, and travels on.
     env = {**env, CONTINUES: job_id}
     script = run.submit_script.read_text(encoding="utf-8")
+    flags += expedite_flags(script, config, SlurmCommands(env))
     new_id = submit_script(script, folder=run.submitted, env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, continues=job_id)
     # This job is about to fail in Slurm's terms, and what waits for its success would wait for ever.

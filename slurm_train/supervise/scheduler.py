@@ -25,7 +25,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, compact_nodelist, het_job_ids, parse_nodelist
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
-from slurm_train.slurm.policy import read_preemption
+from slurm_train.slurm.policy import read_preemption, requeue_delay_s
 from slurm_train.slurm.records import (
     NO_STEP,
     JobState,
@@ -57,12 +57,6 @@ _SOON_S = 60.0
 """What starts within so many seconds starts now: clocks differ, and Slurm's scheduler looks now and then."""
 _WAITS_FOR_ITS_TIME_S = 600.0
 """A job that may start so soon is one that waits: a requeued one may, after two minutes by default."""
-_DEFAULT_REQUEUE_DELAY_S = 120.0
-_REQUEUE_DELAYS = (
-    ("SchedulerParameters", re.compile(r"requeue_delay=(\d+)")),
-    ("AuthInfo", re.compile(r"cred_expire=(\d+)")),
-)
-"""By setting, the newest first: 25.11 has one of its own."""
 _WRITTEN_AFTER_S = 7.0
 """slurmctld writes what has changed into its files within 5 s; until then a crash undoes it."""
 
@@ -323,6 +317,19 @@ class SlurmJob(Scheduler):
                 _answer(exclude, None, f"job {job_id} may get {','.join(decision.exclude)} again")
         return is_requeued
 
+    def end_for_good(self) -> None:
+        """Sees to it that a job that fails now ends, and is not held by Slurm for a person to release.
+
+        Slurm holds a job with --requeue=expedite that fails on nodes that are well. One that was requeued, or that
+        somebody else ends, is left as it is.
+        """
+        unknown: dict[str, str] = {}
+        job = _answer(lambda: self.commands.show_job(self.job_id), unknown)
+        is_ours = job.get("JobState") == "RUNNING" and restarts_of(job) == self.start.restart_count
+        if is_ours and job.get("ExpeditedRequeue") == "Yes":
+            problem = f"Slurm may hold job {self.job_id} as REQUEUE_HOLD: `scancel {self.job_id}` ends it"
+            _answer(lambda: self.commands.forbid_requeue(self.job_id), None, problem)
+
     def resubmit(self, decision: Decision) -> str:
         """Submits the run's script once more."""
         submit = partial(submit_continuation, self._run, self.job_id, exclude=decision.exclude, env=self._env)
@@ -391,10 +398,7 @@ class SlurmJob(Scheduler):
         Raises:
             ClusterError: Slurm does not answer.
         """
-        settings = self.commands.show_config()
-        found = (pattern.search(settings.get(name, "")) for name, pattern in _REQUEUE_DELAYS)
-        match = next(filter(None, found), None)
-        return _DEFAULT_REQUEUE_DELAY_S if match is None else float(match[1])
+        return requeue_delay_s(self.commands.show_config())
 
     def ask_ranks(self, attempt: int) -> None:
         """Asks the ranks of an attempt to save and stop, as the warning before the time limit does.

@@ -45,6 +45,8 @@ _WORDS = (
     "optim.schedule=constant",
     "optim.warmup_samples=0",
     "cluster.time_limit_min=720",
+    # Else both would have a GPU each of the same nodes.
+    "cluster.sbatch.exclusive=true",
     f"requeue.grow_every_min={_EVERY_MIN}",
 )
 # Days: how much is left, and so whether it pays, does not change while the campaign runs.
@@ -92,6 +94,8 @@ def _lose_and_return(runs: Sequence[RunDirectory], numbers: random.Random, used_
     began_unix_s = time.time()
     steps = [max(losses(each)) for each in runs]
     large = [each for each in runs if len(_nodes_of(each)) > 1]
+    if not large:
+        return ["both runs are on one node"]
     struck = numbers.choice(large)
     # The supervisor runs on the first one; its loss is another scene.
     lost = numbers.choice(_nodes_of(struck)[1:])

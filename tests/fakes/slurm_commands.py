@@ -165,6 +165,10 @@ class FakeSlurmCommands:
         self.show_job(job_id)
         self.fields[job_id]["Requeue"] = "1"
 
+    def forbid_requeue(self, job_id: str) -> None:
+        self.show_job(job_id)
+        self.fields[job_id]["Requeue"] = "0"
+
     def exclude_nodes(self, job_id: str, nodes: str) -> None:
         self.show_job(job_id)
         self.fields[job_id]["ExcNodeList"] = nodes

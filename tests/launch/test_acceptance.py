@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
+from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ClusterError
-from slurm_train.launch.acceptance import exclude_flags, require_acceptable, require_room, salloc_words, too_long
+from slurm_train.launch.acceptance import (
+    exclude_flags,
+    expedite_flags,
+    require_acceptable,
+    require_room,
+    salloc_words,
+    too_long,
+)
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.policy import Refusal, TestVerdict
@@ -216,3 +224,26 @@ def test_what_an_allocation_lacks_is_said(job: dict[str, str], change: dict[str,
         return
     error = refusal(ClusterError, require_room, plan, job)
     assert error.message == f"the allocation of job 55 is too small for this run: {missing}"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "script", "flags"),
+    [
+        pytest.param({"nodes": 2}, "#SBATCH --requeue", ["--requeue=expedite"], id="a fixed number of nodes"),
+        pytest.param({"nodes": 2}, "#SBATCH --no-requeue", [], id="no requeue"),
+        pytest.param({"nodes": "2-4"}, "#SBATCH --requeue", [], id="its supervisor requeues it"),
+        pytest.param({"nodes": 2, "spare_nodes": 1}, "#SBATCH --requeue", [], id="spare nodes"),
+        pytest.param({"nodes": 2}, "#SBATCH --requeue\n#SBATCH hetjob", [], id="several components"),
+    ],
+)
+def test_a_job_is_brought_back_at_once_where_slurm_does_it(
+    cluster: dict[str, Any], script: str, flags: list[str]
+) -> None:
+    commands = FakeSlurmCommands()
+    config = RunConfig(cluster=ClusterSection(**cluster))
+    text = f"#!/bin/bash\n{script}\n"
+    assert expedite_flags(text, config, commands) == []  # type: ignore[arg-type]
+    commands.config |= {"SLURM_VERSION": "26.05.5", "SlurmctldParameters": "enable_expedited_requeue"}
+    assert expedite_flags(text, config, commands) == flags  # type: ignore[arg-type]
+    commands.error = ClusterError("no answer")
+    assert expedite_flags(text, config, commands) == []  # type: ignore[arg-type]

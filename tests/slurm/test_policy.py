@@ -17,12 +17,15 @@ from slurm_train.slurm.policy import (
     Refusal,
     TestVerdict,
     duration_s,
+    expedites_requeues,
     parse_associations,
     parse_gpus,
     parse_qos,
     parse_sinfo,
     read_preemption,
     read_verdict,
+    requeue_delay_s,
+    return_in_words,
     time_limit_min,
     tres_gpus,
 )
@@ -313,3 +316,38 @@ def test_options_that_exclude_each_other_do_not_point_at_whole_nodes() -> None:
 
 def test_words_about_nothing_point_at_no_setting() -> None:
     assert read_verdict(1, "sbatch: error: come back tomorrow\n").advice == Refusal.OTHER.value
+
+
+@pytest.mark.parametrize(
+    ("version", "parameters", "expedites"),
+    [
+        ("26.05.5", "enable_expedited_requeue", True),
+        ("25.11.0", "cloud_dns,enable_expedited_requeue", True),
+        ("25.05.3", "enable_expedited_requeue", False),
+        ("26.05.5", "(null)", False),
+        ("", "enable_expedited_requeue", False),
+    ],
+)
+def test_a_site_expedites_requeues_where_its_slurm_is_new_enough_and_it_has_enabled_that(
+    version: str, parameters: str, expedites: bool
+) -> None:
+    assert expedites_requeues({"SLURM_VERSION": version, "SlurmctldParameters": parameters}) is expedites
+
+
+@pytest.mark.parametrize(
+    ("settings", "delay_s"),
+    [
+        ({}, 120.0),
+        ({"AuthInfo": "cred_expire=5,socket=/run/munge.socket"}, 5.0),
+        ({"AuthInfo": "cred_expire=5", "SchedulerParameters": "bf_interval=30,requeue_delay=7"}, 7.0),
+    ],
+)
+def test_a_requeued_job_waits_for_what_the_site_has_set(settings: dict[str, str], delay_s: float) -> None:
+    assert requeue_delay_s(settings) == delay_s
+
+
+def test_the_words_of_a_return_name_an_expedited_one() -> None:
+    assert return_in_words(None, is_expedited=True) == (
+        "requeue, same job id, after a lost node at once, before all other jobs (expedited requeue); what happens on "
+        "preemption is not known"
+    )

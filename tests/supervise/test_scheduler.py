@@ -281,15 +281,6 @@ def test_what_keeps_a_job_from_more_nodes(
     assert why in room.why_no_more
 
 
-def test_the_delay_of_a_requeue_is_what_the_site_has_set(tmp_path: Path) -> None:
-    job, commands = growing_job(tmp_path)
-    assert job.requeue_delay_s() == 120.0
-    commands.config["AuthInfo"] = "cred_expire=5,socket=/run/munge.socket"
-    assert job.requeue_delay_s() == 5.0
-    commands.config["SchedulerParameters"] = "bf_interval=30,requeue_delay=7"
-    assert job.requeue_delay_s() == 7.0
-
-
 def test_a_job_may_be_preempted_where_another_qos_preempts_its_own(tmp_path: Path) -> None:
     job, commands = growing_job(tmp_path, QOS="normal", Partition="main")
     assert not job.may_be_preempted()
@@ -303,3 +294,21 @@ def test_the_ranks_are_asked_as_by_the_warning_before_the_limit(tmp_path: Path) 
     commands.running_steps = {"7.0": "attempt_0", "7.1": "attempt_1", "7.2": "guard"}
     job.ask_ranks(1)
     assert commands.asked == ["USR2 7.1"]
+
+
+# --- a job that Slurm brings back by itself ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "may_return"),
+    [
+        pytest.param({}, "0", id="it fails"),
+        pytest.param({"Restarts": "1"}, "1", id="it was requeued"),
+        pytest.param({"JobState": "COMPLETING"}, "1", id="somebody ends it"),
+        pytest.param({"ExpeditedRequeue": "No"}, "1", id="Slurm holds no such job"),
+    ],
+)
+def test_an_expedited_job_that_fails_ends(fields: dict[str, str], may_return: str, tmp_path: Path) -> None:
+    job, commands = growing_job(tmp_path, **{"ExpeditedRequeue": "Yes", **fields})
+    job.end_for_good()
+    assert commands.fields["7"]["Requeue"] == may_return

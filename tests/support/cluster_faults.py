@@ -79,6 +79,27 @@ def kill_wait(seconds: int) -> Iterator[None]:
 
 
 @contextmanager
+def expedited_requeue() -> Iterator[None]:
+    """Lets jobs ask for --requeue=expedite (25.11 and newer)."""
+    word = "enable_expedited_requeue"
+    conf = cluster().slurm_conf
+    before = conf.read_text()
+
+    def is_enabled() -> bool:
+        return word in command("scontrol", "show", "config", must=False)
+
+    try:
+        conf.write_text(f"{before}\nSlurmctldParameters={word}\n")
+        command("scontrol", "reconfigure")
+        wait_for(is_enabled, within_s=60, what=word)
+        yield
+    finally:
+        conf.write_text(before)
+        command("scontrol", "reconfigure")
+        wait_for(lambda: not is_enabled(), within_s=60, what=f"the end of {word}")
+
+
+@contextmanager
 def extra_qos(settings: Mapping[str, str]) -> Iterator[None]:
     """Adds QOS that everybody may use: by name what sacctmgr sets, e.g. {"weak": "gracetime=0 preemptmode=requeue"}."""
     names = ",".join(settings)

@@ -16,16 +16,21 @@ from pathlib import PurePath
 
 from slurm_train.formatting import duration, shorten
 from slurm_train.rundir.events import Finding
-from slurm_train.slurm.policy import Partition, Preemption, duration_s
+from slurm_train.slurm.policy import (
+    EXPEDITED,
+    Partition,
+    Preemption,
+    duration_s,
+    expedites_requeues,
+    requeue_delay_s,
+)
 from slurm_train.slurm.site import SiteFacts, default_qos, preempting_qos, preemption_in
 from slurm_train.tools.doctor.facts import error, merge, note, warning
 
 _OLDEST = (20, 11)
 _SHORT_S = 60.0
-_DEFAULT_DELAY_S = 120.0
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _CACHED_S = 60.0
-_CRED_EXPIRE = re.compile(r"(?:^|,)cred_expire=(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,12 +299,6 @@ def _file_system(view: SiteView) -> Iterator[Finding]:
 _RULES = (_no_answers, _time_to_save, _partitions, _settings, _names, _file_system)
 
 
-def requeue_delay_s(settings: Mapping[str, str]) -> float:
-    """Returns how long a requeued job waits at least: until its old credential has expired."""
-    match = _CRED_EXPIRE.search(settings.get("AuthInfo", ""))
-    return float(match[1]) if match else _DEFAULT_DELAY_S
-
-
 def site_table(view: SiteView) -> dict[str, str]:
     """Returns the rows of a table about a site."""
 
@@ -370,4 +369,6 @@ def in_words(view: SiteView) -> list[str]:
             "Slurm cancels what it preempts here, so the supervisor calls `scontrol requeue incomplete` within the "
             f"grace; then {delay}. Where Slurm refuses, it submits the script again, to start when this job has ended."
         )
+    if expedites_requeues(view.settings):
+        returns += f" Slurm itself brings a job that names no range of nodes and no spare ones back {EXPEDITED}."
     return [begins, returns, lost]

@@ -81,6 +81,13 @@ def test_a_grace_that_nobody_tells_is_not_called_none_and_without_preemption_not
     assert lost.startswith("Nothing is lost by preemption.")
 
 
+def test_a_site_that_expedites_requeues_is_said_to() -> None:
+    old = view_of("devcluster", SlurmctldParameters="enable_expedited_requeue")
+    new = view_of("devcluster", SlurmctldParameters="enable_expedited_requeue", SLURM_VERSION="26.05.5")
+    assert "expedited" not in " ".join(in_words(old))
+    assert "after a lost node at once, before all other jobs (expedited requeue)" in in_words(new)[1]
+
+
 def test_a_site_that_does_not_answer() -> None:
     assert codes(SiteView(has_slurm=False)) == {"NO_SLURM": "error"}
     assert codes(SiteView(away="`sinfo` did not answer in 20 s")) == {"CONTROLLER_AWAY": "error"}
