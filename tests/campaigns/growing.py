@@ -161,7 +161,8 @@ def _differences(person: Person, runs: Sequence[RunDirectory]) -> list[str]:
     found = []
     for each in runs:
         steps = step_lines(each)[:_TWIN_STEPS]
-        differences, _ = compare(step_lines(twin)[: len(steps)], steps, tolerance=1e-9)
+        # Other orders of additions at each change of size, over hundreds of steps: 1.6e-9 was measured after 158.
+        differences, _ = compare(step_lines(twin)[: len(steps)], steps, tolerance=1e-8)
         found += [f"{each.name}: {difference}" for difference in differences[:3]]
     return found
 
