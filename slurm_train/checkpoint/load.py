@@ -212,7 +212,12 @@ def load_tensors(
 
 
 def require_fit(
-    path: Path, model: Mapping[str, Any], *, kept: Mapping[str, Mapping[str, Any]] | None = None, is_stage: bool = False
+    path: Path,
+    model: Mapping[str, Any],
+    *,
+    kept: Mapping[str, Mapping[str, Any]] | None = None,
+    is_stage: bool = False,
+    described: Any = None,
 ) -> Any:
     """Checks that a checkpoint holds the weights that a model has, by name and shape, and what its optimizer keeps.
 
@@ -221,6 +226,7 @@ def require_fit(
         model: the model's state dictionary.
         kept: tensors and values that the optimizer keeps, by parameter and name.
         is_stage: it is one stage of a pipeline; what else is saved is the other stages'.
+        described: what `read_metadata` has returned for it, where the caller has it.
 
     Returns:
         What `read_metadata` returns, for `load_tensors`.
@@ -230,7 +236,8 @@ def require_fit(
     """
     from slurm_train.checkpoint.tensors import tensor_shapes
 
-    described = read_metadata(path)
+    if described is None:
+        described = read_metadata(path)
     stored = {name: tuple(tensor.shape) for name, tensor in tensor_shapes(path, described=described).items()}
     saved = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
     here = {name: tuple(value.shape) for name, value in model.items() if hasattr(value, "shape")}

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.load import check_owners, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.manifest import Manifest
+from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.state import take_extra_states
 from slurm_train.checkpoint.verify import share_of, verify
 from slurm_train.distributed.group import shutdown
@@ -116,11 +117,19 @@ def _load(parts: Parts, path: Path) -> Manifest:
     state = get_model_state_dict(parts.model)
     manifest = on_rank_zero(group, lambda: verify(path))
     share = share_of(manifest, rank_in(group), size_of(group))
-    on_every_rank(group, lambda: check_owners(path, share))
-    modules = (load_rank_state(path, 0) or {}).get("modules")
+    files: dict[str, Any] = {}
+
+    def read_files() -> None:
+        check_owners(path, share)
+        files["rank state"] = load_rank_state(path, 0) or {}
+        files["metadata"] = read_metadata(path)
+
+    # The name may change at any moment, and it may be one rank alone that finds a file gone.
+    on_every_rank(group, read_files)
+    modules = files["rank state"].get("modules")
     # Older checkpoints have extra states among the tensors.
     extra = {} if modules is None else take_extra_states(state)
-    described = require_fit(path, state, is_stage=parts.pipeline is not None)
+    described = require_fit(path, state, is_stage=parts.pipeline is not None, described=files["metadata"])
     load_tensors(path, {"model": state}, group=group, described=described)
     if modules is not None and extra:
         saved = {name: modules["extra"].get(name, value) for name, value in extra.items()}
