@@ -396,18 +396,19 @@ class HangWatchdog(_OfRanks):
         run = self._run
         attempt = self._attempt
         hang = self.explain(*self._left_by_ranks(within_s=self._STACKS_WITHIN_S))
-        say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
         mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
         facts = {"ranks": list(hang.ranks), "host": hang.host, "step": hang.step, "phase": hang.phase}
-        writes: tuple[Callable[[], None], ...] = (
-            lambda: leave_mark(run, attempt, mark),
-            lambda: append_event(run, "hang", attempt=attempt, sentence=str(hang), **facts),
-        )
-        for write in writes:
-            try:
-                write()
-            except OSError as err:
-                say(f"the hang could not be written down: {err}")
+        # Before anything is said: where rank 0 shares this process's log, a line counts as a sign of life of that rank,
+        # and its watcher takes its stacks away, unless the hang is on record.
+        self._write_down(lambda: leave_mark(run, attempt, mark))
+        say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
+        self._write_down(lambda: append_event(run, "hang", attempt=attempt, sentence=str(hang), **facts))
+
+    def _write_down(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as err:
+            say(f"the hang could not be written down: {err}")
 
 
 class SilenceWatchdog(HangWatchdog):

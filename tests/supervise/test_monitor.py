@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,6 +205,18 @@ def test_the_report_waits_for_stacks_that_are_written_late(tmp_path: Path) -> No
     writer.join(60)
     dog.end()
     assert seen == [{0: "in barrier"}]
+
+
+def test_a_hang_is_on_record_before_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HangWatchdog, "_STACKS_WITHIN_S", 0.0)
+    run = RunDirectory(tmp_path)
+    ended = list[Mapping[int, Beat]]()
+    marks = list[Any]()
+    monkeypatch.setattr(module, "say", lambda _text: marks.append(first_mark(run, 0)))
+    has_beat(run)
+    now = [0.0]
+    looks_until(HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=lambda: now[0]), ended, now)
+    assert ended and [mark.rank for mark in marks] == [0]
 
 
 class Slurm:
