@@ -9,6 +9,7 @@ rank. Started by path by `watched.start_watcher`; imports no torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -85,6 +86,21 @@ def read_process(pid: int) -> _Process | None:
         waited_s=(waited_user + waited_system) / _TICKS_PER_S,
         start=int(words[19]),
     )
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Sends a signal to a process's main thread; the kernel may give one for the process to any of its threads.
+
+    Raises:
+        ProcessLookupError: there is none.
+    """
+    send = getattr(ctypes.CDLL(None), "tgkill", None)
+    if send is None:
+        # glibc before 2.30: the kernel prefers the main thread.
+        os.kill(pid, number)
+    else:
+        # A thread that ends meanwhile is found gone at the next look.
+        send(pid, pid, number)
 
 
 def _delay_s(pid: int) -> float:
@@ -240,7 +256,7 @@ class Watcher:
         self._run, self._attempt = RunDirectory(Path(facts["run"])), int(facts["attempt"])
         self._rank, self._pid = int(facts["rank"]), int(facts["pid"])
         self._limit_s = float(facts["limit_s"])
-        self._stacks, self._flight, self._ask = facts["descriptors"]
+        self._stacks, self._threads, self._flight, self._ask = facts["descriptors"]
         self._stretch_s = min(max(self._limit_s / 10, 0.5), _LONGEST_STRETCH_S)
         local_rank = int(facts["local_rank"])
         self._file = SignsFile(self._run, self._attempt, rank=self._rank, local_rank=local_rank)
@@ -295,17 +311,22 @@ class Watcher:
     def _ask_rank(self) -> None:
         os.ftruncate(self._stacks, _HEADER)
         os.lseek(self._stacks, _HEADER, os.SEEK_SET)
+        os.ftruncate(self._threads, 0)
         os.ftruncate(self._flight, 0)
         with contextlib.suppress(OSError):
             if catches(self._pid, ASK):
-                os.kill(self._pid, ASK)
+                signal_main_thread(self._pid, ASK)
                 os.write(self._ask, b"?")
 
     def _read_answer(self) -> tuple[str, bytes]:
         header = os.pread(self._stacks, _HEADER, 0)
         dump = os.pread(self._stacks, 1 << 20, _HEADER)
         first_line = header.partition(b"\n")[0].strip(b"\0")
-        stack = (first_line + b"\n" + dump).decode(errors="replace") if dump else ""
+        stack = ""
+        if dump:
+            # As in a dump of all threads, of which each line names one.
+            named = dump.replace(b"Stack (", b"Thread " + first_line.rpartition(b" ")[2] + b" (", 1)
+            stack = (first_line + b"\n" + named).decode(errors="replace")
         return stack, os.pread(self._flight, 1 << 24, 0)
 
     def _judge(self, sample: Sample, answer: tuple[str, bytes]) -> None:
@@ -345,6 +366,9 @@ class Watcher:
 
     def _leave(self, stack: str, record: bytes) -> None:
         self._is_written = True
+        threads = os.pread(self._threads, 1 << 20, 0)
+        if threads:
+            stack = f"{stack}\nAll threads, at a moment close to it:\n{threads.decode(errors='replace')}"
         for path, content in zip(self._left, (stack, record.decode(errors="replace")), strict=True):
             if content:
                 # The supervisor may read at this moment.

@@ -21,7 +21,16 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import FailureMark, leave_mark, read_events
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Signs, read_remarks, read_signs
-from slurm_train.worker.watcher import Counters, Watcher, catches, descendants, io_bytes, read_process
+from slurm_train.worker.watched import ASK
+from slurm_train.worker.watcher import (
+    Counters,
+    Watcher,
+    catches,
+    descendants,
+    io_bytes,
+    read_process,
+    signal_main_thread,
+)
 from tests.support.command_line import Person, new_project
 from tests.support.waiting import wait_for
 
@@ -183,7 +192,8 @@ def test_stacks_stay_once_the_hang_is_on_record(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.attempt_logs(0).mkdir(parents=True)
     facts = {"run": str(tmp_path), "attempt": 0, "rank": 0, "local_rank": 0, "host": "here", "pid": os.getpid()}
-    watcher = Watcher({**facts, "step_id": "", "limit_s": LIMIT_S, "descriptors": [-1, -1, -1]})
+    threads = os.open(tmp_path / "threads", os.O_RDWR | os.O_CREAT)
+    watcher = Watcher({**facts, "step_id": "", "limit_s": LIMIT_S, "descriptors": [-1, threads, -1, -1]})
     process = read_process(os.getpid())
     assert process is not None
     sample = Counters(os.getpid(), tmp_path / "log").sample(process)
@@ -194,6 +204,7 @@ def test_stacks_stay_once_the_hang_is_on_record(tmp_path: Path) -> None:
     leave_mark(run, 0, FailureMark(rank=0, host="here", exit_code=1, message="is in load (program.py:7)"))
     watcher._take(sample, "processor time")
     assert run.stacks(0, 0).exists() and run.flight(0, 0).exists(), "it is being ended"
+    os.close(threads)
 
 
 def test_the_counters_of_a_process_are_those_of_the_kernel(tmp_path: Path) -> None:
@@ -211,6 +222,62 @@ def test_the_counters_of_a_process_are_those_of_the_kernel(tmp_path: Path) -> No
         os.kill(child, signal.SIGKILL)
         process.wait(30)
     assert read_process(process.pid) is None
+
+
+ANSWERING = """
+import os, sys, threading, time
+from slurm_train.worker.watched import answer_watcher
+
+answer_watcher(os.environ)
+
+def deep(n):
+    return 0 if n == 0 else deep(n - 1)
+
+def work():
+    while True:
+        deep(200)
+
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+print("ready", flush=True)
+deep(100)
+time.sleep(1000)
+"""
+
+
+def test_a_program_with_busy_threads_survives_being_asked(tmp_path: Path) -> None:
+    files = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("stacks", "threads", "flight")]
+    asked, ask = os.pipe()
+    passed = (*files, asked)
+    for descriptor in passed:
+        os.set_inheritable(descriptor, True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ANSWERING],
+        env={**os.environ, "SLURM_TRAIN_WATCH": ",".join(map(str, passed))},
+        pass_fds=passed,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        # One of two to five signals ended it when the handler looked at all threads.
+        for _ in range(200):
+            os.ftruncate(files[0], 64)
+            os.lseek(files[0], 64, os.SEEK_SET)
+            signal_main_thread(process.pid, ASK)
+            os.write(ask, b"?")
+            wait_for(
+                lambda: b"<module>" in os.pread(files[0], 1 << 16, 64),
+                within_s=60,
+                what="a stack",
+                poll_s=0.001,
+            )
+            assert process.poll() is None
+        wait_for(lambda: os.pread(files[1], 1 << 16, 0).count(b"in work") == 2, within_s=60, what="all threads")
+    finally:
+        process.kill()
+        process.communicate()
+        for descriptor in (*files, asked, ask):
+            os.close(descriptor)
 
 
 def test_a_process_that_gets_no_cpu_is_busy() -> None:
