@@ -2,8 +2,8 @@
 
 A requeue costs what a restart costs; what it brings is a faster pace until the run, or this start of its job, ends.
 Costs and paces come from the run's own ledger. A growth that was not given the nodes, or lost them again before they
-had paid for the restart, was in vain: each of these in a row doubles the time until the next question, and since the
-ledger has them, a requeue does not forget it. `srun.GrowthWatch` asks at the right moments, `scheduler` asks Slurm.
+had paid for the restart, has failed: each of these in a row doubles the time until the next question, and since the
+ledger has them, a requeue does not forget it. `srun` asks at the right moments, `scheduler` asks Slurm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNMEASURED_WAIT_S = 30.0
 _LEAST_RETURN = 2.0
 """How many times its cost a restart must bring: both sides are estimates."""
 _FARTHEST_S = 86400.0
-"""Further ahead nobody knows which nodes a job has."""
+"""Longest time ahead that counts: which nodes a job has after it is not known."""
 _FEWEST_STEPS = 3
 """Of an attempt whose pace counts: the first steps are slower."""
 _NUM_RESTARTS = 3
@@ -77,7 +77,7 @@ class Growth:
     """Nodes of the job that were found bad: the requeued job is to have others."""
 
 
-def weigh(prospect: Prospect) -> Growth:
+def assess(prospect: Prospect) -> Growth:
     """Returns whether the steps gained until the run or the job's time limit ends outweigh the restart."""
     step_s = prospect.step.seconds
     larger_step_s = prospect.larger_step.seconds
@@ -161,13 +161,13 @@ def _startup_s(entry: Mapping[str, Any]) -> float:
 
 
 def wait_seconds(ledger: Sequence[Mapping[str, Any]], *, every_s: float) -> float:
-    """Returns how long a run waits between two questions: twice as long for each growth in a row that was in vain.
+    """Returns how long a run waits between two questions: twice as long for each growth in a row that failed.
 
     Args:
         ledger: the run's.
         every_s: `requeue.grow_every_min` in seconds.
     """
-    in_vain = 0
+    num_failed = 0
     for index, entry in enumerate(ledger):
         if entry.get("reason") != "growth" or "grow_to" not in entry:
             continue
@@ -180,10 +180,10 @@ def wait_seconds(ledger: Sequence[Mapping[str, Any]], *, every_s: float) -> floa
         has_paid = held >= float(entry.get("pays_after_s") or 0.0)
         has_ended = any(len(later.get("nodes") or ()) < int(entry["grow_to"]) for later in after)
         if has_paid:
-            in_vain = 0
+            num_failed = 0
         elif has_ended:
-            in_vain += 1
-    return every_s * 2.0 ** min(in_vain, _MOST_DOUBLINGS)
+            num_failed += 1
+    return every_s * 2.0 ** min(num_failed, _MOST_DOUBLINGS)
 
 
 def newest_growth_unix_s(ledger: Sequence[Mapping[str, Any]]) -> float:

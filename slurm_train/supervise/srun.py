@@ -45,11 +45,11 @@ from slurm_train.slurm.share import Share
 from slurm_train.supervise.growth import (
     Growth,
     Prospect,
+    assess,
     newest_growth_unix_s,
     restart_seconds,
     step_seconds,
     wait_seconds,
-    weigh,
 )
 from slurm_train.supervise.monitor import (
     BestEffort,
@@ -270,7 +270,7 @@ class _GrowthWatch(Task):
             self._note("it does not grow: jobs of its QOS and partition may be preempted (requeue.grow_every_min)")
             self._due_s = math.inf
             return
-        growth = self._weigh()
+        growth = self._assess()
         if growth is None:
             return
         if not growth.is_worth_it:
@@ -284,7 +284,7 @@ class _GrowthWatch(Task):
             self._job.growth = None
             raise
 
-    def _weigh(self) -> Growth | None:
+    def _assess(self) -> Growth | None:
         """Returns what a requeue would bring now, None where there is no room or nothing was measured yet."""
         run = self._run
         room = self._job.room()
@@ -311,7 +311,7 @@ class _GrowthWatch(Task):
         max_steps = next((line.get("max_steps") for line in reversed(last_lines(run.metrics))), None)
         max_steps = max_steps or (read_json(run.plan) or {}).get("max_steps")
         end_unix_s = read_notice(run, self._attempt).end_unix_s
-        growth = weigh(
+        growth = assess(
             Prospect(
                 nodes=nodes,
                 larger=larger,

@@ -91,8 +91,10 @@ def read_process(pid: int) -> _Process | None:
 def signal_main_thread(pid: int, number: int) -> None:
     """Sends a signal to a process's main thread; the kernel may give one for the process to any of its threads.
 
+    A process that has ended is no error where the kernel can be told the thread.
+
     Raises:
-        ProcessLookupError: there is none.
+        OSError: only where it cannot (glibc before 2.30): there is no such process.
     """
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if send is None:

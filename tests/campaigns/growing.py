@@ -34,7 +34,7 @@ _AWAY_S = 25.0
 """Longer than SlurmdTimeout of the one-machine cluster: Slurm has taken the node from its job when it comes back."""
 _PATIENCE_S = 240.0
 _MOST_GROWTHS = 2
-"""In a round: both runs may ask at the same moment, and then one asks in vain."""
+"""In a round: both runs may ask at the same moment, and then one gets nothing."""
 _WORDS = (
     "+cluster=1-3x1",
     *TINY,
@@ -75,7 +75,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
     return {
         "time with both runs": f"{minutes:.0f} min, a question every {_EVERY_MIN} min at most",
         "nodes lost and returned": str(trials),
-        "starts of ranks": f"{starts}, {len(grown)} of them for more nodes, {_num_in_vain(ledgers)} of these in vain",
+        "starts of ranks": f"{starts}, {len(grown)} of them for more nodes, {_num_failed(ledgers)} of these failed",
         "from a node's return to the next step on it": _in_words(used_after_s),
         "steps": ", ".join(str(max(losses(each))) for each in runs),
     }
@@ -145,7 +145,7 @@ def _num_growths(runs: Sequence[RunDirectory], *, after_unix_s: float) -> int:
     return sum(float(entry["end_time_unix_s"]) > after_unix_s for entry in ends)
 
 
-def _num_in_vain(ledgers: Sequence[Sequence[Mapping[str, Any]]]) -> int:
+def _num_failed(ledgers: Sequence[Sequence[Mapping[str, Any]]]) -> int:
     """Returns how often a run was requeued for more nodes and had no more after it."""
     pairs = [pair for ledger in ledgers for pair in pairwise(ledger)]
     return sum(

@@ -74,6 +74,12 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
     print(f"from the kill of a node to the next step: {back_after_s(run, killed_unix_s):.1f} s")
 
 
+def wait_until_idle(num_nodes: int) -> None:
+    """Waits until so many nodes are free: Slurm starts a job with those that are free at that moment."""
+    words = ("sinfo", "--noheader", "--states=idle", "--format=%D")
+    wait_for(lambda: command(*words) == str(num_nodes), within_s=60, what=f"{num_nodes} nodes")
+
+
 RANGE = ("+cluster=2-4x1", *TINY, "batch.global_size=18", "train.max_steps=90", "train.samples_digest=true")
 
 
@@ -83,8 +89,7 @@ def test_a_run_of_a_range_of_nodes_goes_on_with_those_that_are_left(person: Pers
     plan = person.types("plan", *RANGE)
     assert "start again on those that are left, 2 at least, in the same job" in plan.err + plan.out
     twin = wait_for_twin(person, *RANGE)
-    # Slurm starts a job with the nodes that are free at that moment.
-    wait_for(lambda: command("sinfo", "--noheader", "--states=idle", "--format=%D") == "4", within_s=60, what="4 nodes")
+    wait_until_idle(4)
     job, run = person.types(*RANGE, "model.step_s=0.5", "run.name=shrunk").job_and_run
     wait_until_step(run, 10, within_s=LONG_S)
     lost: list[str] = []
@@ -128,7 +133,7 @@ def test_a_run_that_has_lost_a_node_grows_back_when_the_node_returns(person: Per
     plan = person.types("plan", *GROWING)
     assert "asked for at a save, at most every 1 min" in plan.err + plan.out
     twin = wait_for_twin(person, *GROWING)
-    wait_for(lambda: command("sinfo", "--noheader", "--states=idle", "--format=%D") == "4", within_s=60, what="4 nodes")
+    wait_until_idle(4)
     job, run = person.types(*GROWING, "model.step_s=0.5", "run.name=grown").job_and_run
     wait_until_step(run, 10, within_s=LONG_S)
     killed_unix_s = time.time()

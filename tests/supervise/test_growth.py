@@ -8,11 +8,11 @@ import pytest
 from slurm_train.supervise.growth import (
     Measured,
     Prospect,
+    assess,
     newest_growth_unix_s,
     restart_seconds,
     step_seconds,
     wait_seconds,
-    weigh,
 )
 
 NODES = ["node1", "node2", "node3", "node4"]
@@ -48,18 +48,18 @@ def prospect(**facts: Any) -> Prospect:
     ],
 )
 def test_a_requeue_must_bring_twice_its_cost(facts: dict[str, Any], is_worth_it: bool) -> None:
-    assert weigh(prospect(**facts)).is_worth_it is is_worth_it
+    assert assess(prospect(**facts)).is_worth_it is is_worth_it
 
 
 def test_the_arithmetic_can_be_read() -> None:
-    growth = weigh(prospect())
+    growth = assess(prospect())
     assert growth.sentence == (
         "4 nodes instead of 3: a step takes 1.5 s (estimated) instead of 2 s, which in the next 5 h 33 min are "
         "3,333 steps more; a restart takes 1 min (measured), 40 steps"
     )
     # 60 s are 30 steps at the old pace; a second on four nodes brings a sixth of a step more.
     assert (growth.nodes, growth.pays_after_s) == (4, 180.0)
-    assert weigh(prospect(larger_step=Measured(seconds=2.5))).pays_after_s == math.inf
+    assert assess(prospect(larger_step=Measured(seconds=2.5))).pays_after_s == math.inf
 
 
 def attempt(nodes: int, begin_unix_s: float, end_unix_s: float | None = None, **facts: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def growth(nodes: int, begin_unix_s: float, end_unix_s: float) -> dict[str, Any]
         ),
     ],
 )
-def test_each_growth_in_vain_doubles_the_wait(ledger: list[dict[str, Any]], factor: int) -> None:
+def test_each_failed_growth_doubles_the_wait(ledger: list[dict[str, Any]], factor: int) -> None:
     assert wait_seconds(ledger, every_s=60.0) == 60.0 * factor
 
 

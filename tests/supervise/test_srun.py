@@ -234,7 +234,7 @@ def test_by_default_a_run_that_may_be_preempted_does_not_grow(shrunk: Shrunk, cl
     assert shrunk.questions == 0 and "may be preempted" in shrunk.events()[0] and len(shrunk.events()) == 1
 
 
-def test_a_growth_in_vain_is_remembered_by_the_next_attempt(shrunk: Shrunk, clock: Clock) -> None:
+def test_a_failed_growth_is_remembered_by_the_next_attempt(shrunk: Shrunk, clock: Clock) -> None:
     close_attempt(shrunk.run, 0, {"reason": "growth", "action": "requeue", "grow_to": 4, "pays_after_s": 600.0})
     open_attempt(shrunk.run, replace(shrunk.job.start, restart_count=1))
     watch = srun._GrowthWatch(shrunk.run, 1, shrunk.job, every_min=10)
