@@ -42,6 +42,9 @@ from slurm_train.worker.watched import ASK
 _LONGEST_STRETCH_S = 30.0
 _LOOK_EVERY_S = 1.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LEAST_SHARE = 0.1
+"""Of the time in which a process could run: what it gets at least on the busiest node that is thought of. One that got
+less was asleep, and was woken for a moment: the watcher's own question does that, and costs 0.1 to 0.3 ms."""
 _HEADER = 64
 """More than the first line of the stacks has, which names the main thread."""
 
@@ -56,16 +59,21 @@ class _Process:
     state: str
     parent: int
     cpu_s: float
-    delayed_s: float
-    """How long its main thread could run and got no CPU; 0 where the kernel does not say it."""
+    main_cpu_s: float
+    """Of its main thread; 0 where the kernel does not say it, and so is the next."""
+    main_delay_s: float
+    """How long its main thread could run and got no CPU."""
     waited_s: float
     """Processor time of its children that have ended."""
     start: int
 
-    @property
-    def busy_s(self) -> float:
-        """Processor time, and what would have been on a node that is less busy."""
-        return self.cpu_s + self.delayed_s
+    def busy_s(self, before: _Process | None) -> float:
+        """Returns its processor time since an earlier reading, and what would have been on a node that is less busy."""
+        if before is None:
+            return self.cpu_s
+        delay_s = self.main_delay_s - before.main_delay_s
+        computed_s = self.main_cpu_s - before.main_cpu_s
+        return self.cpu_s - before.cpu_s + min(delay_s, computed_s / _LEAST_SHARE)
 
 
 def read_process(pid: int) -> _Process | None:
@@ -78,11 +86,13 @@ def read_process(pid: int) -> _Process | None:
     if words[0] in ("Z", "X"):
         return None
     user, system, waited_user, waited_system = map(int, words[11:15])
+    main_cpu_s, main_delay_s = _main_thread_s(pid)
     return _Process(
         state=words[0],
         parent=int(words[1]),
         cpu_s=(user + system) / _TICKS_PER_S,
-        delayed_s=_delay_s(pid),
+        main_cpu_s=main_cpu_s,
+        main_delay_s=main_delay_s,
         waited_s=(waited_user + waited_system) / _TICKS_PER_S,
         start=int(words[19]),
     )
@@ -105,10 +115,12 @@ def signal_main_thread(pid: int, number: int) -> None:
         send(pid, pid, number)
 
 
-def _delay_s(pid: int) -> float:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
+def _main_thread_s(pid: int) -> tuple[float, float]:
+    """Returns how long the main thread of a process had a CPU, and how long it waited for one."""
+    with contextlib.suppress(OSError, ValueError):
+        computed_ns, delay_ns = map(int, Path(f"/proc/{pid}/schedstat").read_text().split()[:2])
+        return computed_ns / 1e9, delay_ns / 1e9
+    return 0.0, 0.0
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -160,6 +172,20 @@ class _Totals:
         return self.total
 
 
+class _BusyTime:
+    """Adds up the time in which processes that come and go computed or would have."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._newest: dict[tuple[int, int], _Process] = {}
+
+    def add(self, processes: dict[tuple[int, int], _Process]) -> float:
+        """Takes the present readings by process, and returns the sum of all that was ever counted."""
+        self.total_s += sum(process.busy_s(self._newest.get(key)) for key, process in processes.items())
+        self._newest = processes
+        return self.total_s
+
+
 @dataclass(slots=True)
 class Counters:
     """The counters of a rank's processes."""
@@ -168,23 +194,26 @@ class Counters:
     """Of the rank."""
     log: Path
     """What the rank prints to, where its stdout is no file."""
-    _children: _Totals = field(default_factory=_Totals)
+    _own: _BusyTime = field(default_factory=_BusyTime)
+    _children: _BusyTime = field(default_factory=_BusyTime)
+    _ended_children: _Totals = field(default_factory=_Totals)
     _bytes: _Totals = field(default_factory=_Totals)
 
     def sample(self, process: _Process) -> Sample:
         """Returns the counters now; `process` is the newest reading of the rank's own process."""
-        children = {pid: child for pid in set(descendants(self.pid)) if (child := read_process(pid)) is not None}
-        cpu: dict[Any, float] = {(pid, child.start): child.busy_s for pid, child in children.items()}
+        found = ((pid, read_process(pid)) for pid in set(descendants(self.pid)))
+        children = {(pid, child.start): child for pid, child in found if child is not None}
         # What ended between two looks is known from whoever has waited for it.
-        cpu[self.pid] = process.waited_s + sum(child.waited_s for child in children.values())
-        moved: dict[Any, float] = {(pid, child.start): float(io_bytes(pid)) for pid, child in children.items()}
+        waited: dict[Any, float] = {key: child.waited_s for key, child in children.items()}
+        waited[self.pid] = process.waited_s
+        moved: dict[Any, float] = {(pid, start): float(io_bytes(pid)) for pid, start in children}
         moved[self.pid] = float(io_bytes(self.pid))
         return Sample(
             time_s=time.monotonic(),
             log_bytes=_log_size(self.pid, self.log),
             io_bytes=int(self._bytes.add(moved)),
-            own_cpu_s=process.busy_s,
-            child_cpu_s=self._children.add(cpu),
+            own_cpu_s=self._own.add({(self.pid, process.start): process}),
+            child_cpu_s=self._children.add(children) + self._ended_children.add(waited),
             written_back=_pages_written_back(),
             is_held=process.state == "D",
         )
