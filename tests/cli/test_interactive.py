@@ -57,7 +57,7 @@ def ctrl_c_when(*moments: Callable[[], bool]) -> threading.Thread:
 
     def press() -> None:
         for is_time in moments:
-            wait_for(is_time, within_s=20, what="the moment for Ctrl-C", poll_s=0.05)
+            wait_for(is_time, within_s=60, what="the moment for Ctrl-C", poll_s=0.05)
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)

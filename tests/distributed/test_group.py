@@ -49,7 +49,7 @@ def is_recorded(number):
 # What is over is written down by two threads of gloo's, a little later, and the later one's number stays.
 for number in (1, 2):
     dist.all_reduce(torch.ones(1000))
-    wait_for(lambda: is_recorded(number), within_s=20, what="a record of what is over")
+    wait_for(lambda: is_recorded(number), within_s=60, what="a record of what is over")
 if rank == 0:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
 record = newest_collectives()

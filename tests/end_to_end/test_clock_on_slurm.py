@@ -33,7 +33,7 @@ def test_a_suspended_job_goes_on_as_if_nothing_had_happened(person: Person) -> N
     pace = ("train.max_steps=60", "model.step_s=0.2", "checkpoint.every_steps=auto", "run.name=suspended")
     job, run = person.types("+cluster=2x1", *TINY, *pace, *words).job_and_run
     wait_until_step(run, 10)
-    end_before = wait_for(lambda: read_notice(run, 0).end_unix_s, within_s=20, what="a notice")
+    end_before = wait_for(lambda: read_notice(run, 0).end_unix_s, within_s=60, what="a notice")
     command("scontrol", "suspend", job)
     wait_for_state(job, "SUSPENDED", within_s=20)
     time.sleep(2.5)  # TSTP, and 2 s later STOP

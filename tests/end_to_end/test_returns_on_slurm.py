@@ -75,7 +75,7 @@ def test_ranks_without_a_slurmstepd_end_by_themselves(person: Person) -> None:
     pids = [rank_pid(run, rank) for rank in (0, 1)]
     kill(stepd_pid(run))
     for pid in pids:
-        wait_until_gone(pid, within_s=10)
+        wait_until_gone(pid, within_s=60)
 
 
 def test_a_killed_batch_script_is_told_and_resume_continues(person: Person) -> None:
@@ -197,7 +197,7 @@ def test_a_lost_node_costs_what_came_after_the_last_checkpoint(person: Person) -
     with daemons_stopped([node]):
         wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
         for pid in zombies:
-            wait_until_gone(pid, within_s=10)
+            wait_until_gone(pid, within_s=60)
         wait_until_finished(run, within_s=LONG_S)
     first, last = wait_until_ended(run)
     assert first["reason"] == "node_failure" and last["job_id"] == job

@@ -68,8 +68,8 @@ def test_ranks_in_waiting_take_over_from_failed_ones(person: Person) -> None:
     assert first["note"].startswith("rank 1 on ") and first["job_id"] == last["job_id"] == job
     assert losses(warm) == losses(cold)
     for pid in third:
-        wait_for(lambda pid=pid: not is_alive(pid), within_s=20, what=f"the end of process {pid}")  # type: ignore[misc]
-    wait_for(lambda: not list(warm.logs.glob("waiting_*")), within_s=20, what="the end of the supervisor")
+        wait_for(lambda pid=pid: not is_alive(pid), within_s=60, what=f"the end of process {pid}")  # type: ignore[misc]
+    wait_for(lambda: not list(warm.logs.glob("waiting_*")), within_s=60, what="the end of the supervisor")
     assert warm.rank_log(1, 0).stat().st_size > 0
     print(f"seconds from the end of the failed ranks to the next step: {back_after_s(cold, 1):.1f} s")
     print(f"the same with ranks in waiting: {back_after_s(warm, 1):.1f} s")

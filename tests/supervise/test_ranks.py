@@ -270,7 +270,7 @@ def waiting(tmp_path: Path) -> RanksInWaiting:
     log = tmp_path / "waiting.log"
     with log.open("ab") as file:
         process = start_step([sys.executable, "-c", WAITS_FOR_A_LINE], env=os.environ, log=file, waits=True)
-    wait_for(lambda: "ready" in log.read_text(), within_s=20, what="a process that waits")
+    wait_for(lambda: "ready" in log.read_text(), within_s=60, what="a process that waits")
     return RanksInWaiting(process=process, attempt=3, nodes=("node1",), log=log)
 
 
@@ -390,7 +390,7 @@ def test_a_rank_that_does_not_listen_is_killed(local: RunDirectory) -> None:
 
 def test_a_stop_request_reaches_every_rank(local: RunDirectory) -> None:
     started = start(local, WAITING)
-    wait_for(lambda: len(list(local.path.glob("ready_*"))) == 2, within_s=20, what="both ranks", poll_s=0.02)
+    wait_for(lambda: len(list(local.path.glob("ready_*"))) == 2, within_s=60, what="both ranks", poll_s=0.02)
     # Ctrl-C on the terminal does not reach them.
     assert all(os.getsid(process.pid) == process.pid for process in started.processes)
     started.interrupt()

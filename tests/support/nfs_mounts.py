@@ -69,7 +69,7 @@ class Client:
         temporary.write_text(text)
         temporary.replace(self.control)
         if self.process is not None and self.process.poll() is None:
-            wait_for(self._has_read_settings, within_s=20.0, what=f"{self.control} to be read", poll_s=0.01)
+            wait_for(self._has_read_settings, within_s=60.0, what=f"{self.control} to be read", poll_s=0.01)
 
     def _has_read_settings(self) -> bool:
         """Returns whether the client says that it has read the settings as they are now."""
@@ -95,7 +95,7 @@ class Client:
             words = ["nsenter", f"--target={self.namespace}", "--mount", "--wd=/", *words]
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
-        wait_for(self.is_mounted, within_s=20.0, what=f"the mount of {self.path}", poll_s=0.02)
+        wait_for(self.is_mounted, within_s=60.0, what=f"the mount of {self.path}", poll_s=0.02)
         return self
 
     def is_mounted(self) -> bool:
