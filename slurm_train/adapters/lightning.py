@@ -44,6 +44,10 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._log_every_steps = log_every_steps
         self._step = self._saved_step = 0
         self._checkpoint: Checkpoint | None = None
+        self._is_before_validation = False
+        """Whether what is being saved is followed by a validation."""
+        self._saves_at_end_of_epoch = False
+        self._stops = False
 
     def newest(self) -> str | None:
         """Returns what `fit(ckpt_path=...)` takes. All ranks call it.
@@ -72,12 +76,18 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Restores the random streams, and takes the stop signals back from Lightning's handlers."""
         self._step = self._saved_step = trainer.global_step
         self.session.take_signals()
-        if self._checkpoint is not None:
-            if trainer.current_epoch > 0:
-                _begin_in_epoch(trainer)
-            path = self._checkpoint.path / f"rng_{self.session.rank}.pt"
-            if path.is_file():
-                set_rng_state(torch.load(path, weights_only=True))
+        if self._checkpoint is None:
+            return
+        path = self._checkpoint.path / f"rng_{self.session.rank}.pt"
+        streams = torch.load(path, weights_only=True) if path.is_file() else None
+        is_at_end_of_epoch = trainer.fit_loop.resumed_on_epoch_end
+        # A new iterator draws a number; that of the present epoch was there when the streams were saved.
+        if streams is not None and is_at_end_of_epoch:
+            set_rng_state(streams)
+        if trainer.current_epoch > 0:
+            _begin_in_epoch(trainer)
+        if streams is not None and not is_at_end_of_epoch:
+            set_rng_state(streams)
 
     def on_train_batch_end(self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any) -> None:
         """Reports a step; saves where that is due; leaves where all ranks are to stop."""
@@ -90,11 +100,44 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         logs = step % self._log_every_steps == 0 or step == trainer.max_steps
         run.report(step, **(_numbers(trainer, outputs) if logs else {}))
         is_due = self._every_steps is not None and step % self._every_steps == 0
-        stop = run.should_stop()
-        if stop or is_due:
-            self._save(trainer)
-        if stop:
-            run.leave()
+        self._stops = bool(run.should_stop())
+        # The end of the training comes without a stop, with its validation and a save.
+        if not (self._stops or is_due) or step == trainer.max_steps:
+            return
+        loop = trainer.fit_loop.epoch_loop
+        # There are no public names for either.
+        self._is_before_validation = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        if loop._num_ready_batches_reached() and not self._is_before_validation:
+            # From a checkpoint of the last step Lightning (2.6) leaves out an epoch, from one of the end it does not.
+            self._saves_at_end_of_epoch = True
+        else:
+            self._save_and_leave(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Makes the save of the last step of an epoch."""
+        loop = trainer.fit_loop
+        is_resumed = self._checkpoint is not None and loop.restarting
+        if is_resumed and loop.epoch_loop._num_ready_batches_reached():
+            # Lightning leaves this out in an epoch that was resumed, though the metrics are there.
+            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        # After the last epoch the training ends, with a save.
+        if self._saves_at_end_of_epoch and trainer.current_epoch + 1 != trainer.max_epochs:
+            self._save_and_leave(trainer)
+        self._saves_at_end_of_epoch = False
+
+    def on_save_checkpoint(self, _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Has the validation made after a resume that is due after the step of the save.
+
+        Lightning takes it for done, unless its counters say that the step is over and a batch of validation has begun.
+        """
+        if not self._is_before_validation:
+            return
+        progress = checkpoint["loops"]["fit_loop"]
+        for counts in (progress["epoch_loop.batch_progress"][name] for name in ("total", "current")):
+            counts["completed"] += 1
+        for counts in (progress["epoch_loop.val_loop.batch_progress"][name] for name in ("total", "current")):
+            counts["ready"] += 1
+            counts["started"] += 1
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within an evaluation."""
@@ -114,6 +157,12 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Saves the end."""
         if self._saved_step != trainer.global_step:
             self._save(trainer)
+
+    def _save_and_leave(self, trainer: pl.Trainer) -> None:
+        self._save(trainer)
+        self._is_before_validation = False
+        if self._stops:
+            self.session.leave()
 
     def _save(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step

@@ -1,4 +1,4 @@
-"""The callback for Lightning: when it is called, what it makes of a validation, the order of data after a resume."""
+"""The callback for Lightning: when it is called, what it makes of a validation, what a stop and a resume change."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from slurm_train.errors import ConfigError
+from slurm_train.session.signals import StopFlag
+from tests.support.joined_runs import evaluated_steps, joined, new_run
 
 pl: Any = pytest.importorskip("lightning.pytorch")
 adapter: Any = pytest.importorskip("slurm_train.adapters.lightning")
@@ -86,3 +90,110 @@ def test_a_resumed_epoch_has_its_own_order(is_stateful: bool, tmp_path: Path) ->
     # Eight steps are an epoch; a plain loader takes as many as are left of it.
     assert resumed[:5] == (whole[11:16] if is_stateful else whole[8:13])
     assert resumed[5:] == whole[16:]
+
+
+def test_other_ranks_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
+    with joined(new_run(tmp_path)):
+        callback = adapter.SessionCallback()
+        trainer = SimpleNamespace(global_rank=0, world_size=4)
+        with pytest.raises(ConfigError, match="calls this rank 0 of 4; it is 0 of 1 in the run"):
+            callback.setup(trainer, None, "fit")
+
+
+class Training(pl.LightningModule):  # type: ignore[misc]  # Any: of an extra
+    """Notes each step; its validation is never better than the first.
+
+    Args:
+        schedule: how the learning rate falls: at each "step", each "epoch", or after an epoch on a "plateau".
+    """
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        self.schedule = schedule
+        self.steps: list[tuple[float, ...]] = []
+        """Epoch, first sample, loss and learning rate."""
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch[0]).square().mean()
+        rate = self.optimizers().param_groups[0]["lr"]
+        self.steps.append((self.trainer.current_epoch, float(batch[0][0]), float(loss), rate))
+        return loss
+
+    def validation_step(self, *_: Any) -> None:
+        self.log("val_loss", torch.tensor(1.0))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.schedule == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+            scheduler: dict[str, Any] = {"scheduler": plateau, "monitor": "val_loss"}
+        else:
+            falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            scheduler = {"scheduler": falling, "interval": self.schedule}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+EVERY_3: dict[str, Any] = {"val_check_interval": 3}
+ACROSS_EPOCHS: dict[str, Any] = {"val_check_interval": 12, "check_val_every_n_epoch": None}
+EVERY_2_EPOCHS: dict[str, Any] = {"check_val_every_n_epoch": 2}
+NO_VALIDATION: dict[str, Any] = {"limit_val_batches": 0}
+
+
+# Eight steps are an epoch.
+@pytest.mark.parametrize(
+    ("schedule", "settings", "stops"),
+    [
+        pytest.param("step", EVERY_3, [3], id="where a validation is due"),
+        pytest.param("step", EVERY_3, [8], id="at the end of an epoch after its validations"),
+        pytest.param("step", {}, [8], id="at the end of an epoch where a validation is due"),
+        pytest.param("epoch", {}, [16], id="where a rate falls by the epoch"),
+        pytest.param("plateau", {}, [10, 16], id="where a rate falls on a plateau"),
+        pytest.param("step", ACROSS_EPOCHS, [8, 12], id="where validations do not follow epochs"),
+        pytest.param("epoch", EVERY_2_EPOCHS, [8, 16], id="where every second epoch has a validation"),
+        pytest.param("epoch", NO_VALIDATION, [16, 40], id="at the end of epochs without validation"),
+    ],
+)
+def test_a_stop_changes_no_step_and_no_validation(
+    schedule: str, settings: dict[str, Any], stops: list[int], tmp_path: Path
+) -> None:
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    data = TensorDataset(torch.arange(16.0).unsqueeze(1))
+
+    def train(run: Any, stop_at: int | None = None) -> tuple[int, list[tuple[float, ...]]]:
+        stop = StopFlag()
+
+        class Stopping(pl.Callback):  # type: ignore[misc]  # Any: of an extra
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                if trainer.global_step + 1 == stop_at:
+                    stop.request("TERM")
+
+        module = Training(schedule)
+        callbacks: list[Any] = [Stopping()]
+        if "limit_val_batches" not in settings:
+            callbacks.append(pl.callbacks.EarlyStopping("val_loss", patience=4))
+        with joined(run, stop):
+            callback = adapter.SessionCallback()
+            length = {"max_epochs": 5, "num_sanity_val_steps": 0}
+            trainer = pl.Trainer(callbacks=[*callbacks, callback], **QUIET, **length, **settings)
+            samples = loader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+            try:
+                trainer.fit(module, samples, DataLoader(data, batch_size=16), ckpt_path=callback.newest())
+            except SystemExit as ended:
+                return int(str(ended.code)), module.steps
+        return 0, module.steps
+
+    undisturbed = new_run(tmp_path / "undisturbed")
+    _, expected = train(undisturbed)
+    run = new_run(tmp_path / "stopped")
+    steps = []
+    for stop_at in stops:
+        code, some = train(run, stop_at)
+        # A stop in the very last step stops nothing.
+        assert code == (75 if stop_at < len(expected) else 0)
+        steps += some
+    if len(steps) < len(expected):
+        steps += train(run)[1]
+    assert steps == expected
+    assert evaluated_steps(run) == evaluated_steps(undisturbed)
