@@ -11,7 +11,7 @@ import time
 
 import torch
 from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,7 +24,9 @@ parser.add_argument("--step-s", type=float, default=0.0, help="seconds that a ba
 options = parser.parse_args()
 
 run = session.join()
-accelerator = Accelerator(cpu=not torch.cuda.is_available())
+# The order of each epoch follows from its number; else it would be drawn anew after a resume.
+loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=loading)
 set_seed(42)
 x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
 data = TensorDataset(x, x @ torch.arange(8.0).unsqueeze(1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -15,9 +17,12 @@ import torch
 from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.verify import verify
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.files import parse_lines
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.session.signals import StopFlag
 from tests.support.command_line import REPOSITORY, Person
 from tests.support.extras import NEEDS_PEFT
+from tests.support.joined_runs import joined, new_run
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -54,6 +59,45 @@ def weights(person: Person, name: str) -> dict[str, torch.Tensor]:
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     load_tensors(newest, tensors)
     return tensors
+
+
+NEEDS_ACCELERATE = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed: pip install accelerate"
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library
+@pytest.mark.parametrize("name", ["session_ddp", pytest.param("session_accelerate", marks=NEEDS_ACCELERATE)])
+def test_later_epochs_have_their_own_order_after_a_resume(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(run: RunDirectory, stop_at: int | None = None) -> None:
+        stop = StopFlag()
+        with joined(run, stop) as session:
+            report = session.report
+
+            def report_and_stop(step: int, **numbers: object) -> None:
+                report(step, **numbers)
+                if step == stop_at:
+                    stop.request("TERM")
+
+            monkeypatch.setattr(session, "report", report_and_stop)
+            try:
+                runpy.run_path(str(REPOSITORY / "examples" / f"{name}.py"), run_name="__main__")
+            except SystemExit as ended:
+                assert ended.code == 75 and stop_at is not None
+
+    def losses(run: RunDirectory) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in parse_lines(run.metrics.read_text().splitlines())}
+
+    # An epoch has 64 steps.
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "80"])
+    whole = new_run(tmp_path / "whole")
+    train(whole)
+    stopped = new_run(tmp_path / "stopped")
+    for stop_at in (64, 70, None):
+        train(stopped, stop_at)
+    assert len(losses(whole)) == 80 and losses(stopped) == losses(whole)
 
 
 @pytest.mark.campaign
