@@ -12,6 +12,7 @@ well, which Lightning leaves out.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,6 +49,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Whether what is being saved is followed by a validation."""
         self._saves_at_end_of_epoch = False
         self._stops = False
+        self._loader_states: list[Any] = []
+        """Of the checkpoint."""
 
     def newest(self) -> str | None:
         """Returns what `fit(ckpt_path=...)` takes. All ranks call it.
@@ -78,16 +81,22 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self.session.take_signals()
         if self._checkpoint is None:
             return
-        path = self._checkpoint.path / f"rng_{self.session.rank}.pt"
-        streams = torch.load(path, weights_only=True) if path.is_file() else None
+        folder = self._checkpoint.path
+        streams = _load(folder / f"rng_{self.session.rank}.pt", weights_only=True)
         is_at_end_of_epoch = trainer.fit_loop.resumed_on_epoch_end
         # A new iterator draws a number; that of the present epoch was there when the streams were saved.
         if streams is not None and is_at_end_of_epoch:
             set_rng_state(streams)
-        if trainer.current_epoch > 0:
-            _begin_in_epoch(trainer)
+        # They are samples of any types, written by this program.
+        fetched = _load(folder / f"fetched_{self.session.rank}.pt", weights_only=False) or []
+        if trainer.current_epoch > 0 or fetched:
+            _begin_in_epoch(trainer, [] if is_at_end_of_epoch else self._loader_states, fetched)
         if streams is not None and not is_at_end_of_epoch:
             set_rng_state(streams)
+
+    def on_load_checkpoint(self, _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps where the loaders were: iterators that Lightning makes meanwhile move them."""
+        self._loader_states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
 
     def on_train_batch_end(self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any) -> None:
         """Reports a step; saves where that is due; leaves where all ranks are to stop."""
@@ -169,6 +178,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         with self.session.save(step) as folder:
             trainer.save_checkpoint(folder / _FILE)
             torch.save(rng_state(), folder / f"rng_{self.session.rank}.pt")
+            fetched = _fetched_batches(trainer)
+            if fetched:
+                torch.save(fetched, folder / f"fetched_{self.session.rank}.pt")
         self._saved_step = step
 
 
@@ -180,18 +192,46 @@ def _numbers(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:
     return {name: value for name, value in numbers.items() if value is not None}
 
 
-def _begin_in_epoch(trainer: pl.Trainer) -> None:
+def _load(path: Path, *, weights_only: bool) -> Any:
+    return torch.load(path, weights_only=weights_only) if path.is_file() else None
+
+
+def _fetched_batches(trainer: pl.Trainer) -> list[Any]:
+    """Returns the batches that were taken from the loaders and not trained on yet.
+
+    Of a loader without length Lightning takes one ahead, so the state of the loader says that it is done.
+    """
+    if not all(hasattr(loader, "state_dict") for loader in CombinedLoader(trainer.train_dataloader).flattened):
+        return []
+    return list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def _begin_in_epoch(trainer: pl.Trainer, states: list[Any], fetched: list[Any]) -> None:
     """Makes the loaders continue in the order of the present epoch, at the same place.
 
     Lightning makes their iterators before it tells the samplers which epoch it is (2.6), so after a resume they would
     continue in the order of the first one.
+
+    Args:
+        trainer: at the start of its training.
+        states: of the loaders that have one, in order.
+        fetched: what was taken from them before that, and not trained on.
     """
-    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    for loader in loaders:
         for holder in (loader, getattr(loader, "batch_sampler", None)):
             sampler = getattr(holder, "sampler", None)
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(trainer.current_epoch)
-        if hasattr(loader, "load_state_dict"):
-            loader.load_state_dict(loader.state_dict())
+    stateful = [loader for loader in loaders if hasattr(loader, "load_state_dict")]
+    for loader, state in zip(stateful, states, strict=False):
+        loader.load_state_dict(state)
     # There is no public name for it.
-    iter(trainer.fit_loop._data_fetcher)
+    fetcher = trainer.fit_loop._data_fetcher
+    num_ahead = getattr(fetcher, "prefetch_batches", 0)
+    if fetched:
+        fetcher.prefetch_batches = 0
+    iter(fetcher)
+    if fetched:
+        fetcher.prefetch_batches = num_ahead
+        fetcher.batches = fetched

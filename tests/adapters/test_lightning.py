@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from slurm_train.errors import ConfigError
 from slurm_train.session.signals import StopFlag
@@ -139,6 +140,33 @@ EVERY_3: dict[str, Any] = {"val_check_interval": 3}
 ACROSS_EPOCHS: dict[str, Any] = {"val_check_interval": 12, "check_val_every_n_epoch": None}
 EVERY_2_EPOCHS: dict[str, Any] = {"check_val_every_n_epoch": 2}
 NO_VALIDATION: dict[str, Any] = {"limit_val_batches": 0}
+STREAM: dict[str, Any] = {"limit_val_batches": 1.0}
+
+
+class Numbers(Iterator[tuple[torch.Tensor]]):
+    """Knows where it is; a stream without that is run through again by its loader, which counts too far (torchdata)."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __next__(self) -> tuple[torch.Tensor]:
+        if self.next == 16:
+            raise StopIteration
+        self.next += 1
+        return (torch.tensor([float(self.next)]),)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Stream(IterableDataset[tuple[torch.Tensor]]):
+    """Samples without a number of them."""
+
+    def __iter__(self) -> Numbers:
+        return Numbers()
 
 
 # Eight steps are an epoch.
@@ -153,11 +181,13 @@ NO_VALIDATION: dict[str, Any] = {"limit_val_batches": 0}
         pytest.param("step", ACROSS_EPOCHS, [8, 12], id="where validations do not follow epochs"),
         pytest.param("epoch", EVERY_2_EPOCHS, [8, 16], id="where every second epoch has a validation"),
         pytest.param("epoch", NO_VALIDATION, [16, 40], id="at the end of epochs without validation"),
+        pytest.param("step", STREAM, [3, 10, 16], id="of a stream, from which a batch is taken ahead"),
     ],
 )
 def test_a_stop_changes_no_step_and_no_validation(
     schedule: str, settings: dict[str, Any], stops: list[int], tmp_path: Path
 ) -> None:
+    is_stream = settings is STREAM
     loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     data = TensorDataset(torch.arange(16.0).unsqueeze(1))
 
@@ -171,13 +201,14 @@ def test_a_stop_changes_no_step_and_no_validation(
 
         module = Training(schedule)
         callbacks: list[Any] = [Stopping()]
-        if "limit_val_batches" not in settings:
+        if settings is not NO_VALIDATION:
             callbacks.append(pl.callbacks.EarlyStopping("val_loss", patience=4))
         with joined(run, stop):
             callback = adapter.SessionCallback()
             length = {"max_epochs": 5, "num_sanity_val_steps": 0}
             trainer = pl.Trainer(callbacks=[*callbacks, callback], **QUIET, **length, **settings)
-            samples = loader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+            sampler = DistributedSampler(data, num_replicas=1, rank=0)
+            samples = loader(Stream(), batch_size=2) if is_stream else loader(data, batch_size=2, sampler=sampler)
             try:
                 trainer.fit(module, samples, DataLoader(data, batch_size=16), ckpt_path=callback.newest())
             except SystemExit as ended:

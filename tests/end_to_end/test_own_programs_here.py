@@ -28,8 +28,9 @@ def run_of(person: Person, name: str) -> RunDirectory:
     return RunDirectory(path)
 
 
-# A library that owns the loop; a plain loop is preempted on the cluster. The others take five minutes.
-IN_SUITE = {"session_transformers"}
+# Shards; a plain loop is preempted on the cluster, and tests of the adapters have the libraries. The others take five
+# minutes.
+IN_SUITE = {"session_fsdp2"}
 
 
 @pytest.mark.parametrize(
