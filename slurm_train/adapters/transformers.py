@@ -169,7 +169,7 @@ def _lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
         newest = max((entry["epoch"] for entry in evaluations), default=0)
     else:
         return False
-    return due > 0 and due >= args.eval_delay and newest < due
+    return bool(due > 0 and due >= args.eval_delay and newest < due)
 
 
 def _is_number(value: Any) -> bool:
