@@ -8,7 +8,7 @@ are. Torch-free.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,15 +139,18 @@ def find_documents(
     Args:
         inputs: files, taken as they are, and folders, searched for files; names that begin with a dot are left out. Of
             a folder in which Hugging Face's `save_to_disk` has put a data set, the files that it names are taken.
+            Links are followed; what several names lead to is taken once.
         suffixes: endings that a file in a folder must have, e.g. {".txt"}; empty takes all.
-        skipped: names of folders that are not entered.
+        skipped: names of folders that are not entered, and of links that may lead nowhere.
 
     Raises:
-        DataError: an input does not exist or cannot be read, or there is no text in all of them.
+        DataError: an input does not exist or cannot be read, a link leads nowhere, a file only stands for one that was
+            not downloaded, or there is no text in all of them.
     """
     documents: list[Document] = []
+    entered: set[str] = set()
     for given in inputs:
-        paths = _files_below(given, tuple(suffixes), skipped) if given.is_dir() else [given]
+        paths = _files_below(given, tuple(suffixes), skipped, entered) if given.is_dir() else [given]
         for path in paths:
             name = given.name if path == given else path.relative_to(given).as_posix()
             if not os.path.lexists(path):
@@ -162,6 +165,10 @@ def find_documents(
             documents.append(Document(name, path, 0, state.st_size, state.st_mtime_ns, kind))
     documents = [document for document in documents if document.num_bytes]
     documents.sort(key=lambda document: (document.name, document.path))
+    by_place: dict[str, Document] = {}
+    for document in documents:
+        by_place.setdefault(os.path.realpath(document.path), document)
+    documents = list(by_place.values())
     if not documents:
         filters = f" with the suffixes {', '.join(sorted(suffixes))}" if suffixes else ""
         raise DataError(
@@ -222,23 +229,80 @@ def _row_hashes(document: Document, count: int) -> NDArray[np.float64]:
     return mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key)) / 2.0**64
 
 
-def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: Collection[str]) -> Iterable[Path]:
+def _files_below(
+    folder: Path, suffixes: tuple[str, ...], skipped: Collection[str], entered: set[str]
+) -> Iterator[Path]:
+    """Yields the files below a folder; a link to a folder is entered after the folders that are none.
+
+    Args:
+        folder: where to begin.
+        suffixes: endings that a file must have; empty takes all.
+        skipped: names of folders that are not entered, and of links that may lead nowhere.
+        entered: where the folders lie that were searched, without links; grows.
+    """
+
     def refuse(err: OSError) -> None:
         raise DataError(f"{err.filename} cannot be read: {err.strerror}", hint="check its permissions") from err
 
-    for parent, folders, files in os.walk(folder, onerror=refuse):
-        if _SAVED_DICT in files:
-            raise DataError(
-                f"{parent} holds several saved data sets: {', '.join(sorted(folders))}",
-                hint=f"name one of them, e.g. {Path(parent) / min(folders, default='train')}",
-            )
-        if _SAVED_DATASET in files:
-            saved = read_json(Path(parent) / _SAVED_DATASET) or {}
-            files = [str(file["filename"]) for file in saved.get("_data_files", ())]
-            folders.clear()
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        for name in files:
-            if not name.startswith(".") and (not suffixes or name.endswith(suffixes)):
+    waiting = [folder]
+    while waiting:
+        links: list[Path] = []
+        for parent, folders, files in os.walk(waiting.pop(0), onerror=refuse):
+            place = os.path.realpath(parent)
+            if place in entered:
+                folders.clear()
+                continue
+            entered.add(place)
+            files = _names_in(Path(parent), folders, files)
+            folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+            links += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
+            for name in files:
                 path = Path(parent, name)
+                if name.startswith(".") or (path.is_file() and suffixes and not name.endswith(suffixes)):
+                    continue
                 if path.is_file():
                     yield path
+                elif name not in skipped:
+                    _require_there(path, suffixes)
+        # One that leads up to where the search began would bring in what nobody has named.
+        begin = Path(os.path.realpath(folder))
+        waiting += sorted(link for link in links if Path(os.path.realpath(link)) not in begin.parents)
+
+
+def _names_in(parent: Path, folders: list[str], files: list[str]) -> list[str]:
+    """Returns the files of a folder that are to be looked at; of a saved data set, those that it names alone.
+
+    Raises:
+        DataError: there are several saved data sets below the folder.
+    """
+    if _SAVED_DICT in files:
+        raise DataError(
+            f"{parent} holds several saved data sets: {', '.join(sorted(folders))}",
+            hint=f"name one of them, e.g. {parent / min(folders, default='train')}",
+        )
+    if _SAVED_DATASET not in files:
+        return files
+    folders.clear()
+    saved = read_json(parent / _SAVED_DATASET) or {}
+    names = [str(file["filename"]) for file in saved.get("_data_files", ())]
+    missing = next((name for name in names if not os.path.lexists(parent / name)), None)
+    if missing is not None:
+        raise DataError(
+            f"{parent / missing} belongs to the data set that is saved there, and is not there",
+            hint="copy the data set again, whole",
+        )
+    return names
+
+
+def _require_there(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Refuses a link to nothing where text was meant: training would go on without it.
+
+    Raises:
+        DataError: it leads nowhere, and has one of the suffixes, or none as a folder.
+    """
+    is_wanted = not suffixes or path.name.endswith(suffixes) or not path.suffix
+    if path.is_symlink() and not path.exists() and is_wanted:
+        raise DataError(
+            f"{path} is a link to {path.readlink()}, which is not there",
+            hint="get what it stands for (e.g. `git annex get`, `dvc pull`), or remove the link",
+        )

@@ -34,6 +34,10 @@ _OTHERS = {
     b"7z\xbc\xaf": "a 7z archive",
     b"\x89HDF": "an HDF5 file",
 }
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": ("Git LFS", "git lfs pull"),
+    b"/annex/objects/": ("git-annex", "git annex get FILE"),
+}
 # The longer mark first: UTF-32's begins like UTF-16's.
 _MARKS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _PARQUET_MARK = b"PAR1"
@@ -80,12 +84,13 @@ def kind_of(path: Path) -> FileKind:
     """Returns what a file holds.
 
     Raises:
-        DataError: it cannot be read, or is an archive or a document of another program.
+        DataError: it cannot be read, is an archive or a document of another program, or only stands for a file.
     """
     with readable(path), path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         file.seek(max(0, path.stat().st_size - len(_PARQUET_MARK)))
         tail = file.read()
+    _refuse_pointer(path, head)
     compression = next((name for mark, name in _COMPRESSIONS.items() if head.startswith(mark)), "")
     stem = path.name.lower()
     if compression:
@@ -110,6 +115,25 @@ def kind_of(path: Path) -> FileKind:
         # Rows of JSON, one a line, are often called .json.
         form = "jsonl"
     return FileKind(form=form, compression=compression, encoding=encoding)
+
+
+def require_content(path: Path) -> None:
+    """Refuses a few lines that stand for a file that was not downloaded.
+
+    Raises:
+        DataError: it is such a pointer, of Git LFS or git-annex, or cannot be read.
+    """
+    with readable(path), path.open("rb") as file:
+        _refuse_pointer(path, file.read(_HEAD_BYTES))
+
+
+def _refuse_pointer(path: Path, head: bytes) -> None:
+    for mark, (program, command) in _POINTERS.items():
+        if head.startswith(mark):
+            raise DataError(
+                f"{path} was not downloaded: it is a pointer of {program}, {len(head)} bytes that stand for the file",
+                hint=f"get the file: `{command}` in its repository; from the Hub: `hf download org/name`",
+            )
 
 
 def text_of(path: Path, kind: FileKind) -> bytes:

@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 
 from slurm_train.data.documents import Document, Half, find_documents, split_documents
+from slurm_train.data.file_kind import require_content
 from slurm_train.data.shards import (
     FORMAT,
     INDEX,
@@ -358,10 +359,12 @@ class FileEncoding:
         end_of_document: the id that was chosen when the text was encoded; None chooses.
 
     Raises:
-        DataError: the library is missing, or the file is none of its own.
+        DataError: the library is missing, or the file was not downloaded or is none of its own.
     """
 
     def __init__(self, path: Path, *, end_of_document: int | None = None) -> None:
+        if path.is_file():
+            require_content(path)
         try:
             tokenizers: Any = importlib.import_module("tokenizers")
         except ImportError as err:

@@ -15,11 +15,15 @@ from typing import Any
 from slurm_train.config.schema import OptimSection, RunConfig
 from slurm_train.config.target import require_target
 from slurm_train.data.check import require_readable
+from slurm_train.data.file_kind import require_content
 from slurm_train.errors import ConfigError
 from slurm_train.launch.hub import fetch_hub_files
 from slurm_train.launch.placement import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan
 from slurm_train.models.pretrained_names import num_token_ids, require_effect, require_source
+from slurm_train.rundir.files import read_json
+
+_INDEX_FILE = "model.safetensors.index.json"
 
 
 def fetch_inputs(plan: RunPlan, *, cwd: Path, say: Callable[[str], None]) -> None:
@@ -49,7 +53,7 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
     Files of the Hub that are still to be fetched do not count as missing, and checks that need them are left out.
 
     Raises:
-        DataError: prepared text is configured, and there is none.
+        DataError: prepared text is configured, and there is none; or weights were not downloaded.
         ConfigError: a `_target_` names a module or a name that does not exist, or a package is not installed.
     """
     if plan.config.trains:
@@ -70,6 +74,8 @@ def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd:
         if "model.path" not in awaited:
             require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
             require_effect(model.get("config") or {}, path=model.get("path"), cwd=cwd)
+            if model.get("path"):
+                _require_downloaded(cwd / model["path"])
         if uses_this_python(config) and importlib.util.find_spec("transformers") is None:
             raise ConfigError(
                 "model=hf needs transformers, which is not installed", hint="pip install 'slurm-train[hf]'"
@@ -89,6 +95,28 @@ def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd:
             hint="name a directory with config.json and model.safetensors, one safetensors file, or a repository "
             "of the Hub: org/name",
         )
+    _require_downloaded(cwd / Path(weights).expanduser())
+
+
+def _require_downloaded(weights: Path) -> None:
+    """Looks for files of weights, and at their beginning: a clone without Git LFS has a few lines in place of each.
+
+    Raises:
+        DataError: such a file was not downloaded.
+        ConfigError: the index names a file that is not there, as after a download that was cut off.
+    """
+    if weights.is_file():
+        require_content(weights)
+        return
+    names = set(((read_json(weights / _INDEX_FILE) or {}).get("weight_map") or {}).values())
+    missing = sorted(name for name in names if not (weights / name).is_file())
+    if missing:
+        raise ConfigError(
+            f"{weights} lacks {len(missing)} of the {len(names)} files that {_INDEX_FILE} names, e.g. {missing[0]}",
+            hint="download the rest: `hf download org/name --local-dir DIR` gets what is missing",
+        )
+    for file in sorted(weights.glob("*.safetensors")):
+        require_content(file)
 
 
 def _require_targets(config: RunConfig, *, cwd: Path) -> None:

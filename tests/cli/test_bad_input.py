@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.cli.conftest import Shell
@@ -124,6 +126,23 @@ REFUSED = {
 def test_bad_input_is_refused_before_anything_happens(words: str, shell: Shell) -> None:
     shell.refuses(REFUSED[words], words)
     assert shell.left() == [] and shell.slurm.said("submitted.sh") is None
+
+
+def test_weights_that_were_not_downloaded_are_found_before_the_queue(shell: Shell) -> None:
+    model = shell.folder / "llama"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    pointer = model / "model-00001-of-00002.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    before = shell.left()
+    for words in ("model=hf model.path=llama", "train.init_from=llama", f"train.init_from=llama/{pointer.name}"):
+        shell.refuses(f"{pointer.name} was not downloaded: it is a pointer of Git LFS", f"+cluster=1x1 {words}")
+    assert shell.slurm.said("submitted.sh") is None and shell.left() == before
+    other = "model-00002-of-00002.safetensors"
+    index = {"weight_map": {"embedding": pointer.name, "head": other}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    for words in ("model=hf model.path=llama", "train.init_from=llama"):
+        shell.refuses("llama lacks 1 of the 2 files that model.safetensors.index.json names", f"+cluster=1x1 {words}")
 
 
 def test_what_slurm_would_refuse_is_not_submitted(shell: Shell) -> None:

@@ -20,6 +20,7 @@ from slurm_train.data.shards import map_tokens
 from slurm_train.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 ROWS = [{"id": number, "text": f"row {number} \u00e4"} for number in range(60)]
 
 
@@ -203,6 +204,9 @@ def test_rows_that_are_added_move_no_other_row(tmp_path: Path) -> None:
         ("a.docx", b"PK\x03\x04 and more", r"a\.docx is a zip archive"),
         ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), r"a\.parquet\.gz is a compressed file of the kind parquet"),
         ("a.bin", b"PAR1\0\0", r"a\.bin is not text: it holds zero bytes"),
+        ("a.txt", LFS_POINTER, r"a\.txt was not downloaded: it is a pointer of Git LFS.*\nhint: .*git lfs pull"),
+        ("a.parquet", LFS_POINTER, r"a\.parquet was not downloaded: it is a pointer of Git LFS"),
+        ("a.txt", b"/annex/objects/SHA256E-s5--ab.txt\n", r"a\.txt was not downloaded: it is a pointer of git-annex"),
     ],
 )
 def test_what_is_no_text_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -217,3 +221,37 @@ def test_of_several_saved_data_sets_one_must_be_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["saved"]}')
     with pytest.raises(DataError, match="holds several saved data sets: saved"):
         find_documents([tmp_path])
+
+
+def test_a_saved_data_set_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
+    write_saved(tmp_path)
+    next((tmp_path / "saved").glob("*.arrow")).unlink()
+    with pytest.raises(DataError, match="arrow belongs to the data set that is saved there, and is not there"):
+        find_documents([tmp_path])
+
+
+def test_links_are_followed_and_what_several_names_lead_to_is_taken_once(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "own").mkdir(parents=True)
+    (tmp_path / "scratch" / "books").mkdir(parents=True)
+    (data / "own" / "a.txt").write_text("own text")
+    (tmp_path / "scratch" / "books" / "b.txt").write_text("text of another disk")
+    (tmp_path / "scratch" / "c.txt").write_text("another file there")
+    (data / "books").symlink_to(tmp_path / "scratch" / "books")
+    (data / "c.txt").symlink_to(tmp_path / "scratch" / "c.txt")
+    (data / "a_again.txt").symlink_to(data / "own" / "a.txt")
+    (data / "latest").symlink_to("own")
+    (data / "books" / "round").symlink_to(data)
+    (data / "up").symlink_to(tmp_path)
+    for inputs in ([data], [data, data / "books", data / "own" / "a.txt"]):
+        assert [document.name for document in find_documents(inputs)] == ["a_again.txt", "books/b.txt", "c.txt"]
+
+
+@pytest.mark.parametrize(("name", "is_wanted"), [("a.txt", True), ("books", True), ("a.lock", False)])
+def test_a_link_to_nothing_is_refused_where_text_was_meant(name: str, is_wanted: bool, tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("text")
+    (tmp_path / name).symlink_to("/gone/there")
+    if is_wanted:
+        with pytest.raises(DataError, match=rf"{name} is a link to /gone/there, which is not there"):
+            find_documents([tmp_path], suffixes=[".txt"])
+    assert find_documents([tmp_path], suffixes=[".txt"], skipped=[name])
