@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import importlib
 import os
+import re
 import shutil
 import stat
 import sys
@@ -49,6 +50,8 @@ _NUM_BYTE_VALUES = 256
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Of GPT-2 and its kin, Llama 2 and T5, Gemma, Llama 3, BERT.
 _END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+_CUTS = re.compile(rb'"(truncation|padding)"\s*:\s*\{')
+_HEAD_BYTES = 4096
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES_AT_ONCE = 4 * 2**20
 
@@ -313,21 +316,42 @@ class _Counted:
 
 def _input_digest(documents: Sequence[Document], options: PrepareOptions) -> str:
     """Tells this input and these options from others by names, sizes and times, without reading the text."""
-    made_by = BYTES
-    if options.tokenizer is not None:
-        path = tokenizer_file(options.tokenizer)
-        try:
-            made_by = xxhash.xxh3_128_hexdigest(path.read_bytes())
-        except OSError as err:
-            raise DataError(
-                f"the tokenizer {path} cannot be read: {err.strerror}", hint="give a tokenizer.json, or its directory"
-            ) from err
+    made_by = BYTES if options.tokenizer is None else _tokenizer_digest(tokenizer_file(options.tokenizer))
     column = options.text_column if any(document.has_rows for document in documents) else ""
     hasher = xxhash.xxh3_128(f"{FORMAT} {options.held_out} {options.max_targets} {made_by} {column}\n".encode())
     for document in documents:
         line = f"{document.name}\0{document.start}\0{document.stop}\0{document.modified_ns}\n"
         hasher.update(line.encode(errors="surrogateescape"))
     return hasher.hexdigest()
+
+
+def _tokenizer_digest(path: Path) -> str:
+    """Tells this tokenizer from others that would give other ids.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as err:
+        raise DataError(
+            f"the tokenizer {path} cannot be read: {err.strerror}", hint="give a tokenizer.json, or its directory"
+        ) from err
+    digest = xxhash.xxh3_128_hexdigest(data)
+    # A model and what was tuned from it often share all but the end token.
+    end_token = _end_token_beside(path)
+    if end_token is not None:
+        digest += f" {end_token}"
+    # Shards that were made before these were switched off are others.
+    if _CUTS.search(data[:_HEAD_BYTES]):
+        digest += " whole"
+    return digest
+
+
+def _end_token_beside(path: Path) -> str | None:
+    """Returns the end token that the configuration next to a tokenizer names, None where it names none."""
+    token = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
 
 
 class ByteEncoding:
@@ -352,7 +376,8 @@ class FileEncoding:
     """A `tokenizer.json` of the tokenizers library.
 
     What ends a document is the tokenizer's own end token: `eos_token` of the `tokenizer_config.json` next to the file,
-    else a special token with a customary name. A tokenizer without one gets one id more.
+    else a special token with a customary name. A tokenizer without one gets one id more. Documents are encoded whole: a
+    length or a padding that was saved in the file is left aside.
 
     Args:
         path: the file.
@@ -376,12 +401,14 @@ class FileEncoding:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as err:  # the library raises bare Exception for every kind of bad file
             raise DataError(f"{path} is not a tokenizer file: {err}", hint="give the library's tokenizer.json") from err
+        # Whoever has trained with it may have saved these with it: documents would be cut, and filled up with padding.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.num_replaced = 0
         """Places in what was encoded that are no UTF-8."""
         num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if end_of_document is None:
-            eos_token = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get("eos_token")
-            names = [eos_token.get("content") if isinstance(eos_token, dict) else eos_token, *_END_TOKENS]
+            names = [_end_token_beside(path), *_END_TOKENS]
             token_ids = (self._tokenizer.token_to_id(name) for name in names if name)
             end_of_document = next((token for token in token_ids if token is not None), num_ids)
         self.end_of_document = end_of_document

@@ -170,6 +170,44 @@ def test_a_tokenizer_s_own_end_token_ends_documents(
     assert encoding.decode(written.tolist()[1:]) == "ab b a\n\n"
 
 
+def test_documents_are_encoded_whole_whatever_length_a_tokenizer_was_used_with(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    cuts = {
+        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        "padding": {
+            "strategy": {"Fixed": 6},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 1,
+            "pad_type_id": 0,
+            "pad_token": "b",
+        },
+    }
+    (tmp_path / "text.txt").write_text("ababab")
+    for name, settings in (("plain", {}), ("used", cuts)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"version": "1.0", **settings, **BPE}))
+        options = PrepareOptions(held_out=0, tokenizer=tmp_path / f"{name}.json")
+        index = prepare([tmp_path / "text.txt"], out=tmp_path / name, options=options)
+        (written,) = map_tokens(tmp_path / name, index, "train")
+        assert written.tolist() == [3, 2, 2, 2, 3]
+
+
+def test_another_end_token_beside_the_same_tokenizer_is_another_way(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    (tmp_path / "text.txt").write_text("abba")
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokens = [{"id": 3 + place, "content": f"<{place}>", "special": True, **flags} for place in range(2)]
+    ends = []
+    for name in ("base", "chat"):
+        model = tmp_path / name
+        model.mkdir()
+        (model / "tokenizer.json").write_text(json.dumps({**BPE, "added_tokens": tokens}))
+        (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<0>" if name == "base" else "<1>"}))
+        packing = Packing(str(tmp_path / "text.txt"), tokenizer=str(model), cache=str(tmp_path / "cache"))
+        ends.append(read_index(packing.make()).end_of_document)
+    assert ends == [3, 4]
+
+
 def test_text_is_packed_once_and_again_when_it_or_the_way_changes(corpus: Path, tmp_path: Path) -> None:
     text, cache = corpus / "deep", str(tmp_path / "cache")
     first = Packing(str(text), cache=cache).make()
