@@ -8,6 +8,7 @@ are. Torch-free.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,13 @@ from slurm_train.rundir.files import read_json
 
 _SAVED_DATASET = "state.json"
 _SAVED_DICT = "dataset_dict.json"
+# By the names that Hugging Face's data sets go by.
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+_ABOUT_DATA = ("readme", "license", "licence", "citation", "changelog")
 _TEXT = FileKind(form="text", compression="", encoding="utf-8")
 _COLUMN_HINT = "name the column of the text: data.text_column=NAME, of `prepare` --text-column NAME"
 
@@ -139,17 +147,19 @@ def find_documents(
     Args:
         inputs: files, taken as they are, and folders, searched for files; names that begin with a dot are left out. Of
             a folder in which Hugging Face's `save_to_disk` has put a data set, the files that it names are taken.
-            Links are followed; what several names lead to is taken once.
+            Of one with files of rows, a README and the like are left out. Links are followed; what several names lead
+            to is taken once.
         suffixes: endings that a file in a folder must have, e.g. {".txt"}; empty takes all.
         skipped: names of folders that are not entered, and of links that may lead nowhere.
 
     Raises:
         DataError: an input does not exist or cannot be read, a link leads nowhere, a file only stands for one that was
-            not downloaded, or there is no text in all of them.
+            not downloaded, a folder has files of rows to train on and others to test on, or there is no text at all.
     """
     documents: list[Document] = []
     entered: set[str] = set()
     for given in inputs:
+        begin = len(documents)
         paths = _files_below(given, tuple(suffixes), skipped, entered) if given.is_dir() else [given]
         for path in paths:
             name = given.name if path == given else path.relative_to(given).as_posix()
@@ -163,12 +173,13 @@ def find_documents(
                 state = path.stat()
             kind = kind_of(path) if state.st_size else _TEXT
             documents.append(Document(name, path, 0, state.st_size, state.st_mtime_ns, kind))
-    documents = [document for document in documents if document.num_bytes]
-    documents.sort(key=lambda document: (document.name, document.path))
+        documents[begin:] = sorted(documents[begin:], key=_by_name)
+        if given.is_dir():
+            documents[begin:] = _rows_alone(given, documents[begin:])
     by_place: dict[str, Document] = {}
     for document in documents:
         by_place.setdefault(os.path.realpath(document.path), document)
-    documents = list(by_place.values())
+    documents = sorted((document for document in by_place.values() if document.num_bytes), key=_by_name)
     if not documents:
         filters = f" with the suffixes {', '.join(sorted(suffixes))}" if suffixes else ""
         raise DataError(
@@ -227,6 +238,33 @@ def _row_hashes(document: Document, count: int) -> NDArray[np.float64]:
         return np.array([hash_name(document.name)])
     key = xxhash.xxh3_64_intdigest(document.name.encode(errors="surrogateescape"))
     return mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key)) / 2.0**64
+
+
+def _by_name(document: Document) -> tuple[str, Path]:
+    return document.name, document.path
+
+
+def _rows_alone(folder: Path, documents: Sequence[Document]) -> list[Document]:
+    """Returns what of a folder's documents is to be trained on; beside files of rows nothing that describes them.
+
+    Raises:
+        DataError: by their names some of these files are to train on and others are not.
+    """
+    rows = [document for document in documents if document.has_rows]
+    if not rows:
+        return list(documents)
+    splits: dict[str, str] = {}
+    for document in rows:
+        words = set(re.findall("[a-z]+", document.name.lower()))
+        named = [split for split, names in _SPLITS.items() if words & names]
+        if len(named) == 1:
+            splits.setdefault(named[0], document.name)
+    if len(splits) > 1:
+        raise DataError(
+            f"{folder} holds several splits of a data set: {', '.join(sorted(splits.values()))}",
+            hint="name the files of one of them, or a folder that holds no others",
+        )
+    return [document for document in documents if document.has_rows or document.path.stem.lower() not in _ABOUT_DATA]
 
 
 def _files_below(

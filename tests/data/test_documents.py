@@ -255,3 +255,24 @@ def test_a_link_to_nothing_is_refused_where_text_was_meant(name: str, is_wanted:
         with pytest.raises(DataError, match=rf"{name} is a link to /gone/there, which is not there"):
             find_documents([tmp_path], suffixes=[".txt"])
     assert find_documents([tmp_path], suffixes=[".txt"], skipped=[name])
+
+
+def test_what_is_to_be_tested_on_is_not_trained_on(tmp_path: Path) -> None:
+    data = tmp_path / "repository" / "data"
+    data.mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write_parquet(data).rename(data / f"{name}.parquet")
+    with pytest.raises(DataError, match=r"several splits of a data set: data/test-\S+, data/train-00000-of-00002"):
+        find_documents([data.parent])
+    assert len(find_documents(sorted(data.glob("train*")))) == 2
+    (data / "test-00000-of-00001.parquet").rename(data / "more.parquet")
+    assert len(find_documents([data.parent])) == 3
+
+
+def test_what_describes_rows_is_no_text_of_theirs(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# A data set")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "train.txt").write_text("text")
+    assert [document.name for document in find_documents([tmp_path])] == ["README.md", "test/train.txt"]
+    write_jsonl(tmp_path)
+    assert [document.name for document in find_documents([tmp_path])] == ["rows.jsonl", "test/train.txt"]
