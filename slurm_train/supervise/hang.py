@@ -196,6 +196,8 @@ class Observer:
         # Time that was watched until the newest look began, and until it ended.
         self._now_s = self._until_s = 0.0
         self._ended_s: float | None = None
+        self._longest_s = self._first_s = 0.0
+        """The longest time from a mark to the next one after the first step, and before it was done."""
 
     def look(self, beats: Mapping[int, Beat], *, began_s: float, ended_s: float) -> None:
         """Takes a reading; one in which nothing could be read is ignored, and its time does not count.
@@ -220,6 +222,8 @@ class Observer:
             old = self._seen.get(rank)
             moved = old is None or (beat.marks, beat.step) != (old.beat.marks, old.beat.step)
             ran = old is None or beat.beats != old.beat.beats
+            if old is not None and moved:
+                self._learn(old.beat, self._until_s - old.moved_s)
             self._seen[rank] = _Seen(
                 beat,
                 self._until_s if old is None or moved else old.moved_s,
@@ -239,6 +243,8 @@ class Observer:
             for rank, seen in working.items()
             if rank in frozen or _point(seen.beat) == earliest
         )
+        # What has taken long and went on may do so again: steps of a program that are longer than the limit.
+        limit_s = max(limit_s, 2 * (self._longest_s or self._first_s))
         return all(self._now_s - seen.moved_s > limit_s for seen in working.values())
 
     def silent_s(self) -> float | None:
@@ -277,6 +283,15 @@ class Observer:
             phase=first.beat.phase,
             what=f"{state}{where}{_waiting(others, stacks, flights, behind)}{f'; {differ}' if differ else ''}",
         )
+
+    def _learn(self, beat: Beat, seconds: float) -> None:
+        """Takes note of how long a rank stood still between two marks; saves and starts have limits of their own."""
+        if beat.phase in ("start", "group", "save", *NOT_WATCHED):
+            return
+        if beat.settled:
+            self._longest_s = max(self._longest_s, seconds)
+        else:
+            self._first_s = max(self._first_s, seconds)
 
     def _working(self) -> dict[int, _Seen]:
         return {rank: seen for rank, seen in self._seen.items() if seen.beat.phase not in NOT_WATCHED}

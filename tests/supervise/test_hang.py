@@ -89,6 +89,43 @@ def test_a_rank_that_is_done_or_not_there_yet_is_no_hang() -> None:
     assert not observer.is_hung()
 
 
+def moving(observer: Observer, *, steps: int, step_s: int, begin_s: int = 0, phase: str = "step") -> int:
+    """Lets one rank take steps of so many seconds; returns when the last one has ended, with its mark seen."""
+    for now_s in range(begin_s, begin_s + steps * step_s + 1, 10):
+        done = (now_s - begin_s) // step_s
+        marks = begin_s + done
+        reading = beat(0, marks=marks, beats=now_s, settled=begin_s > 0 or done > 0, phase=phase)
+        observer.look({0: reading}, began_s=now_s, ended_s=now_s)
+        assert not observer.is_hung(), now_s
+    return begin_s + steps * step_s
+
+
+def found_after(observer: Observer, begin_s: int) -> int:
+    """Returns after how many seconds without a mark a rank is taken to hang."""
+    marks = begin_s * 1000
+    now_s = begin_s
+    while not observer.is_hung():
+        now_s += 10
+        observer.look({0: beat(0, marks=marks, beats=now_s)}, began_s=now_s, ended_s=now_s)
+    return now_s - begin_s
+
+
+def test_steps_that_are_longer_than_the_limit_are_no_hang() -> None:
+    # As long as the first step may take, which is all that is known at the second.
+    observer = Observer(LIMITS, world_size=1)
+    end_s = moving(observer, steps=4, step_s=500)
+    assert 1000 < found_after(observer, end_s) <= 1030
+    # A first step that compiles is not what the others take.
+    observer = Observer(LIMITS, world_size=1)
+    end_s = moving(observer, steps=1, step_s=500)
+    end_s = moving(observer, steps=20, step_s=20, begin_s=end_s)
+    assert 300 < found_after(observer, end_s) <= 330
+    # A save has a limit of its own.
+    observer = Observer(LIMITS, world_size=1)
+    end_s = moving(observer, steps=2, step_s=1000, phase="save")
+    assert 300 < found_after(observer, end_s) <= 330
+
+
 def test_ranks_that_an_outage_held_up_have_half_of_the_time_left() -> None:
     observer = observed(beat(0), beat(1), for_s=100)
     observer.look({0: beat(0), 1: beat(1)}, began_s=110, ended_s=4000)
