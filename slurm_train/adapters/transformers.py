@@ -11,19 +11,24 @@ instead of a `checkpoint-N` in the output directory.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy
 
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.files import read_json
 from slurm_train.session import join
 
 _NAMES = {"learning_rate": "lr"}
 """Numbers of the Trainer that have another name in metrics.jsonl."""
+_FACTS = "slurm_train.json"
+"""What a checkpoint says beside what the Trainer writes."""
 
 
 class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
@@ -36,6 +41,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._saved_step = 0
         self._has_to_evaluate = False
         self._leaves = False
+        self._resumed_from: Path | None = None
+        self._is_training = False
+        self._has_reached_end = False
+        self._order = torch.Generator()
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Has the Trainer restore the states of other callbacks at a resume, which it saves anyway."""
@@ -49,16 +58,21 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             CheckpointError: there are checkpoints, but none of them verifies.
         """
         checkpoint = self.session.newest()
+        self._resumed_from = None if checkpoint is None else checkpoint.path
         return None if checkpoint is None else str(checkpoint.path)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Refuses what cannot be resumed from, and what would look for checkpoints where there are none.
 
         Raises:
-            ConfigError: the best checkpoint is to be kept or loaded; checkpoints are to have no optimizer; the callback
-                came too late to have the states of others restored.
+            ConfigError: the best checkpoint is to be kept or loaded, or each to be pushed; checkpoints are to have no
+                optimizer; the callback came too late to have the states of others restored; the global batch is not
+                what the checkpoint was trained with.
         """
         self._saved_step = state.global_step
+        self._is_training = True
+        # The Trainer takes a step more from the end of a training that ended within an epoch.
+        self._has_reached_end = 0 < state.max_steps <= state.global_step
         self._has_to_evaluate = _lacks_evaluation(args, state)
         self._leaves = False
         if not self.session.is_active:
@@ -72,6 +86,11 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
                     f"{name} needs checkpoints in the output directory, and those of a run are in its own",
                     hint="save by steps or epochs, and evaluate at the same; metrics.jsonl tells the best step",
                 )
+        if args.push_to_hub and args.hub_strategy != HubStrategy.END:
+            raise ConfigError(
+                "push_to_hub=True pushes the output directory at each save, and a run's checkpoints are in its own",
+                hint="set hub_strategy='end', and call trainer.push_to_hub() after the training",
+            )
         if args.save_only_model:
             raise ConfigError(
                 "save_only_model=True: a run that is requeued would continue with a new optimizer and learning rate",
@@ -83,17 +102,41 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
                 "anew then): restore_callback_states_from_checkpoint=False",
                 hint="pass callbacks=[callback] to the Trainer instead of calling add_callback, or set it to True",
             )
+        if self._resumed_from is not None and state.global_step > 0:
+            _require_same_batch(args, state, read_json(self._resumed_from / _FACTS) or {})
+        # A second training of the same program begins by itself.
+        self._resumed_from = None
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within a step."""
         self.session.mark("step")
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        """Reports progress within an evaluation."""
-        self.session.mark("evaluate")
+        """Reports progress within an evaluation; after the training it may take as long as it wants."""
+        self.session.mark("evaluate" if self._is_training else "end")
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **objects: Any) -> None:
+        """Makes the order of an epoch follow from its number, so that a resume has the same."""
+        sampler = _drawing_sampler(objects.get("train_dataloader"))
+        if sampler is None or sampler.generator not in (None, self._order):
+            return
+        seed = args.seed if args.data_seed is None else args.data_seed
+        self._order.manual_seed(seed + int(state.epoch or 0))
+        sampler.generator = self._order
+
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        """Takes the gradients away from a step after the end."""
+        if self._has_reached_end and optimizer is not None:
+            optimizer.zero_grad()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Reports a step, and asks whether all ranks are to stop after it."""
+        if self._has_reached_end:
+            # It has changed nothing, so it is none.
+            state.global_step -= 1
+            control.should_training_stop = True
+            control.should_log = control.should_evaluate = control.should_save = False
+            return
         self.session.report(state.global_step)
         if self.session.should_stop() and state.global_step < state.max_steps:
             self._leaves = True
@@ -126,6 +169,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         numbers = {_NAMES.get(name, name): value for name, value in logs.items() if _is_number(value)}
         if "train_runtime" not in numbers:
             self.session.report(state.global_step, **numbers, max_steps=state.max_steps)
+        if not self._is_training:
+            self.session.mark("end")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Makes a checkpoint of the run of what the Trainer has just written."""
@@ -143,9 +188,11 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._saved_step = state.global_step
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Leaves where the ranks have stopped before the end."""
+        """Leaves where the ranks have stopped before the end; what comes after the training is no hang."""
         if self._leaves:
             self.session.leave()
+        self._is_training = False
+        self.session.mark("end")
 
     def _begin_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if not (control.should_save and self.session.is_active) or self._output_dir:
@@ -155,6 +202,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             return
         # The Trainer writes into a folder of its output directory, and calls `on_save` when it has.
         folder = self._save.enter_context(self.session.save(state.global_step))
+        (folder / _FACTS).write_text(json.dumps({"global_batch": _global_batch(args)}))
         self._output_dir, args.output_dir = str(args.output_dir), str(folder)
 
 
@@ -174,3 +222,35 @@ def _lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _global_batch(args: TrainingArguments) -> int:
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def _require_same_batch(args: TrainingArguments, state: TrainerState, saved: dict[str, Any]) -> None:
+    """Refuses another global batch: the Trainer finds its place in the data and the schedule by the number of steps.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    before = saved.get("global_batch")
+    now = _global_batch(args)
+    if before in (None, now):
+        return
+    size = f"{args.train_batch_size} per device x {args.gradient_accumulation_steps} x {args.world_size} ranks"
+    raise ConfigError(
+        f"step {state.global_step} was trained with a global batch of {before}, this start has {now} = {size}: the "
+        "Trainer would use samples twice and leave others out",
+        hint="choose per_device_train_batch_size and gradient_accumulation_steps by the number of ranks: their product "
+        f"is to stay {before}",
+    )
+
+
+def _drawing_sampler(loader: Any) -> Any:
+    """Returns the sampler that draws an order from torch's generator, None where the order follows from the epoch."""
+    holder = loader
+    while getattr(holder, "batch_sampler", None) is not None:
+        holder = holder.batch_sampler
+    sampler = getattr(holder, "sampler", None)
+    return sampler if hasattr(sampler, "generator") and not hasattr(sampler, "set_epoch") else None

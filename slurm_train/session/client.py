@@ -137,7 +137,7 @@ class Session:
         """Says what this rank does now, and that it makes progress: in an evaluation, say, whose steps are no training.
 
         Args:
-            phase: "data", "step" or "evaluate".
+            phase: "data", "step" or "evaluate"; "end" where the training is over, and nothing after it is a hang.
         """
 
     def should_stop(self) -> str:
@@ -373,6 +373,13 @@ class JoinedSession(Session):
         if self._place.is_first:
             for line in (*choice.warnings, choice.resuming):
                 print(f"slurm_train: {line}", file=sys.stderr)
+            before = choice.manifest.world_size
+            if before != self._place.world_size:
+                print(
+                    f"slurm_train: {before} ranks have saved it, and these are {self._place.world_size}: the program "
+                    "itself has to find its place in the data",
+                    file=sys.stderr,
+                )
         return Checkpoint(path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size)
 
     def take_signals(self) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.heartbeat import NOT_WATCHED
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.session.signals import StopFlag
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.joined_runs import evaluated_steps, joined, new_run
@@ -149,3 +153,129 @@ def test_what_would_be_another_run_after_a_resume_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         act(start)
+
+
+def test_checkpoints_that_would_be_pushed_are_refused(tmp_path: Path) -> None:
+    from slurm_train.adapters.transformers import SessionCallback
+
+    facts = {"load_best_model_at_end": False, "save_strategy": "steps", "eval_strategy": "no", "push_to_hub": True}
+    with joined(new_run(tmp_path)):
+        arguments: Any = SimpleNamespace(**facts, hub_strategy="every_save")
+        state: Any = SimpleNamespace(global_step=0, max_steps=10, log_history=[])
+        with pytest.raises(ConfigError, match="push_to_hub=True pushes the output directory at each save"):
+            SessionCallback().on_train_begin(arguments, state, None)
+
+
+class Numbers:
+    """Twenty samples; each is a number, and as long as its last digit."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= len(self):
+            raise IndexError
+        return {"input_ids": [index] * (index % 10 + 1), "number": index}
+
+
+def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, **settings: Any) -> Any:
+    """Returns the Trainer of one attempt; ten steps are an epoch. `seen` of its model has the samples of each step."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from slurm_train.adapters.transformers import SessionCallback
+
+    stop = StopFlag()
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # Other starts have drawn other numbers before.
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(1, 1)
+            torch.manual_seed(random.randrange(2**31))
+            self.seen: list[list[int]] = []
+
+        def forward(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+            if self.training:
+                self.seen.append(number.flatten().int().tolist())
+            return {"loss": self.layer(number).mean()}
+
+    class Stops(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step + 1 == stop_at:
+                stop.request("TERM")
+
+    class Weighted(Trainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.WeightedRandomSampler([1.0 + index for index in range(20)], 20)
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {"number": torch.tensor([[float(sample["number"])] for sample in samples])}
+
+    arguments: dict[str, Any] = {
+        "max_steps": 23,
+        "save_steps": 100,
+        "logging_strategy": "no",
+        "remove_unused_columns": False,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **settings,
+    }
+    with joined(run, stop) as session:
+        callback = SessionCallback()
+        trainer = (Weighted if weighted else Trainer)(
+            model=Network(),
+            args=TrainingArguments(str(run.path / "output"), **arguments),
+            train_dataset=Numbers(),
+            eval_dataset=Numbers(),
+            data_collator=collate,
+            callbacks=[Stops(), callback],
+        )
+        try:
+            trainer.train(resume_from_checkpoint=callback.newest())
+        except SystemExit as ended:
+            assert ended.code == 75 and stop_at
+            return trainer
+        # Whatever follows the training may take longer than a step.
+        assert session._heartbeat.phase in NOT_WATCHED
+        trainer.evaluate()
+        assert session._heartbeat.phase in NOT_WATCHED
+    return trainer
+
+
+def test_a_training_that_has_reached_its_end_is_trained_no_further(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    first = train(run, max_steps=13)
+    # What came after the training went wrong, say, and the ranks are started again.
+    second = train(run, max_steps=13)
+    assert first.model.layer.weight.equal(second.model.layer.weight)
+    (saved,) = list_checkpoints(run.checkpoints)
+    assert second.state.global_step == name_of(saved).step == 13
+
+
+@pytest.mark.parametrize("stop_at", [4, 16])
+@pytest.mark.parametrize(
+    "settings", [{"train_sampling_strategy": "group_by_length"}, {"weighted": True}], ids=["by length", "by weights"]
+)
+def test_an_order_that_is_drawn_is_the_same_after_a_resume(
+    settings: dict[str, Any], stop_at: int, tmp_path: Path
+) -> None:
+    whole = train(new_run(tmp_path / "whole"), **settings).model.seen
+    run = new_run(tmp_path / "stopped")
+    before = train(run, stop_at=stop_at, **settings).model.seen
+    assert len(before) == stop_at and before + train(run, **settings).model.seen == whole
+    assert whole[:10] != whole[10:20]
+
+
+def test_another_global_batch_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    train(run, stop_at=4, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match=r"trained with a global batch of 4, this start has 2 = 2 per device x 1 x 1"):
+        train(run)
+    assert train(run, max_steps=7, per_device_train_batch_size=4).state.global_step == 7
