@@ -51,6 +51,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._stops = False
         self._loader_states: list[Any] = []
         """Of the checkpoint."""
+        self._is_training = False
 
     def newest(self) -> str | None:
         """Returns what `fit(ckpt_path=...)` takes. All ranks call it.
@@ -78,6 +79,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Restores the random streams, and takes the stop signals back from Lightning's handlers."""
         self._step = self._saved_step = trainer.global_step
+        self._is_training = True
         self.session.take_signals()
         if self._checkpoint is None:
             return
@@ -102,13 +104,15 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Reports a step; saves where that is due; leaves where all ranks are to stop."""
         run = self.session
         step = trainer.global_step
-        if step == self._step:  # gradients are accumulated
+        before = self._step
+        if step == before:  # gradients are accumulated
             run.mark("step")
             return
         self._step = step
-        logs = step % self._log_every_steps == 0 or step == trainer.max_steps
+        # With several optimizers Lightning counts several steps for a batch.
+        logs = step // self._log_every_steps > before // self._log_every_steps or step == trainer.max_steps
         run.report(step, **(_numbers(trainer, outputs) if logs else {}))
-        is_due = self._every_steps is not None and step % self._every_steps == 0
+        is_due = self._every_steps is not None and step // self._every_steps > before // self._every_steps
         self._stops = bool(run.should_stop())
         # The end of the training comes without a stop, with its validation and a save.
         if not (self._stops or is_due) or step == trainer.max_steps:
@@ -149,8 +153,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             counts["started"] += 1
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Reports progress within an evaluation."""
-        self.session.mark("evaluate")
+        """Reports progress within an evaluation; after the training it may take as long as it wants."""
+        self.session.mark("evaluate" if self._is_training else "end")
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Writes what the validation has logged, "val_loss" or "valid_loss" as "eval_loss"."""
@@ -161,11 +165,15 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 numbers[f"eval_{match[1]}"] = value
         if numbers and not trainer.sanity_checking:
             self.session.report(trainer.global_step, **numbers)
+        if not self._is_training:
+            self.session.mark("end")
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Saves the end."""
+        """Saves the end; what a program does after its training is no hang."""
         if self._saved_step != trainer.global_step:
             self._save(trainer)
+        self._is_training = False
+        self.session.mark("end")
 
     def _save_and_leave(self, trainer: pl.Trainer) -> None:
         self._save(trainer)

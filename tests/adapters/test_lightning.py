@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.events import read_saves
 from slurm_train.session.signals import StopFlag
 from tests.support.joined_runs import evaluated_steps, joined, new_run
 
@@ -40,7 +41,7 @@ def test_it_comes_after_what_changes_a_step_and_is_the_only_one_that_saves() -> 
 def test_the_measures_of_a_validation_are_told_by_one_name() -> None:
     told: list[tuple[int, dict[str, Any]]] = []
     callback = adapter.SessionCallback()
-    callback.session = SimpleNamespace(report=lambda step, **numbers: told.append((step, numbers)))
+    callback.session = SimpleNamespace(report=lambda step, **numbers: told.append((step, numbers)), mark=lambda _: None)
     logged = {"val_loss": 1, "valid_accuracy": 2, "validation/f1": 3, "value": 4, "train_loss": 5}
     callback.on_validation_end(SimpleNamespace(callback_metrics=logged, sanity_checking=False, global_step=7))
     callback.on_validation_end(SimpleNamespace(callback_metrics={"value": 4}, sanity_checking=False, global_step=8))
@@ -228,3 +229,39 @@ def test_a_stop_changes_no_step_and_no_validation(
         steps += train(run)[1]
     assert steps == expected
     assert evaluated_steps(run) == evaluated_steps(undisturbed)
+
+
+class Adversaries(Looking):
+    """Two optimizers, the second one stepped twice per batch: three of Lightning's steps for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> None:
+        first, second = self.optimizers()
+        for optimizer in (first, second, second):
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch[0]).sum())
+            optimizer.step()
+
+    def validation_step(self, *_: Any) -> None:
+        self.log("val_loss", torch.tensor(1.0))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.0) for _ in range(2)]
+
+
+def test_steps_of_several_optimizers_pass_no_save_and_what_follows_is_no_hang(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    loader = DataLoader(TensorDataset(torch.arange(48.0).unsqueeze(1)), batch_size=2)
+    with joined(run) as session:
+        callback = adapter.SessionCallback(every_steps=10)
+        trainer = pl.Trainer(max_epochs=1, callbacks=[callback], **QUIET)
+        module = Adversaries()
+        trainer.fit(module, loader)
+        assert session._heartbeat.phase == "end"
+        trainer.validate(module, loader, verbose=False)
+        assert session._heartbeat.phase == "end"
+    # 24 batches are 72 steps; each save is at the first step at or after a multiple of ten.
+    assert [line["step"] for line in read_saves(run)] == [12, 21, 30, 42, 51, 60, 72]
