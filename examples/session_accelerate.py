@@ -44,7 +44,10 @@ if checkpoint is not None:
 while step < options.steps:
     epoch, done = divmod(step, len(loader))
     loader.set_epoch(epoch)
-    for inputs, targets in skip_first_batches(loader, done) if done else loader:
+    batches = skip_first_batches(loader, done) if done else loader
+    # What is left of an epoch is a loader of its own; before 1.14 it would take the order of the first epoch.
+    batches.set_epoch(epoch)
+    for inputs, targets in batches:
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         accelerator.backward(loss)
@@ -60,4 +63,4 @@ while step < options.steps:
             run.leave()
         if step == options.steps:
             break
-accelerator.print(f"loss {loss.item():.6f} after {step} steps on {accelerator.num_processes} ranks")
+accelerator.print(f"{step} steps on {accelerator.num_processes} ranks")

@@ -71,6 +71,6 @@ while step < options.steps:
             run.leave()
         if step == options.steps:
             break
-print(f"rank {run.rank} of {run.world_size}: loss {loss.item():.6f} after {step} steps", flush=True)
+print(f"rank {run.rank} of {run.world_size}: {step} steps", flush=True)
 if run.world_size > 1:
     dist.destroy_process_group()

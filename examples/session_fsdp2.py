@@ -75,5 +75,5 @@ while step < options.steps:
             dcp.save(state(), checkpoint_id=folder)
     if stop and step < options.steps:
         run.leave()
-print(f"rank {run.rank} of {run.world_size}: loss {loss.item():.6f} after {step} steps", flush=True)
+print(f"rank {run.rank} of {run.world_size}: {step} steps", flush=True)
 dist.destroy_process_group()

@@ -95,7 +95,8 @@ def test_later_epochs_have_their_own_order_after_a_resume(
     whole = new_run(tmp_path / "whole")
     train(whole)
     stopped = new_run(tmp_path / "stopped")
-    for stop_at in (64, 70, None):
+    # Twice at the end: as if it had been killed between its last save and its end.
+    for stop_at in (64, 70, None, None):
         train(stopped, stop_at)
     assert len(losses(whole)) == 80 and losses(stopped) == losses(whole)
 
