@@ -147,3 +147,15 @@ def _own_cluster() -> Iterator[ClusterPlan]:
         yield _WANTED
     finally:
         tear_down(DEFAULT_STATE_DIR)
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """A process group of one rank inside the test process."""
+    import torch.distributed as dist
+
+    from tests.support.ranks import leave_group
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    leave_group()

@@ -81,7 +81,7 @@ OWN_CLUSTER = "tools.devcluster."
 # machine and whoever waits in an allocation; loader workers, which are made deaf; a tracker's process, whose
 # stdin ends with the run.
 SIGNAL_HANDLERS = {
-    *("session.signals", "supervise.supervisor", "cli.here"),
+    *("session.signals", "supervise.supervisor"),
     *("tools.trackers.follow", "data.mapstyle"),
 }
 # A script's runner is a program of its own, started by its path.

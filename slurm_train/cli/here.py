@@ -13,105 +13,43 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from slurm_train.cli.logs import LogPrinter
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.master import probe_port
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
 from slurm_train.formatting import count
 from slurm_train.launch.plan import describe
-from slurm_train.launch.rank_command import RankCommand
-from slurm_train.rundir.attempts import AttemptStart
-from slurm_train.rundir.files import read_json
-from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.sweep import Element, SweepDirectory
-from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.status.failure import find_failure
 from slurm_train.status.logs import choose_log
-from slurm_train.supervise.monitor import note_environment, say, watch_ranks
-from slurm_train.supervise.notify import Notifier
-from slurm_train.supervise.ranks import start_local
-from slurm_train.supervise.scheduler import Scheduler
-from slurm_train.supervise.supervisor import Supervisor, progress_of, refused_code
-from slurm_train.tools.trackers import build_trackers
-from slurm_train.worker.output import outlive_terminal
+from slurm_train.supervise.supervisor import on_stop
+from slurm_train.worker.attempt import supervise_here
 
 _LOOK_S = 0.2
 
 
-def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env: Mapping[str, str]) -> int:
-    """Runs one attempt of a run that is on disk, on this machine, and returns its exit code.
+def train_here(run: RunDirectory, config: RunConfig, *, world_size: int, env: Mapping[str, str]) -> int:
+    """Runs one attempt of a run that is on disk, prints what the terminal has not shown; returns the exit code.
 
     Raises:
         RunError: the run is active already.
     """
-    start = AttemptStart(job_id=None, restart_count=0, nodes=(socket.gethostname(),), world_size=world_size)
-    supervisor = Supervisor(
-        run,
-        Scheduler(start, env),
-        config.requeue,
-        committed_step=progress_of(run, config),
-        is_own_code=not config.trains,
-        notify=Notifier(run, config.notify, env=env, say=say) if config.notify else None,
-    )
-    outlive_terminal(run.logs / "batch.log")
-    with build_trackers(run, config.track, env=env, say=say):
-        code = supervisor.supervise(partial(_launch, run, config, world_size, env))
-    _print_unseen_failure(run)
-    return code
-
-
-def _launch(run: RunDirectory, config: RunConfig, world_size: int, env: Mapping[str, str], attempt: int) -> int:
-    note_environment(run, attempt, slurm=lambda: None)
-    if (code := refused_code(run, attempt, env)) is not None:
-        return code
-    rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
-    # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.
-    rank_env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(Path.cwd())]))
-    rank_env["MASTER_PORT"] = str(probe_port(str(run.path), attempt=attempt, env=rank_env))
-    command = RankCommand(config, run, str((read_json(run.plan) or {}).get("directory", Path.cwd())))
-    command.make_mount_points()
-    words = command.words(python=sys.executable)
-    ranks = start_local(words, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
-
-    def end_ranks(_: Mapping[int, Beat]) -> None:
-        ranks.kill()
-
-    monitor = watch_ranks(run, attempt, config, world_size=world_size, end_ranks=end_ranks)
-    with monitor.running(), on_stop(ranks.interrupt):
-        return ranks.wait(beside=monitor.check)
-
-
-def _print_unseen_failure(run: RunDirectory) -> None:
-    """Prints the traceback of the rank that failed first, where the terminal shows rank 0 alone."""
+    code = supervise_here(run, config, world_size=world_size, env=env)
     try:
         failure = find_failure(run, max(existing_attempts(run), default=0))
     except OSError:
-        return  # a stale handle, as the attempt itself may have met; the exit code stands
+        return code  # a stale handle, as the attempt itself may have met
+    # The terminal shows rank 0 alone.
     if failure is not None and failure.rank and failure.excerpt:
         for line in [*failure.lines(rank_shown=0)[1:], *failure.excerpt.splitlines()]:
             note(line)
-
-
-@contextlib.contextmanager
-def on_stop(act: Callable[[], object]) -> Iterator[None]:
-    """Calls `act` for each signal that asks for a stop while the body runs: Ctrl-C, `kill`, a closed terminal."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.signal(number, lambda _number, _frame: act()) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    return code
 
 
 # --- in an allocation ---

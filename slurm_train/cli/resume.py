@@ -148,12 +148,12 @@ def _refuse_touched(run: RunDirectory) -> None:
 
 def _resume_here(start: Start, run: RunDirectory) -> int:
     """Trains on, on this machine, with the frozen configuration and plan."""
-    from slurm_train.cli.here import supervise_here
+    from slurm_train.cli.here import train_here
 
     world_size = int(_read_plan(run)["world"]["size"])
     refuse_active(run, start.commands)
     run.stop_file.unlink(missing_ok=True)
-    return supervise_here(run, load_config(run.config), world_size=world_size, env=start.env)
+    return train_here(run, load_config(run.config), world_size=world_size, env=start.env)
 
 
 def _read_plan(run: RunDirectory) -> dict[str, Any]:

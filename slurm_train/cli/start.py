@@ -43,10 +43,10 @@ def start_run(start: Start, plan: RunPlan, source: Source | RunDirectory | None)
     # Refuses `after=`, which needs a job.
     start.dependency(config, run.path.parent.parent)
     if config.cluster is None:
-        from slurm_train.cli.here import supervise_here
+        from slurm_train.cli.here import train_here
 
         start.write(plan, source)
-        return supervise_here(run, config, world_size=plan.world.size, env=start.env)
+        return train_here(run, config, world_size=plan.world.size, env=start.env)
     from slurm_train.cli.here import attend
 
     require_slurm(start.commands, start.env)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -557,6 +557,18 @@ def ignore_stop_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1):
         # A handler, not SIG_IGN: an ignored signal would be inherited by the ranks.
         signal.signal(number, lambda *_: None)
+
+
+@contextlib.contextmanager
+def on_stop(act: Callable[[], object]) -> Iterator[None]:
+    """Calls `act` for each signal that asks for a stop while the body runs: Ctrl-C, `kill`, a closed terminal."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda _number, _frame: act()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _later(what: str, tries: int) -> Decision:

@@ -1,1 +1,1 @@
-"""A rank from its environment to its exit code: its process, what it runs, and torchrun's launcher in front of it."""
+"""One attempt of a run, and each of its ranks: its process, what it runs, and torchrun's launcher in front of it."""

@@ -20,7 +20,6 @@ import torch
 from slurm_train.checkpoint.load import load_rank_state, load_tensors
 from slurm_train.checkpoint.tensors import tensor_shapes
 from slurm_train.checkpoint.verify import newest_verified
-from slurm_train.cli import here
 from slurm_train.cli.run import main
 from slurm_train.data.prepare import PrepareOptions, prepare
 from slurm_train.metrics import read_metrics
@@ -113,7 +112,7 @@ def train(words: Sequence[str], *, stop_at: int, monkeypatch: pytest.MonkeyPatch
             ranks.append(start_rank(program, *orders, env={**env, "GROUP_RANK": "0", **own}, log=log))
         return LocalRanks(ranks)
 
-    monkeypatch.setattr(here, "start_local", start)
+    monkeypatch.setattr("slurm_train.worker.attempt.start_local", start)
     return main(words)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import StopFlag
 from slurm_train.supervise.ranks import WAITS
 from slurm_train.worker import rank
 from slurm_train.worker.rank import allocator_environment, message_of, place_of
-from tests.support.command_line import REPOSITORY
+from tests.support.command_line import REPOSITORY, Person
+from tests.support.run_facts import RunFacts
 from tests.support.waiting import wait_for
 
 
@@ -108,3 +110,13 @@ def test_only_a_supervisors_ranks_rely_on_its_watchdog(
     with pytest.raises(LeftError):
         rank.run_rank(RunDirectory(tmp_path), whole, StopFlag(), parent=1)
     assert seen == [is_watched]
+
+
+def test_a_failing_rank_names_its_node_as_slurm_does(tmp_path: Path) -> None:
+    run = RunFacts().write(RunDirectory(tmp_path / "run"))
+    run.attempt_logs(0).mkdir(parents=True)
+    run.config.write_text("not: [a configuration")
+    env = {"SLURM_TRAIN_ATTEMPT": "0", "SLURM_PROCID": "3", "SLURMD_NODENAME": "gpu-a7"}
+    assert Person(tmp_path).types("worker", str(run.path), env=env).code != 0
+    mark = first_mark(run, 0)
+    assert mark is not None and (mark.rank, mark.host) == (3, "gpu-a7"), "--exclude takes no host names"

@@ -1,4 +1,4 @@
-"""The verb that the batch script calls, with srun and scontrol as small programs."""
+"""One attempt in a job, by the verb of its batch script with Slurm's commands as small programs; and one here."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.cli.here import supervise_here
 from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.jobs import Holder, read_job, release_lock, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
-from tests.cli.conftest import Shell
+from slurm_train.worker.attempt import supervise_here
+from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Done, Person
+from tests.support.run_facts import RunFacts
 from tests.support.waiting import wait_for
 
 JOB = {
@@ -44,11 +44,11 @@ esac
 class Batch:
     """An allocation of two nodes with a run in it."""
 
-    def __init__(self, shell: Shell, run: RunDirectory) -> None:
+    def __init__(self, person: Person, slurm: SlurmPrograms, run: RunDirectory) -> None:
         self.run = run
         self.run.logs.mkdir(exist_ok=True)
-        self.here = shell.slurm.folder
-        self.person = Person(shell.folder)
+        self.here = slurm.folder
+        self.person = person
         self._write("srun", SRUN.format(here=self.here, run=self.run.path))
         self._write("scontrol", f"cat {self.here}/show_job")
         self.says(sees="fine", code="0", show_job=RUNNING)
@@ -69,8 +69,27 @@ class Batch:
 
 
 @pytest.fixture
-def batch(shell: Shell) -> Batch:
-    return Batch(shell, shell.has_run(job_ids=("76",)))
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmPrograms:
+    """Slurm's commands on the PATH, outside any job."""
+    slurm = SlurmPrograms(tmp_path / "slurm" / "bin")
+    monkeypatch.setenv("PATH", slurm.path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+    return slurm
+
+
+@pytest.fixture
+def person(tmp_path: Path, slurm: SlurmPrograms) -> Person:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    return Person(folder)
+
+
+@pytest.fixture
+def batch(person: Person, slurm: SlurmPrograms) -> Batch:
+    run = RunDirectory(person.folder / "runs" / "gpt-stdlib" / "3f9a1c07")
+    return Batch(person, slurm, RunFacts(job_ids=("76",)).write(run))
 
 
 def test_the_step_gets_its_attempt_and_where_to_meet(batch: Batch) -> None:
@@ -119,12 +138,12 @@ def test_a_job_that_takes_over_from_a_cancelled_one_does_not_begin(batch: Batch)
 
 @pytest.mark.parametrize(("state", "begins"), [("CANCELLED by 0", False), ("FAILED", True), (None, True)])
 def test_a_job_asks_slurm_whether_the_one_before_was_cancelled(
-    batch: Batch, shell: Shell, state: str | None, begins: bool
+    batch: Batch, slurm: SlurmPrograms, state: str | None, begins: bool
 ) -> None:
     """By `scancel` alone: no file of the run says so."""
     (batch.run.path / "result.new").write_text("{}")
     if state is not None:
-        shell.slurm.account("76", state)
+        slurm.account("76", state)
     done = batch.supervises(TRAIN_CONTINUES_JOB="76")
     assert (done.code == 0, bool(read_ledger(batch.run))) == (begins, begins), done.err
     assert ("job 76, which this one was to continue, was cancelled" in done.err) is not begins
@@ -158,15 +177,6 @@ def test_outside_a_job_it_says_where_it_belongs(batch: Batch) -> None:
     assert read_ledger(batch.run) == []
 
 
-def test_a_failing_rank_names_its_node_as_slurm_does(batch: Batch) -> None:
-    batch.run.attempt_logs(0).mkdir(parents=True)
-    batch.run.config.write_text("not: [a configuration")
-    env = {"SLURM_TRAIN_ATTEMPT": "0", "SLURM_PROCID": "3", "SLURMD_NODENAME": "gpu-a7"}
-    assert batch.person.types("worker", str(batch.run.path), env=env).code != 0
-    mark = first_mark(batch.run, 0)
-    assert (mark.rank, mark.host) == (3, "gpu-a7"), "--exclude takes no host names"
-
-
 def plant(code: Path, canary: Path) -> None:
     """Puts modules into a copy of code that Python or the supervisor would import if it looked there."""
     for name in ("sitecustomize", "yaml", "json", "slurm_train/__init__"):
@@ -175,12 +185,15 @@ def plant(code: Path, canary: Path) -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_no_code_of_a_changed_copy_is_run_before_it_is_refused(shell: Shell, is_open: bool) -> None:
-    job_id, run = shell.types("+cluster=2x4").job_and_run
-    batch, canary = Batch(shell, run), shell.folder / "canary"
+def test_no_code_of_a_changed_copy_is_run_before_it_is_refused(
+    person: Person, slurm: SlurmPrograms, is_open: bool
+) -> None:
+    job_id, run = person.types("+cluster=2x4").job_and_run
+    batch = Batch(person, slurm, run)
+    canary = person.folder / "canary"
     plant(run.code, canary)
     run.code.chmod(0o777 if is_open else 0o700)
-    env = batch.person.environment() | JOB | {"SLURM_JOB_ID": job_id, "PATH": f"{batch.here}:/usr/bin:/bin"}
+    env = person.environment() | JOB | {"SLURM_JOB_ID": job_id, "PATH": f"{batch.here}:/usr/bin:/bin"}
     # An empty part of PYTHONPATH means the working directory, also to Python's own start.
     env["PYTHONPATH"] = f":{env.get('PYTHONPATH', '')}"
     done = subprocess.run(["bash", run.submit_script], cwd="/", env=env, capture_output=True, text=True, check=False)
@@ -189,16 +202,23 @@ def test_no_code_of_a_changed_copy_is_run_before_it_is_refused(shell: Shell, is_
     assert not canary.exists() and not (batch.here / "words").exists(), "neither the supervisor nor a rank has begun"
 
 
-def test_ranks_of_a_changed_copy_are_not_started_here(shell: Shell) -> None:
-    (shell.folder / "train.py").write_text("open('ran', 'a').write('x')\n")
-    assert shell.types("script=[train.py]", "run.processes=1").code == 0
-    (path,) = shell.folder.glob("runs/*/*/config.yaml")
+def test_ranks_of_a_changed_copy_are_not_started_here(person: Person) -> None:
+    (person.folder / "train.py").write_text("open('ran', 'a').write('x')\n")
+    assert person.types("script=[train.py]", "run.processes=1").code == 0
+    (path,) = person.folder.glob("runs/*/*/config.yaml")
     run = RunDirectory(path.parent)
-    (run.code / "yaml.py").write_text(f"open({str(shell.folder / 'canary')!r}, 'w')\n")
+    canary = person.folder / "canary"
+    (run.code / "yaml.py").write_text(f"open({str(canary)!r}, 'w')\n")
     run.result.unlink(missing_ok=True)
     code = supervise_here(run, load_config(run.config), world_size=1, env=dict(os.environ))
-    assert code == 2 and not (shell.folder / "canary").exists()
+    assert code == 2 and not canary.exists()
     assert not run.rank_log(1, 0).exists(), "no rank was started, which would go on by itself"
+
+
+def test_a_preflight_alone_is_not_done_here(person: Person) -> None:
+    """Ranks of one machine have none."""
+    done = person.types("preflight.only=true", "run.processes=1")
+    assert done.code == 1 and not list(person.folder.glob("runs/.doctor/*/result.json")), done.err
 
 
 SLEEPER = """
@@ -213,18 +233,18 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_here_is_a_polite_stop(number: signal.Signals, shell: Shell) -> None:
-    (shell.folder / "train.py").write_text(SLEEPER)
-    words, env = ["script=[train.py]", "run.processes=2"], Person(shell.folder).environment()
-    argv = [sys.executable, "-m", "slurm_train", *words]
-    trainer = subprocess.Popen(argv, cwd=shell.folder, env=env, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(list(shell.folder.glob("ready_*"))) == 2, within_s=60, what="both ranks", poll_s=0.05)
+def test_ctrl_c_here_is_a_polite_stop(number: signal.Signals, person: Person) -> None:
+    (person.folder / "train.py").write_text(SLEEPER)
+    argv = [sys.executable, "-m", "slurm_train", "script=[train.py]", "run.processes=2"]
+    env = person.environment()
+    trainer = subprocess.Popen(argv, cwd=person.folder, env=env, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(list(person.folder.glob("ready_*"))) == 2, within_s=60, what="both ranks", poll_s=0.05)
     trainer.send_signal(number)
     _, err = trainer.communicate(timeout=60)
     assert trainer.returncode == 75, err
-    stopped = {path.name: path.read_text() for path in shell.folder.glob("stopped_*")}
+    stopped = {path.name: path.read_text() for path in person.folder.glob("stopped_*")}
     assert stopped == {name: str(int(signal.SIGUSR2)) for name in ("stopped_0", "stopped_1")}
-    (run,) = (RunDirectory(path.parent) for path in shell.folder.glob("runs/*/*/config.yaml"))
+    (run,) = (RunDirectory(path.parent) for path in person.folder.glob("runs/*/*/config.yaml"))
     (line,) = read_ledger(run)
     assert (line["reason"], line["exit_code"]) == ("stopped", 75)
     assert not run.lock.exists() and not run.result.exists()
