@@ -17,7 +17,6 @@ texts are a run of its own in `generations/`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -31,10 +30,12 @@ from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import start_run
 from slurm_train.cli.terminal import answer, note
 from slurm_train.config.frozen import load_config
-from slurm_train.errors import EXIT_DONE, ClusterError, ConfigError, require_all
+from slurm_train.errors import EXIT_DONE, ConfigError, require_all
 from slurm_train.launch.evaluation import (
     enter_run,
     is_for_slurm,
+    is_submitted,
+    leased,
     pinned,
     plan_evaluation,
     plan_following,
@@ -45,14 +46,11 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.start import Start
 from slurm_train.launch.write import require_writable
-from slurm_train.rundir.attempts import withdraw_result
-from slurm_train.rundir.files import make_folder, read_json
+from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.node_disk import kernel_variables
-from slurm_train.rundir.paths import RunDirectory, existing_attempts
-from slurm_train.rundir.pins import release_pins, renew_lease
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.job_variables import node_name
-from slurm_train.status.activity import clear_dead_pins, refuse_active
 from slurm_train.status.following import MOST_WAITING, summary_of
 
 
@@ -87,9 +85,7 @@ def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tup
         check_inputs(plan, cwd=Path(plan.directory))
         note(f"{words[0]}s from {plan.config.train.evaluate_from} in {plan.run.path}")
         start = Start(words=words, env=dict(os.environ), say=note)
-        with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is pinned stays
-            clear_dead_pins(run, start.commands)
-        with pinned(plan, run):
+        with pinned(plan, run, start.commands):
             code = start_run(start, plan, run)
         if code != EXIT_DONE or not plan.run.result.exists():
             return code, None
@@ -129,29 +125,12 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         check_inputs(plan, cwd=Path(plan.directory))
     else:
         source = read_source(evaluation, plan.config, Path.cwd(), env=dict(os.environ))
-    with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is kept stays
-        clear_dead_pins(run, start.commands)
-        refuse_active(evaluation, start.commands)
-    if evaluation.result.exists():
-        # It had ended with the run, which may have gone on since.
-        keep = evaluation.path / "before" / f"result_{len(existing_attempts(evaluation))}.json"
-        make_folder(keep.parent)
-        withdraw_result(evaluation, keep)
-    note(f"scores each checkpoint of {run.name}/{run.run_id} as it appears, in {evaluation.path}")
     most = MOST_WAITING if arguments.keep is None else arguments.keep
-    renew_lease(run.checkpoints, evaluation, most=most)
-    try:
+    with leased(plan, run, start.commands, most=most):
+        note(f"scores each checkpoint of {run.name}/{run.run_id} as it appears, in {evaluation.path}")
         code = start_run(start, plan, source)
-    except BaseException:
-        release_pins(evaluation)
-        raise
-    if plan.config.cluster is not None and plan.config.launch == "slurm":
-        # A job of the run that began meanwhile has seen no job of the follower.
-        renew_lease(run.checkpoints, evaluation, most=most)
-    else:
-        release_pins(evaluation)
-        if code == EXIT_DONE:
-            answer(json.dumps(summary_of(evaluation).as_json()))
+    if code == EXIT_DONE and not is_submitted(plan):
+        answer(json.dumps(summary_of(evaluation).as_json()))
     return code
 
 

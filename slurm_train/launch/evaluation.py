@@ -18,12 +18,23 @@ from slurm_train.config.compose import Composed, apply_words
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import BatchSection, DdpSection, ParallelSection, RunConfig, RunSection, TrackSection
 from slurm_train.data.check import known_fingerprint
-from slurm_train.errors import CheckpointError, ConfigError, RunError
+from slurm_train.errors import CheckpointError, ClusterError, ConfigError, RunError
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan, plan_run
-from slurm_train.rundir.files import read_json
-from slurm_train.rundir.paths import RunDirectory, find_save, parse_name, require_private, save_path, typed_root
-from slurm_train.rundir.pins import pin_save, release_pins
+from slurm_train.rundir.attempts import withdraw_result
+from slurm_train.rundir.files import make_folder, read_json
+from slurm_train.rundir.paths import (
+    RunDirectory,
+    existing_attempts,
+    find_save,
+    parse_name,
+    require_private,
+    save_path,
+    typed_root,
+)
+from slurm_train.rundir.pins import pin_save, release_pins, renew_lease
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.activity import clear_dead_pins, refuse_active
 
 
 def enter_run(folder: Path) -> RunDirectory:
@@ -211,12 +222,14 @@ def _heldout_fingerprint(config: RunConfig, run: RunDirectory, env: Mapping[str,
 
 
 @contextlib.contextmanager
-def pinned(plan: RunPlan, run: RunDirectory) -> Iterator[None]:
+def pinned(plan: RunPlan, run: RunDirectory, commands: SlurmCommands) -> Iterator[None]:
     """Keeps the checkpoint in the run while a plan that uses it is started; a job that is submitted keeps it further.
 
     Raises:
         CheckpointError: the run has removed it meanwhile.
     """
+    with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is pinned stays
+        clear_dead_pins(run, commands)
     save = Path(str(plan.config.train.evaluate_from))
     name = parse_name(find_save(save).name)
     # A directory of another name, or one outside of a run, is not the run's to remove.
@@ -230,5 +243,39 @@ def pinned(plan: RunPlan, run: RunDirectory) -> Iterator[None]:
         if is_new:
             release_pins(plan.run)
         raise
-    if plan.config.cluster is None or plan.config.launch != "slurm":
+    if not is_submitted(plan):
         release_pins(plan.run)
+
+
+@contextlib.contextmanager
+def leased(plan: RunPlan, run: RunDirectory, commands: SlurmCommands, *, most: int) -> Iterator[None]:
+    """Keeps so many checkpoints without a score while an evaluator that follows the run is started, see `pinned`.
+
+    Raises:
+        RunError: the evaluator is active already.
+    """
+    evaluation = plan.run
+    with contextlib.suppress(ClusterError):  # where Slurm does not answer, what is kept stays
+        clear_dead_pins(run, commands)
+        refuse_active(evaluation, commands)
+    if evaluation.result.exists():
+        # It had ended with the run, which may have gone on since.
+        keep = evaluation.path / "before" / f"result_{len(existing_attempts(evaluation))}.json"
+        make_folder(keep.parent)
+        withdraw_result(evaluation, keep)
+    renew_lease(run.checkpoints, evaluation, most=most)
+    try:
+        yield
+    except BaseException:
+        release_pins(evaluation)
+        raise
+    if is_submitted(plan):
+        # A job of the run that began meanwhile has seen no job of the follower.
+        renew_lease(run.checkpoints, evaluation, most=most)
+    else:
+        release_pins(evaluation)
+
+
+def is_submitted(plan: RunPlan) -> bool:
+    """Returns whether the start of a plan leaves a job, and does not wait for its end."""
+    return plan.config.cluster is not None and plan.config.launch == "slurm"
