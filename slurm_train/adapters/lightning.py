@@ -49,8 +49,6 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Whether what is being saved is followed by a validation."""
         self._saves_at_end_of_epoch = False
         self._stops = False
-        self._loader_states: list[Any] = []
-        """Of the checkpoint."""
         self._is_training = False
 
     def newest(self) -> str | None:
@@ -89,16 +87,12 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         # A new iterator draws a number; that of the present epoch was there when the streams were saved.
         if streams is not None and is_at_end_of_epoch:
             set_rng_state(streams)
-        # They are samples of any types, written by this program.
-        fetched = _load(folder / f"fetched_{self.session.rank}.pt", weights_only=False) or []
-        if trainer.current_epoch > 0 or fetched:
-            _begin_in_epoch(trainer, [] if is_at_end_of_epoch else self._loader_states, fetched)
+        # States and samples of any types, written by this program.
+        states, fetched = _load(folder / f"loaders_{self.session.rank}.pt", weights_only=False) or ([], [])
+        if trainer.current_epoch > 0 or states:
+            _begin_in_epoch(trainer, [] if is_at_end_of_epoch else states, fetched)
         if streams is not None and not is_at_end_of_epoch:
             set_rng_state(streams)
-
-    def on_load_checkpoint(self, _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps where the loaders were: iterators that Lightning makes meanwhile move them."""
-        self._loader_states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
 
     def on_train_batch_end(self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any) -> None:
         """Reports a step; saves where that is due; leaves where all ranks are to stop."""
@@ -186,9 +180,11 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         with self.session.save(step) as folder:
             trainer.save_checkpoint(folder / _FILE)
             torch.save(rng_state(), folder / f"rng_{self.session.rank}.pt")
-            fetched = _fetched_batches(trainer)
-            if fetched:
-                torch.save(fetched, folder / f"fetched_{self.session.rank}.pt")
+            # Lightning saves the states of rank 0's loaders for all ranks. It loads none if loaders were made before, as
+            # `trainer.estimated_stepping_batches` does, and iterators that it makes meanwhile move them.
+            states = [loader.state_dict() for loader in _stateful(trainer)]
+            if states:
+                torch.save((states, _fetched_batches(trainer)), folder / f"loaders_{self.session.rank}.pt")
         self._saved_step = step
 
 
@@ -204,12 +200,18 @@ def _load(path: Path, *, weights_only: bool) -> Any:
     return torch.load(path, weights_only=weights_only) if path.is_file() else None
 
 
+def _stateful(trainer: pl.Trainer) -> list[Any]:
+    """Returns the loaders that have a state."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    return [loader for loader in loaders if hasattr(loader, "load_state_dict")]
+
+
 def _fetched_batches(trainer: pl.Trainer) -> list[Any]:
     """Returns the batches that were taken from the loaders and not trained on yet.
 
     Of a loader without length Lightning takes one ahead, so the state of the loader says that it is done.
     """
-    if not all(hasattr(loader, "state_dict") for loader in CombinedLoader(trainer.train_dataloader).flattened):
+    if len(_stateful(trainer)) < len(CombinedLoader(trainer.train_dataloader).flattened):
         return []
     return list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
@@ -231,8 +233,7 @@ def _begin_in_epoch(trainer: pl.Trainer, states: list[Any], fetched: list[Any]) 
             sampler = getattr(holder, "sampler", None)
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(trainer.current_epoch)
-    stateful = [loader for loader in loaders if hasattr(loader, "load_state_dict")]
-    for loader, state in zip(stateful, states, strict=False):
+    for loader, state in zip(_stateful(trainer), states, strict=False):
         loader.load_state_dict(state)
     # There is no public name for it.
     fetcher = trainer.fit_loop._data_fetcher

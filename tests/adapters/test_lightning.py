@@ -69,6 +69,8 @@ class Saving(pl.Callback):  # type: ignore[misc]  # Any: of an extra
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 11:
             trainer.save_checkpoint(self.path)
+            if hasattr(trainer.train_dataloader, "state_dict"):
+                torch.save(([trainer.train_dataloader.state_dict()], []), self.path.with_name("loaders_0.pt"))
 
 
 @pytest.mark.parametrize("is_stateful", [True, False], ids=["goes on where it was", "begins the epoch anew"])
@@ -265,3 +267,50 @@ def test_steps_of_several_optimizers_pass_no_save_and_what_follows_is_no_hang(tm
         assert session._heartbeat.phase == "end"
     # 24 batches are 72 steps; each save is at the first step at or after a multiple of ten.
     assert [line["step"] for line in read_saves(run)] == [12, 21, 30, 42, 51, 60, 72]
+
+
+class Estimating(Looking):
+    """Asks how many steps there are, as a schedule does that ends with the training."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches == 24
+        return super().configure_optimizers()
+
+
+class OfAnotherRank(Looking):
+    """Is not where rank 0 is, whose loaders' states Lightning saves for all ranks."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        loops = checkpoint["loops"]["fit_loop"]["state_dict"]
+        place = {"_num_yielded": 1, "_sampler_iter_yielded": 1, "_sampler_iter_state": {"samples_yielded": 2}}
+        loops["combined_loader"] = [{**state, **place} for state in loops["combined_loader"]]
+
+
+@pytest.mark.parametrize("stop_at", [3, 11])
+@pytest.mark.parametrize("kind", [Estimating, OfAnotherRank])
+def test_each_rank_continues_where_its_own_loaders_were(kind: type[Looking], stop_at: int, tmp_path: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    data = TensorDataset(torch.arange(16.0).unsqueeze(1))
+
+    def seen(run: Any, stop_at: int = 0) -> list[list[float]]:
+        stop = StopFlag()
+
+        class Stopping(pl.Callback):  # type: ignore[misc]  # Any: of an extra
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                if trainer.global_step + 1 == stop_at:
+                    stop.request("TERM")
+
+        module = kind()
+        with joined(run, stop):
+            callback = adapter.SessionCallback()
+            trainer = pl.Trainer(max_epochs=3, callbacks=[Stopping(), callback], **QUIET)
+            loader = stateful(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+            try:
+                trainer.fit(module, loader, ckpt_path=callback.newest())
+            except SystemExit as ended:
+                assert ended.code == 75 and stop_at
+        return module.seen
+
+    expected = seen(new_run(tmp_path / "undisturbed"))
+    run = new_run(tmp_path / "stopped")
+    assert seen(run, stop_at) + seen(run) == expected
