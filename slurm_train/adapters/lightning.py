@@ -180,8 +180,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         with self.session.save(step) as folder:
             trainer.save_checkpoint(folder / _FILE)
             torch.save(rng_state(), folder / f"rng_{self.session.rank}.pt")
-            # Lightning saves the states of rank 0's loaders for all ranks. It loads none if loaders were made before, as
-            # `trainer.estimated_stepping_batches` does, and iterators that it makes meanwhile move them.
+            # Lightning saves the states of rank 0's loaders for all ranks. It loads none where loaders were there
+            # before, as with `trainer.estimated_stepping_batches`, and iterators that it makes meanwhile move them.
             states = [loader.state_dict() for loader in _stateful(trainer)]
             if states:
                 torch.save((states, _fetched_batches(trainer)), folder / f"loaders_{self.session.rank}.pt")
