@@ -1,7 +1,8 @@
-"""How a run comes back when its job has ended: the same job without some nodes, or another job for the same run.
+"""How a run continues after its job has ended: in the same job without some nodes, or in another job.
 
-Slurm may refuse to run a job again. A cancelled job cannot be told from a preempted one while both are ending, so the
-other job waits for this one's end, and asks then: if this one was cancelled, it does not begin.
+Slurm may refuse to requeue a job; then another job is submitted. While a job is ending, a cancelled job looks like a
+preempted one. So the other job starts only after this job has ended, and then asks Slurm: if this job was cancelled,
+the other job does not begin.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import Phase, nodes_in
 
 CONTINUES = "TRAIN_CONTINUES_JOB"
-"""Variable by which such a job is known from its first moment on, whoever submits one meanwhile."""
+"""Variable of such a job that names the job it continues; it is set before anybody has recorded the new job."""
 
 
 def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str], env: Mapping[str, str]) -> str:
@@ -36,16 +37,16 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     flags = [f"--dependency=afterany:{job_id}"]
     if exclude:
         flags.append(f"--exclude={','.join(exclude)}")
-    # Meanwhile the run has measured what its stop takes.
+    # By now the run has measured how long its stop takes.
     config = load_config(run.config)
     flags += renewed_warning(config, run)
-    # What travelled into this job was chosen when it was submitted, and travels on.
+    # Which variables this job has was chosen when it was submitted; all of them are passed on.
     env = {**env, CONTINUES: job_id}
     script = run.submit_script.read_text(encoding="utf-8")
     flags += expedite_flags(script, config, SlurmCommands(env))
     new_id = submit_script(script, folder=run.submitted, env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, continues=job_id)
-    # This job is about to fail in Slurm's terms, and what waits for its success would wait for ever.
+    # Slurm will count this job as failed, so jobs that wait for its success would wait for ever.
     with contextlib.suppress(ClusterError):
         SlurmCommands(env).hand_dependents(job_id, new_id)
     return new_id
@@ -57,14 +58,15 @@ def continued_job(run: RunDirectory, job_id: str, env: Mapping[str, str]) -> str
     Args:
         run: the run.
         job_id: this job.
-        env: its environment, which has it before anybody has recorded it.
+        env: its environment, which names that job before anybody has recorded it.
     """
     record = read_job(run)
-    return env.get(CONTINUES) or (None if record is None else record.continues.get(job_id))
+    recorded = None if record is None else record.continues.get(job_id)
+    return env.get(CONTINUES) or recorded
 
 
 def is_cancelled(job_id: str, commands: SlurmCommands) -> bool:
-    """Returns whether Slurm says that a job was cancelled; one that it does not know any more was not.
+    """Returns whether Slurm says that a job was cancelled; False for a job that Slurm no longer knows.
 
     Raises:
         ClusterError: Slurm does not answer.
@@ -74,7 +76,7 @@ def is_cancelled(job_id: str, commands: SlurmCommands) -> bool:
 
 
 def can_avoid(nodes: Sequence[str], job_id: str, commands: SlurmCommands, *, num_nodes: int) -> bool:
-    """Returns whether a job could be requeued without some nodes: its partition has enough others that work.
+    """Returns whether a job could be requeued without some nodes: its partition has enough other nodes that work.
 
     Args:
         nodes: names of nodes.
@@ -84,7 +86,7 @@ def can_avoid(nodes: Sequence[str], job_id: str, commands: SlurmCommands, *, num
     """
     try:
         job = commands.show_job(job_id)
-        # A job that names its nodes cannot go elsewhere.
+        # A job that names its nodes cannot run on others.
         return not nodes_in(job, "ReqNodeList") and has_enough_without(
             [*nodes, *nodes_in(job, "ExcNodeList")],
             "",
@@ -97,14 +99,14 @@ def can_avoid(nodes: Sequence[str], job_id: str, commands: SlurmCommands, *, num
 
 
 def keep_off(nodes: Sequence[str], job_id: str, commands: SlurmCommands) -> None:
-    """Excludes nodes from a requeued job, besides those that it excludes already.
+    """Excludes nodes from a requeued job, in addition to those that it excludes already.
 
-    Slurm takes this for a waiting job only.
+    Slurm accepts this for a waiting job only.
 
     Raises:
         ClusterError: Slurm refused, or does not answer.
     """
     excluded = nodes_in(commands.show_job(job_id), "ExcNodeList")
-    new = [node for node in nodes if node not in excluded]
-    if new:
-        commands.exclude_nodes(job_id, compact_nodelist([*excluded, *new]))
+    added = [node for node in nodes if node not in excluded]
+    if added:
+        commands.exclude_nodes(job_id, compact_nodelist([*excluded, *added]))

@@ -1,19 +1,20 @@
 """What to do when the ranks of an attempt have ended: a pure function of what they left and what Slurm says.
 
 srun's exit code alone is not enough (it is 0 after a node failure), and the signals of a preemption and of a scancel
-are the same; so the marks that ranks leave and the job's own record decide. A cancelled job is never brought back.
+are the same. So the decision is made from the marks that ranks leave and from the job's own record. A cancelled job is
+never requeued.
 
-A run may end without progress only so often. Progress is a checkpoint that was committed in the attempt. Attempts in a
-row without one are counted by what ended them. The count starts again after an attempt with a new checkpoint, and after
-the run was stopped and a person started it again. Two such failures in a row on the same node are blamed on the node:
-a broken program fails on any node. Changing nodes does not reset the count, so the third failure ends the run wherever
-it happens.
+The number of ends without progress is limited. Progress is a checkpoint that was committed in the attempt. Attempts in
+a row without one are counted by what ended them. The count starts again after an attempt with a new checkpoint, and
+after the run was stopped and a person started it again. Two such failures in a row on the same node are blamed on the
+node, since a broken program fails on any node. Changing nodes does not reset the count, so the third failure ends the
+run on whichever node it happens.
 
-A node that is lost, or bad, is left where the run can go on with the others of its job, see `nodes`: then nothing is
+A lost or bad node is left out where the run can continue on the other nodes of its job, see `nodes`; then nothing is
 requeued.
 
-`supervisor.Supervisor._decide` has the last word: it asks Slurm whether somebody cancelled meanwhile, requeues where
-the ranks cannot be started again in this allocation, and waits where the disk is full.
+`supervisor.Supervisor._decide` makes the final decision: it asks Slurm whether somebody cancelled the job meanwhile,
+requeues where the ranks cannot be started again in this allocation, and waits where the disk is full.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _KINDS = {
     "file_system": "file_system",
     "growth": "growth",
 }
-# A limit that is too short stays too short. Nodes fail by themselves now and then. Preemptions are not the run's fault:
-# 50 in a row, even before the first step, must not stop one.
+# A time limit that is too short is too short the next time as well. Nodes fail by themselves now and then. A run does
+# not cause its preemptions: 50 in a row, even before the first step, must not stop it.
 _BUDGETS = {
     "time_limit": (
         1,
@@ -92,7 +93,7 @@ Reason = Literal[
     "growth",
 ]
 NODE_FAILURE = "node failure"
-"""How the cause of a lost node begins."""
+"""First words of the cause when a node was lost."""
 _KILLED_BY_WARNING = 128 + signal.SIGUSR2
 Action = Literal["finish", "requeue", "relaunch", "leave", "stop"]
 
@@ -123,7 +124,7 @@ class NodesAtEnd:
     """Nodes that matter for what follows, by name."""
 
     lost: tuple[str, ...] = ()
-    """Those that Slurm, or their silence, calls lost, of a job that keeps the others."""
+    """Those that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
     bad: tuple[str, ...] = ()
     """Those that were found bad, or that the last failures have in common; empty if the job cannot do without them."""
     next: tuple[str, ...] = ()
@@ -132,13 +133,13 @@ class NodesAtEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How the run has gone up to this end."""
+    """The course of the run up to this end."""
 
     failures_without_progress: int = 0
     """Failures in a row, this one included, that ended without a new checkpoint."""
     earlier_ends: Mapping[str, int] | None = None
     """Earlier attempts in a row without a new checkpoint, by what ended them, from `ends_without_progress`; None if
-    this attempt saved one, or it is not known."""
+    this attempt saved one, or where that is not known."""
     is_repeated: bool = False
     """Whether the attempt before failed with the same exception at the same place, and no checkpoint came between."""
     summary: str = ""
@@ -162,7 +163,7 @@ class Outcome:
     growth: Growth | None = None
     """Why the ranks were asked to stop for more nodes; None if they were not."""
     settings: RequeueSection
-    """When to come back."""
+    """When to requeue or relaunch."""
     job: JobAtEnd
     nodes: NodesAtEnd = NodesAtEnd()
     course: Course = Course()
@@ -179,11 +180,11 @@ class Decision:
     exclude: tuple[str, ...] = ()
     """Nodes that the job must not get again."""
     is_over: bool = False
-    """The job has run into its limit: only the plain form of requeue brings it back."""
+    """Whether the job has reached its time limit: then only the plain form of requeue starts it again."""
     delay_s: int = 0
-    """The job is to start no earlier than in so many seconds."""
-    left: tuple[str, ...] = ()
-    """Nodes that the next attempt, in the same allocation, does without."""
+    """Seconds that must pass before the job starts again."""
+    left_out: tuple[str, ...] = ()
+    """Nodes that the next attempt, in the same allocation, does not use."""
 
 
 CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` continues the run")
@@ -191,7 +192,7 @@ CANCELLED = Decision("cancelled", "stop", "the job was cancelled; `resume` conti
 
 def decide(outcome: Outcome) -> Decision:
     """Returns the decision for an outcome; see the table in docs/slurm.md."""
-    # The result is written after the last checkpoint: how the processes ended after it changes nothing.
+    # The result is written after the last checkpoint, so how the processes ended afterwards does not matter.
     if outcome.is_finished:
         return Decision("done", "finish", "the run is finished")
     reason = _reason(outcome)
@@ -202,8 +203,8 @@ def decide(outcome: Outcome) -> Decision:
     if reason == "node_failure" and not outcome.job.is_requeued:
         return _decide_loss(outcome)
     if reason in ("requeued", "node_failure"):
-        what = f"{outcome.cause}; " if reason == "node_failure" else ""
-        return Decision(reason, "leave", f"{what}Slurm has requeued the job itself")
+        prefix = f"{outcome.cause}; " if reason == "node_failure" else ""
+        return Decision(reason, "leave", f"{prefix}Slurm has requeued the job itself")
     if reason in ("preempted", "time_limit", "signalled", "growth"):
         return _decide_return(outcome, reason)
     if reason == "unknown":
@@ -227,7 +228,7 @@ def _reason(outcome: Outcome) -> Reason:
         return by_slurm
     if outcome.nodes.lost:
         return "node_failure"
-    # Ranks may die of the signal that comes before the limit, as a script does as it is.
+    # Ranks may die of the signal that warns of the limit; an unmodified script does.
     was_warned = outcome.exit_code == _KILLED_BY_WARNING or WARNED in outcome.cause
     if was_warned and (job.record is not None or not job.is_slurm):
         # On this machine the same signal passes Ctrl-C on.
@@ -238,15 +239,15 @@ def _reason(outcome: Outcome) -> Reason:
         return "unknown" if job.is_slurm else "stopped"
     if outcome.growth is not None:
         return "growth"
-    # Nothing is on record. The warning of the limit is USR2; a TERM without a record is somebody's `scancel --signal`,
-    # or the late end of a lost node's step, which may reach the others first.
+    # Slurm has recorded no reason. The warning of the limit is USR2. A TERM without a record comes from `scancel
+    # --signal`, or from the late end of a lost node's step, which may reach the other ranks first.
     if outcome.asked_by == "TERM" or (outcome.asked_by == "another rank" and job.is_early):
         return "signalled"
     return "time_limit"
 
 
 def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
-    """Returns why a job ends, or ended, from its record alone; None where nothing is on record.
+    """Returns why a job ends, or ended, from its record alone; None where the record has no reason.
 
     Args:
         job: `scontrol show job` as a mapping.
@@ -254,7 +255,7 @@ def slurm_reason(job: Mapping[str, str], restart_count: int) -> Reason | None:
     """
     state = job.get("JobState", "")
     if state == "CANCELLED":
-        # Also one that was being preempted when its user cancelled it.
+        # Also a job that was being preempted when its user cancelled it.
         return "cancelled"
     if job.get("PreemptTime", "None") not in ("None", "Unknown", ""):
         return "preempted"
@@ -279,30 +280,30 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
         return Decision(reason, "stop", f"{reason}; requeue.enabled=false, so the run waits for `resume`")
     if outcome.job.is_requeued:
         return Decision(reason, "leave", f"{reason}; Slurm has requeued the job itself")
-    why = _spent(outcome, reason)
-    if why:
-        return Decision(reason, "stop", f"{reason}; {why}")
+    refusal = _spent(outcome, reason)
+    if refusal:
+        return Decision(reason, "stop", f"{reason}; {refusal}")
     if reason == "growth":
         assert outcome.growth is not None, "the reason comes from it"
         note = f"grows: {outcome.growth.sentence}; the job is requeued"
         return Decision(reason, "requeue", note, exclude=outcome.growth.exclude)
     is_over = outcome.job.record is not None and is_over_its_limit(outcome.job.record)
-    what = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
-    note = f"{what}; the job is requeued and continues from its checkpoint"
+    cause = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
+    note = f"{cause}; the job is requeued and continues from its checkpoint"
     return Decision(reason, "requeue", note, is_over=is_over)
 
 
 def _decide_loss(outcome: Outcome) -> Decision:
-    what = outcome.cause
+    cause = outcome.cause
     if not outcome.settings.enabled:
-        return Decision("node_failure", "stop", f"{what}; requeue.enabled=false, so the run waits for `resume`")
-    why = _spent(outcome, "node_failure")
-    if why:
-        return Decision("node_failure", "stop", f"{what}; {why}")
+        return Decision("node_failure", "stop", f"{cause}; requeue.enabled=false, so the run waits for `resume`")
+    refusal = _spent(outcome, "node_failure")
+    if refusal:
+        return Decision("node_failure", "stop", f"{cause}; {refusal}")
     nodes = outcome.nodes
     if nodes.next:
-        return Decision("node_failure", "relaunch", f"{what}; {_on_others(nodes)}", left=nodes.lost)
-    note = f"{what}; the nodes that are left are too few, so the job is requeued"
+        return Decision("node_failure", "relaunch", f"{cause}; {_on_others(nodes)}", left_out=nodes.lost)
+    note = f"{cause}; the nodes that are left are too few, so the job is requeued"
     return Decision("node_failure", "requeue", note, exclude=nodes.bad)
 
 
@@ -311,44 +312,44 @@ def _on_others(nodes: NodesAtEnd) -> str:
 
 
 def _spent(outcome: Outcome, reason: Reason) -> str:
-    """Returns in words why the run is not to come back after such an end, "" where it may."""
+    """Returns in words why the run must not be started again after such an end, "" where it may."""
     earlier_ends = outcome.course.earlier_ends
     if earlier_ends is None:
         return ""
     counts = Counter(earlier_ends) + Counter([_KINDS[reason]])
-    most = outcome.settings.max_returns_without_progress
-    return used_up(counts, reason=reason, max_returns=most, course=outcome.course.summary)
+    max_returns = outcome.settings.max_returns_without_progress
+    return used_up(counts, reason=reason, max_returns=max_returns, course=outcome.course.summary)
 
 
 def _decide_failure(outcome: Outcome) -> Decision:
-    what = outcome.cause or f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt"
-    what += advice_on(what)
-    # The same input fails the same way: wrong use is not tried again.
+    cause = outcome.cause or f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt"
+    cause += advice_on(cause)
+    # Wrong use fails in the same way again, so it is not retried.
     if not outcome.job.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
-        return Decision("failed", "stop", what)
+        return Decision("failed", "stop", cause)
     failures = outcome.course.failures_without_progress
     if failures >= outcome.settings.max_failures_without_progress:
-        note = f"{failures} failures in a row without a new checkpoint: {what}"
+        note = f"{failures} failures in a row without a new checkpoint: {cause}"
         return Decision("failed", "stop", note)
     if outcome.course.is_repeated:
         note = (
-            f"{what}; the attempt before failed alike and no checkpoint came between, so it is not tried a third time"
+            f"{cause}; the attempt before failed alike and no checkpoint came between, so it is not tried a third time"
         )
         return Decision("failed", "stop", f"{note}: correct it, then `resume` with --accept code or a setting")
     nodes = outcome.nodes
     if nodes.bad and nodes.next:
-        return Decision("failed", "relaunch", f"{what}; {_on_others(nodes)}", left=nodes.bad)
+        return Decision("failed", "relaunch", f"{cause}; {_on_others(nodes)}", left_out=nodes.bad)
     if nodes.bad and outcome.settings.enabled:
-        note = f"{what}; the job is requeued without {','.join(nodes.bad)}"
+        note = f"{cause}; the job is requeued without {','.join(nodes.bad)}"
         return Decision("failed", "requeue", note, exclude=nodes.bad)
-    return Decision("failed", "relaunch", f"{what}; the ranks are started again in this allocation")
+    return Decision("failed", "relaunch", f"{cause}; the ranks are started again in this allocation")
 
 
 def advice_on(cause: str) -> str:
-    """Returns what to change after an end of a known kind, e.g. "; out of GPU memory: ..."; "" for others.
+    """Returns what to change after an end of a known kind, e.g. "; out of GPU memory: ..."; "" for other kinds.
 
     Args:
-        cause: what is known of the end: torch's message, srun's words, Slurm's state or the kernel's.
+        cause: what is known of the end: the message of torch, of srun or of the kernel, or Slurm's state.
     """
     for pattern, advice in _ADVICE:
         if pattern.search(cause):
@@ -357,15 +358,15 @@ def advice_on(cause: str) -> str:
 
 
 def made_progress(entry: Mapping[str, Any]) -> bool:
-    """Returns whether an attempt brought the run on: by a commit where checkpoints are known, else by a step."""
-    first = entry.get("first_committed")
-    last = entry.get("last_committed")
-    if first is not None and last is not None:
-        # Fewer after a rollback, which has a limit of its own.
-        return bool(first != last)
-    # Steps that were done before are no progress: a run that fails at one step would be started again for ever.
-    before = entry.get("step_before", entry.get("first_step"))
-    return int(entry.get("last_step") or 0) > int(before or 0)
+    """Returns whether an attempt made progress: a new commit where checkpoints are known, else a new step."""
+    first_committed = entry.get("first_committed")
+    last_committed = entry.get("last_committed")
+    if first_committed is not None and last_committed is not None:
+        # It may be lower after a rollback; rollbacks have a limit of their own.
+        return bool(first_committed != last_committed)
+    # Steps that were done before do not count: a run that fails at one step would be started again for ever.
+    step_before = entry.get("step_before", entry.get("first_step"))
+    return int(entry.get("last_step") or 0) > int(step_before or 0)
 
 
 def ends_without_progress(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
@@ -381,10 +382,10 @@ def ends_without_progress(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
 
 
 def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course: str) -> str:
-    """Returns in words why a run is not to come back again after such an end, "" where it may.
+    """Returns in words why a run must not be started again after such an end, "" where it may.
 
     Args:
-        counts: as `ends_without_progress` gives them, this end included.
+        counts: as returned by `ends_without_progress`, this end included.
         reason: what ended the newest attempt.
         max_returns: `requeue.max_returns_without_progress`.
         course: how that attempt went, from `course_of`.
@@ -392,10 +393,10 @@ def used_up(counts: Mapping[str, int], *, reason: str, max_returns: int, course:
     kind = _KINDS.get(reason, "")
     if kind not in _BUDGETS:
         return ""
-    weight, what, advice = _BUDGETS[kind]
+    weight, ends, advice = _BUDGETS[kind]
     if counts.get(kind, 0) < max_returns * weight:
         return ""
-    return f"{counts[kind]} {what} in a row without a new checkpoint ({course}): {advice}; `resume` tries again"
+    return f"{counts[kind]} {ends} in a row without a new checkpoint ({course}): {advice}; `resume` tries again"
 
 
 def course_of(entry: Mapping[str, Any]) -> str:
@@ -408,10 +409,10 @@ def course_of(entry: Mapping[str, Any]) -> str:
 
 
 def starts_without_progress(ledger: Sequence[Mapping[str, Any]], *, job_id: str | None, restart_count: int) -> int:
-    """Returns how many starts of a job in a row, this one included, could not even write what an attempt needs.
+    """Returns how many starts of a job in a row, this one included, could not write the files of an attempt.
 
     Args:
-        ledger: the run's; starts that could write nothing at all are not in it, but Slurm has counted them.
+        ledger: the run's; starts that could write nothing are missing in it, but Slurm has counted them.
         job_id: the job.
         restart_count: how often Slurm had restarted it when this start began.
     """
@@ -427,7 +428,7 @@ def node_of(cause: str) -> str:
 
 
 def last_bad_node(ledger: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the node that the newest attempt failed on without progress, "" where it did otherwise."""
+    """Returns the node that the newest attempt failed on without progress, "" if it did not fail or made progress."""
     if not ledger or ledger[-1].get("reason") != "failed" or made_progress(ledger[-1]):
         return ""
     return str(ledger[-1].get("failed_on", ""))

@@ -1,8 +1,8 @@
-"""What the ranks of an attempt left behind, and what it says about their end.
+"""What the ranks of an attempt left on disk, and the cause of their end that follows from it.
 
-`read_evidence` reads the run directory. When ranks have ended any file may be unreadable or slow, so every fact has a
-default. `diagnose` is a pure function of what was read and of what Slurm and the kernel say: the cause, the nodes
-that are to blame, and whether the attempt before failed in the same way. `decision.decide` says what follows.
+`read_evidence` reads the run directory. When ranks have ended, any file may be unreadable or slow, so every fact has a
+default. `diagnose` is a pure function of what was read and of what Slurm and the kernel report. It returns the cause,
+the nodes at fault, and whether the attempt before failed in the same way. `decision.decide` says what follows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from slurm_train.supervise.decision import (
 from slurm_train.supervise.monitor import BestEffort
 
 _DISK_FULL = "DISK_FULL"
-"""The preflight's code: whoever submits reads it at once, but a run that comes back waits for room."""
+"""The preflight's code: a person who submits sees the error at once, but a requeued run waits for free space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,10 @@ class Evidence:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the line of the ledger says of the end, besides the decision."""
+        """What the end line of the ledger has besides the decision."""
         texts = {"asked_by": self.asked_by, "found": codes_of(self.findings)}
-        return {**self.progress, **{name: text for name, text in texts.items() if text}, **self.seconds}
+        stated = {name: text for name, text in texts.items() if text}
+        return {**self.progress, **stated, **self.seconds}
 
     @property
     def not_saved(self) -> str:
@@ -100,20 +101,20 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What Slurm and the kernel say when the ranks have ended."""
+    """What Slurm and the kernel report when the ranks have ended."""
 
     srun_words: str
     """Why srun says they ended, e.g. "rank 3 on node2: Killed"; "" for nothing."""
     lost_nodes: tuple[str, ...]
-    """Nodes that Slurm, or their silence, calls lost, of a job that keeps the others."""
+    """Nodes that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
     had_oom_kill: bool
-    """Whether the kernel of the head node ended a process for want of memory during the attempt."""
+    """Whether the kernel of the head node ended a process for lack of memory during the attempt."""
     head_node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What is behind the end of an attempt."""
+    """The cause of the end of an attempt, and what it means for the next one."""
 
     exit_code: int
     """Of the rank that failed first, else of srun."""
@@ -122,7 +123,7 @@ class Diagnosis:
     failed_on: tuple[str, ...]
     """The nodes that the attempt failed on, as far as known."""
     to_avoid: tuple[str, ...]
-    """The nodes without which the next attempt may go better."""
+    """The nodes that the next attempt should not use."""
     is_repeated: bool
     """Whether the attempt before failed with the same exception at the same place, and there was no progress."""
     had_begun: bool
@@ -134,7 +135,7 @@ class Diagnosis:
 def read_evidence(
     run: RunDirectory,
     attempt: int,
-    begun: Round,
+    opening: Round,
     best_effort: BestEffort,
     *,
     exit_code: int,
@@ -146,14 +147,14 @@ def read_evidence(
     Args:
         run: the run.
         attempt: its number.
-        begun: how it began.
+        opening: how it began.
         best_effort: bounds the time of each read.
         exit_code: of srun, or of the local ranks.
         last_committed: step of the newest checkpoint, None where that is not known.
-        has_account: whether the ranks write down where their time goes: ours do, a user's own program does not.
+        has_account: whether the ranks record where their time goes: the trainer's do, a user's own program does not.
     """
     end_unix_s = time.time()
-    step_before = begun.first_step
+    step_before = opening.first_step
     first_step = best_effort("the events", lambda: first_step_of(run, attempt, default=step_before), step_before)
     last_step = best_effort("the metrics", lambda: step_of_attempt(run, attempt, default=first_step), first_step)
     progress: dict[str, Any] = {
@@ -166,13 +167,13 @@ def read_evidence(
 
     def account() -> dict[str, float]:
         return read_account(
-            run, attempt, start_unix_s=begun.start_unix_s, end_unix_s=end_unix_s, step_before=step_before
+            run, attempt, start_unix_s=opening.start_unix_s, end_unix_s=end_unix_s, step_before=step_before
         )
 
     seconds = best_effort("the account", account, dict[str, float]())
     if not seconds and has_account:
-        # Ranks that never met were starting all the time.
-        seconds = {"start_s": round(end_unix_s - begun.start_unix_s, 3)}
+        # Without an account, all of the time was spent on starting.
+        seconds = {"start_s": round(end_unix_s - opening.start_unix_s, 3)}
     no_lines = list[dict[str, Any]]()
     lines = best_effort("the ledger", lambda: read_ledger(run), no_lines)
     entry = next((line for line in lines if line["attempt"] == attempt), {})
@@ -189,7 +190,7 @@ def read_evidence(
         attempt=attempt,
         progress=progress,
         seconds=seconds,
-        start_unix_s=begun.start_unix_s,
+        start_unix_s=opening.start_unix_s,
         end_unix_s=end_unix_s,
         ledger=ledger,
         has_progress=made_progress(entry | progress),
@@ -203,17 +204,17 @@ def read_evidence(
 
 
 def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> Diagnosis:
-    """Returns what is behind the end of an attempt.
+    """Returns the cause of the end of an attempt, and what it means for the next one.
 
     Args:
         evidence: what it left.
-        around: what Slurm and the kernel say.
+        around: what Slurm and the kernel report.
         has_failed: whether srun, or the local ranks, ended with neither success nor the code of a requeue.
     """
     mark = evidence.mark
     errors = errors_of(evidence.findings)
     cause = _cause(evidence, around, has_failed=has_failed)
-    is_same_again = (
+    is_same_failure = (
         mark is not None
         and cause == str(mark)
         and not evidence.has_progress
@@ -231,41 +232,41 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
     if around.lost_nodes:
         to_avoid = around.lost_nodes
     elif bad_nodes or failed_on == _single(last_bad_node(evidence.ledger)):
-        # A node does not leave the program's own exception twice.
-        to_avoid = () if evidence.has_progress or is_same_again else failed_on
+        # The same exception twice in a row comes from the program, not from the node.
+        to_avoid = () if evidence.has_progress or is_same_failure else failed_on
     had_begun = not (has_failed and errors)
     return Diagnosis(
-        # srun gives one code for all ranks; the rank that failed first knows better.
+        # srun gives one code for all ranks; the code of the rank that failed first is more exact.
         exit_code=mark.exit_code if has_failed and mark is not None else int(evidence.progress["exit_code"]),
         cause=cause,
         failed_on=failed_on,
         to_avoid=to_avoid,
-        # Whoever started it again after a stop gets a first try again.
-        is_repeated=is_same_again and evidence.ledger[-1].get("action") != "stop",
+        # A person who starts the run again after a stop gets a new first try.
+        is_repeated=is_same_failure and evidence.ledger[-1].get("action") != "stop",
         had_begun=had_begun,
         lacks_room=not had_begun and any(error.code == _DISK_FULL for error in errors),
     )
 
 
 def _cause(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> str:
-    # Ranks that were ended as hung were killed, and srun would name whichever died first.
+    # Ranks that hung were killed by the watchdog, and srun would name the one that died first.
     sentence = str(evidence.hang.get("sentence", ""))
     if sentence:
         return sentence
     errors = errors_of(evidence.findings)
     if errors:
         return errors[0].line
-    # srun ends with 0 after a node failure, so its output counts whatever its code.
+    # srun ends with 0 after a node failure, so its output counts whatever its exit code is.
     if around.srun_words:
         return around.srun_words
     return str(evidence.mark or "") if has_failed else ""
 
 
 def _with_kernel(cause: str, evidence: Evidence, around: Surroundings) -> str:
-    """Returns the cause with the kernel's word for a rank on the head node that was killed."""
+    """Returns the cause; for a killed rank on the head node it also names an oom-kill by the kernel."""
     was_killed = evidence.progress["exit_code"] == 128 + signal.SIGKILL
-    is_here = not cause or (cause.endswith(": Killed") and node_of(cause) == around.head_node)
-    if was_killed and is_here and around.had_oom_kill:
+    is_on_head_node = not cause or (cause.endswith(": Killed") and node_of(cause) == around.head_node)
+    if was_killed and is_on_head_node and around.had_oom_kill:
         return f"{cause or 'a rank was killed'} (an oom-kill by the kernel)"
     return cause
 

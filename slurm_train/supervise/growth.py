@@ -1,9 +1,9 @@
 """Whether a run that has fewer nodes than it can use is to be requeued for more of them. Pure.
 
-A requeue costs what a restart costs; what it brings is a faster pace until the run, or this start of its job, ends.
-Costs and paces come from the run's own ledger. A growth that was not given the nodes, or lost them again before they
-had paid for the restart, has failed: each of these in a row doubles the time until the next question, and since the
-ledger has them, a requeue does not forget it. `srun` asks at the right moments, `scheduler` asks Slurm.
+A requeue costs as much as a restart, and gives faster steps until the run, or this start of its job, ends. Costs and
+step times come from the run's own ledger. A growth has failed if the job did not get the nodes, or lost them before
+they had paid for the restart. Each failed growth in a row doubles the time until the next question. The count is read
+from the ledger, so it survives a requeue. `srun` decides when to ask, `scheduler` asks Slurm.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slurm_train.formatting import duration, number
 from slurm_train.rundir.timing import held_s
 
 _UNMEASURED_WAIT_S = 30.0
-"""In the queue and at the end of the ranks, where no requeue of the run was measured."""
+"""Time in the queue and at the end of the ranks, if no requeue of the run was measured."""
 _LEAST_RETURN = 2.0
-"""How many times its cost a restart must bring: both sides are estimates."""
+"""A restart must gain this many times its cost, because gain and cost are estimates."""
 _FARTHEST_S = 86400.0
-"""Longest time ahead that counts: which nodes a job has after it is not known."""
+"""Longest time ahead that counts: later it is not known which nodes a job will have."""
 _FEWEST_STEPS = 3
-"""Of an attempt whose pace counts: the first steps are slower."""
+"""Steps that an attempt must have for its step time to count: the first steps are slower."""
 _NUM_RESTARTS = 3
 _MOST_DOUBLINGS = 10
 _STARTUP = ("start_s", "rendezvous_s", "load_s", "compile_s")
@@ -86,7 +86,7 @@ def assess(prospect: Prospect) -> Growth:
     if prospect.steps_left is not None:
         ahead_s = min(ahead_s, prospect.steps_left * step_s)
     if prospect.time_left_s is not None:
-        # The end of the limit is a requeue as well, which gives the run what is free then.
+        # At its time limit the job is requeued anyway, and gets the nodes that are free then.
         ahead_s = min(ahead_s, max(prospect.time_left_s, 0.0))
     gained = ahead_s / larger_step_s - ahead_s / step_s
     lost = restart_s / larger_step_s
@@ -109,17 +109,17 @@ def step_seconds(ledger: Sequence[Mapping[str, Any]], *, nodes: int, larger: int
     """Returns what a step takes on two numbers of nodes; None where the first was not measured.
 
     Args:
-        ledger: the run's; of the attempt that runs with "last_step" and the seconds that it has spent so far.
-        nodes: as the run has.
-        larger: as it could have; where none was measured, twice the nodes are taken to need half the time.
+        ledger: the run's; the entry of the running attempt has "last_step" and the seconds that it has spent so far.
+        nodes: how many the run has.
+        larger: how many it could have. If that was never measured, twice the nodes are assumed to need half the time.
     """
-    here = _newest_step_s(ledger, nodes)
-    if here is None:
+    step_s = _newest_step_s(ledger, nodes)
+    if step_s is None:
         return None
-    there = _newest_step_s(ledger, larger)
-    if there is None:
-        return Measured(seconds=here), Measured(seconds=here * nodes / larger, is_estimate=True)
-    return Measured(seconds=here), Measured(seconds=there)
+    larger_step_s = _newest_step_s(ledger, larger)
+    if larger_step_s is None:
+        return Measured(seconds=step_s), Measured(seconds=step_s * nodes / larger, is_estimate=True)
+    return Measured(seconds=step_s), Measured(seconds=larger_step_s)
 
 
 def _newest_step_s(ledger: Iterable[Mapping[str, Any]], nodes: int) -> float | None:
@@ -132,26 +132,26 @@ def _newest_step_s(ledger: Iterable[Mapping[str, Any]], nodes: int) -> float | N
 
 
 def restart_seconds(ledger: Sequence[Mapping[str, Any]], *, delay_s: float, save_s: float) -> Measured:
-    """Returns what a requeue costs: the longest of the newest that were measured.
+    """Returns what a requeue costs: the longest of the newest requeues that were measured.
 
-    Where none was, what the newest start took, a save, Slurm's own delay, and half a minute.
+    If none was measured, it is the sum of the newest start, a save, Slurm's own delay, and half a minute.
 
     Args:
         ledger: as for `step_seconds`.
         delay_s: how long Slurm itself lets a requeued job wait.
         save_s: the longest save so far.
     """
-    found = []
-    for before, after in pairwise(ledger):
-        is_requeue = before.get("action") in _ALLOWED_RETURNS and before.get("reason") != "file_system"
-        if not is_requeue or "end_time_unix_s" not in before or "start_s" not in after:
+    restarts_s = []
+    for earlier, later in pairwise(ledger):
+        is_requeue = earlier.get("action") in _ALLOWED_RETURNS and earlier.get("reason") != "file_system"
+        if not is_requeue or "end_time_unix_s" not in earlier or "start_s" not in later:
             continue
-        waited_s = float(after["time_unix_s"]) - float(before["end_time_unix_s"])
-        # What passes until a lost node is found is no part of a restart that is asked for.
-        ended_s = 0.0 if before.get("reason") == "node_failure" else float(before.get("end_s") or 0.0)
-        found.append(ended_s + max(waited_s, 0.0) + _startup_s(after))
-    if found:
-        return Measured(seconds=save_s + max(found[-_NUM_RESTARTS:]))
+        waited_s = float(later["time_unix_s"]) - float(earlier["end_time_unix_s"])
+        # The time until a lost node is noticed is no part of a restart that is asked for.
+        ended_s = 0.0 if earlier.get("reason") == "node_failure" else float(earlier.get("end_s") or 0.0)
+        restarts_s.append(ended_s + max(waited_s, 0.0) + _startup_s(later))
+    if restarts_s:
+        return Measured(seconds=save_s + max(restarts_s[-_NUM_RESTARTS:]))
     start_s = _startup_s(ledger[-1]) if ledger else 0.0
     return Measured(seconds=save_s + delay_s + start_s + _UNMEASURED_WAIT_S, is_estimate=True)
 
@@ -171,14 +171,14 @@ def wait_seconds(ledger: Sequence[Mapping[str, Any]], *, every_s: float) -> floa
     for index, entry in enumerate(ledger):
         if entry.get("reason") != "growth" or "grow_to" not in entry:
             continue
-        after = ledger[index + 1 :]
-        held = 0.0
-        for later in after:
+        later_entries = ledger[index + 1 :]
+        node_time_s = 0.0
+        for later in later_entries:
             if len(later.get("nodes") or ()) < int(entry["grow_to"]):
                 break
-            held += held_s(later)
-        has_paid = held >= float(entry.get("pays_after_s") or 0.0)
-        has_ended = any(len(later.get("nodes") or ()) < int(entry["grow_to"]) for later in after)
+            node_time_s += held_s(later)
+        has_paid = node_time_s >= float(entry.get("pays_after_s") or 0.0)
+        has_ended = any(len(later.get("nodes") or ()) < int(entry["grow_to"]) for later in later_entries)
         if has_paid:
             num_failed = 0
         elif has_ended:

@@ -1,10 +1,10 @@
-"""Who hangs: heartbeats over time and the ranks' flight records, reduced to one sentence. Pure.
+"""Which rank hangs: heartbeats over time and the ranks' flight records, reduced to one sentence. Pure.
 
-In synchronous training one rank that makes no progress stops all others at their next exchange, so a hang is when
-nobody makes progress, and the question is who is behind: first a process that does not run at all, then the rank at
-the earliest point of the program, then the one that has not begun the collective that others wait in, then the one
-whose stack is in no exchange. Every rank counts the collectives of a group alike, so whoever has begun fewer of them
-is waited for, and two ranks that have begun different ones under the same number will wait for ever.
+In synchronous training one rank that makes no progress stops all others at their next exchange. So in a hang no rank
+makes progress, and the question is which rank is behind. Candidates in this order: a process that does not run at all;
+the rank at the earliest point of the program; the rank that has not begun the collective in which others wait; the rank
+whose stack is in no exchange. Every rank numbers the collectives of a group alike, so the others wait for a rank that
+has begun fewer of them, and two ranks that have begun different collectives under the same number wait for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from slurm_train.rundir.heartbeat import NOT_WATCHED, Beat, Limits
 from slurm_train.supervise.stragglers import ranks_in_words
 
-# What torch calls the first group.
+# torch's name of the first group.
 _ALL_RANKS = "default_pg"
 
 
@@ -34,7 +34,7 @@ class Collective:
     elements: int
     """Of its input."""
     group: str = _ALL_RANKS
-    """What torch says of the group, e.g. "mesh_tp"."""
+    """torch's description of the group, e.g. "mesh_tp"."""
 
     def __str__(self) -> str:
         size = f" of {self.elements:,} elements" if self.elements else ""
@@ -43,38 +43,38 @@ class Collective:
 
     @property
     def kind(self) -> str:
-        """What must be alike on all ranks: sizes may differ by right in collectives that gather or scatter."""
+        """What must be equal on all ranks; in collectives that gather or scatter, sizes may differ."""
         return f"{self.name} of {self.elements:,} elements" if self.name in ("all_reduce", "broadcast") else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What one rank has begun of one group."""
+    """The collectives of one group that one rank has begun."""
 
-    begun: int
+    last_begun: int
     """Number of the newest collective that it has begun."""
-    over: int
-    """Number of the newest one that is over for it."""
+    last_ended: int
+    """Number of the newest collective that has ended for it."""
     newest: tuple[Collective, ...]
 
     @property
     def waits_in(self) -> Collective | None:
-        """The oldest collective that has begun and is not over, None where there is none."""
-        open_ones = [collective for collective in self.newest if collective.number > self.over]
-        return min(open_ones, key=lambda open_one: open_one.number, default=None)
+        """The oldest collective that has begun and not ended, None where there is none."""
+        unfinished = [collective for collective in self.newest if collective.number > self.last_ended]
+        return min(unfinished, key=lambda collective: collective.number, default=None)
 
 
 Flights = Mapping[str, Flight]
-"""What one rank has begun, by backend and name of the group, e.g. "nccl 0"."""
+"""The collectives of one rank, by backend and name of the group, e.g. "nccl 0"."""
 
 
 def read_flights(text: str | bytes) -> Flights:
-    """Returns what a rank has left, {} where there is nothing that can be read.
+    """Returns the flight records that a rank has left, {} where nothing can be read.
 
     Args:
         text: JSON as `distributed.group` writes it.
     """
-    begun: dict[str, list[Collective]] = {}
+    collectives: dict[str, list[Collective]] = {}
     states: dict[str, Mapping[str, Any] | None] = {}
     try:
         for record in json.loads(text):
@@ -83,7 +83,7 @@ def read_flights(text: str | bytes) -> Flights:
                 backend, _, name = entry["profiling_name"].rpartition(":")
                 key = f"{backend} {entry['process_group'][0]}"
                 elements = entry["input_sizes"] or []
-                begun.setdefault(key, []).append(
+                collectives.setdefault(key, []).append(
                     Collective(
                         int(entry["collective_seq_id"]),
                         name,
@@ -91,11 +91,11 @@ def read_flights(text: str | bytes) -> Flights:
                         str(entry["process_group"][1]),
                     )
                 )
-                # Each recorder numbers the groups of its process; their names are alike on all ranks.
+                # Each recorder numbers the groups of its process; their names are the same on all ranks.
                 states[key] = record["pg_status"].get(str(entry["pg_id"]))
         return {
             key: Flight(
-                int(state["last_enqueued_collective"]), int(state["last_completed_collective"]), tuple(begun[key])
+                int(state["last_enqueued_collective"]), int(state["last_completed_collective"]), tuple(collectives[key])
             )
             for key, state in states.items()
             if state is not None
@@ -105,26 +105,26 @@ def read_flights(text: str | bytes) -> Flights:
 
 
 def disagreement(flights: Mapping[int, Flights]) -> str:
-    """Returns what ranks have begun under the same number of a group but not alike, "" where they agree."""
-    begun: dict[tuple[str, int], dict[str, tuple[int, Collective]]] = {}
+    """Returns which different collectives ranks have begun under the same number of a group, "" where they agree."""
+    kinds_by_number: dict[tuple[str, int], dict[str, tuple[int, Collective]]] = {}
     for rank, groups in sorted(flights.items()):
         for key, flight in groups.items():
             for collective in flight.newest:
-                begun.setdefault((key, collective.number), {}).setdefault(collective.kind, (rank, collective))
-    for (_, number), kinds in sorted(begun.items()):
+                kinds_by_number.setdefault((key, collective.number), {}).setdefault(collective.kind, (rank, collective))
+    for (_, number), kinds in sorted(kinds_by_number.items()):
         if len(kinds) > 1:
             parts = (f"rank {rank} has begun {kind}" for kind, (rank, _) in kinds.items())
             group = next(iter(kinds.values()))[1].group
-            who = "all ranks" if group in ("", _ALL_RANKS) else group
-            return f"as collective #{number} of {who} " + ", but ".join(parts)
+            members = "all ranks" if group in ("", _ALL_RANKS) else group
+            return f"as collective #{number} of {members} " + ", but ".join(parts)
     return ""
 
 
 def recording_environment(torch_version: str) -> dict[str, str]:
-    """Returns the variables that make torch keep flight records, {} for versions that do so by themselves.
+    """Returns the variables that make torch keep flight records, {} for versions that do so by default.
 
     Args:
-        torch_version: e.g. "2.6.0+cu124". From 2.9 on the variable has another name, and 2000 is what they keep anyway.
+        torch_version: e.g. "2.6.0+cu124". From 2.9 on the variable has another name, and 2000 is its default.
     """
     match = re.match(r"(\d+)\.(\d+)", torch_version)
     is_old = match is not None and (int(match[1]), int(match[2])) < (2, 9)
@@ -152,7 +152,7 @@ _IN_WORDS = {
     "evaluate": "the evaluation",
     "gather": "the exchange after the evaluation",
 }
-"""What a phase is called in a message, where it is not its own name."""
+"""Name of a phase in a message, where it differs from the name in the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,49 +160,52 @@ class Hang:
     """No rank makes progress."""
 
     ranks: tuple[int, ...]
-    """Who is behind; all of them where they do not differ."""
+    """The ranks that are behind; all ranks where they do not differ."""
     host: str
     """Node of the first of them."""
     step: int
     phase: str
-    what: str
+    activity: str
     """What they do, e.g. "is in data loading at step 1204 since 310 s; 7 ranks wait for it in all_reduce"."""
 
     def __str__(self) -> str:
-        return f"{ranks_in_words(self.ranks)} on {self.host} {self.what}"
+        return f"{ranks_in_words(self.ranks)} on {self.host} {self.activity}"
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Observation:
     beat: Beat
     moved_s: float
-    """When its marks were last seen to change."""
+    """When its marks last changed."""
     ran_s: float
-    """When it was last seen to beat."""
+    """When its count of beats last changed."""
 
 
 class Observer:
     """Follows the heartbeats of an attempt.
 
     Args:
-        limits: how long all may make no progress.
+        limits: how long all ranks may make no progress.
         world_size: ranks; while some have no heartbeat yet, the rendezvous has a time-out of its own.
     """
 
     def __init__(self, limits: Limits, *, world_size: int) -> None:
         self._limits = limits
         self._world_size = world_size
-        self._seen: dict[int, _Seen] = {}
+        self._observations: dict[int, _Observation] = {}
         # Time that was watched until the newest look began, and until it ended.
-        self._now_s = self._until_s = 0.0
+        self._now_s = 0.0
+        self._until_s = 0.0
         self._ended_s: float | None = None
-        self._longest_s = self._first_s = 0.0
-        """The longest time from a mark to the next one after the first step, and before it was done."""
+        self._longest_s = 0.0
+        """The longest time between two marks of a rank after its first step."""
+        self._first_s = 0.0
+        """The longest time between two marks of a rank before the end of its first step."""
 
     def look(self, beats: Mapping[int, Beat], *, began_s: float, ended_s: float) -> None:
-        """Takes a reading; one in which nothing could be read is ignored, and its time does not count.
+        """Takes a reading; a reading without any heartbeat is ignored, and its time does not count.
 
-        A value that two readings find unchanged counts as unchanged from the end of the first reading to the start of
+        A value that is equal in two readings counts as unchanged from the end of the first reading to the start of
         the second, so a reading may take longer than the limit. One slow reading or pause counts as at most half of the
         limit: a stuck file server alone never looks like a hang.
 
@@ -219,73 +222,80 @@ class Observer:
         self._now_s = self._until_s + (0.0 if before_s is None else min(began_s - before_s, longest_s))
         self._until_s = self._now_s + min(ended_s - began_s, longest_s)
         for rank, beat in beats.items():
-            old = self._seen.get(rank)
-            moved = old is None or (beat.marks, beat.step) != (old.beat.marks, old.beat.step)
-            ran = old is None or beat.beats != old.beat.beats
-            if old is not None and moved:
-                self._learn(old.beat, self._until_s - old.moved_s)
-            self._seen[rank] = _Seen(
-                beat,
-                self._until_s if old is None or moved else old.moved_s,
-                self._until_s if old is None or ran else old.ran_s,
-            )
+            previous = self._observations.get(rank)
+            moved = previous is None or (beat.marks, beat.step) != (previous.beat.marks, previous.beat.step)
+            ran = previous is None or beat.beats != previous.beat.beats
+            if previous is not None and moved:
+                self._learn(previous.beat, self._until_s - previous.moved_s)
+            moved_s = self._until_s if previous is None or moved else previous.moved_s
+            ran_s = self._until_s if previous is None or ran else previous.ran_s
+            self._observations[rank] = _Observation(beat, moved_s, ran_s)
 
     def is_hung(self) -> bool:
-        """Returns whether all ranks that are not done have stood still for longer than those may that are behind."""
+        """Returns whether no working rank has made progress for longer than the limit of the ranks that are behind."""
         working = self._working()
-        if not working or len(self._seen) < self._world_size:
+        if not working or len(self._observations) < self._world_size:
             return False
         frozen = self._frozen(working)
-        earliest = min(_point(seen.beat) for seen in working.values())
+        earliest = min(_point(observation.beat) for observation in working.values())
         # A process that does not run moves no bytes either, whatever phase it is in.
-        limit_s = min(
-            self._limits.of(settled=seen.beat.settled, phase="step" if rank in frozen else seen.beat.phase)
-            for rank, seen in working.items()
-            if rank in frozen or _point(seen.beat) == earliest
-        )
-        # What has taken long and went on may do so again: steps of a program that are longer than the limit.
+        limits_s = []
+        for rank, observation in working.items():
+            beat = observation.beat
+            if rank in frozen:
+                limits_s.append(self._limits.of(settled=beat.settled, phase="step"))
+            elif _point(beat) == earliest:
+                limits_s.append(self._limits.of(settled=beat.settled, phase=beat.phase))
+        limit_s = min(limits_s)
+        # A program that has taken long and then continued may take as long again: its steps are longer than the limit.
         limit_s = max(limit_s, 2 * (self._longest_s or self._first_s))
-        return all(self._now_s - seen.moved_s > limit_s for seen in working.values())
+        return all(self._now_s - observation.moved_s > limit_s for observation in working.values())
 
     def silent_s(self) -> float | None:
-        """Returns for how long no rank has made progress; None while a rank that is at work has not been read lately.
+        """Returns for how long no rank has made progress; None while a working rank has had no new reading lately.
 
-        For programs whose watchers are read: one that does not write says nothing about its rank.
+        For programs that are read through their watchers: a watcher that does not write says nothing about its rank.
         """
         working = self._working()
-        if not working or len(self._seen) < self._world_size or self._frozen(working):
+        if not working or len(self._observations) < self._world_size or self._frozen(working):
             return None
-        return min(self._now_s - seen.moved_s for seen in self._seen.values())
+        return min(self._now_s - observation.moved_s for observation in self._observations.values())
 
     def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights] | None = None) -> Hang:
-        """Returns who is behind and where.
+        """Returns which ranks are behind, and where they are.
 
         Args:
-            stacks: what ranks have written down, by rank; those that do not run have none.
-            flights: which collectives they have begun, where that is recorded; likewise.
+            stacks: stacks that ranks have written, by rank; those that do not run have none.
+            flights: which collectives they have begun, by rank, where that is recorded.
         """
         flights = flights or {}
         working = self._working()
         frozen = self._frozen(working)
         behind = frozen or _behind(working, stacks, flights)
-        first = working[behind[0]]
+        first_behind = working[behind[0]]
         named = set(behind)
-        others = [rank for rank in working if rank not in named]
+        waiting = [rank for rank in working if rank not in named]
         several = len(behind) > 1
-        state = f"{'do' if several else 'does'} not run (stopped or lost), " if frozen else "are " if several else "is "
-        phase = _IN_WORDS.get(first.beat.phase, first.beat.phase)
-        where = f"in {phase} at step {first.beat.step} since {self._now_s - first.moved_s:.0f} s"
-        differ = disagreement(flights)
+        if frozen:
+            state = f"{'do' if several else 'does'} not run (stopped or lost), "
+        else:
+            state = "are " if several else "is "
+        phase = _IN_WORDS.get(first_behind.beat.phase, first_behind.beat.phase)
+        position = f"in {phase} at step {first_behind.beat.step} since {self._now_s - first_behind.moved_s:.0f} s"
+        activity = f"{state}{position}{_waiting(waiting, stacks, flights, behind)}"
+        difference = disagreement(flights)
+        if difference:
+            activity += f"; {difference}"
         return Hang(
             ranks=tuple(behind),
-            host=first.beat.host,
-            step=first.beat.step,
-            phase=first.beat.phase,
-            what=f"{state}{where}{_waiting(others, stacks, flights, behind)}{f'; {differ}' if differ else ''}",
+            host=first_behind.beat.host,
+            step=first_behind.beat.step,
+            phase=first_behind.beat.phase,
+            activity=activity,
         )
 
     def _learn(self, beat: Beat, seconds: float) -> None:
-        """Takes note of how long a rank stood still between two marks; saves and starts have limits of their own."""
+        """Records the time of a rank between two marks; saves and starts have their own limits and do not count."""
         if beat.phase in ("start", "group", "save", *NOT_WATCHED):
             return
         if beat.settled:
@@ -293,15 +303,19 @@ class Observer:
         else:
             self._first_s = max(self._first_s, seconds)
 
-    def _working(self) -> dict[int, _Seen]:
-        return {rank: seen for rank, seen in self._seen.items() if seen.beat.phase not in NOT_WATCHED}
+    def _working(self) -> dict[int, _Observation]:
+        return {
+            rank: observation
+            for rank, observation in self._observations.items()
+            if observation.beat.phase not in NOT_WATCHED
+        }
 
-    def _frozen(self, working: Mapping[int, _Seen]) -> list[int]:
+    def _frozen(self, working: Mapping[int, _Observation]) -> list[int]:
         limits = self._limits
         return [
             rank
-            for rank, seen in working.items()
-            if self._now_s - seen.ran_s > 0.5 * limits.of(settled=seen.beat.settled)
+            for rank, observation in working.items()
+            if self._now_s - observation.ran_s > 0.5 * limits.of(settled=observation.beat.settled)
         ]
 
 
@@ -310,54 +324,60 @@ def _point(beat: Beat) -> tuple[int, int]:
     return beat.step, _STAGES.get(beat.phase, 0)
 
 
-def _behind(working: Mapping[int, _Seen], stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> list[int]:
-    """Returns the ranks at the earliest point; of several, those that have not come, or that are not in an exchange."""
-    points = {rank: (*_point(seen.beat), seen.beat.marks) for rank, seen in working.items()}
-    first = min(points.values())
-    earliest = [rank for rank, point in points.items() if point == first]
-    # Ranks that have begun fewer collectives than others which wait.
+def _behind(
+    working: Mapping[int, _Observation], stacks: Mapping[int, str], flights: Mapping[int, Flights]
+) -> list[int]:
+    """Returns the ranks at the earliest point; of several, those absent from a collective, or not in an exchange."""
+    points = {rank: (*_point(observation.beat), observation.beat.marks) for rank, observation in working.items()}
+    earliest_point = min(points.values())
+    earliest = [rank for rank, point in points.items() if point == earliest_point]
+    # Absent ranks have begun fewer collectives than others which wait.
     furthest: dict[str, int] = {}
     for groups in flights.values():
         for key, flight in groups.items():
             if flight.waits_in is not None:
-                furthest[key] = max(furthest.get(key, 0), flight.begun)
-    own = {rank: flights.get(rank, {}) for rank in earliest}
-    absent = [
-        rank
-        for rank in earliest
-        if any(collective.begun < furthest.get(key, 0) for key, collective in own[rank].items())
-    ]
-    # One that is waited for in a group may itself wait in another.
-    free = [rank for rank in absent if all(collective.waits_in is None for collective in own[rank].values())]
+                furthest[key] = max(furthest.get(key, 0), flight.last_begun)
+    absent = []
+    for rank in earliest:
+        if any(flight.last_begun < furthest.get(key, 0) for key, flight in flights.get(rank, {}).items()):
+            absent.append(rank)
+    # A rank that others wait for in one group may itself wait in another group.
+    free = []
+    for rank in absent:
+        if all(flight.waits_in is None for flight in flights.get(rank, {}).values()):
+            free.append(rank)
     if absent:
         return sorted(free or absent)
     busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
     return busy or earliest
 
 
-def _waiting(others: list[int], stacks: Mapping[int, str], flights: Mapping[int, Flights], behind: list[int]) -> str:
-    if not others:
+def _waiting(waiting: list[int], stacks: Mapping[int, str], flights: Mapping[int, Flights], behind: list[int]) -> str:
+    """Returns the part of the sentence about the ranks that wait."""
+    if not waiting:
         return "; no rank stands out" if len(behind) > 1 else ""
-    found = [name for rank in others if rank in stacks and (name := exchange_in(stacks[rank]))]
-    waits = {
-        (key, flight.waits_in)
-        for rank in others
-        for key, flight in flights.get(rank, {}).items()
-        if flight.waits_in is not None
-    }
-    name = max(set(found), key=found.count) if found else None
+    exchanges = []
+    for rank in waiting:
+        exchange = exchange_in(stacks[rank]) if rank in stacks else None
+        if exchange is not None:
+            exchanges.append(exchange)
+    waits: set[tuple[str, Collective]] = set()
+    for rank in waiting:
+        for key, flight in flights.get(rank, {}).items():
+            if flight.waits_in is not None:
+                waits.add((key, flight.waits_in))
+    name = max(set(exchanges), key=exchanges.count) if exchanges else None
     if waits:
-        # Of several groups, one of those that are behind; there, what the most advanced ranks wait in.
-        theirs = {
-            (key, collective) for key, collective in waits if any(key in flights.get(rank, {}) for rank in behind)
-        }
-        name = str(max(theirs or waits, key=lambda wait: (wait[1].number, wait[0]))[1])
-    verb = "rank waits" if len(others) == 1 else "ranks wait"
-    return f"; {len(others)} {verb} for {'them' if len(behind) > 1 else 'it'}" + (f" in {name}" if name else "")
+        # Of several groups, one that has a rank which is behind; there, the collective of the most advanced ranks.
+        keys_behind = {key for rank in behind for key in flights.get(rank, {})}
+        relevant = {wait for wait in waits if wait[0] in keys_behind}
+        name = str(max(relevant or waits, key=lambda wait: (wait[1].number, wait[0]))[1])
+    verb = "rank waits" if len(waiting) == 1 else "ranks wait"
+    return f"; {len(waiting)} {verb} for {'them' if len(behind) > 1 else 'it'}" + (f" in {name}" if name else "")
 
 
 def exchange_in(stack: str) -> str | None:
-    """Returns the exchange that a rank's main thread waits in, None where its innermost frames are in none.
+    """Returns the exchange in which a rank's main thread waits, None where its innermost frames are in no exchange.
 
     Args:
         stack: what the rank wrote: "main thread 0x...", then faulthandler's dump.

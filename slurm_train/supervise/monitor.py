@@ -1,13 +1,17 @@
-"""Periodic work of the supervisor while it waits for the ranks: guarded, and watched itself.
+"""Periodic work of the supervisor while it waits for the ranks; errors are caught, and stuck tasks are reported.
 
-Each task has a thread of its own, so one that waits for Slurm or for a file server delays no other. What a task raises
-is printed once per kind, and the task is run again at its next time. The thread that waits for the ranks calls `check`
-about once a second: it starts a task's thread again that has died, and prints which task does not come back.
+Each task has its own thread, so a task that waits for Slurm or for a file server does not delay the others. An error of
+a task is printed once per kind, and the task runs again at its next time. The thread that waits for the ranks calls
+`check` about once a second: it restarts the thread of a task if that thread has died, and prints which task is stuck.
 
-The tasks: the hang watchdog, which kills ranks that make no progress (it runs outside of them, so a rank that is
-stopped or blocked in a driver cannot keep it from working, and what is stopped cannot answer TERM either); the search
-for stragglers, which changes nothing about the run; the notice of the job's end for the ranks, since the warning before
-the limit is fixed at submission and missing in scripts typed by hand; the preflight's findings for the batch log.
+The tasks:
+
+- the hang watchdog kills ranks that make no progress. It runs outside of the ranks, so it works also if a rank is
+  stopped or blocked in a driver; a stopped rank does not react to TERM either
+- the search for stragglers changes nothing about the run
+- the notice of the job's end for the ranks: the warning before the limit is fixed at submission, and scripts that were
+  typed by hand have none
+- the preflight's findings for the batch log
 """
 
 from __future__ import annotations
@@ -46,11 +50,11 @@ _STOPPED_AFTER_S = 5.0
 
 
 def say(text: str) -> None:
-    """Prints a line for the person to stderr (batch.log in a job); a log that is full costs the line, nothing else."""
+    """Prints a line for the person to stderr (batch.log in a job); if the log is full, only the line is lost."""
     try:
         print(f"slurm_train: {text}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        # What could not be written stays in the buffer, and would turn the exit code into 120 at the end.
+        # The unwritten text stays in the buffer, and would make the exit code 120 at the end.
         with contextlib.suppress(OSError):
             sys.stderr = open(os.dup(2), "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115  # a descriptor
 
@@ -59,33 +63,33 @@ class BestEffort:
     """Carries out reads and writes that a run can do without.
 
     Between the end of the ranks and the requeue nothing may raise, and nothing may wait for a file server for ever.
-    What does not come back is left behind in its thread: only reads, and writes that do no harm when they are carried
-    out arbitrarily late (a line of the ledger).
+    Work that does not return in time stays in its thread. So it may be a read, or a write that does no harm if it is
+    carried out arbitrarily late (a line of the ledger), and nothing else.
 
     Args:
-        within_s: seconds that all of them have together; each has half a second at least.
+        within_s: seconds for all reads and writes together; each has half a second at least.
     """
 
     def __init__(self, *, within_s: float = 30.0) -> None:
         self._deadline_s = time.monotonic() + within_s
 
-    def __call__(self, what: str, work: Callable[[], T], default: T, *, asks_slurm: bool = False) -> T:
-        """Returns what the work gives, `default` where it raises or does not come back in time.
+    def __call__(self, subject: str, work: Callable[[], T], default: T, *, asks_slurm: bool = False) -> T:
+        """Returns the result of the work, `default` where it raises or does not return in time.
 
         Args:
-            what: what cannot be read or written then, e.g. "the ledger".
-            work: whatever it raises is printed.
-            default: what is taken for granted then.
-            asks_slurm: commands have time limits of their own, and are waited for.
+            subject: what is read or written, for the message about a failure, e.g. "the ledger".
+            work: the read or write; an exception of it is printed.
+            default: the result if the work fails.
+            asks_slurm: whether it calls Slurm's commands; these have their own time limits, so they are waited for.
         """
-        found: list[T] = []
-        failed: list[Exception] = []
+        results: list[T] = []
+        errors: list[Exception] = []
 
         def attempt() -> None:
             try:
-                found.append(work())
+                results.append(work())
             except Exception as err:  # a broken line, a full disk, a stale handle: nothing here is worth the run
-                failed.append(err)
+                errors.append(err)
 
         if asks_slurm:
             attempt()
@@ -93,15 +97,15 @@ class BestEffort:
             thread = threading.Thread(target=attempt, daemon=True)
             thread.start()
             thread.join(max(self._deadline_s - time.monotonic(), 0.5))
-        if found:
-            return found[0]
-        why = f"{type(failed[0]).__name__}: {failed[0]}" if failed else "the file system does not answer"
-        say(f"{what}: {why}; continuing without it")
+        if results:
+            return results[0]
+        reason = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "the file system does not answer"
+        say(f"{subject}: {reason}; continuing without it")
         return default
 
 
 class Task:
-    """Something to do every few seconds while the ranks run."""
+    """Work that is done every few seconds while the ranks run."""
 
     name = ""
     """For messages, e.g. "the hang watchdog"."""
@@ -109,7 +113,7 @@ class Task:
     """Pause between two looks."""
 
     def look(self) -> None:
-        """Does it once."""
+        """Does the work once."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -117,7 +121,7 @@ class Task:
 
 
 class CheckedClock:
-    """Seconds without those in which `tick` is not called: a suspended job, whose ranks are stopped as well.
+    """A clock that stops while `tick` is not called, as in a suspended job, whose ranks are stopped as well.
 
     Args:
         monotonic: seconds that go on whatever happens to the process.
@@ -145,9 +149,10 @@ class _Worker:
 
     task: Task
     thread: threading.Thread | None = None
-    begun_s: float | None = None
-    """When the look under way began."""
-    said: set[str] = field(default_factory=set)
+    look_began_s: float | None = None
+    """When the present look began; None between two looks."""
+    reported: set[str] = field(default_factory=set)
+    """Kinds of errors that were printed, and "stuck"."""
 
 
 class Monitor:
@@ -164,7 +169,7 @@ class Monitor:
         self._say = say
         self._stuck_after_s = stuck_after_s
         self._workers: list[_Worker] = []
-        self._done = threading.Event()
+        self._ended = threading.Event()
 
     def add(self, task: Task) -> None:
         """Adds a task, before the context is entered."""
@@ -172,31 +177,33 @@ class Monitor:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Runs the tasks while the body waits for the ranks; their last looks have a few seconds together."""
+        """Runs the tasks while the body waits for the ranks; at the end all tasks together get some seconds."""
         self.clock.tick()
         for worker in self._workers:
             self._start(worker)
         try:
             yield
         finally:
-            self._done.set()
+            self._ended.set()
             deadline = time.monotonic() + _END_WITHIN_S
             for worker in self._workers:
                 if worker.thread is not None:
                     worker.thread.join(max(0.0, deadline - time.monotonic()))
                     if worker.thread.is_alive():
-                        self._say_apart(f"{worker.task.name} did not come to its end and is left behind")
+                        self._say_apart(f"{worker.task.name} did not end in time and is abandoned")
 
     def check(self) -> None:
-        """Looks after the tasks; called about once a second by the thread that waits for the ranks. Never waits."""
+        """Checks the tasks; called about once a second by the thread that waits for the ranks. Never waits."""
         self.clock.tick()
         for worker in self._workers:
             if worker.thread is not None and not worker.thread.is_alive():
                 self._say_apart(f"{worker.task.name} had died and is started again")
                 self._start(worker)
-            begun_s = worker.begun_s
-            if begun_s is not None and time.monotonic() - begun_s > self._stuck_after_s and "stuck" not in worker.said:
-                worker.said.add("stuck")
+            look_began_s = worker.look_began_s
+            if look_began_s is None or "stuck" in worker.reported:
+                continue
+            if time.monotonic() - look_began_s > self._stuck_after_s:
+                worker.reported.add("stuck")
                 self._say_apart(
                     f"{worker.task.name} has waited for {self._stuck_after_s:.0f} s for a file system or for Slurm, "
                     "and goes on when it answers"
@@ -207,25 +214,25 @@ class Monitor:
         try:
             worker.thread.start()
         except RuntimeError as err:
-            # No room for a thread now; `check` tries again.
+            # There are too many threads now; `check` tries again.
             self._say(f"{worker.task.name} could not be started: {err}")
 
     def _work(self, worker: _Worker) -> None:
-        while not self._done.wait(worker.task.every_s):
+        while not self._ended.wait(worker.task.every_s):
             self._guarded(worker, worker.task.look)
         self._guarded(worker, worker.task.end)
 
     def _guarded(self, worker: _Worker, work: Callable[[], None]) -> None:
-        worker.begun_s = time.monotonic()
+        worker.look_began_s = time.monotonic()
         try:
             work()
-        except Exception as err:  # whatever it is, the task is needed again in a moment
+        except Exception as err:  # of any class: the task must run again at its next time
             kind = f"{type(err).__name__} {getattr(err, 'errno', '')}"
-            if kind not in worker.said:
-                worker.said.add(kind)
+            if kind not in worker.reported:
+                worker.reported.add(kind)
                 self._say(f"{worker.task.name}: {type(err).__name__}: {err}; it goes on")
         finally:
-            worker.begun_s = None
+            worker.look_began_s = None
 
     def _say_apart(self, text: str) -> None:
         # The log may be on the file system that does not answer.
@@ -234,7 +241,7 @@ class Monitor:
 
 
 EndRanks = Callable[[Mapping[int, Beat]], None]
-"""Kills the ranks, whose heartbeats are given; called again every few seconds until they have ended."""
+"""Kills the ranks with these heartbeats; called again every few seconds until they have ended."""
 
 
 def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_size: int, end_ranks: EndRanks) -> Monitor:
@@ -243,8 +250,8 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
     Args:
         run: the run.
         attempt: number of the attempt.
-        config: which of them are wanted. A user's own program is watched from outside, and by its heartbeats from its
-            first report to the session on.
+        config: which of them are wanted. A user's own program is watched from outside, and from its first report to
+            the session on by its heartbeats.
         world_size: ranks.
         end_ranks: kills them.
     """
@@ -257,35 +264,38 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
             monitor.add(dog)
     if config.health.pace_every_steps is not None:
         excess = config.health.straggler_excess
-        # A program of a user's own cuts its model, or not, without being asked here.
+        # How a user's own program cuts its model is not known here.
         parallel = config.parallel if config.trains else ParallelSection(dp_shard=1)
         monitor.add(StragglerSearch(run, attempt, excess=excess, world_size=world_size, parallel=parallel))
     return monitor
 
 
-class _OfRanks(Task):
-    """A task about the ranks of a step; torchrun may start them again, as another attempt of another size."""
+class _RankTask(Task):
+    """A task about the ranks of a step; torchrun may restart them as another attempt of another size."""
 
     def __init__(self, run: RunDirectory, attempt: int, world_size: int) -> None:
         self._run = run
-        self._first = attempt
+        self._first_attempt = attempt
         self._attempt = attempt
         self.begin(world_size)
 
     def begin(self, world_size: int) -> None:
-        """Forgets the ranks of before; called for each attempt."""
+        """Starts with new ranks and drops all that is known of earlier ones; called for each attempt."""
         raise NotImplementedError
 
     def follow_restarts(self) -> None:
-        """Begins anew where the ranks were started again."""
-        newest = newest_round(self._run, self._first)
-        if newest != self._attempt and (begun := read_round(self._run, newest)) is not None:
+        """Calls `begin` if torchrun has restarted the ranks."""
+        newest = newest_round(self._run, self._first_attempt)
+        if newest == self._attempt:
+            return
+        restart = read_round(self._run, newest)
+        if restart is not None:
             self._attempt = newest
-            self.begin(begun.world_size)
+            self.begin(restart.world_size)
 
 
-class HangWatchdog(_OfRanks):
-    """Ends an attempt's ranks when they hang, whether or not what was found can be written down.
+class HangWatchdog(_RankTask):
+    """Ends an attempt's ranks when they hang, also if the record of the hang cannot be written.
 
     Args:
         run: the run.
@@ -293,16 +303,16 @@ class HangWatchdog(_OfRanks):
         limits: how long ranks may make no progress.
         world_size: ranks.
         end_ranks: kills them.
-        clock: seconds without those in which the job is suspended.
-        read: gives the newest heartbeats; it may take long.
+        clock: seconds, not counting those in which the job is suspended.
+        read: returns the newest heartbeats; it may take long.
     """
 
     name = "the hang watchdog"
     _KILL_AGAIN_S = 5.0
     _REPORT_WITHIN_S = 5.0
-    """So long the end of the ranks waits for the report; the promise is time-out + 10 s."""
+    """Longest time that the ranks are kept alive for the report; the promise is time-out + 10 s."""
     _STACKS_WITHIN_S = 2.0
-    """So long the report waits for stacks that are still missing: processes that write them may wait for a CPU."""
+    """Longest time that the report waits for missing stacks: the processes that write them may wait for a CPU."""
 
     def __init__(
         self,
@@ -325,15 +335,15 @@ class HangWatchdog(_OfRanks):
         super().__init__(run, attempt, world_size)
 
     def begin(self, world_size: int) -> None:
-        """Follows other ranks from now on."""
+        """Watches new ranks from now on."""
         self._observer = Observer(self._limits, world_size=world_size)
         self._beats: dict[int, Beat] = {}
-        """The newest heartbeat of each rank that could ever be read: what is killed is known from them."""
+        """The newest readable heartbeat of each rank; they name the processes that are killed."""
 
     def look(self) -> None:
-        """Reads the heartbeats; ends the ranks once they are hung, again and again until they have ended."""
+        """Reads the heartbeats; if the ranks hang, kills them, every few seconds until they have ended."""
         if self._report is None:
-            # Where that is unreadable now, the ranks that are known are watched all the same.
+            # If restarts cannot be read now, the known ranks are watched further.
             with contextlib.suppress(Exception):
                 self.follow_restarts()
             began_s = self._clock()
@@ -342,7 +352,8 @@ class HangWatchdog(_OfRanks):
             self._observer.look(beats, began_s=began_s, ended_s=self._clock())
             if not self.is_hung():
                 return
-            # Before the ranks die: those that lose a peer leave marks, too. But the ranks wait for no file system.
+            # The report comes before the kill, since ranks that lose a peer leave marks, too. But a file system that
+            # does not answer must not delay the kill.
             self._report = threading.Thread(target=self._write_report, daemon=True)
             self._report.start()
             self._report.join(self._REPORT_WITHIN_S)
@@ -358,11 +369,11 @@ class HangWatchdog(_OfRanks):
         return self._observer.is_hung()
 
     def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> Hang:
-        """Returns who is behind and where."""
+        """Returns which ranks are behind, and where they are."""
         return self._observer.explain(stacks, flights)
 
     def end(self) -> None:
-        """Lets a report that is still being written become whole, for a while."""
+        """Waits a few seconds for a report that is still being written."""
         if self._report is not None:
             self._report.join(self._REPORT_WITHIN_S)
 
@@ -396,10 +407,10 @@ class HangWatchdog(_OfRanks):
         run = self._run
         attempt = self._attempt
         hang = self.explain(*self._left_by_ranks(within_s=self._STACKS_WITHIN_S))
-        mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.what)
+        mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.activity)
         facts = {"ranks": list(hang.ranks), "host": hang.host, "step": hang.step, "phase": hang.phase}
-        # Before anything is said: where rank 0 shares this process's log, a line counts as a sign of life of that rank,
-        # and its watcher takes its stacks away, unless the hang is on record.
+        # The mark comes before the message: where rank 0 shares this process's log, a line counts as a sign of life of
+        # that rank, and its watcher removes its stacks unless the hang is on record.
         self._write_down(lambda: leave_mark(run, attempt, mark))
         say(f"the ranks hang: {hang}; stacks in {run.attempt_logs(attempt)}; they are ended ({socket.gethostname()})")
         self._write_down(lambda: append_event(run, "hang", attempt=attempt, sentence=str(hang), **facts))
@@ -412,10 +423,10 @@ class HangWatchdog(_OfRanks):
 
 
 class SilenceWatchdog(HangWatchdog):
-    """Ends the ranks of a script or function once none shows a sign of life and one waits for another that cannot come.
+    """Ends the ranks of a script or function if none shows a sign of life and one waits for a rank that cannot arrive.
 
-    A program that was silent before and went on has shown how long it may be silent: twice that is waited from then on.
-    Ranks that are silent without such a proof are not ended; `status` says so, and which GPUs do nothing.
+    If a program was silent for some time and then continued, it may later be silent for twice that time. Ranks that are
+    silent without proof that one waits for another are not ended; `status` reports them, and which GPUs are idle.
     """
 
     name = "the watch over the program"
@@ -442,10 +453,11 @@ class SilenceWatchdog(HangWatchdog):
         )
 
     def begin(self, world_size: int) -> None:
-        """Follows other ranks from now on."""
+        """Watches new ranks from now on."""
         super().begin(world_size)
         self._signs: dict[int, Signs] = {}
-        self._silent_s = self._longest_s = 0.0
+        self._silent_s = 0.0
+        self._longest_s = 0.0
         self._remarks = Remarks()
         self._reports = False
         """Whether all ranks report to the session: then they are watched by their heartbeats."""
@@ -453,30 +465,30 @@ class SilenceWatchdog(HangWatchdog):
         """Whether the silence was printed: on this machine rank 0 may share its log, where a line is a sign of life."""
 
     def _read_signs(self, run: RunDirectory, attempt: int) -> Mapping[int, Beat]:
-        """Returns the newest signs as heartbeats; marks that the program itself makes count as well."""
+        """Returns the newest signs as heartbeats; marks of the program itself count as well."""
         signs = read_signs(run, attempt)
         marks = read_beats(run, attempt)
         self._signs |= signs
         self._reports = len(marks) >= len(signs) and all(mark.phase not in NOT_WATCHED for mark in marks.values())
         beats = {}
-        for rank, its in signs.items():
+        for rank, rank_signs in signs.items():
             mark = marks.get(rank)
             beats[rank] = Beat(
                 rank=rank,
-                host=its.host,
-                pid=its.pid,
-                step_id=its.step_id,
+                host=rank_signs.host,
+                pid=rank_signs.pid,
+                step_id=rank_signs.step_id,
                 step=0 if mark is None else mark.step,
-                # That a rank has ended is progress, too.
-                marks=its.signs + int(its.has_ended) + (0 if mark is None else mark.marks),
-                phase="end" if its.has_ended else "script",
+                # The end of a rank counts as progress, too.
+                marks=rank_signs.signs + int(rank_signs.has_ended) + (0 if mark is None else mark.marks),
+                phase="end" if rank_signs.has_ended else "script",
                 settled=True,
-                beats=its.looks,
+                beats=rank_signs.looks,
             )
         return beats
 
     def is_hung(self) -> bool:
-        """Returns whether all ranks are silent for too long, and one of them waits for what cannot come."""
+        """Returns whether all ranks are silent for too long, and one of them waits for a rank that cannot arrive."""
         silent_s = self._observer.silent_s()
         if silent_s is None or self._reports:
             return False
@@ -493,14 +505,14 @@ class SilenceWatchdog(HangWatchdog):
         return False
 
     def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> Hang:
-        """Returns who is waited for, and where they are."""
+        """Returns for which ranks the others wait, and where they are."""
         return explain(self._signs, silent_s=self._silent_s, stacks=stacks, flights=flights)
 
     def _remark(self, remarks: Remarks) -> None:
-        """Has `status` say something else than before."""
+        """Writes remarks for `status` if they differ from the ones before."""
         is_news = bool(remarks.silence) and not self._remarks.silence
-        is_other = bool(remarks.idle_gpus) != bool(self._remarks.idle_gpus)
-        if is_news or is_other or (self._remarks.silence and not remarks.silence):
+        has_changed = bool(remarks.idle_gpus) != bool(self._remarks.idle_gpus)
+        if is_news or has_changed or (self._remarks.silence and not remarks.silence):
             self._remarks = remarks
             if remarks.silence and not self._has_said:
                 self._has_said = True
@@ -509,10 +521,11 @@ class SilenceWatchdog(HangWatchdog):
                 note_remarks(self._run, self._attempt, remarks)
 
 
-class StragglerSearch(_OfRanks):
+class StragglerSearch(_RankTask):
     """Compares the ranks' heartbeats, window by window, and reports once which ranks delay the others.
 
-    The ranks pay for their own sampling only. All heartbeats are read here anyway, so the oldest is noted for `status`.
+    The ranks spend time on their own sampling only. All heartbeats are read here anyway, so this task also records the
+    oldest one for `status`.
 
     Args:
         run: the run.
@@ -540,12 +553,12 @@ class StragglerSearch(_OfRanks):
         self._excess = excess
         self._first_window_s = first_window_s
         self._parallel = parallel
-        self._said: set[tuple[str, tuple[int, ...]]] = set()
+        self._reported: set[tuple[str, tuple[int, ...]]] = set()
         self._note_s = 0.0
         super().__init__(run, attempt, world_size)
 
     def begin(self, world_size: int) -> None:
-        """Begins the first window of other ranks."""
+        """Begins the first window of new ranks."""
         # A line has some 50 bytes per rank: a thousand ranks get one in eight minutes.
         longest_s = 60.0 * max(1.0, world_size / 128)
         layout = solve_layout(self._parallel, world_size=world_size)
@@ -562,7 +575,8 @@ class StragglerSearch(_OfRanks):
         beats = read_beats(self._run, self._attempt)
         if time.monotonic() >= self._note_s:
             self._note_s = time.monotonic() + self._NOTE_EVERY_S
-            # Not the hang watchdog, which writes nothing while it watches: a write may wait for a file server for ever.
+            # This is not done by the hang watchdog, which must not write while it watches: a write may wait for a file
+            # server for ever.
             with contextlib.suppress(OSError):
                 note_oldest(self._run, self._attempt, beats)
         window = self._cutter.look(beats, time.time())
@@ -571,25 +585,26 @@ class StragglerSearch(_OfRanks):
         judged = self._judge.take(window)
         append_window(self._run, judged)
         for finding in judged.findings:
-            if (finding.kind, finding.ranks) in self._said:
+            if (finding.kind, finding.ranks) in self._reported:
                 continue
-            self._said.add((finding.kind, finding.ranks))
+            self._reported.add((finding.kind, finding.ranks))
             with contextlib.suppress(OSError):
                 append_event(self._run, "slow", attempt=self._attempt, **asdict(finding))
             say(f"{finding.sentence}; {finding.advice}")
 
     def end(self) -> None:
-        """Takes what the ranks have left."""
+        """Reads the last heartbeats of the ranks."""
         self.look()
-        if (rest := self._cutter.rest()) is not None:
-            # What is left is shorter than a window, so nothing is concluded from it.
-            append_window(self._run, rest)
+        last_window = self._cutter.last_window()
+        if last_window is not None:
+            # It is shorter than the others, so nothing is concluded from it.
+            append_window(self._run, last_window)
 
 
 class NoticeKeeper(Task):
-    """Asks Slurm when the job will be ended, and writes it down for the ranks.
+    """Asks Slurm when the job will be ended, and writes that time down for the ranks.
 
-    A limit that was extended, or moved by a suspension, is seen here. Slurm is asked once in ten minutes, and once a
+    A limit that was extended, or moved by a suspension, is noticed here. Slurm is asked once in ten minutes, and once a
     minute when the end is near.
 
     Args:
@@ -607,30 +622,34 @@ class NoticeKeeper(Task):
 
     def __init__(self, run: RunDirectory, attempt: int, *, ask: Callable[[], Notice]) -> None:
         self._run = run
-        self._first = attempt
+        self._first_attempt = attempt
         self._written_for = attempt
         self._ask = ask
-        self._known: Notice | None = None
-        self._due_s = self._looked_s = time.monotonic()
+        self._newest_notice: Notice | None = None
+        self._due_s = time.monotonic()
+        self._looked_s = self._due_s
 
     def look(self) -> None:
         """Asks Slurm where that is due, and writes what has changed."""
         now_s = time.monotonic()
-        # After a suspension, of which this process was a part, the limit has moved.
+        # A long pause means that the job, with this process, was suspended; then the limit has moved.
         if now_s >= self._due_s or now_s - self._looked_s > 5 * self.every_s:
             self._due_s = now_s + self._ASK_AGAIN_S
-            # What was known stays true until somebody answers.
+            # Until Slurm answers, the notice before stays valid.
             with contextlib.suppress(ClusterError):
-                found = self._ask()
-                if found != self._known:
-                    write_record(self._run.notice(self._written_for), found)
-                    self._known = found
-                is_near = found.end_unix_s is not None and found.end_unix_s - time.time() < self._IS_NEAR_S
+                notice = self._ask()
+                if notice != self._newest_notice:
+                    write_record(self._run.notice(self._written_for), notice)
+                    self._newest_notice = notice
+                is_near = notice.end_unix_s is not None and notice.end_unix_s - time.time() < self._IS_NEAR_S
                 self._due_s = time.monotonic() + (self._NEAR_S if is_near else self._FAR_S)
         self._looked_s = time.monotonic()
-        if self._known is not None and (newest := newest_round(self._run, self._first)) != self._written_for:
-            # torchrun has started the ranks again, as another attempt, whose folder may not be there yet.
-            write_record(self._run.notice(newest), self._known)
+        if self._newest_notice is None:
+            return
+        newest = newest_round(self._run, self._first_attempt)
+        if newest != self._written_for:
+            # torchrun has restarted the ranks as another attempt, whose folder may not be there yet.
+            write_record(self._run.notice(newest), self._newest_notice)
             self._written_for = newest
 
 
@@ -649,33 +668,34 @@ class FindingsRelay(Task):
         self._run = run
         self._attempt = attempt
         self._say = say
-        self._said: set[Finding] = set()
+        self._printed: set[Finding] = set()
 
     def look(self) -> None:
         """Reads the record."""
         for finding in findings_of(read_preflight(self._run, self._attempt)):
-            if finding not in self._said:
-                self._said.add(finding)
+            if finding not in self._printed:
+                self._printed.add(finding)
                 self._say(finding.line)
 
     end = look
 
 
 def note_environment(run: RunDirectory, attempt: int, *, slurm: Callable[[], str | None]) -> threading.Thread:
-    """Writes an attempt's `environment.json` in a thread that need not be joined; names packages that have changed.
+    """Writes an attempt's `environment.json` in a thread that need not be joined; prints which packages have changed.
 
-    The code of a run is its own copy, but packages are where they are installed; whoever upgrades one between two
-    attempts changes the run.
+    A run has its own copy of the code, but not of installed packages; a package that is upgraded between two attempts
+    changes the run.
 
     Args:
         run: the run.
         attempt: its attempt.
-        slurm: gives Slurm's version.
+        slurm: returns Slurm's version.
     """
 
     def note() -> None:
         try:
-            if changes := record_environment(run, attempt, slurm=slurm()):
+            changes = record_environment(run, attempt, slurm=slurm())
+            if changes:
                 say(f"installed packages changed since the last attempt: {shorten(changes, MOST_CHANGES_SHOWN)}")
                 append_event(run, "environment", attempt=attempt, changes=changes)
         except OSError as err:

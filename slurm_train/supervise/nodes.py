@@ -1,9 +1,10 @@
-"""Which nodes of its job an attempt uses: each attempt chooses anew, among those that are well.
+"""Which nodes of its job an attempt uses: each attempt chooses again, among the healthy nodes.
 
-A job may hold more nodes than its ranks need (`cluster.spare_nodes`), and a run may do with fewer than the most that it
-can use (`cluster.nodes=2-4`). Both are one rule here: the largest number of nodes that the run can use and the well
-ones fill. A node that was lost, or found bad, is left for as long as this start of the job lasts; one that was found
-bad before, in this run or in another, is used last. Pure: who is lost or bad comes from `scheduler` and `evidence`.
+A job may hold more nodes than its ranks need (`cluster.spare_nodes`), and a run may use a range of node numbers
+(`cluster.nodes=2-4`). One rule covers both: an attempt uses the largest number of nodes that the run can use and that
+healthy nodes can fill. A node that was lost, or found bad, is not used again in this start of the job. A node that was
+found bad before, in this run or in another, is used last. Pure: `scheduler` and `evidence` say which nodes are lost or
+bad.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ class NodePool:
 
     @property
     def fewest(self) -> int:
-        """How many nodes the job must be given to start again: spare nodes are a wish where the number is open."""
+        """How many nodes the job needs to start again: with a range of node numbers, spare nodes are optional."""
         return self.sizes[0] if len(self.sizes) > 1 else len(self.nodes)
 
     def choose(self, *, without: Collection[str] = ()) -> tuple[str, ...]:
         """Returns the nodes of an attempt, in Slurm's order; () where too few are left.
 
         Args:
-            without: nodes that are not well.
+            without: nodes that are not healthy.
         """
-        well = [node for node in self.nodes if node not in without]
-        well.sort(key=lambda node: node in self.doubtful)
-        count = max((size for size in self.sizes if size <= len(well)), default=0)
-        chosen = set(well[:count])
+        healthy = [node for node in self.nodes if node not in without]
+        healthy.sort(key=lambda node: node in self.doubtful)
+        count = max((size for size in self.sizes if size <= len(healthy)), default=0)
+        chosen = set(healthy[:count])
         return tuple(node for node in self.nodes if node in chosen)
 
     def num_ranks(self, num_nodes: int) -> int:

@@ -1,9 +1,9 @@
-"""Tells a person how a run goes, by a command or a webhook: finished, failed for good, hung, requeued again and again.
+"""Sends messages about a run by a command or a webhook: finished, failed for good, hung, requeued again and again.
 
-Each message is sent at most once per run, whichever job or node would send it: a file that is made exclusively comes
-before. Nothing is waited for longer than a few seconds, since Slurm may end this process, and no failure counts. What
-is sent has the run's name, its job, and the sentence of the ledger, without anything that looks like a secret. The
-address of a webhook is often a secret itself, so a configuration may hold its place only.
+Each message is sent at most once per run, whichever job or node sends it: the sender first creates a file exclusively.
+Sending is given up after a few seconds, since Slurm may end this process, and a failure to send does not affect the
+run. A message has the run's name, its job, and the sentence of the ledger, without anything that looks like a secret.
+The address of a webhook is often a secret itself, so a configuration may hold only the place where the address is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slurm_train.rundir.paths import RunDirectory
 
 Event = Literal["finished", "failed", "hung", "requeued"]
 _WITHIN_S = 8.0
-"""What all messages of an event may take: less than the grace of a preemption."""
+"""Time limit for all messages of an event together: less than the grace time of a preemption."""
 _PLACES = re.compile(r"(?P<kind>env|file):(?P<place>.+)", re.DOTALL)
 # Discord refuses more than 2000 characters, ntfy makes an attachment of more than 4096 bytes.
 _MOST_CHARACTERS = 1500
@@ -38,7 +38,7 @@ _MOST_CHARACTERS = 1500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What is sent."""
+    """The content of a message."""
 
     event: Event
     run: str
@@ -63,7 +63,7 @@ class Message:
         return redact(f"{self.title}\n{self.note}\n{job}attempt {self.attempt}, {self.path}")[:_MOST_CHARACTERS]
 
     def as_variables(self) -> dict[str, str]:
-        """Returns what a command finds in its environment."""
+        """Returns the variables that a command has in its environment."""
         values = {
             "EVENT": self.event,
             "RUN": self.run,
@@ -89,17 +89,20 @@ class Notifier:
     def __init__(
         self, run: RunDirectory, entries: Sequence[str], *, env: Mapping[str, str], say: Callable[[str], None]
     ) -> None:
-        self._run, self._entries, self._env, self._say = run, tuple(entries), env, say
+        self._run = run
+        self._entries = tuple(entries)
+        self._env = env
+        self._say = say
 
     def __call__(self, event: Event, *, note: str, job_id: str | None, attempt: int, once: str) -> None:
-        """Sends a message to all; returns when it is sent, or after a few seconds.
+        """Sends a message to all entries; returns when it is sent, or after a few seconds.
 
         Args:
             event: what has happened.
-            note: in a sentence.
+            note: the same in a sentence.
             job_id: the job, None without Slurm.
             attempt: number of the attempt.
-            once: what there is to be one message about, e.g. "attempt 3"; "" for the whole run.
+            once: the scope in which the event has only one message, e.g. "attempt 3"; "" for the whole run.
         """
         if not self._entries or not self._claim(event, once):
             return
@@ -120,7 +123,7 @@ class Notifier:
             self._say(f"notify: a message about {event} was not sent within {_WITHIN_S:.0f} s; the run goes on")
 
     def _claim(self, event: Event, once: str) -> bool:
-        """Returns whether nobody has sent this message before; where that cannot be known, it is not sent."""
+        """Returns whether this message was never sent before; False also where that cannot be known."""
         name = f"{event} {once}".strip().replace(" ", "_")
         path = self._run.notified(name)
         with contextlib.suppress(OSError):  # it is there
@@ -136,7 +139,7 @@ class Notifier:
                 self._run_command(shlex.split(entry), message)
             else:
                 _post(_address(place["kind"], place["place"], self._env), message)
-        except Exception as err:  # a message that cannot be sent costs no run
+        except Exception as err:  # a message that cannot be sent must not end the run
             # An error of urllib may have the address in it.
             self._say(f"notify: {_name(entry)}: {type(err).__name__}; see docs/watching.md#being-told")
 
@@ -155,8 +158,9 @@ class Notifier:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
         if process.returncode:
-            last = redact(errors.decode(errors="replace")).strip().splitlines()[-1:]
-            self._say(f"notify: {words[0]} ended with code {process.returncode}{': ' if last else ''}{''.join(last)}")
+            lines = redact(errors.decode(errors="replace")).strip().splitlines()
+            problem = f": {lines[-1]}" if lines else ""
+            self._say(f"notify: {words[0]} ended with code {process.returncode}{problem}")
 
 
 def _name(entry: str) -> str:
@@ -171,7 +175,7 @@ def _address(kind: str, place: str, env: Mapping[str, str]) -> str:
 
 
 def _post(address: str, message: Message) -> None:
-    """Posts a message: as text to ntfy, else as JSON with the fields that Slack and its kin, and Discord, read."""
+    """Posts a message: as text to ntfy, else as JSON with the fields for Slack-compatible services and Discord."""
     if "ntfy" in (urlsplit(address).hostname or ""):
         body = message.text.encode()
         kind = "text/plain; charset=utf-8"

@@ -1,9 +1,9 @@
 """A run's part in a job that it shares with other runs of a sweep (`sweep.pack`).
 
-Each run has its own supervisor, which keeps to its run's share of the node and leaves the job alone: a requeue would
-end the other runs. It says by its exit code that the run is to continue. When all supervisors have ended, the batch
-script calls those runs once more, and the first of them requeues the job for all. Runs that are finished, or have
-stopped for good, end at once in the job's next start.
+Each run has its own supervisor, which uses only its run's share of the node and does not requeue the job, since that
+would end the other runs. Its exit code says whether the run is to continue. When all supervisors have ended, the batch
+script calls the supervisors of those runs once more, and the first of them requeues the job for all. Runs that are
+finished, or have stopped for good, end at once in the job's next start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slurm_train.supervise.scheduler import SlurmJob
 from slurm_train.supervise.supervisor import FIRST_DELAY_S
 
 BACK = "back"
-"""In place of a share (`slurm.share.PACK`): all runs of the pack have ended, and this one is to continue."""
+"""Value in place of a share (`slurm.share.PACK`): all runs of the pack have ended, and this one is to continue."""
 
 
 class PackedJob(SlurmJob):
@@ -36,7 +36,7 @@ class PackedJob(SlurmJob):
         return self.job_id in left_jobs(self._run, read_job(self._run), read_ledger(self._run))
 
     def requeue(self, _decision: Decision) -> bool:
-        """Leaves it to the exit code: the job is requeued when all runs of the pack have ended."""
+        """Does nothing: the job is requeued when all runs of the pack have ended, if exit codes ask for it."""
         return True
 
     def wait_for_requeue(self, decision: Decision) -> None:
@@ -44,17 +44,22 @@ class PackedJob(SlurmJob):
 
 
 def return_of(run: RunDirectory, job: SlurmJob) -> Decision:
-    """Returns how a run of a pack, which has ended to be continued, comes back: as its ledger says."""
+    """Returns the decision to requeue for a run of a pack that has ended to be continued, as its ledger says."""
     record = job.show_job()
     is_over = record is not None and is_over_its_limit(record)
     ledger = BestEffort()("the ledger", lambda: read_ledger(run), list[dict[str, Any]]())
-    last = ledger[-1] if ledger else {}
+    newest_entry = ledger[-1] if ledger else {}
     this_start = (job.job_id, job.start.restart_count)
-    is_closed_here = (last.get("job_id"), last.get("restart_count")) == this_start and "action" in last
-    if not is_closed_here or last.get("reason") == "file_system":
-        # Its attempt could not be opened, or not be closed: later it may be possible.
+    is_closed_here = (
+        newest_entry.get("job_id"),
+        newest_entry.get("restart_count"),
+    ) == this_start and "action" in newest_entry
+    if not is_closed_here or newest_entry.get("reason") == "file_system":
+        # Its attempt could not be opened or closed; later that may be possible.
         note = "the run could not write its files"
         return Decision("file_system", "requeue", note, is_over=is_over, delay_s=FIRST_DELAY_S)
-    failed_on = str(last.get("failed_on") or "")
+    failed_on = str(newest_entry.get("failed_on") or "")
     exclude = tuple(filter(None, failed_on.split(",")))
-    return Decision(last["reason"], "requeue", str(last.get("note", "")), exclude=exclude, is_over=is_over)
+    return Decision(
+        newest_entry["reason"], "requeue", str(newest_entry.get("note", "")), exclude=exclude, is_over=is_over
+    )

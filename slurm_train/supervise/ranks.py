@@ -1,14 +1,14 @@
 """Runs the ranks of an attempt: as a step of srun in an allocation, or as processes of this machine.
 
-Before a step every node is asked whether it sees the run directory. Without that, a node that lacks the path ends the
-step with a line about a log file that could not be opened, or the ranks of the other nodes wait for it until a
-time-out. While Slurm's controller is away no node answers, and they are asked again.
+Before a step, every node is asked whether it sees the run directory. Without this check, a node that lacks the path
+would end the step with a line about a log file that could not be opened, or the ranks of the other nodes would wait for
+it until a time-out. While Slurm's controller is away no node answers, and the nodes are asked again.
 
-srun gets each task's end from the node's slurmstepd. Where that one was killed, srun waits for ranks that are long
-gone; where srun itself is killed, the ranks train on without it. Both are ended here.
+The slurmstepd of a node reports the end of each task to srun. If slurmstepd was killed, srun waits for ranks that have
+ended long ago. If srun itself was killed, the ranks go on without it. Both are ended here.
 
-On this machine each rank is one process with one log. Rank 0 keeps the terminal, and the first rank that fails ends the
-rest.
+On this machine each rank is one process with its own log. Rank 0 keeps the terminal, and the first rank that fails ends
+the others.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _TIMEOUT_S = 25.0
 _ASKED_DIRECTLY_S = 5.0
 _FEW = 10
 _RETRY_S = 120.0
-"""For a controller that is away; as long as other questions to it are repeated by default."""
+"""While the controller is away; as long as other questions to it are repeated by default."""
 _REFUSED_S = 30.0
-"""For one that makes no step: after its restart it may not have freed the cores and memory of the one before."""
+"""While it makes no step: after its restart it may not have freed the cores and memory of the step before."""
 _LATE_S = 12
-"""How long a node may take to see the file of an attempt, which is there before the question is asked."""
-# srun has started nothing anywhere: nothing is known of the nodes.
+"""How long a node may take to see the file of an attempt, which exists before the node is asked."""
+# srun has started nothing on any node, so nothing is known of the nodes.
 _NOT_CREATED = re.compile(
     rf"{NO_STEP}|srun: fatal: |srun: error: (?:Unable to (?:allocate|confirm|create)|Invalid |Unable to initialize)"
 )
@@ -73,24 +73,26 @@ def require_seen_by_all(
         run: the run.
         nodes: all nodes of the allocation.
         env: the job's environment.
-        attempt: number of the attempt that was opened right before: the nodes must see it, too.
+        attempt: number of the attempt that was opened just before: the nodes must see it, too.
 
     Raises:
         NodesError: some nodes cannot, by name.
         SilentNodesError: a node does not answer in time, or does not see the attempt.
     """
     if len(nodes) == 1 and env.get("SLURMD_NODENAME") == nodes[0]:
-        # The one node is the one that runs this process, which has read the configuration already. Under salloc this
-        # is a login node.
+        # This process runs on the only node, and has read the configuration there already. Under salloc this process
+        # runs on a login node.
         return
     newest = run.config if attempt is None else run.epochs / f"attempt_{attempt}"
     answers, complaint = _ask(
         run, nodes, env, newest=str(newest.relative_to(run.path)), timeout_s=_TIMEOUT_S, retry_s=_RETRY_S
     )
     for word, (problem, code, hint) in _PROBLEMS.items():
-        if named := sorted(node for node, answer in answers.items() if answer == word):
+        named = sorted(node for node, answer in answers.items() if answer == word)
+        if named:
             raise NodesError(f"{_names(named)} {problem} {run.path}", code=code, nodes=named, hint=hint)
-    if stale := sorted(node for node, answer in answers.items() if answer == "stale"):
+    stale = sorted(node for node, answer in answers.items() if answer == "stale")
+    if stale:
         raise SilentNodesError(
             f"{_names(stale)} not see {newest} {_LATE_S} s after it was written",
             code="FS_STALE",
@@ -98,7 +100,7 @@ def require_seen_by_all(
             hint="the path is not shared, or its cache is late: compare `findmnt -T` of it on the nodes",
         )
     if not answers and _NOT_CREATED.search(complaint):
-        # srun's own fatal errors are about its words, which are the same next time.
+        # A fatal error of srun is about its arguments, which are the same next time.
         kind = NodesError if "srun: fatal:" in complaint else SilentNodesError
         raise kind(
             f"srun could not create a step that asks the nodes for {run.path}{complaint}",
@@ -106,7 +108,8 @@ def require_seen_by_all(
             nodes=(),
             hint="the nodes were not asked: look at what the job requests (`scontrol show job`) and at cluster.sbatch",
         )
-    if silent := sorted(set(nodes) - set(answers)):
+    silent = sorted(set(nodes) - set(answers))
+    if silent:
         within = f" within {_TIMEOUT_S:.0f} s"
         raise SilentNodesError(
             f"no answer from {', '.join(silent)}{within}, when asked for {run.path}{complaint}",
@@ -117,13 +120,13 @@ def require_seen_by_all(
 
 
 def silent_nodes(run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Returns which nodes do not answer while ranks run, asked twice; none where no node answers.
+    """Returns which nodes do not answer while ranks run, although asked twice; none where no node at all answers.
 
-    Then Slurm's controller or the network of this node is at fault, and nothing is known of the others.
+    In that case Slurm's controller or the network of this node is at fault, and nothing is known of the other nodes.
     """
     silent = list(nodes)
     for _ in range(2):
-        # srun asks a few nodes itself; it has many asked by others, and one that is lost delays those behind it.
+        # srun asks a few nodes directly, and many through a tree of nodes, where a lost node delays those behind it.
         timeout_s = _ASKED_DIRECTLY_S if len(silent) <= _FEW else _TIMEOUT_S
         answers, complaint = _ask(run, silent, env, newest=run.config.name, timeout_s=timeout_s, retry_s=0.0)
         was_not_asked = _NOT_CREATED.search(complaint) is not None
@@ -142,7 +145,7 @@ def _names(nodes: Sequence[str]) -> str:
 def _ask(
     run: RunDirectory, nodes: Sequence[str], env: Mapping[str, str], *, newest: str, timeout_s: float, retry_s: float
 ) -> tuple[dict[str, str], str]:
-    """Returns the answer of each node that gave one, and what srun complained about, if anything.
+    """Returns the answer of each node that answered, and the error message of srun, "" for none.
 
     Asks again while there are no answers at all because Slurm's controller is away or makes no step.
     """
@@ -150,9 +153,9 @@ def _ask(
     began_s = time.monotonic()
     while True:
         try:
-            done = run_on_each_node(question, nodes, env, timeout_s=timeout_s)
-            output = done.stdout
-            errors = done.stderr
+            finished = run_on_each_node(question, nodes, env, timeout_s=timeout_s)
+            output = finished.stdout
+            errors = finished.stderr
             if is_away(errors):
                 again_for_s = retry_s
             else:
@@ -173,7 +176,7 @@ def _ask(
 
 
 def _complaint(errors: str) -> str:
-    """Returns what srun has said, for the end of a message: why it made no step, else its last line."""
+    """Returns the error of srun for the end of a message: why it made no step, else its last line."""
     lines = plain(_without_noise(errors)).strip().splitlines()
     reasons = [line for line in lines if _NOT_CREATED.search(line)]
     return f"; it said: {(reasons or lines)[-1].strip()}" if lines else ""
@@ -182,7 +185,7 @@ def _complaint(errors: str) -> str:
 def run_on_each_node(
     words: Sequence[str], nodes: Sequence[str], env: Mapping[str, str], *, timeout_s: float
 ) -> Finished:
-    """Runs a command once on each of these nodes and returns how the step ended, with what all of them have said.
+    """Runs a command once on each of these nodes and returns how the step ended, with the output of all nodes.
 
     Where the components of a heterogeneous job have several ranks per node, it runs once for each of them.
 
@@ -191,18 +194,18 @@ def run_on_each_node(
         subprocess.TimeoutExpired: it did not end in time.
     """
     command, env = _helper_step(words, nodes, env)
-    done = run_program(command, env=env, timeout_s=timeout_s, cwd="/")
-    return Finished(done.return_code, done.stdout, _without_noise(done.stderr))
+    finished = run_program(command, env=env, timeout_s=timeout_s, cwd="/")
+    return Finished(finished.return_code, finished.stdout, _without_noise(finished.stderr))
 
 
 def _without_noise(errors: str) -> str:
-    """Returns srun's stderr without what it says of --cpu-bind=none where nothing is bound anyway."""
+    """Returns srun's stderr without its warning about --cpu-bind=none on nodes that bind nothing anyway."""
     lines = errors.splitlines(keepends=True)
     return "".join(line for line in lines if "lacks support for cpu binding" not in line)
 
 
-# A helper takes nothing from the ranks: no GPUs, no memory that is theirs (0: what the job has), no CPUs of its own. A
-# step that names no GPUs would ask for the job's again, and may not get them ("Insufficient GRES", 22.05).
+# A helper takes nothing from the ranks: no GPUs, no memory of theirs (0: what the job has), no CPUs of its own. Without
+# --gres=none a step would ask for the GPUs of the job again, and may not get them ("Insufficient GRES", 22.05).
 _ASKS_FOR_NOTHING = ("--gres=none", "--mem=0", "--cpu-bind=none", "--mpi=none")
 
 
@@ -211,12 +214,14 @@ def _helper_step(
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command that runs a helper once on each of these nodes of a job, and its environment."""
     sizes = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    # An allocation may have more nodes, and their cores may be the ranks' by now.
+    # An allocation may have more nodes than these, and ranks may use their cores by now.
     sizes += [f"--nodelist={compact_nodelist(nodes)}", "--overlap"]
-    if components := het_job_ids(env):
-        # Each has a number of nodes of its own. 20.11 refuses a command for each, so one for all ranks asks.
+    components = het_job_ids(env)
+    if components:
+        # Components differ in their number of nodes. 20.11 refuses a command for each component, so one command runs
+        # for all ranks.
         sizes = [f"--het-group={','.join(map(str, range(len(components))))}"]
-    # The working directory may be missing there, so the step starts at the root.
+    # The working directory may be missing on a node, so the step starts at the root.
     command = ["srun", *sizes, *_ASKS_FOR_NOTHING, *flags, "--chdir=/", *words]
     return command, helper_environment(env, num_nodes=_num_nodes(env, nodes))
 
@@ -233,9 +238,9 @@ def _text(part: str | bytes | None) -> str:
 # --- the step of srun ---
 
 ORPHAN_LINGER_S = 10.0
-"""srun that still waits this long after a rank has reported the death of its slurmstepd will wait for ever."""
+"""If srun still waits this long after a rank has reported the death of its slurmstepd, it waits for ever."""
 LINGER_S = 150.0
-"""Longer than --wait and any usual KillWait: ranks of which one failed must be gone by then."""
+"""Longer than --wait and any usual KillWait: after the failure of one rank all ranks must have ended by then."""
 _GONE_WITHIN_S = 60.0
 _WAITING_GONE_S = 5.0
 
@@ -248,9 +253,9 @@ def start_step(
     Args:
         argv: srun and its arguments.
         env: its environment.
-        log: where it says what it says.
-        cwd: where srun and its tasks work; None: where this process does.
-        waits: its tasks wait for a line on their stdin, which srun hands to all of them.
+        log: file for its output.
+        cwd: working directory of srun and its tasks; None: that of this process.
+        waits: its tasks wait for a line on their stdin, which srun passes on to all of them.
     """
     return subprocess.Popen(
         list(argv),
@@ -273,22 +278,22 @@ def run_step(
 
     Args:
         process: srun.
-        log: where it says what it says.
+        log: file for its output.
         is_overdue: whether the ranks are known to have ended so long ago that srun must have missed it.
         beside: called once a second; like `is_overdue` it neither waits nor raises.
     """
-    given_up = False
+    is_given_up = False
     while True:
         try:
             code = process.wait(timeout=1.0)
             break
         except subprocess.TimeoutExpired:
             beside()
-            if not given_up and is_overdue():
-                given_up = True
+            if not is_given_up and is_overdue():
+                is_given_up = True
                 process.kill()
-    if code < 0 and not given_up:
-        # The ranks have ended: a full disk costs the line, not what follows.
+    if code < 0 and not is_given_up:
+        # The ranks have ended: a full disk loses this line, and nothing else.
         with contextlib.suppress(OSError):
             log.write(f"srun: error: srun itself was killed by signal {-code}\n".encode())
             log.flush()
@@ -307,21 +312,21 @@ def end_step(
 
     Args:
         job_id: the job.
-        name: the step's name; other steps of the allocation are not ours.
+        name: the step's name; the other steps of the allocation are left alone.
         commands: Slurm.
         within_s: seconds that it may take.
-        sleep: waits so many seconds.
+        sleep: waits for a number of seconds.
     """
     deadline = time.monotonic() + within_s
     while True:
         try:
-            left = [step for step, its_name in commands.steps(job_id).items() if its_name == name]
-            if not left:
+            remaining = [step for step, step_name in commands.steps(job_id).items() if step_name == name]
+            if not remaining:
                 return True
-            for step in left:
+            for step in remaining:
                 commands.cancel_step(step)
         except ClusterError:
-            # Without an answer nothing is known; a new step could not be made now either.
+            # Slurm does not answer, so a new step could not be made now either.
             pass
         if time.monotonic() > deadline:
             return False
@@ -336,12 +341,12 @@ _GUARD_EVERY_S = 20
 def start_guard(run: RunDirectory, node: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts a step that requeues the job when the node of this process is taken from it; returns its srun.
 
-    With --no-kill Slurm (seen with 22.05) leaves a job running whose batch script was lost with its node: it would
-    only end at its time limit.
+    With --no-kill a job whose batch script was lost with its node goes on (seen with 22.05): it would end only at its
+    time limit.
 
     Args:
         run: the run; its batch log gets the reason.
-        node: where the guard is, another node than this one.
+        node: the node that the guard runs on, another one than this.
         env: of the batch script.
     """
     arguments = [env["SLURM_JOB_ID"], env["SLURMD_NODENAME"], str(_GUARD_EVERY_S), str(run.logs / "batch.log")]
@@ -359,21 +364,21 @@ WAITS = "SLURM_TRAIN_WAITS"
 
 @dataclass(slots=True)
 class RanksInWaiting:
-    """The step of the attempt that would follow a failure: its ranks have imported torch, and wait for a line."""
+    """The step of the attempt that follows if this one fails: its ranks have imported torch, and wait for a line."""
 
     process: subprocess.Popen[bytes] | None = None
     attempt: int = -1
     nodes: tuple[str, ...] = ()
     log: Path | None = None
-    """What srun has said so far."""
+    """Has the output of srun so far."""
 
     def take(self, attempt: int, nodes: tuple[str, ...], log: Path) -> subprocess.Popen[bytes] | None:
-        """Has the ranks begin, if they are those of this attempt and there still; returns their srun.
+        """Starts the training of the ranks if they still wait, for this attempt and on these nodes; returns their srun.
 
         Args:
             attempt: the attempt that begins.
             nodes: where it runs.
-            log: the attempt's log, which gets what srun has said and says from now on.
+            log: the attempt's log, which gets the output of srun up to now and from now on.
         """
         process = self.process
         self.process = None
@@ -391,7 +396,7 @@ class RanksInWaiting:
         return None
 
     def dismiss(self) -> None:
-        """Ends the ranks; without a line they go by themselves."""
+        """Ends the ranks; when their stdin closes without a line, they exit."""
         process = self.process
         self.process = None
         if process is not None:
@@ -422,44 +427,46 @@ class LocalRanks:
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     kill_after_s: float = _KILL_AFTER_S
-    """How long the others may take to end by themselves once a rank has failed."""
+    """How long the other ranks may take to end by themselves after a rank has failed."""
 
     def interrupt(self) -> None:
         """Asks every rank to save and stop, as Slurm does before a time limit."""
         self._signal(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """Ends every rank at once, also one that is stopped."""
+        """Kills every rank at once, also a stopped one."""
         self._signal(signal.SIGKILL)
 
     def wait(self, beside: Callable[[], None] = lambda: None) -> int:
-        """Waits for all ranks; after a failure the others get a moment to end by themselves.
+        """Waits for all ranks; after a failure the other ranks get some time to end by themselves.
 
         Args:
             beside: called now and then, at least once a second; it neither waits nor raises.
 
         Returns:
-            The first failing rank's exit code (128 + signal for a killed one), or what all agreed on.
+            The exit code of the first rank that failed (128 + signal if it was killed), or the code on
+            which all agreed.
         """
-        first_bad: int | None = None
+        first_failure: int | None = None
         deadline = float("inf")
         while any(process.poll() is None for process in self.processes):
-            bad = [
-                code for process in self.processes if (code := process.poll()) not in (None, EXIT_DONE, EXIT_REQUEUE)
-            ]
-            if bad and first_bad is None:
-                first_bad = bad[0]
+            codes = [process.poll() for process in self.processes]
+            failures = [code for code in codes if code not in (None, EXIT_DONE, EXIT_REQUEUE)]
+            if failures and first_failure is None:
+                first_failure = failures[0]
                 deadline = time.monotonic() + self.kill_after_s
                 self._signal(signal.SIGTERM)
             if time.monotonic() > deadline:
                 self._signal(signal.SIGKILL)
             beside()
             self._wait_briefly()
-        ended = [process.returncode for process in self.processes]
-        if first_bad is None:
-            # All ended between two looks; a failure counts for more than a wish to be run again.
-            first_bad = next((code for code in ended if code not in (EXIT_DONE, EXIT_REQUEUE)), max(ended))
-        return 128 - first_bad if first_bad < 0 else first_bad
+        exit_codes = [process.returncode for process in self.processes]
+        if first_failure is None:
+            # All ended between two looks; a failure has priority over a request to be requeued.
+            first_failure = next(
+                (code for code in exit_codes if code not in (EXIT_DONE, EXIT_REQUEUE)), max(exit_codes)
+            )
+        return 128 - first_failure if first_failure < 0 else first_failure
 
     def _wait_briefly(self) -> None:
         running = next((process for process in self.processes if process.poll() is None), None)
@@ -479,7 +486,7 @@ def start_local(
     """Starts the ranks in the code snapshot, where there is one, and returns at once.
 
     Args:
-        command: the worker's command line.
+        command: command line of the worker.
         run: the run; logs go to its attempt's folder.
         attempt: number of the attempt.
         num_ranks: world size; all ranks are on this machine.
@@ -490,7 +497,7 @@ def start_local(
         rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
         rank_env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         log = open_file(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        # A session of its own keeps Ctrl-C on the terminal from reaching the ranks: the parent asks them to stop.
+        # In their own session the ranks do not get Ctrl-C of the terminal: the parent asks them to stop.
         ranks.processes.append(
             subprocess.Popen(
                 command,

@@ -1,6 +1,6 @@
-"""What the supervisor asks of whatever starts jobs: Slurm, or this machine, which has no jobs.
+"""The supervisor's questions and requests to what starts its job: Slurm, or this machine, which has no jobs.
 
-A restart of slurmctld must not cost a run: while it does not answer, the question is repeated for some minutes.
+A restart of slurmctld must not end a run: while slurmctld does not answer, the question is repeated for some minutes.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _LONGEST_PAUSE_S = 10.0
 _CONFIRM_LOOKS = 5
 _KERNEL_COUNTS = Path("/proc/vmstat")
 _SOON_S = 60.0
-"""What starts within so many seconds starts now: clocks differ, and Slurm's scheduler looks now and then."""
+"""A start within this time counts as now: clocks differ, and Slurm's scheduler runs at intervals."""
 _WAITS_FOR_ITS_TIME_S = 600.0
-"""A job that may start so soon is one that waits: a requeued one may, after two minutes by default."""
+"""A job whose begin time is this near counts as waiting; that of a requeued job is two minutes ahead by default."""
 _WRITTEN_AFTER_S = 7.0
-"""slurmctld writes what has changed into its files within 5 s; until then a crash undoes it."""
+"""slurmctld writes changes into its state files within 5 s; before that, a crash loses them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,32 +66,33 @@ class Room:
     """How many nodes a job would have if it were requeued now."""
 
     nodes: int
-    """Its own well ones, and free ones; at most as many as the run can use."""
+    """Its own nodes that are not bad, and free nodes; at most as many as the run can use."""
     exclude: tuple[str, ...] = ()
-    """Those of its own that were found bad."""
+    """Nodes of the job that were found bad."""
     why_no_more: str = ""
-    """What keeps it from more; "" where nothing does."""
+    """Why it would not get more nodes; "" where there is no reason."""
 
 
 class Scheduler:
     """This machine, which has no jobs: nothing is requeued.
 
     Args:
-        start: who opens attempts, and where.
-        env: environment for Slurm's commands: the run may be held by a job.
+        start: what an attempt is opened with: job, restart, nodes and ranks.
+        env: environment for Slurm's commands, which are needed since a job may hold the run.
     """
 
     continues: str | None = None
-    """The job that this one takes over from."""
+    """The job that this one continues."""
     can_relaunch = False
-    """Whether failed ranks are started again here, without a person."""
+    """Whether failed ranks are started again here automatically."""
     growth: Growth | None = None
-    """Why the ranks were asked to stop, if it was for more nodes."""
+    """Set if the ranks were asked to stop for more nodes: the reason."""
     is_shared = False
     """Whether other runs have supervisors of their own in the same job."""
 
     def __init__(self, start: AttemptStart, env: Mapping[str, str]) -> None:
-        self.start, self.commands = start, SlurmCommands(env)
+        self.start = start
+        self.commands = SlurmCommands(env)
         self.holder = this_process(job_id=start.job_id)
 
     def is_alive(self, holder: Holder) -> bool:
@@ -103,7 +104,7 @@ class Scheduler:
         return None
 
     def newest_job(self) -> int | None:
-        """Returns the highest number of this user's jobs that Slurm knows, None where it does not answer."""
+        """Returns the highest job number of this user that Slurm knows, None where it does not answer."""
         return None
 
     def show_job(self) -> dict[str, str] | None:
@@ -111,7 +112,7 @@ class Scheduler:
         return None
 
     def past_ends(self, _job_id: str) -> Sequence[str]:
-        """Returns how the earlier starts of a job ended in Slurm's words, oldest first; empty if unknown."""
+        """Returns the states in which the earlier starts of a job ended, oldest first; empty if unknown."""
         return ()
 
     def explain(self, _attempt: int) -> str:
@@ -119,18 +120,19 @@ class Scheduler:
         return ""
 
     def num_oom_kills(self) -> int:
-        """Returns how many processes of this machine the kernel has ended for want of memory since it booted."""
+        """Returns how many processes of this machine the kernel has ended for lack of memory since it booted."""
         with contextlib.suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", _KERNEL_COUNTS.read_text(encoding="ascii"), re.MULTILINE):
-                return int(found[1])
+            match = re.search(r"^oom_kill (\d+)$", _KERNEL_COUNTS.read_text(encoding="ascii"), re.MULTILINE)
+            if match:
+                return int(match[1])
         return 0
 
     def can_avoid(self, _nodes: Sequence[str]) -> bool:
-        """Returns whether there are nodes enough for this job without these."""
+        """Returns whether there are enough nodes for this job without these."""
         return False
 
     def lost_nodes(self, _job: Mapping[str, str] | None) -> Sequence[str]:
-        """Returns which nodes of the ranks are lost, where Slurm leaves the job its other ones.
+        """Returns which nodes of the ranks are lost; only where Slurm leaves the job its other nodes.
 
         Args:
             _job: this job's record, None where Slurm does not answer.
@@ -138,11 +140,11 @@ class Scheduler:
         return ()
 
     def nodes_without(self, _nodes: Sequence[str]) -> Sequence[str]:
-        """Returns the nodes of this job that the next attempt can use if it leaves these; empty if too few are left."""
+        """Returns the nodes that the next attempt in this job can use without these; empty if too few are left."""
         return ()
 
     def use(self, _nodes: Sequence[str], *, without: Sequence[str]) -> None:
-        """Has the next attempt run on these nodes, and none run on those in `without` any more."""
+        """Sets the nodes of the next attempt; no later attempt of this job uses those in `without`."""
 
     def clear(self, _attempt: int) -> bool:
         """Ends what is left of an attempt's ranks; returns whether its nodes are free again."""
@@ -153,15 +155,15 @@ class Scheduler:
         return False
 
     def wait_for_requeue(self, decision: Decision) -> None:
-        """Waits until this process is ended by the requeue, or the requeue is sure."""
+        """Waits until the requeue ends this process, or is certain."""
         wait_for_the_end(lambda: self.requeue(decision))
 
     def has_left(self) -> bool:
-        """Returns whether the run has stopped for good in an earlier start of a job that goes on without it."""
+        """Returns whether the run has stopped for good in an earlier start of a job that continues for other runs."""
         return False
 
     def resubmit(self, _decision: Decision) -> str:
-        """Submits another job that takes over when this one has ended; returns its id, "" where that failed."""
+        """Submits another job that continues the run after this one has ended; returns its id, "" where that failed."""
         return ""
 
 
@@ -174,8 +176,8 @@ class SlurmJob(Scheduler):
         env: the job's environment.
         pool: its nodes, among which each attempt chooses.
         retry_s: seconds to retry while Slurm does not answer.
-        continues: the job that this one takes over from.
-        before_requeue: called first; Slurm ends this process by a requeue.
+        continues: the job that this one continues.
+        before_requeue: called before a requeue, since Slurm ends this process by it.
     """
 
     can_relaunch = True
@@ -192,7 +194,7 @@ class SlurmJob(Scheduler):
         before_requeue: Callable[[], None] = lambda: None,
     ) -> None:
         self.job_id = allocation.requeue_id
-        # An allocation that is too small is used as it is: srun says what it lacks.
+        # An allocation that is too small is used as it is; srun then reports what is missing.
         nodes = pool.choose() or pool.nodes
         super().__init__(
             AttemptStart(
@@ -207,10 +209,10 @@ class SlurmJob(Scheduler):
         self.job_ids = het_job_ids(env) or (self.job_id,)
         self.continues = continues
         self.pool = pool
-        self._left = set[str]()
+        self._left_out = set[str]()
         """Nodes that were lost, or found bad, in earlier attempts of this start of the job."""
         self.lost: set[str] = set()
-        """Nodes of the ranks that do not answer any more."""
+        """Nodes of the ranks that no longer answer."""
         self._run = run
         self._env = env
         self._retry_s = retry_s
@@ -219,7 +221,7 @@ class SlurmJob(Scheduler):
 
     def queue_s(self) -> float | None:
         """Asks Slurm, for ten seconds at most."""
-        # Only a figure for the ledger: a controller that is busy now does not hold the start up.
+        # Only a figure for the ledger, so a busy controller must not delay the start.
         commands = SlurmCommands(self._env, timeout_s=10.0)
         return _answer(lambda: queue_seconds(commands.show_job(self.job_id)), None)
 
@@ -247,7 +249,7 @@ class SlurmJob(Scheduler):
         return can_avoid(nodes, self.job_id, self.commands, num_nodes=self.pool.fewest)
 
     def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
-        """Returns those that do not answer, or that Slurm has taken from the job."""
+        """Returns the nodes that do not answer, or that Slurm has taken from the job."""
         if not self.pool.outlives_nodes:
             return ()
         present = set(self._present(job)) - self.lost
@@ -257,46 +259,47 @@ class SlurmJob(Scheduler):
         return (nodes_in(job, "NodeList") if job is not None else []) or self.pool.nodes
 
     def nodes_without(self, nodes: Sequence[str]) -> Sequence[str]:
-        """Chooses among those that Slurm has not taken from the job; a node that is silent is seen when it is used."""
+        """Chooses among the nodes that Slurm has not taken from the job; a silent node is noticed when it is used."""
         if not nodes or not self.pool.outlives_nodes:
             return ()
         taken = set(self.pool.nodes).difference(self._present(self.show_job()))
-        return self.pool.choose(without={*nodes, *self._left, *taken})
+        return self.pool.choose(without={*nodes, *self._left_out, *taken})
 
     def use(self, nodes: Sequence[str], *, without: Sequence[str]) -> None:
         """Changes what the next attempt is opened with."""
-        self._left |= set(without)
+        self._left_out |= set(without)
         self.start = replace(self.start, nodes=tuple(nodes), world_size=self.pool.num_ranks(len(nodes)))
 
     def step_name(self, attempt: int) -> str:
-        """Returns the name of an attempt's step, by which it is found again."""
+        """Returns the name of an attempt's step, by which the step is identified."""
         return STEP_NAME.format(attempt=attempt)
 
     def clear(self, attempt: int) -> bool:
         """Ends the attempt's steps."""
         if NO_STEP in self.explain(attempt) and self._has_begun_before(attempt):
-            # Slurm's books of this job are wrong since slurmctld was killed, and are so until the job ends (22.05).
+            # Slurm's record of the job's resources is wrong after a kill of slurmctld, until the job ends (22.05).
             return False
         if self.lost:
-            # The step stays until Slurm gives the lost node up; on the other nodes its ranks are killed at once.
+            # The step exists until Slurm declares the node down; on the other nodes its ranks are killed at once.
             name = self.step_name(attempt)
-            for step in [step for step, its_name in self.commands.steps(self.job_id).items() if its_name == name]:
+            steps = self.commands.steps(self.job_id)
+            for step in [step for step, step_name in steps.items() if step_name == name]:
                 self.commands.cancel_step(step, kill=True)
             return True
         mark = first_mark(self._run, attempt)
-        # Slurm has no process left that could end the step of a killed slurmstepd (22.05: it stays until the job ends).
+        # After a kill of slurmstepd no process of Slurm can end its step (22.05: the step exists until the job ends).
         within_s = 10.0 if mark is not None and mark.exit_code == EXIT_ORPHANED else 60.0
         name = self.step_name(first_round(self._run, attempt))
         return all(end_step(job_id, name, self.commands, within_s=within_s) for job_id in self.job_ids)
 
     def _has_begun_before(self, attempt: int) -> bool:
         """Returns whether ranks of an earlier attempt were started by this start of the job."""
-        same = (self.start.job_id, self.start.restart_count)
-        before = [line for line in read_ledger(self._run) if line["attempt"] < attempt]
-        return any((line.get("job_id"), line.get("restart_count")) == same for line in before)
+        this_start = (self.start.job_id, self.start.restart_count)
+        earlier = [line for line in read_ledger(self._run) if line["attempt"] < attempt]
+        return any((line.get("job_id"), line.get("restart_count")) == this_start for line in earlier)
 
     def requeue(self, decision: Decision) -> bool:
-        """Requeues the job, and puts it off or excludes nodes as decided."""
+        """Requeues the job, and delays it or excludes nodes as decided."""
         self._before_requeue()
         bring = partial(
             bring_back,
@@ -307,7 +310,7 @@ class SlurmJob(Scheduler):
             limit_s=self._retry_s,
         )
         is_requeued = _answer(bring, False, f"job {self.job_id} could not be requeued")
-        # Slurm may end this process any moment: attempts, not promises.
+        # Slurm may end this process at any moment, so delay and exclusion are best effort.
         for job_id in self.job_ids if is_requeued else ():
             if decision.delay_s:
                 put_off = partial(self.commands.put_off, job_id, decision.delay_s)
@@ -318,10 +321,10 @@ class SlurmJob(Scheduler):
         return is_requeued
 
     def end_for_good(self) -> None:
-        """Sees to it that a job that fails now ends, and is not held by Slurm for a person to release.
+        """Makes sure that a job that fails now ends, and that Slurm does not hold it until a person releases it.
 
-        Slurm holds a job with --requeue=expedite that fails on nodes that are well. One that was requeued, or that
-        somebody else ends, is left as it is.
+        Slurm holds a job with --requeue=expedite that fails on nodes without a fault. A job that was requeued, or that
+        somebody else ends, is not changed.
         """
         unknown: dict[str, str] = {}
         job = _answer(lambda: self.commands.show_job(self.job_id), unknown)
@@ -345,8 +348,8 @@ class SlurmJob(Scheduler):
     def room(self) -> Room:
         """Asks Slurm how many nodes the job would have if it were requeued now.
 
-        `sbatch --test-only` counts the nodes of running jobs as taken, this one's included, so it is asked for the
-        missing nodes alone, without those that the job has. Between the requeue and its start the job's own nodes are
+        `sbatch --test-only` counts the nodes of running jobs as taken, also those of this job. So it is asked only for
+        the missing nodes, with the job's own nodes excluded. Between the requeue and its start the job's own nodes are
         free for anybody: where another job waits for nodes of the same partitions, there is no room.
 
         Raises:
@@ -354,7 +357,7 @@ class SlurmJob(Scheduler):
         """
         job = self.commands.show_job(self.job_id)
         present = list(self._present(job))
-        bad = tuple(node for node in present if node in self._left)
+        bad = tuple(node for node in present if node in self._left_out)
         well = len(present) - len(bad)
         missing = self.pool.sizes[-1] - well
         if missing <= 0:
@@ -407,12 +410,12 @@ class SlurmJob(Scheduler):
             ClusterError: Slurm refused, or does not answer.
         """
         name = self.step_name(attempt)
-        for step, its_name in self.commands.steps(self.job_id).items():
-            if its_name == name:
+        for step, step_name in self.commands.steps(self.job_id).items():
+            if step_name == name:
                 self.commands.ask_step(step, name="USR2")
 
     def end_ranks(self, beats: Mapping[int, Beat]) -> None:
-        """Kills the steps that ranks belong to.
+        """Kills the steps of the ranks.
 
         Raises:
             ClusterError: Slurm refused, or does not answer.
@@ -420,11 +423,12 @@ class SlurmJob(Scheduler):
         for step_id in {beat.step_id for beat in beats.values()} - {""}:
             job, _, step = step_id.partition(".")
             # The step has the same number in each component.
-            for job_id in (job, *(other for other in self.job_ids if job in self.job_ids and other != job)):
+            components = self.job_ids if job in self.job_ids else ()
+            for job_id in (job, *(component for component in components if component != job)):
                 self.commands.cancel_step(f"{job_id}.{step}", kill=True)
 
     def notice(self) -> Notice:
-        """Returns when the job ends; how the site ends jobs does not change and is asked once.
+        """Returns when the job ends, and how the site ends jobs; the latter is asked once, since it does not change.
 
         Raises:
             ClusterError: Slurm does not answer.
@@ -448,7 +452,7 @@ def _is_next(job: JobState, *, now_unix_s: float) -> bool:
 
 
 def _answer(ask: Callable[[], T], default: T, problem: str = "") -> T:
-    """Returns what Slurm answers, `default` where it refuses or does not; a problem with a name is printed."""
+    """Returns Slurm's answer, `default` where it refuses or does not answer; then `problem` is printed, if given."""
     try:
         return ask()
     except ClusterError as err:
@@ -460,12 +464,12 @@ def _answer(ask: Callable[[], T], default: T, problem: str = "") -> T:
 def ask_with_retries(
     ask: Callable[[], T], *, limit_s: float = _RETRY_S, sleep: Callable[[float], None] = time.sleep
 ) -> T:
-    """Returns the first answer; while there is none, waits longer from one try to the next.
+    """Returns the first answer; the pause between two tries grows.
 
     Args:
         ask: raises ControllerAway while Slurm does not answer; anything else it raises is final.
-        limit_s: seconds after which the last ControllerAway is let through; tries themselves take time as well.
-        sleep: waits so many seconds.
+        limit_s: seconds after which the last ControllerAway is raised; tries themselves take time as well.
+        sleep: waits for a number of seconds.
 
     Raises:
         ControllerAway: there was no answer in time.
@@ -493,17 +497,17 @@ def bring_back(
 ) -> bool:
     """Requeues a job and returns whether Slurm confirms that it was restarted; retries while Slurm does not answer.
 
-    An answer may be lost although the requeue happened, and meanwhile somebody may have cancelled the job, so its
-    record is read before every try. The plain form, which would bring a cancelled job back, is used only right after
-    the record said that the limit has ended this very start.
+    An answer may be lost although the requeue happened, and somebody may have cancelled the job meanwhile, so its
+    record is read before every try. The plain form of requeue would restart a cancelled job as well. It is used only
+    right after the record said that the time limit has ended this start of the job.
 
     Args:
         job_id: array-safe id.
         commands: Slurm.
         restart_count: how often the job had been restarted when this attempt began.
         is_over: the job is over its time limit, where the careful form of the call does nothing.
-        limit_s: seconds to go on for.
-        sleep: waits so many seconds.
+        limit_s: seconds during which it is tried again.
+        sleep: waits for a number of seconds.
 
     Raises:
         ClusterError: Slurm refused, or did not answer in time.
@@ -520,7 +524,7 @@ def bring_back(
         except ControllerAway:
             raise
         except ClusterError:
-            # --no-requeue, or the site's default: the owner may allow it afterwards.
+            # The cause may be --no-requeue, or the site's default; the owner may allow requeues afterwards.
             commands.allow_requeue(job_id)
             commands.requeue(job_id, is_over=is_over)
         for _ in range(_CONFIRM_LOOKS):
@@ -539,25 +543,25 @@ def wait_for_the_end(
     written_after_s: float = _WRITTEN_AFTER_S,
     pause_s: float = 2.0,
 ) -> None:
-    """Waits until Slurm kills this process, or the requeue is surely in Slurm's own files.
+    """Waits until Slurm kills this process, or the requeue is certainly in Slurm's state files.
 
-    A script that ends before Slurm has requeued the job is booked as finished. And a slurmctld that is killed right
-    after it requeued the job comes back with the job running, as it has it in its files: then it is asked once more,
-    for as long as this process lives, which is KillWait after the requeue.
+    If the script ends before Slurm has requeued the job, Slurm records the job as finished. And if slurmctld is killed
+    right after it requeued the job, it restarts with the job running, as in its state files. Then the requeue is asked
+    for once more, for as long as this process lives, which is KillWait after the requeue.
 
     Args:
         comes_back: requeues the job if necessary; returns whether Slurm has confirmed it.
-        limit_s: seconds after which this is given up.
-        written_after_s: seconds for which Slurm must have confirmed it.
+        limit_s: seconds after which the wait ends in any case.
+        written_after_s: seconds for which Slurm must have confirmed the requeue.
         pause_s: seconds between two looks.
     """
     begin_s = time.monotonic()
     sure_s = begin_s + written_after_s
     while time.monotonic() < begin_s + limit_s:
         signal.sigtimedwait([signal.SIGINT], min(pause_s, limit_s))
-        asked_s = time.monotonic()
-        answer = comes_back()
-        if answer and asked_s >= sure_s:
+        look_s = time.monotonic()
+        is_confirmed = comes_back()
+        if is_confirmed and look_s >= sure_s:
             return
-        if not answer:
+        if not is_confirmed:
             sure_s = time.monotonic() + written_after_s

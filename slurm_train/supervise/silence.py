@@ -1,13 +1,13 @@
-"""Whether a program that makes no marks is slow or dead, and who waits for whom. Pure.
+"""Whether a program that makes no marks is slow or dead, and which ranks wait for which. Pure.
 
-From outside a rank shows what it has done in a stretch of time: how much its log has grown, what its processes have
-read and written, how long they and its child processes have computed, what its GPU did, how many collectives are over.
-Processor time alone proves nothing: a rank that waits for a collective on a GPU computes all the time. So it does not
-count while the rank is in the same collective, at the same place, as before.
+From outside one can see what a rank has done during a time: how much its log has grown, what its processes have read
+and written, how long they and its child processes have computed, what its GPU did, how many collectives have ended.
+Processor time alone proves nothing: a rank that waits for a collective on a GPU computes all the time. So processor
+time does not count while the rank is in the same collective, at the same place, as before.
 
 A program may be silent for good reasons: a server waits for requests, an evaluator for the next checkpoint. Silence of
-all ranks is a hang only where something shows that a rank is waited for in vain: an exchange or a data loader that
-another rank waits in, a stopped process, one that the kernel does not let go.
+all ranks is a hang only if there is proof that a rank waits for something that cannot come: a rank that waits in an
+exchange or a data loader, a stopped process, or a process that is blocked in the kernel.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from slurm_train.supervise.stragglers import ranks_in_words
 _BUSY_SHARE = 0.05
 """Of a core. Threads of loggers and monitors take 1 to 2 %, a rank that waits for gloo 0.3 % (measured)."""
 _BUSY_BYTES_PER_S = 16384.0
-"""A logger that samples the machine reads some 5 KB/s of /proc; a file system slower than this is no use either."""
+"""A logger that samples the machine reads some 5 KB/s of /proc; a slower file system counts as dead."""
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Counters of a rank's processes at one moment; all of them only grow, but for `gpu_memory_busy`."""
+    """Counters of a rank's processes at one moment; all numbers only grow."""
 
     time_s: float
     log_bytes: int = 0
@@ -42,48 +42,48 @@ class Sample:
     io_bytes: int = 0
     """Read and written by the rank's processes."""
     own_cpu_s: float = 0.0
-    """Processor time of the rank's own process, and time in which its main thread waited for a CPU."""
+    """Processor time of the rank's own process, plus the time in which its main thread waited for a CPU."""
     child_cpu_s: float = 0.0
-    """Of its descendants: compilers, data loaders."""
+    """The same of its descendants: compilers, data loaders."""
     collectives: int = 0
-    """Begun and over, of all groups, as its flight record says; 0 where there is none."""
+    """Collectives begun plus collectives ended, of all groups, by its flight record; 0 where there is none."""
     written_back: int = 0
-    """Pages that the node has written to its file systems, of whatever process."""
+    """Pages that the node has written to its file systems, for any process."""
     is_held: bool = False
-    """Whether the kernel holds the rank's process (state D), as in fsync."""
+    """Whether the rank's process is blocked in the kernel (state D), as in fsync."""
     gpu_memory_busy: bool = False
-    """Whether its GPU reads or writes memory. A collective that waits keeps the GPU at 100 % without doing so."""
+    """Whether its GPU reads or writes memory. A collective that waits keeps the GPU at 100 % without memory traffic."""
 
 
-def sign_of_life(before: Sample, after: Sample, *, waits: bool) -> str:
+def sign_of_life(earlier: Sample, later: Sample, *, waits: bool) -> str:
     """Returns what a rank has done between two samples, "" for nothing that counts.
 
     Args:
-        before: the earlier sample.
-        after: the later one.
+        earlier: the earlier sample.
+        later: the later one.
         waits: whether it is in the same collective, at the same place of the program, as at the earlier one.
     """
-    seconds = max(after.time_s - before.time_s, 1e-3)
-    if after.log_bytes != before.log_bytes:
+    seconds = max(later.time_s - earlier.time_s, 1e-3)
+    if later.log_bytes != earlier.log_bytes:
         return "log"
-    if after.io_bytes - before.io_bytes > _BUSY_BYTES_PER_S * seconds:
+    if later.io_bytes - earlier.io_bytes > _BUSY_BYTES_PER_S * seconds:
         return "files"
-    # What an fsync of minutes writes is not counted for the process that waits for it.
-    written_back = (after.written_back - before.written_back) * _PAGE_BYTES
-    if before.is_held and after.is_held and written_back > _BUSY_BYTES_PER_S * seconds:
+    # What a long fsync writes is not counted for the process that waits for it.
+    written_back = (later.written_back - earlier.written_back) * _PAGE_BYTES
+    if earlier.is_held and later.is_held and written_back > _BUSY_BYTES_PER_S * seconds:
         return "files"
-    if after.child_cpu_s - before.child_cpu_s > _BUSY_SHARE * seconds:
+    if later.child_cpu_s - earlier.child_cpu_s > _BUSY_SHARE * seconds:
         return "children"
-    if after.collectives != before.collectives:
+    if later.collectives != earlier.collectives:
         return "collectives"
     if waits:
         return ""
-    if after.own_cpu_s - before.own_cpu_s > _BUSY_SHARE * seconds:
+    if later.own_cpu_s - earlier.own_cpu_s > _BUSY_SHARE * seconds:
         return "processor"
-    return "gpu" if after.gpu_memory_busy else ""
+    return "gpu" if later.gpu_memory_busy else ""
 
 
-# --- what a stack says ---
+# --- stacks ---
 
 
 class Frame(NamedTuple):
@@ -107,7 +107,7 @@ _WRAPPERS = ("wrapper", "inner", "decorate_context")
 
 
 def frames_of(stack: str) -> list[Frame]:
-    """Returns the main thread's frames, innermost first; none where the stack is not there.
+    """Returns the main thread's frames, innermost first; none where there is no stack.
 
     Args:
         stack: "main thread 0x...", then faulthandler's dump of all threads.
@@ -121,7 +121,7 @@ def frames_of(stack: str) -> list[Frame]:
 
 
 def waits_in(frames: Sequence[Frame]) -> str:
-    """Returns what the innermost frames wait for, e.g. "barrier", "the data loader"; "" where they work."""
+    """Returns what the innermost frames wait for, e.g. "barrier", "the data loader"; "" where they do not wait."""
     for frame in frames:
         if _EXCHANGES in frame.file:
             if frame.function not in _WRAPPERS:
@@ -129,7 +129,7 @@ def waits_in(frames: Sequence[Frame]) -> str:
         elif frame.file.endswith(_LOADER):
             return "the data loader"
         elif not _LIBRARY.search(frame.file):
-            # The program's own code called nothing that waits.
+            # The program's own code has not called anything that waits.
             return ""
     return ""
 
@@ -137,87 +137,92 @@ def waits_in(frames: Sequence[Frame]) -> str:
 def place_of(frames: Sequence[Frame]) -> str:
     """Returns where a rank is, "" if unknown: its innermost frame outside of libraries.
 
-    E.g. "load (train.py:31)"; "train.py:80" for what is in no function.
+    E.g. "load (train.py:31)"; "train.py:80" for code outside of functions.
     """
     outside = (frame for frame in frames if not _LIBRARY.search(frame.file))
     return str(next(outside, next(iter(frames), "")))
 
 
-# --- who waits for whom ---
+# --- which ranks wait for which ---
 
 
 def is_evident(signs: Mapping[int, Signs]) -> bool:
-    """Returns whether silent ranks wait for what cannot come, and are not silent for reasons of their own."""
+    """Returns whether it is proved that silent ranks wait for something that cannot come."""
     return any(rank.waits or rank.state in ("T", "t", "D") for rank in signs.values() if not rank.has_ended)
 
 
 def explain(
     signs: Mapping[int, Signs], *, silent_s: float, stacks: Mapping[int, str], flights: Mapping[int, Flights]
 ) -> Hang:
-    """Returns which ranks are waited for, and where they are.
+    """Returns for which ranks the others wait, and where these ranks are.
 
     Args:
         signs: of all ranks; at least one has not ended.
         silent_s: how long no rank has shown a sign of life.
-        stacks: what ranks have written down, by rank; a stopped one has none.
+        stacks: stacks that ranks have written, by rank; a stopped rank has none.
         flights: which collectives they have begun, where that is recorded.
     """
-    working = {rank: its for rank, its in sorted(signs.items()) if not its.has_ended}
+    working = {rank: rank_signs for rank, rank_signs in sorted(signs.items()) if not rank_signs.has_ended}
     frames = {rank: frames_of(stacks.get(rank, "")) for rank in working}
     waits = {rank: _wait_of(rank, working[rank], flights) for rank in working}
     behind = _behind(working, waits, flights)
-    first = behind[0]
-    others = [rank for rank in working if rank not in set(behind)]
-    sentence = f"{_doing(working[first], frames[first], waits[first], several=len(behind) > 1)}"
+    first_behind = behind[0]
+    waiting = [rank for rank in working if rank not in set(behind)]
+    sentence = _doing(working[first_behind], frames[first_behind], waits[first_behind], several=len(behind) > 1)
     sentence += f", without a sign of life for {duration(silent_s)}"
-    if others:
-        names = [waits[rank] for rank in others if waits[rank]]
+    if waiting:
+        names = [waits[rank] for rank in waiting if waits[rank]]
         name = max(set(names), key=names.count) if names else ""
-        verb = "rank waits" if len(others) == 1 else "ranks wait"
-        sentence += f"; {len(others)} {verb} for {'them' if len(behind) > 1 else 'it'}" + (
-            f" in {name}" if name else ""
-        )
+        verb = "rank waits" if len(waiting) == 1 else "ranks wait"
+        sentence += f"; {len(waiting)} {verb} for {'them' if len(behind) > 1 else 'it'}"
+        if name:
+            sentence += f" in {name}"
     elif len(behind) > 1:
         sentence += "; no rank stands out"
-    ended = [rank for rank, its in sorted(signs.items()) if its.has_ended]
-    if ended:
-        sentence += f"; {ranks_in_words(tuple(ended))} {'have' if len(ended) > 1 else 'has'} ended"
-    differ = disagreement(flights)
+    ended_ranks = [rank for rank, rank_signs in sorted(signs.items()) if rank_signs.has_ended]
+    if ended_ranks:
+        sentence += f"; {ranks_in_words(tuple(ended_ranks))} {'have' if len(ended_ranks) > 1 else 'has'} ended"
+    difference = disagreement(flights)
+    if difference:
+        sentence += f"; {difference}"
     return Hang(
         ranks=tuple(behind),
-        host=working[first].host,
+        host=working[first_behind].host,
         step=0,
         phase="script",
-        what=sentence + (f"; {differ}" if differ else ""),
+        activity=sentence,
     )
 
 
 def _wait_of(rank: int, signs: Signs, flights: Mapping[int, Flights]) -> str:
-    open_ones = [flight.waits_in for flight in flights.get(rank, {}).values() if flight.waits_in is not None]
-    # gloo's barrier and others have no record that is more telling than the stack.
-    return str(max(open_ones, key=lambda collective: collective.number)) if open_ones else signs.waits
+    unfinished = [flight.waits_in for flight in flights.get(rank, {}).values() if flight.waits_in is not None]
+    # gloo's barrier and others have no record; for them the stack tells what the rank waits in.
+    return str(max(unfinished, key=lambda collective: collective.number)) if unfinished else signs.waits
 
 
 def _behind(working: Mapping[int, Signs], waits: Mapping[int, str], flights: Mapping[int, Flights]) -> list[int]:
-    """Returns the ranks that the others wait for: stopped, held by the kernel, absent from a collective, or at work."""
-    for states in (("T", "t"), ("D",)):
-        held = [rank for rank, its in working.items() if its.state in states and (states != ("D",) or not waits[rank])]
-        if held:
-            return held
+    """Returns the ranks that the others wait for: stopped, blocked in the kernel, absent from a collective, or busy."""
+    stopped = [rank for rank, signs in working.items() if signs.state in ("T", "t")]
+    if stopped:
+        return stopped
+    blocked = [rank for rank, signs in working.items() if signs.state == "D" and not waits[rank]]
+    if blocked:
+        return blocked
     furthest: dict[str, int] = {}
     for groups in flights.values():
         for key, flight in groups.items():
             if flight.waits_in is not None:
-                furthest[key] = max(furthest.get(key, 0), flight.begun)
-    absent = [
-        rank
-        for rank in working
-        if any(flight.begun < furthest.get(key, 0) for key, flight in flights.get(rank, {}).items())
-    ]
-    # One that is waited for in a group may itself wait in another.
+                furthest[key] = max(furthest.get(key, 0), flight.last_begun)
+    absent = []
+    for rank in working:
+        if any(flight.last_begun < furthest.get(key, 0) for key, flight in flights.get(rank, {}).items()):
+            absent.append(rank)
+    # A rank that others wait for in one group may itself wait in another group.
     free = [rank for rank in absent if not waits[rank]]
+    if free:
+        return free
     elsewhere = [rank for rank in working if waits[rank] in ("", "the data loader")]
-    return free or (absent if absent and not elsewhere else []) or elsewhere or list(working)
+    return elsewhere or absent or list(working)
 
 
 def _doing(signs: Signs, frames: Sequence[Frame], wait: str, *, several: bool) -> str:
@@ -235,11 +240,15 @@ def _doing(signs: Signs, frames: Sequence[Frame], wait: str, *, several: bool) -
 
 
 def idle_sentence(signs: Mapping[int, Signs], *, after_s: float) -> str:
-    """Returns which ranks' GPUs have done nothing for so long, "" for none."""
-    idle = {rank: its.gpu_idle_s for rank, its in signs.items() if its.gpu_idle_s is not None and not its.has_ended}
-    long = [rank for rank, seconds in idle.items() if seconds is not None and seconds >= after_s]
-    if not long:
+    """Returns which ranks' GPUs have been idle for at least `after_s`, in a sentence; "" for none."""
+    idle_s: dict[int, float] = {}
+    for rank, rank_signs in signs.items():
+        seconds = rank_signs.gpu_idle_s
+        if seconds is not None and seconds >= after_s and not rank_signs.has_ended:
+            idle_s[rank] = seconds
+    if not idle_s:
         return ""
-    least_s = min(seconds for rank, seconds in idle.items() if rank in long and seconds is not None)
-    subject, verb = ("GPU", "has") if len(long) == 1 else ("GPUs", "have")
-    return f"the {subject} of {ranks_in_words(tuple(long))} {verb} done nothing for {duration(least_s)}"
+    least_s = min(idle_s.values())
+    subject = "GPU" if len(idle_s) == 1 else "GPUs"
+    verb = "has" if len(idle_s) == 1 else "have"
+    return f"the {subject} of {ranks_in_words(tuple(idle_s))} {verb} done nothing for {duration(least_s)}"

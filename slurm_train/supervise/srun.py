@@ -1,4 +1,4 @@
-"""The ranks of one attempt under srun: nodes asked, snapshot checked, step run and watched, bad nodes noted."""
+"""The ranks of one attempt under srun: checks nodes and snapshot, runs and watches the step, records bad nodes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _GUARD_GONE_S = 5.0
 
 
 def pool_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> NodePool:
-    """Returns the nodes of a job as the run can use them, by its plan; an salloc may have more."""
+    """Returns the nodes of a job as the run can use them by its plan; an salloc may have more nodes."""
     world = (read_json(run.plan) or {}).get("world", {})
     per_node = tuple(world.get("ranks_per_node") or allocation.tasks_per_node)
     pool = NodePool(
@@ -104,8 +104,8 @@ def pool_of(allocation: Allocation, run: RunDirectory, config: RunConfig) -> Nod
 def within_allocation(words: Sequence[str], env: Mapping[str, str], *, tasks_per_node: int) -> list[str]:
     """Returns srun's words, asking for no more CPUs per task than the allocation has.
 
-    The script's own job has what it asks for. An allocation that somebody else has made (salloc, sbatch with other
-    flags) may have less, and srun would create no step in it.
+    A job of the run's own script has as many as the script asks for. Another allocation (salloc, sbatch with other
+    flags) may have fewer, and srun would create no step in it.
 
     Args:
         words: srun and its arguments.
@@ -113,34 +113,34 @@ def within_allocation(words: Sequence[str], env: Mapping[str, str], *, tasks_per
         tasks_per_node: of the step.
     """
     flag = "--cpus-per-task="
-    has = fewest_cpus(env)
-    found = list(words)
+    allocated_cpus = fewest_cpus(env)
+    fitting_words = list(words)
     for index, word in enumerate(words):
-        if not word.startswith(flag) or has is None:
+        if not word.startswith(flag) or allocated_cpus is None:
             continue
-        per_task = max(1, has // tasks_per_node)
-        asked = int(word.removeprefix(flag))
-        if asked > per_task:
-            say(f"this allocation has {per_task} CPUs per task, the run asks for {asked}: its ranks get {per_task}")
-            found[index] = f"{flag}{per_task}"
-    return found
+        per_task = max(1, allocated_cpus // tasks_per_node)
+        requested = int(word.removeprefix(flag))
+        if requested > per_task:
+            say(f"this allocation has {per_task} CPUs per task, the run asks for {requested}: its ranks get {per_task}")
+            fitting_words[index] = f"{flag}{per_task}"
+    return fitting_words
 
 
 def _address(node: str, job: SlurmJob) -> str:
-    """Returns how a node is reached: its name, or Slurm's NodeAddr where the name does not resolve."""
+    """Returns the address of a node: its name, or Slurm's NodeAddr where the name does not resolve."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
-        return (
-            BestEffort()("the address of rank 0", lambda: job.commands.node_address(node), "", asks_slurm=True) or node
-        )
+        best_effort = BestEffort()
+        address = best_effort("the address of rank 0", lambda: job.commands.node_address(node), "", asks_slurm=True)
+        return address or node
     return node
 
 
 class _LostNodes(Task):
-    """Finds nodes that are lost before Slurm notices, which takes SlurmdTimeout (300 s by default).
+    """Detects lost nodes before Slurm does, which needs SlurmdTimeout for it (300 s by default).
 
-    The nodes are asked once ranks have failed and srun does not end, or once the heartbeats of a node have stopped.
+    The nodes are asked if ranks have failed and srun does not end, or if the heartbeats of a node have stopped.
     """
 
     name = "the look for lost nodes"
@@ -155,14 +155,14 @@ class _LostNodes(Task):
         self._env = env
         self._beats: dict[str, tuple[int, float]] = {}
         """For each node the sum of its ranks' beats, and since when it has not changed."""
-        self._asked_s = -math.inf
+        self._last_question_s = -math.inf
 
     def look(self) -> None:
-        """Asks the nodes where there is a reason to, at most every minute."""
+        """Asks the nodes if there is a reason to, at most once a minute."""
         now_s = time.monotonic()
         sums = Counter[str]()
         for beat in read_beats(self._run, self._attempt).values():
-            # More than 0 from the first one on.
+            # More than 0 from the first heartbeat on.
             sums[beat.host] += beat.beats + 1
         for host, total in sums.items():
             if self._beats.get(host, (0, 0.0))[0] != total:
@@ -170,13 +170,13 @@ class _LostNodes(Task):
         mark = first_mark(self._run, self._attempt)
         has_failed = mark is not None and time.time() - mark.time_unix_s > self._FAILED_S
         is_silent = any(now_s - since_s > self._SILENT_S for _, since_s in self._beats.values())
-        if (has_failed or is_silent) and now_s - self._asked_s > 60.0 and not self._job.lost:
-            self._asked_s = now_s
+        if (has_failed or is_silent) and now_s - self._last_question_s > 60.0 and not self._job.lost:
+            self._last_question_s = now_s
             self._job.lost |= set(silent_nodes(self._run, self._job.start.nodes, self._env))
 
 
 class _EndOfRanks(Task):
-    """Finds out that the ranks have ended so long ago that srun must have missed it."""
+    """Detects that the ranks ended so long ago that srun must have missed their end."""
 
     name = "the look for the end of the ranks"
 
@@ -186,17 +186,18 @@ class _EndOfRanks(Task):
         self.is_overdue = False
 
     def look(self) -> None:
-        """Looks at the first mark of a rank."""
-        if (mark := first_mark(self._run, newest_round(self._run, self._attempt))) is not None:
+        """Reads the mark of the rank that failed first."""
+        mark = first_mark(self._run, newest_round(self._run, self._attempt))
+        if mark is not None:
             linger_s = ORPHAN_LINGER_S if mark.exit_code == EXIT_ORPHANED else LINGER_S
             self.is_overdue |= time.time() - mark.time_unix_s > linger_s
 
 
 class _StepsInTheWay(Task):
-    """Finds a step of an earlier attempt that keeps srun from starting the ranks, and that cannot be ended.
+    """Detects a step of an earlier attempt that keeps srun from starting the ranks, and that cannot be ended.
 
-    A slurmctld that was killed comes back with what its files say. A step that has ended since they were written runs
-    on for it until the job ends, whoever cancels it (22.05), and srun waits for its cores.
+    A slurmctld that was killed restarts from its state files. If a step ended after these were written, slurmctld
+    regards it as running until the job ends, also after it was cancelled (22.05), and srun waits for its cores.
     """
 
     name = "the look for steps in the way"
@@ -210,33 +211,35 @@ class _StepsInTheWay(Task):
         self._earlier = {job.step_name(earlier) for earlier in range(attempt)}
         self._has_begun = False
         self._looks = 0
-        self.left = ""
-        """Such steps that stay, by their ids."""
+        self.stuck_steps = ""
+        """The ids of such steps that could not be ended, "" for none."""
 
     def look(self) -> None:
-        """Ends such steps, as far as they can be ended."""
+        """Cancels such steps, and after some looks reports those that remain."""
         self._has_begun = self._has_begun or bool(read_beats(self._run, self._attempt))
         if self._has_begun:
             return
-        steps = {step: name for job_id in self._job.job_ids for step, name in self._job.commands.steps(job_id).items()}
+        steps: dict[str, str] = {}
+        for job_id in self._job.job_ids:
+            steps |= self._job.commands.steps(job_id)
         self._has_begun = self._job.step_name(self._attempt) in steps.values()
-        left = [step for step, name in steps.items() if name in self._earlier]
-        self._looks = self._looks + 1 if left and not self._has_begun else 0
+        earlier_steps = [step for step, name in steps.items() if name in self._earlier]
+        self._looks = self._looks + 1 if earlier_steps and not self._has_begun else 0
         if self._looks >= self._MOST_LOOKS:
-            self.left = ", ".join(left)
+            self.stuck_steps = ", ".join(earlier_steps)
         elif self._looks:
-            for step in left:
+            for step in earlier_steps:
                 self._job.commands.cancel_step(step)
 
 
 class _GrowthWatch(Task):
-    """Asks at saves whether a requeue for more nodes would pay, and has the ranks stop for it once it would.
+    """Asks after saves whether a requeue for more nodes would pay off, and if so stops the ranks for it.
 
     Args:
         run: the run.
         attempt: number of the attempt.
-        job: the job; its `growth` is what the supervisor makes of the end of the ranks.
-        every_min: `requeue.grow_every_min`; "auto" for a default, and for never where jobs may be preempted.
+        job: the job; its `growth` tells the supervisor why the ranks ended.
+        every_min: `requeue.grow_every_min`; "auto" for a default, but never where jobs may be preempted.
     """
 
     name = "the look for more nodes"
@@ -253,18 +256,18 @@ class _GrowthWatch(Task):
         self._wait_s = wait_seconds(ledger, every_s=every_s)
         since_growth_s = time.time() - newest_growth_unix_s(ledger)
         self._due_s = time.monotonic() + max(self._wait_s - since_growth_s, every_s)
-        self._seen_step: int | None = None
-        self._said = ""
+        self._last_seen_step: int | None = None
+        self._newest_note = ""
 
     def look(self) -> None:
-        """Asks where a checkpoint was completed since the question is due."""
+        """Asks Slurm when the question is due and a checkpoint was completed after that."""
         if self._job.growth is not None or time.monotonic() < self._due_s:
             return
         newest = next((name_of(path).step for path in list_checkpoints(self._run.checkpoints)), 0)
-        if self._seen_step is None or newest <= self._seen_step:
-            self._seen_step = newest
+        if self._last_seen_step is None or newest <= self._last_seen_step:
+            self._last_seen_step = newest
             return
-        self._seen_step = None
+        self._last_seen_step = None
         self._due_s = time.monotonic() + self._wait_s
         if self._is_auto and self._job.may_be_preempted():
             self._note("it does not grow: jobs of its QOS and partition may be preempted (requeue.grow_every_min)")
@@ -285,7 +288,7 @@ class _GrowthWatch(Task):
             raise
 
     def _assess(self) -> Growth | None:
-        """Returns what a requeue would bring now, None where there is no room or nothing was measured yet."""
+        """Returns what a requeue would gain now, None where there is no room or nothing was measured yet."""
         run = self._run
         room = self._job.room()
         nodes = len(self._job.start.nodes)
@@ -307,7 +310,7 @@ class _GrowthWatch(Task):
         pace = step_seconds(ledger, nodes=nodes, larger=larger)
         if pace is None:
             return None
-        here, there = pace
+        step, larger_step = pace
         max_steps = next((line.get("max_steps") for line in reversed(last_lines(run.metrics))), None)
         max_steps = max_steps or (read_json(run.plan) or {}).get("max_steps")
         end_unix_s = read_notice(run, self._attempt).end_unix_s
@@ -315,8 +318,8 @@ class _GrowthWatch(Task):
             Prospect(
                 nodes=nodes,
                 larger=larger,
-                step=here,
-                larger_step=there,
+                step=step,
+                larger_step=larger_step,
                 restart=restart_seconds(ledger, delay_s=self._job.requeue_delay_s(), save_s=spent.longest_save_s),
                 steps_left=None if max_steps is None else max(0, int(max_steps) - last_step(run)),
                 time_left_s=None if end_unix_s is None else end_unix_s - time.time(),
@@ -325,16 +328,16 @@ class _GrowthWatch(Task):
         return replace(growth, exclude=room.exclude)
 
     def _note(self, sentence: str) -> None:
-        """Writes down what was found, where it is something else than before."""
-        if sentence == self._said:
+        """Prints a sentence and writes it down, if it differs from the one before."""
+        if sentence == self._newest_note:
             return
-        self._said = sentence
+        self._newest_note = sentence
         say(sentence)
         append_event(self._run, "growth", attempt=self._attempt, sentence=sentence)
 
 
 class _NextRanks(Task):
-    """Starts the ranks in waiting once those of the attempt train: at the start nothing is to take their cores."""
+    """Starts the ranks in waiting when the ranks of the attempt train, so that they take no cores from their start."""
 
     name = "the start of the ranks in waiting"
     every_s = 1.0
@@ -364,17 +367,17 @@ class SrunLaunch:
     config: RunConfig
     job: SlurmJob
     command: Sequence[str]
-    """srun and its words, with {attempt}, {nodes}, {tasks} and {nodelist} for what is known now only."""
+    """srun and its arguments, with {attempt}, {nodes}, {tasks} and {nodelist} for what is known only now."""
     env: Mapping[str, str]
     waiting: RanksInWaiting = field(default_factory=RanksInWaiting)
     """With `requeue.warm_ranks`."""
     guards: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """By node; in a batch script whose job outlives its nodes."""
+    """The step of the guard by node; used in a batch script whose job survives the loss of nodes."""
     stages: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    """By nodes; with `cluster.stage_python`: what is copied there stays for all steps of this job."""
+    """With `cluster.stage_python`, the variables by nodes: the copies are kept for all steps of this job."""
 
     def __call__(self, attempt: int) -> int:
-        """Runs the ranks, and writes down what they have found out about their nodes."""
+        """Runs the ranks, and records what they have found out about their nodes."""
         note_environment(self.run, attempt, slurm=self.job.commands.version)
         code = self._start(attempt)
         BestEffort()("the list of bad nodes", lambda: self._note_nodes(attempt), None)
@@ -391,8 +394,9 @@ class SrunLaunch:
             if bad.node in nodes:
                 say(f"was found bad before and is checked again: {bad}")
         self._make_logs(folder)
-        if (code := refused_code(run, attempt, self.env)) is not None:
-            return code
+        refusal_code = refused_code(run, attempt, self.env)
+        if refusal_code is not None:
+            return refusal_code
         warm = self.waiting.take(attempt, nodes, folder / "batch.log")
         with (folder / "batch.log").open("ab") as log:
             try:
@@ -403,7 +407,7 @@ class SrunLaunch:
                 if err.code == "NODE_MISSING" and self.job.pool.outlives_nodes and len(err.nodes) < len(nodes):
                     self.job.lost |= set(err.nodes)
                 finding = self._note_unfit(attempt, err)
-                # The relay of findings runs beside the ranks, of which there are none.
+                # The relay of findings runs only beside ranks, and there are none.
                 say(finding.line)
                 log.write(f"{finding.line}\n".encode())
                 return EXIT_FAILURE if finding.blames_node else err.exit_code
@@ -429,16 +433,18 @@ class SrunLaunch:
                 code = run_step(
                     process,
                     log=log,
-                    is_overdue=lambda: end.is_overdue or bool(self.job.lost or in_the_way.left),
+                    is_overdue=lambda: end.is_overdue or bool(self.job.lost or in_the_way.stuck_steps),
                     beside=monitor.check,
                 )
-            if in_the_way.left:
-                no_step = f"{NO_STEP} for job {self.job.job_id}: it still has {in_the_way.left} of an earlier attempt"
+            if in_the_way.stuck_steps:
+                no_step = (
+                    f"{NO_STEP} for job {self.job.job_id}: it still has {in_the_way.stuck_steps} of an earlier attempt"
+                )
                 log.write(f"srun: error: {no_step}\n".encode())
             return code
 
     def close(self) -> None:
-        """Ends what waits beside the ranks."""
+        """Ends the ranks in waiting and the guards."""
         self.waiting.dismiss()
         for guard in self.guards.values():
             guard.terminate()
@@ -458,26 +464,27 @@ class SrunLaunch:
         return is_small and config.requeue.enabled and config.trains and self._is_batch_script
 
     def _keep_guard(self) -> None:
-        """Sees to it that a guard runs on one of the attempt's nodes."""
-        here = self.env.get("SLURMD_NODENAME")
+        """Starts a guard on one of the attempt's nodes if none runs there."""
+        head_node = self.env.get("SLURMD_NODENAME")
         nodes = self.job.start.nodes
         if not (self.job.pool.outlives_nodes and self._is_batch_script):
             return
         if not any(node in nodes and guard.poll() is None for node, guard in self.guards.items()):
-            for node in [node for node in nodes if node != here][:1]:
-                self.guards[node] = start_guard(self.run, node, self.env)
+            guard_node = next((node for node in nodes if node != head_node), None)
+            if guard_node is not None:
+                self.guards[guard_node] = start_guard(self.run, guard_node, self.env)
 
     def _start_step(self, attempt: int, *, log: BinaryIO, waits: Path | None = None) -> subprocess.Popen[bytes]:
         """Starts the ranks of an attempt.
 
         Args:
             attempt: its number.
-            log: where srun says what it says.
+            log: file for the output of srun.
             waits: the ranks wait until they are needed; until then all of them write into this file.
         """
         run = self.run
         nodes = self.job.start.nodes
-        known = {
+        placeholders = {
             "{attempt}": str(attempt),
             "{nodes}": str(len(nodes)),
             "{tasks}": str(sum(self.job.pool.tasks_per_node[: len(nodes)])),
@@ -486,13 +493,13 @@ class SrunLaunch:
         words = list(self.command)
         if waits is not None:
             words = [f"--output={waits}" if word.startswith("--output=") else word for word in words]
-        for name, value in known.items():
+        for name, value in placeholders.items():
             words = [word.replace(name, value) for word in words]
         name = f"--job-name={self.job.step_name(attempt)}"
         words = [name if word.startswith("--job-name=") else word for word in words]
         words = self._within_share(words)
         stage = self.config.cluster.stage_python if self.config.cluster is not None else None
-        if stage and not self.stages.get(nodes):  # one that failed is tried again
+        if stage and not self.stages.get(nodes):  # {} after a failure, which is tried again
             self.stages[nodes] = stage_python(stage, run.path.parent.parent, nodes, self.env)
         asks_for_gpus = self.config.cluster is not None and self.config.cluster.gpu_flag != "none"
         env = {
@@ -503,20 +510,22 @@ class SrunLaunch:
             "MASTER_ADDR": _address(nodes[0], self.job),
             "MASTER_PORT": str(probe_port(str(run.path), attempt=attempt, env=self.env)),
         }
-        # This process works elsewhere: its own imports must not come from code that was not verified.
+        # The working directory of this process differs: its own imports must not come from unverified code.
         cwd = run.code if run.code.is_dir() else None
         return start_step(words, env=env, log=log, cwd=cwd, waits=waits is not None)
 
     def _within_share(self, words: list[str]) -> list[str]:
-        """Returns the words of srun for what the run may take of its allocation."""
+        """Returns the words of srun, limited to the share of the allocation that the run may use."""
         tasks_per_node = max(self.job.pool.tasks_per_node)
         share = Share.from_env(self.env)
         if share is None:
             return within_allocation(words, self.env, tasks_per_node=tasks_per_node)
         cluster = self.config.cluster
         assert cluster is not None, "a run without a cluster is in no pack"
-        asked = resource_flags(cluster, per_node=self.job.start.world_size)
-        gpus = {name: str(value) for name, value in asked.items() if name in ("gres", "gpus-per-node", "gpus-per-task")}
+        requested = resource_flags(cluster, per_node=self.job.start.world_size)
+        gpus = {
+            name: str(value) for name, value in requested.items() if name in ("gres", "gpus-per-node", "gpus-per-task")
+        }
         words = within_allocation(words, self.env, tasks_per_node=tasks_per_node * share.num_runs)
         return share.step_words(words, self.env, gpus)
 
@@ -531,7 +540,7 @@ class SrunLaunch:
         self.waiting.nodes = self.job.start.nodes
 
     def _make_logs(self, folder: Path) -> None:
-        """Makes the logs that srun and the tasks write; Slurm would make them by the umask of the login shell."""
+        """Creates the logs of srun and the tasks; Slurm would create them with the umask of the login shell."""
         for_each(lambda name: create_empty(folder / name), [*self._task_logs(), "batch.log"])
 
     def _task_logs(self) -> list[str]:
@@ -543,9 +552,10 @@ class SrunLaunch:
         return [Path(output).name.replace("%t", str(task)) for task in tasks]
 
     def _note_unfit(self, attempt: int, error: NodesError) -> Finding:
-        """Writes down as a finding what kept the ranks from being started, and returns it."""
+        """Records as a finding why the ranks were not started, and returns it."""
         nodes = self.job.start.nodes
-        # Where few of many nodes are blind it is their fault; of two, or where most are, the path is not shared.
+        # If few of many nodes cannot see the path, these nodes are at fault; if one of two or most cannot, the path is
+        # not shared.
         is_few = 0 < 2 * len(error.nodes) < len(nodes)
         blames = is_few and not isinstance(error, SilentNodesError)
         finding = Finding(
@@ -560,17 +570,17 @@ class SrunLaunch:
         return finding
 
     def _note_nodes(self, attempt: int) -> None:
-        """Writes down what an attempt has found out about its nodes; the run goes on if the list cannot be written."""
+        """Records what an attempt has found out about its nodes; the run goes on if the list cannot be written."""
         run = self.run
         record = read_preflight(self.run, attempt)
         hours = self.config.preflight.exclude_bad_nodes_h
         findings = findings_of(record)
-        found = bad_nodes_of(findings)
+        bad_nodes = bad_nodes_of(findings)
         with contextlib.suppress(OSError):
-            add_bad_nodes(run, found, hours=hours, now_unix_s=time.time())
-            if found and hours > 0:
+            add_bad_nodes(run, bad_nodes, hours=hours, now_unix_s=time.time())
+            if bad_nodes and hours > 0:
                 lists = list_file(run).with_name(BAD_NODES_PARTS)
-                say(f"later submissions leave out {', '.join(found)} for {hours:g} h; see {lists}")
+                say(f"later submissions leave out {', '.join(bad_nodes)} for {hours:g} h; see {lists}")
             if record and not errors_of(findings):
                 for node in forgive_nodes(run, record.get("nodes", ()), now_unix_s=time.time()):
                     say(f"{node} passed; removed from the bad nodes")

@@ -1,13 +1,13 @@
 """Copies Python's packages to the nodes' own disks before the ranks start (`cluster.stage_python`).
 
-A rank opens about 2,000 files until it can train. Of thousands of ranks each of them asks the file server; one archive
-that every node reads from its beginning to its end asks it once per node. The archive is written once for all runs of a
-root and again when a package has changed, and what a node has unpacked serves the runs after it.
+A rank opens about 2,000 files until it can train, and each of thousands of ranks would ask the file server for them.
+With one archive, which a node reads from its beginning to its end, each node asks once. The archive is written once for
+all runs of a root, and again when a package has changed. Later runs use what a node has unpacked.
 
-The ranks import what lies there, so a copy counts if only this user can have made it, and if it is whole: beside the
-archive lies its seal, the list of its files with their sizes, with which each node compares its copy before each job.
-Cleaners of /tmp remove files one by one, and a power cut empties them. Where a node cannot unpack the archive, its
-ranks import from where the packages are installed, as without this.
+The ranks import from the copy, so it is used only if nobody but this user can have made it, and if it is complete.
+Beside the archive lies its seal, a list of its files with their sizes, and each node compares its copy with the seal
+before each job: cleaners of /tmp remove files one by one, and a power failure leaves empty files. If a node cannot
+unpack the archive, its ranks import the packages from where they are installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IN_USE_S = 3600.0
 def stage_python(folder: str, root: Path, nodes: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
     """Copies this Python's packages to each node, and returns the variables by which the ranks find them there.
 
-    Nothing that goes wrong ends the run: then the variables are none, and a line says why.
+    A failure does not end the run: then there are no variables, and a line says why.
 
     Args:
         folder: on the nodes' own disks, e.g. "/tmp".
@@ -60,14 +60,22 @@ def stage_python(folder: str, root: Path, nodes: Sequence[str], env: Mapping[str
         answers, complaint = _unpack(folder, archive, nodes, env)
     except (OSError, subprocess.SubprocessError) as err:
         return _refuse(f"{type(err).__name__}: {err}")
-    by_answer = {word: [node for node in nodes if answers.get(node, "silent") == word] for word in _ANSWERS}
-    for word in ("foreign", "open", "silent"):
-        if named := by_answer[word]:
-            return _refuse(f"{', '.join(named[:8])} ({len(named)} of {len(nodes)}) {_ANSWERS[word]}{complaint}")
-    if named := by_answer["full"]:
-        say(f"{', '.join(named[:8])} ({len(named)} of {len(nodes)}) {_ANSWERS['full']}{complaint}")
-    took_s = time.monotonic() - began_s
-    say(f"Python's packages are in {folder} on {len(by_answer['staged'])} of {len(nodes)} nodes ({took_s:.1f} s)")
+    nodes_by_answer: dict[str, list[str]] = {word: [] for word in _ANSWERS}
+    for node in nodes:
+        nodes_by_answer[answers.get(node, "silent")].append(node)
+    for word in ("foreign", "open", "silent", "full"):
+        named = nodes_by_answer[word]
+        if not named:
+            continue
+        problem = f"{', '.join(named[:8])} ({len(named)} of {len(nodes)}) {_ANSWERS[word]}{complaint}"
+        if word != "full":
+            return _refuse(problem)
+        # The ranks of such a node import from where the packages are installed.
+        say(problem)
+    seconds = time.monotonic() - began_s
+    say(
+        f"Python's packages are in {folder} on {len(nodes_by_answer['staged'])} of {len(nodes)} nodes ({seconds:.1f} s)"
+    )
     return {"SLURM_TRAIN_STAGE": f"{folder}/slurm_train_{os.getuid()}/{digest}"}
 
 
@@ -80,55 +88,55 @@ _ANSWERS = {
 }
 
 
-def _refuse(why: str) -> dict[str, str]:
-    say(f"Python's packages are imported from where they are installed: {why}")
+def _refuse(reason: str) -> dict[str, str]:
+    say(f"Python's packages are imported from where they are installed: {reason}")
     return {}
 
 
 def _files(paths: Sequence[str]) -> Iterator[str]:
-    """Yields all files of some folders; other folders of packages inside them that Python does not use are left out."""
+    """Yields all files of some folders, without folders of packages inside them that Python does not use."""
     for path in paths:
-        for here, folders, names in os.walk(path):
+        for folder, folders, names in os.walk(path):
             folders[:] = sorted(name for name in folders if not is_installed(name))
-            yield from (f"{here}/{name}" for name in sorted(names))
+            yield from (f"{folder}/{name}" for name in sorted(names))
 
 
 def _digest(files: Iterable[str]) -> str:
-    """Returns what changes if a file is added, removed or changed: from names, sizes and times, not from content."""
+    """Returns a digest of names, sizes and times, which changes if a file is added, removed or changed."""
     digest = xxhash.xxh3_128(sys.version.encode())
     for file in files:
-        # Bytecode is written when somebody imports, and is as good as its source.
+        # Bytecode is written whenever somebody imports, and adds nothing to its source.
         if not file.endswith(".pyc"):
-            found = os.lstat(file)
-            digest.update(f"{file} {found.st_size} {found.st_mtime_ns}\n".encode(errors="surrogateescape"))
+            status = os.lstat(file)
+            digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
 def _archive_folder(root: Path) -> Path:
     folder = root / _ARCHIVES.format(uid=os.getuid())
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to uid {found.st_uid}, mode {stat.filemode(found.st_mode)}")
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to uid {status.st_uid}, mode {stat.filemode(status.st_mode)}")
     return folder
 
 
 def _seal_of(archive: Path) -> Path:
-    """Returns the list of what an archive holds: sorted lines of size and name; the last one is about itself."""
+    """Returns the file with the content of an archive: sorted lines of size and name; the last is about itself."""
     return archive.with_suffix(".list")
 
 
 def _is_sealed(archive: Path) -> bool:
-    """Returns whether an archive is there as it was written: it is as long as its seal says."""
+    """Returns whether an archive exists and has the size that its seal says."""
     try:
-        last = _seal_of(archive).read_bytes().splitlines()[-1]
-        return last == _length_line(archive)
+        last_line = _seal_of(archive).read_bytes().splitlines()[-1]
+        return last_line == _length_line(archive)
     except (FileNotFoundError, IndexError):
         return False
 
 
 def _length_line(archive: Path) -> bytes:
-    # Sizes begin with a digit, so it is sorted behind them.
+    # The other lines begin with a digit, so this one is sorted behind them.
     return f"archive {archive.stat().st_size}".encode()
 
 
@@ -137,10 +145,11 @@ def _write_archive(archive: Path, files: Sequence[str], env: Mapping[str, str]) 
     try:
         words = ["tar", "--create", "--file", str(fresh), "--directory=/", "--null", "--files-from=-"]
         names = "".join(f"{file[1:]}\0" for file in files)
-        done = run_program(words, env=env, timeout_s=_LONGEST_S, cwd="/", text=names)
-        # 1: a file changed while it was read, e.g. bytecode of somebody who imports; a package would change the digest.
-        if done.return_code > 1:
-            raise OSError(f"tar: {done.last_line}")
+        finished = run_program(words, env=env, timeout_s=_LONGEST_S, cwd="/", text=names)
+        # 1: a file changed while it was read, e.g. bytecode that another process writes; a changed package would change
+        # the digest.
+        if finished.return_code > 1:
+            raise OSError(f"tar: {finished.last_line}")
         fsync_file(fresh)
         fresh.rename(archive)
         # A folder of sys.path may lie in another one, as lib-dynload does.
@@ -159,7 +168,7 @@ def _sealed_lines(files: Iterable[str]) -> Iterator[bytes]:
 
 
 def _remove_old(archive: Path) -> None:
-    """Marks an archive as used now, and removes all but it, the one used before it, and those in use."""
+    """Marks an archive as used now, and removes the others except the one used before it and those in use."""
     os.utime(archive)
     times = change_times(path for path in listed(archive.parent) if path.suffix in (".tar", ".tmp"))
     newest = sorted((path for path in times if path.suffix == ".tar"), key=lambda path: times[path], reverse=True)
@@ -171,11 +180,11 @@ def _remove_old(archive: Path) -> None:
 
 
 def _unpack(folder: str, archive: Path, nodes: Sequence[str], env: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """Returns the answer of each node that gave one, and what srun or tar complained about last."""
+    """Returns the answer of each node that answered, and the last error line of srun or tar, "" for none."""
     program = read_template("stage_packages.sh")
     words = ["/bin/sh", "-c", program, "sh", folder, archive.stem, str(archive), str(_seal_of(archive))]
-    done = run_on_each_node(words, nodes, env, timeout_s=_LONGEST_S)
-    lines = (line.split() for line in done.stdout.splitlines())
-    complaint = done.stderr.strip().splitlines()
+    finished = run_on_each_node(words, nodes, env, timeout_s=_LONGEST_S)
+    lines = (line.split() for line in finished.stdout.splitlines())
+    complaint = finished.stderr.strip().splitlines()
     answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in _ANSWERS}
     return answers, f": {complaint[-1]}" if complaint else ""

@@ -1,8 +1,8 @@
-"""Who holds the others up: readings of the ranks' heartbeats, cut into windows and judged. Pure; no clock, no files.
+"""Which ranks delay the others: readings of heartbeats, cut into windows and judged. Pure; no clock, no files.
 
-A rank is compared with the others by its own part of a step, not by its step time, which is the same for all. The
-median of the others is what it should be, their median absolute deviation what chance does, so that one bad rank in the
-comparison does not hide another. Only what holds for several windows in a row is reported.
+A rank is compared with the others by its own part of a step, not by its step time, which is the same for all ranks. The
+median of the others is the expected time, and their median absolute deviation the random variation. Medians are used so
+that one slow rank in the comparison does not hide another. Only what holds for several windows in a row is reported.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from slurm_train.rundir.timing import PaceWindow, RankPace, Slowdown
 K = TypeVar("K", bound=Hashable)
 
 WINDOWS_IN_A_ROW = 3
-"""So many windows have to agree: a pause of seconds is not worth a message."""
+"""Number of windows that must agree: a pause of some seconds is not reported."""
 _LEAST_SAMPLES = 8
 _SCORE = 5.0
 _TO_SIGMA = 1.4826
-# Below this share of their median, the others do not differ in earnest. Few others show little of what chance does.
+# Differences below this share of the median do not count. Few ranks are a small sample of the random variation.
 _FLOOR = 0.02
 _FLOOR_OF_FEW = 0.05
 _FEW = 4
@@ -49,15 +49,17 @@ class WindowCutter:
         self._longest_s = longest_s
         self._base: Mapping[int, Beat] = {}
         self._newest: Mapping[int, Beat] = {}
-        self._base_unix_s = self._newest_unix_s = 0.0
+        self._base_unix_s = 0.0
+        self._newest_unix_s = 0.0
 
     def look(self, beats: Mapping[int, Beat], now_unix_s: float) -> PaceWindow | None:
-        """Takes a reading; returns the window that it closes, if it closes one."""
+        """Takes a reading; returns a window if the reading completes one, else None."""
         if len(beats) < self._world_size or any(beat.pace.samples == 0 for beat in beats.values()):
             return None
-        self._newest, self._newest_unix_s = dict(beats), now_unix_s
+        self._newest = dict(beats)
+        self._newest_unix_s = now_unix_s
         if not self._base:
-            # What lies before it, the first steps with their compiling and warming up, is in no window.
+            # The first steps, with compilation and warm-up, lie before it and are in no window.
             self._base = self._newest
             self._base_unix_s = now_unix_s
             return None
@@ -66,8 +68,8 @@ class WindowCutter:
         self._length_s = min(1.25 * self._length_s, self._longest_s)
         return self._close()
 
-    def rest(self) -> PaceWindow | None:
-        """Returns the window that was still open when the ranks ended, None where it holds too little."""
+    def last_window(self) -> PaceWindow | None:
+        """Returns the window that was still open when the ranks ended, None where it has too few samples."""
         return self._close() if self._base and self._num_samples() >= 2 else None
 
     def _num_samples(self) -> int:
@@ -98,35 +100,42 @@ def _rank_pace(late: Beat, early: Beat) -> RankPace:
 
 
 class Judge:
-    """Finds out of each window what has held for several of them.
+    """Finds in each window what has held for several windows in a row.
 
     Args:
         excess: how much longer than the others' own time makes a straggler, 0.1 for a tenth.
-        alike: groups of ranks that have equal work; only those of one group are compared. None: all have. Of a model
-            that is cut, batches that differ are not looked for.
+        alike: groups of ranks that have equal work; only ranks of one group are compared. None: all ranks have equal
+            work. With groups, uneven batches are not searched for.
     """
 
     def __init__(self, *, excess: float, alike: Sequence[Sequence[int]] | None = None) -> None:
         self._excess = excess
         self._alike = alike
         self._slow_for: dict[int, int] = {}
-        self._others_for: dict[str, int] = {}
+        self._lasting_for: dict[str, int] = {}
 
     def take(self, window: PaceWindow) -> PaceWindow:
-        """Returns the window with its findings; call it once for each, in order."""
+        """Returns the window with its findings; to be called once per window, in order."""
         groups = self._groups(window.ranks)
-        slow = sorted(rank for group in groups for rank in slow_ranks(group, excess=self._excess))
+        slow: list[int] = []
+        for group in groups:
+            slow += slow_ranks(group, excess=self._excess)
+        slow.sort()
         self._slow_for = {rank: self._slow_for.get(rank, 0) + 1 for rank in slow}
         lasting = [rank for rank, count in self._slow_for.items() if count >= WINDOWS_IN_A_ROW]
         if lasting:
-            self._others_for = {}
-            compared = [rank for group in groups if {*lasting} & {rank.rank for rank in group} for rank in group]
+            self._lasting_for = {}
+            compared: list[RankPace] = []
+            for group in groups:
+                if {rank.rank for rank in group}.intersection(lasting):
+                    compared += group
             return replace(window, findings=(explain_stragglers(compared, lasting),))
         uneven = find_uneven(window.ranks) if self._alike is None else None
-        found = [] if slow else [f for f in (uneven, find_data(window.ranks)) if f is not None]
-        self._others_for = {finding.kind: self._others_for.get(finding.kind, 0) + 1 for finding in found}
-        held = (finding for finding in found if self._others_for[finding.kind] >= WINDOWS_IN_A_ROW)
-        return replace(window, findings=tuple(held))
+        candidates = () if slow else (uneven, find_data(window.ranks))
+        findings = [finding for finding in candidates if finding is not None]
+        self._lasting_for = {finding.kind: self._lasting_for.get(finding.kind, 0) + 1 for finding in findings}
+        confirmed = (finding for finding in findings if self._lasting_for[finding.kind] >= WINDOWS_IN_A_ROW)
+        return replace(window, findings=tuple(confirmed))
 
     def _groups(self, ranks: Sequence[RankPace]) -> list[Sequence[RankPace]]:
         if self._alike is None:
@@ -147,79 +156,82 @@ def slow_ranks(ranks: Sequence[RankPace], *, excess: float) -> list[int]:
 
 
 def outliers(values: Mapping[K, float], *, excess: float) -> set[K]:
-    """Returns the keys whose value lies far above the others', by how much those differ and by a share of them.
+    """Returns the keys whose value lies far above the others, measured by their spread and by a share of their median.
 
     Args:
-        values: seconds by whatever they belong to; of one alone nothing can be concluded.
-        excess: the least share above the others' median.
+        values: seconds by key; from a single value nothing can be concluded.
+        excess: the smallest share above the others' median that counts.
     """
     if len(values) < 2:
         return set()
-    # The others of one that is above the middle have the same median whichever of those it is: without it, the middle
-    # moves down by half a place. Their deviations from it differ by its own alone.
+    # Without any one value above the middle, the median of the others is the same: the middle moves down by half a
+    # place. The list of deviations from that median then lacks only the deviation of the value itself.
     ordered = sorted(values.values())
     middle = median(ordered)
     usual = median(ordered[:-1])
     deviations = sorted(abs(value - usual) for value in ordered)
     floor = _FLOOR_OF_FEW if len(ordered) <= _FEW else _FLOOR
-    found = set()
+    outlying = set()
     for key, value in values.items():
         if value <= middle or value < (1 + excess) * usual:
             continue
         spread = _TO_SIGMA * _median_without(deviations, value - usual)
         if value - usual >= _SCORE * max(spread, floor * usual):
-            found.add(key)
-    return found
+            outlying.add(key)
+    return outlying
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
     """Returns the median of sorted values without one of them, which is in them."""
-    at = bisect_left(ordered, value)
-    rest = len(ordered) - 1
-    low, high = ((ordered[n] if n < at else ordered[n + 1]) for n in ((rest - 1) // 2, rest // 2))
+    position = bisect_left(ordered, value)
+    num_others = len(ordered) - 1
+    low_index = (num_others - 1) // 2
+    high_index = num_others // 2
+    low = ordered[low_index] if low_index < position else ordered[low_index + 1]
+    high = ordered[high_index] if high_index < position else ordered[high_index + 1]
     return (low + high) / 2
 
 
 def explain_stragglers(ranks: Sequence[RankPace], slow: Sequence[int]) -> Slowdown:
-    """Returns the finding about ranks that hold the others up."""
+    """Returns the finding about ranks that delay the others."""
     named = set(slow)
-    theirs = [rank for rank in ranks if rank.rank in named]
-    others = [rank for rank in ranks if rank.rank not in named]
-    own_s = median([rank.own_s for rank in theirs])
-    usual_s = median([rank.own_s for rank in others])
-    more_data_s = median([rank.data_s for rank in theirs]) - median([rank.data_s for rank in others])
+    slow_paces = [rank for rank in ranks if rank.rank in named]
+    other_paces = [rank for rank in ranks if rank.rank not in named]
+    own_s = median([rank.own_s for rank in slow_paces])
+    usual_s = median([rank.own_s for rank in other_paces])
+    more_data_s = median([rank.data_s for rank in slow_paces]) - median([rank.data_s for rank in other_paces])
     is_data = more_data_s >= 0.5 * (own_s - usual_s)
-    hosts = tuple(dict.fromkeys(rank.host for rank in theirs))
+    hosts = tuple(dict.fromkeys(rank.host for rank in slow_paces))
     names = ",".join(hosts)
     step_s = _step_s(ranks)
-    lost_s = median([rank.wait_s for rank in others]) - min(rank.wait_s for rank in theirs)
+    lost_s = median([rank.wait_s for rank in other_paces]) - min(rank.wait_s for rank in slow_paces)
     share = min(max(lost_s / step_s, 0.0), 1.0) if step_s > 0 else 0.0
     factor = own_s / max(usual_s, 1e-6)
     if is_data:
-        why = f"data come late ({_ms(more_data_s)} of it)"
+        reason = f"data come late ({_ms(more_data_s)} of it)"
         advice = "read ahead with more workers: data.num_workers=N, or data.prefetch=N; if others read the same "
         advice += f"quickly, look at the file system of {names}"
     else:
-        why = "computing takes longer"
+        reason = "computing takes longer"
         advice = f"see what else runs on {names}, or whether it is throttled; "
         advice += f"on a cluster, cluster.exclude={names} keeps the run off it"
     return Slowdown(
         kind="straggler",
-        ranks=tuple(rank.rank for rank in theirs),
+        ranks=tuple(rank.rank for rank in slow_paces),
         hosts=hosts,
         factor=round(factor, 3),
         lost_share=round(share, 3),
-        sentence=f"{_names(theirs, ranks)}: {factor:.2f}x as slow as the others: {_ms(own_s)} of own time per step "
-        f"instead of {_ms(usual_s)}, because {why}; the others wait {share:.0%} of each step",
+        sentence=f"{_names(slow_paces, ranks)}: {factor:.2f}x as slow as the others: {_ms(own_s)} of own time per step "
+        f"instead of {_ms(usual_s)}, because {reason}; the others wait {share:.0%} of each step",
         advice=advice,
     )
 
 
 def find_uneven(ranks: Sequence[RankPace]) -> Slowdown | None:
-    """Returns the finding that each step waits for another rank, because their batches differ; None if it does not."""
+    """Returns the finding that each step waits for a different rank because batches differ; None if that is not so."""
     if len(ranks) < 2:
         return None
-    # The waits of a rank among n follow only the part (n - 1) / n of what it is longer by: it is the slowest at times.
+    # A rank is itself the slowest of n at times, so its waits show only the part (n - 1) / n of its variation.
     uneven_s = fmean([rank.uneven_s for rank in ranks]) * (len(ranks) / (len(ranks) - 1)) ** 0.5
     # Expected maximum of so many normal values (Blom).
     slowest = NormalDist().inv_cdf((len(ranks) - 0.375) / (len(ranks) + 0.25))
@@ -255,10 +267,10 @@ def _step_s(ranks: Sequence[RankPace]) -> float:
     return fmean([rank.own_s + rank.wait_s for rank in ranks])
 
 
-def _names(theirs: Sequence[RankPace], ranks: Sequence[RankPace]) -> str:
+def _names(slow_paces: Sequence[RankPace], ranks: Sequence[RankPace]) -> str:
     parts = []
-    for host in dict.fromkeys(rank.host for rank in theirs):
-        on_node = [rank.rank for rank in theirs if rank.host == host]
+    for host in dict.fromkeys(rank.host for rank in slow_paces):
+        on_node = [rank.rank for rank in slow_paces if rank.host == host]
         if len(on_node) > 1 and len(on_node) == sum(rank.host == host for rank in ranks):
             parts.append(f"all {len(on_node)} ranks on {host}")
             continue

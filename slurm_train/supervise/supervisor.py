@@ -1,9 +1,9 @@
 """Supervises one attempt: opens it, runs the ranks, reads what they left, writes the ledger, acts on the decision.
 
 Runs where the batch script runs: on the head node, outside any container, without torch. Everything is written before
-`scontrol requeue` is called, because Slurm kills this process by it. When the ranks have ended, any file may be
-unreadable: each fact has a default, and the decision is made from what can be read. An attempt that was not closed,
-because its supervisor was killed or lost with its node, is closed by the next one.
+`scontrol requeue` is called, because Slurm kills this process when it requeues the job. When the ranks have ended, any
+file may be unreadable: each fact has a default, and the decision is made from what can be read. If a supervisor was
+killed or lost with its node, the next one closes its attempt.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from slurm_train.supervise.scheduler import Scheduler
 _WRITER_WAIT_S = 60.0
 _MOST_FAILED_STARTS = 10
 FIRST_DELAY_S = 60
-"""How long a job waits after the file system has failed it for the first time."""
+"""How long a job waits after the first failure of the file system."""
 _LONGEST_DELAY_S = 3600
-# Nothing that passes by itself.
+# Errors that do not pass by themselves.
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 _LOST_REASONS = {
     "NODE_FAIL": "node_failure",
@@ -85,7 +85,7 @@ Launch = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """How the ranks of an attempt ended, as far as it can be read."""
+    """How the ranks of an attempt ended, as far as that can be read."""
 
     attempt: int
     outcome: Outcome
@@ -96,7 +96,7 @@ class _End:
     failed_on: tuple[str, ...]
     """The nodes that the attempt failed on, empty where that is not known."""
     lacks_room: bool
-    """Whether the preflight has found too little room on the disk."""
+    """Whether the preflight has found too little free space on the disk."""
     not_saved: str
     """Why no save was made at the stop, for the note; "" where one was."""
     is_hung: bool
@@ -104,9 +104,10 @@ class _End:
 
 
 def progress_of(run: RunDirectory, config: RunConfig) -> Callable[[], int | None]:
-    """Returns what tells whether an attempt brought a run on, for `Supervisor`.
+    """Returns the function by which `Supervisor` measures progress.
 
-    A training has come as far as its newest checkpoint, an evaluation that follows one as many as it has recorded.
+    The progress of a training is its newest checkpoint, that of an evaluator that follows a run the number of scores
+    that it has recorded.
     """
     if config.train.follow is not None:
         return partial(num_recorded, run)
@@ -119,13 +120,14 @@ class Supervisor:
     Args:
         run: the run.
         scheduler: what started the job.
-        settings: when to come back.
-        committed_step: gives the step of the newest checkpoint, -1 if there is none, or what else `progress_of` counts.
-            None, here or from it, where checkpoints are not known, as of a user's own program that has saved none here:
-            its progress is the newest logged step, and how often its job comes back has no limit.
-        is_own_code: the ranks run a user's function or script, which leaves no `result.json` of ours: ending with 0
-            on a job that Slurm still calls running is its mark of being done.
-        notify: sends messages to the person; None: nobody is told.
+        settings: when to requeue and relaunch.
+        committed_step: returns the step of the newest checkpoint, -1 if there is none, or another count by
+            `progress_of`. The function, or its result, is None where checkpoints are not known, as of a user's own
+            program that has saved none here. Then progress is the newest logged step, and the number of requeues has
+            no limit.
+        is_own_code: the ranks run a user's function or script, which writes no `result.json`. Such a run is finished
+            if it ends with 0 while Slurm shows the job as running.
+        notify: sends messages to the person; None: no messages are sent.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Supervisor:
         self._restart_count = scheduler.start.restart_count
 
     def supervise(self, launch: Launch) -> int:
-        """Runs one attempt, and more in the same allocation where that helps; returns the exit code of the whole.
+        """Runs one attempt, and further ones in the same allocation if ranks are relaunched; returns the exit code.
 
         Raises:
             RunError: another job or process runs this directory, or a newer attempt has taken over meanwhile.
@@ -156,12 +158,12 @@ class Supervisor:
         run = self._run
         scheduler = self._scheduler
         job_id = self._job_id
-        # Whoever writes configuration or code holds the lock for a moment; a job waits for that.
+        # A process that writes configuration or code holds the lock for a moment; a job waits for it.
         wait_s = _WRITER_WAIT_S if job_id is not None else 0.0
         take_lock(run.lock, scheduler.holder, is_alive=scheduler.is_alive, wait_s=wait_s)
         try:
             start = self._start()
-            # Not before: a job that does not get the run must not hide the one that has it.
+            # Only after the lock is taken: a job without the lock must not hide the job that has it.
             if job_id is not None:
                 record_job(run, job_id, continues=scheduler.continues, is_packed=scheduler.is_shared)
             close_lost(run, start, past_ends=scheduler.past_ends, last_step=last_step(run))
@@ -175,10 +177,10 @@ class Supervisor:
             if scheduler.has_left():
                 say(f"it has stopped in an earlier start of job {job_id}; `resume {run.run_id}` continues the run")
                 return EXIT_FAILURE
-            why = self._budget_used_up(start)
-            if why:
-                say(f"nothing is started: {why}")
-                self._tell("failed", f"nothing is started: {why}", attempt=max(existing_attempts(run), default=0))
+            refusal = self._budget_used_up(start)
+            if refusal:
+                say(f"nothing is started: {refusal}")
+                self._send("failed", f"nothing is started: {refusal}", attempt=max(existing_attempts(run), default=0))
                 return EXIT_FAILURE
             while True:
                 exit_code, decision = self._run_attempt(launch)
@@ -188,16 +190,16 @@ class Supervisor:
             best_effort = BestEffort()
             if job_id is not None:
                 best_effort("the STOP file", lambda: complete_stop(run, job_id, newest_job=scheduler.newest_job), None)
-            # One that stays is overtaken: by this job's next start, or by any other once this job has ended.
+            # A lock that cannot be removed is taken over by this job's next start, or by any job after this one's end.
             best_effort("the lock", lambda: release_lock(run.lock, scheduler.holder), None)
         if decision.action == "requeue" and not scheduler.requeue(decision):
             return self._hand_over(decision)
         return self._act(decision, exit_code)
 
     def come_back_later(self, error: OSError) -> int:
-        """Requeues a job that could not start its ranks, or not do without a file; returns the exit code of the whole.
+        """Requeues a job that could not start its ranks, or lacked a file that it needs; returns the exit code.
 
-        A full disk or a stale file handle passes, so the job comes back, later each time, ten times in a row.
+        A full disk or a stale file handle may pass, so the job is requeued with a growing delay, ten times in a row.
 
         Raises:
             OSError: the error itself, where it does not pass by itself.
@@ -205,20 +207,20 @@ class Supervisor:
         if isinstance(error, _LASTING) or self._job_id is None:
             raise error
         ledger = BestEffort()("the ledger", lambda: read_ledger(self._run), None)
-        # Without a ledger the number is not known: the job tries again at long intervals.
+        # Without a ledger the number of tries is not known; the job tries again at long intervals.
         tries = _MOST_FAILED_STARTS // 2
         if ledger is not None:
             tries = starts_without_progress(ledger, job_id=self._job_id, restart_count=self._restart_count)
-        what = f"the run could not be started: {error}"
+        problem = f"the run could not be started: {error}"
         if tries > _MOST_FAILED_STARTS:
-            say(f"{what}; that was start {tries} in a row, so the job ends; `resume` continues the run")
+            say(f"{problem}; that was start {tries} in a row, so the job ends; `resume` continues the run")
             return EXIT_FAILURE
-        decision = _later(what, tries)
+        decision = _later(problem, tries)
         say(decision.note)
         return self.come_back(decision)
 
     def come_back(self, decision: Decision) -> int:
-        """Requeues the job as decided, or has another one take over; returns the exit code of the whole."""
+        """Requeues the job as decided, or submits another one that continues the run; returns the exit code."""
         if self._scheduler.requeue(decision):
             return self._act(decision, EXIT_FAILURE)
         return self._hand_over(decision)
@@ -233,42 +235,46 @@ class Supervisor:
         return BestEffort()("the checkpoints", self._committed_step, None)
 
     def _budget_used_up(self, start: AttemptStart) -> str:
-        """Returns why a job that Slurm has restarted by itself is not to go on, "" where it may; writes it down."""
+        """Returns why a job that Slurm has restarted by itself must not go on, "" where it may; writes it down."""
         ledger = read_ledger(self._run)
         if self._restart_count == 0 or start.first_committed is None or not ledger:
             return ""
         newest = ledger[-1]
         reason = str(newest.get("reason"))
-        most = self._settings.max_returns_without_progress
-        why = used_up(ends_without_progress(ledger), reason=reason, max_returns=most, course=course_of(newest))
-        if why:
-            facts = {"action": "stop", "note": f"{reason}; {why}", "time_unix_s": newest["end_time_unix_s"]}
+        refusal = used_up(
+            ends_without_progress(ledger),
+            reason=reason,
+            max_returns=self._settings.max_returns_without_progress,
+            course=course_of(newest),
+        )
+        if refusal:
+            facts = {"action": "stop", "note": f"{reason}; {refusal}", "time_unix_s": newest["end_time_unix_s"]}
             close_attempt(self._run, int(newest["attempt"]), facts)
-        return why
+        return refusal
 
     def _run_attempt(self, launch: Launch) -> tuple[int, Decision]:
-        """Runs the ranks once; the ledger has both lines when it returns, the second as far as it could be written."""
+        """Runs the ranks once; on return the ledger has both lines of the attempt, unless the second write failed."""
         run = self._run
         this_start = (self._job_id, self._restart_count)
         starts = [(entry.get("job_id"), entry.get("restart_count")) for entry in read_ledger(run)]
         is_first_here = this_start not in starts
-        # Ranks that are started again in the same allocation have waited for nothing.
+        # Ranks that are started again in the same allocation have not waited in the queue.
         queue_s = self._scheduler.queue_s() if is_first_here else 0.0
         start_unix_s = time.time()
         start = self._start()
-        first = open_attempt(run, start)
-        begun = Round(world_size=start.world_size, first_step=last_step(run), start_unix_s=start_unix_s)
+        attempt = open_attempt(run, start)
+        opening = Round(world_size=start.world_size, first_step=last_step(run), start_unix_s=start_unix_s)
         oom_kills_before = self._scheduler.num_oom_kills()
         try:
-            exit_code = launch(first)
+            exit_code = launch(attempt)
         except OSError as err:
             facts = {"reason": "file_system", "action": "requeue", "note": f"the run could not be started: {err}"}
-            BestEffort()("the ledger", lambda: close_attempt(run, first, facts), None)
+            BestEffort()("the ledger", lambda: close_attempt(run, attempt, facts), None)
             raise
-        # From here to the requeue nothing may raise, and no file may be waited for for ever.
+        # From here to the requeue nothing may raise, and no read or write may block for ever.
         best_effort = BestEffort()
         had_oom_kill = self._scheduler.num_oom_kills() > oom_kills_before
-        end = self._look_back(first, begun, exit_code, best_effort, had_oom_kill=had_oom_kill)
+        end = self._look_back(attempt, opening, exit_code, best_effort, had_oom_kill=had_oom_kill)
         decision = self._decide(end)
         closing: dict[str, Any] = {
             **end.facts,
@@ -278,8 +284,8 @@ class Supervisor:
         }
         if decision.reason == "failed":
             closing["failed_on"] = ",".join(end.failed_on)
-        if decision.left:
-            closing["left_out"] = ",".join(decision.left)
+        if decision.left_out:
+            closing["left_out"] = ",".join(decision.left_out)
         growth = end.outcome.growth
         if decision.reason == "growth" and growth is not None:
             closing["grow_to"] = growth.nodes
@@ -288,47 +294,47 @@ class Supervisor:
             closing["queue_s"] = queue_s
         best_effort("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
         say(f"attempt {end.attempt}: {decision.note}")
-        self._tell_end(end, decision, best_effort)
+        self._notify_of_end(end, decision, best_effort)
         return exit_code, decision
 
-    def _tell_end(self, end: _End, decision: Decision, best_effort: BestEffort) -> None:
-        """Has the person told of an end that calls for it."""
+    def _notify_of_end(self, end: _End, decision: Decision, best_effort: BestEffort) -> None:
+        """Sends the messages that an end calls for."""
         if self._notify is None:
             return
         note = decision.note
         attempt = end.attempt
         if end.is_hung:
-            self._tell("hung", note, attempt=attempt, once=f"attempt {attempt}")
+            self._send("hung", note, attempt=attempt, once=f"attempt {attempt}")
         if decision.action == "finish":
-            self._tell("finished", note, attempt=attempt)
+            self._send("finished", note, attempt=attempt)
         elif decision.action == "stop" and decision.reason not in ("cancelled", "stopped"):
-            self._tell("failed", note, attempt=attempt, once=f"attempt {attempt}")
+            self._send("failed", note, attempt=attempt, once=f"attempt {attempt}")
         elif decision.action in ("requeue", "leave"):
             ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[dict[str, Any]]())
             interrupted = [entry for entry in ledger if entry.get("reason") != "growth"]
             returns = sum(entry.get("action") in ("requeue", "leave", "lost") for entry in interrupted)
             if returns > self._settings.notify_after:
-                self._tell("requeued", f"for the {returns}. time: {note}", attempt=attempt)
+                self._send("requeued", f"for the {returns}. time: {note}", attempt=attempt)
 
-    def _tell(self, event: Event, note: str, *, attempt: int, once: str = "") -> None:
+    def _send(self, event: Event, note: str, *, attempt: int, once: str = "") -> None:
         if self._notify is not None:
             self._notify(event, note=note, job_id=self._job_id, attempt=attempt, once=once)
 
     def _look_back(
-        self, first: int, begun: Round, exit_code: int, best_effort: BestEffort, *, had_oom_kill: bool
+        self, first_attempt: int, opening: Round, exit_code: int, best_effort: BestEffort, *, had_oom_kill: bool
     ) -> _End:
         """Returns what can be read of an attempt whose ranks have ended.
 
         Raises:
-            RunError: a newer attempt has taken over; after a node loss this process may live on beside its successor.
+            RunError: a newer attempt has taken over; after a node loss this process may still run beside the newer one.
         """
         run = self._run
         scheduler = self._scheduler
         job = scheduler.show_job()
-        # torchrun starts failed ranks again by itself; then the newest of its rounds is the attempt that has ended.
-        attempt = best_effort("the attempts", lambda: newest_round(run, first), first)
-        if attempt != first:
-            begun = best_effort("the attempt", lambda: read_round(run, attempt), None) or begun
+        # torchrun restarts failed ranks by itself; then the newest of its rounds is the attempt that has ended.
+        attempt = best_effort("the attempts", lambda: newest_round(run, first_attempt), first_attempt)
+        if attempt != first_attempt:
+            opening = best_effort("the attempt", lambda: read_round(run, attempt), None) or opening
         newest = best_effort("the attempts", lambda: max(existing_attempts(run)), attempt)
         if newest > attempt:
             raise overtaken(run, attempt, newest)
@@ -336,7 +342,7 @@ class Supervisor:
         evidence = read_evidence(
             run,
             attempt,
-            begun,
+            opening,
             best_effort,
             exit_code=exit_code,
             last_committed=self._committed(),
@@ -379,7 +385,7 @@ class Supervisor:
         )
 
     def _course(self, evidence: Evidence, *, is_repeated: bool) -> Course:
-        """Returns how the attempts went, up to the one that has ended."""
+        """Returns the course of the run up to the attempt that has ended."""
         lacks_progress = not evidence.has_progress
         is_known = not self._is_own_code or evidence.progress["last_committed"] is not None
         earlier_ends = evidence.earlier_ends
@@ -413,34 +419,35 @@ class Supervisor:
         """Returns whether the ranks may be started again in this allocation."""
         if not (self._settings.enabled and self._scheduler.can_relaunch):
             return False
-        # A user's own code that failed resumes if it is part of the session; one that hung is started again as after a
-        # preemption; none of it has run if the nodes were found unfit.
+        # A user's own code that failed resumes if it has joined the session. Code that hung is started again as after a
+        # preemption. If the nodes were found unfit, the code has not run at all.
         return not self._is_own_code or had_joined or is_hung or not diagnosis.had_begun
 
     def _nodes_for(self, lost: tuple[str, ...], to_avoid: tuple[str, ...]) -> NodesAtEnd:
-        """Returns the nodes to leave, as far as the job can do without them, and those to use instead."""
-        others = tuple(self._scheduler.nodes_without(to_avoid))
-        has_others = bool(to_avoid) and (bool(others) or self._scheduler.can_avoid(to_avoid))
-        return NodesAtEnd(lost=lost, bad=to_avoid if has_others else (), next=others)
+        """Returns the nodes to leave out, if the job can run without them, and those to use instead."""
+        next_nodes = tuple(self._scheduler.nodes_without(to_avoid))
+        can_avoid = bool(to_avoid) and (bool(next_nodes) or self._scheduler.can_avoid(to_avoid))
+        return NodesAtEnd(lost=lost, bad=to_avoid if can_avoid else (), next=next_nodes)
 
     def _is_early(self, job: Mapping[str, str], now_unix_s: float) -> bool:
         """Returns whether a job's limit is further away than any warning of it: `auto` is at most half of the limit."""
-        (end_unix_s, limit_s), warning = end_and_limit(job), self._settings.warn_before_limit_s
+        end_unix_s, limit_s = end_and_limit(job)
         if end_unix_s is None or limit_s is None:
             return False
-        # Slurm may send it a minute early.
-        return end_unix_s - now_unix_s > 60.0 + max(limit_s / 2, warning if isinstance(warning, int) else 0.0)
+        warning = self._settings.warn_before_limit_s
+        lead_s = max(limit_s / 2, warning if isinstance(warning, int) else 0.0)
+        # Slurm may send the warning a minute early.
+        return end_unix_s - now_unix_s > 60.0 + lead_s
 
     def _decide(self, end: _End) -> Decision:
-        """Returns what follows; ranks that are to be started again have room for it when it returns."""
+        """Returns what follows; if ranks are to be relaunched, the nodes are free for them when it returns."""
         decision = decide(end.outcome)
         cause = end.outcome.cause
         # `cancel` leaves a STOP file as well, and a job that was being preempted does not show that it was cancelled.
-        if (decision.action == "requeue" or decision.reason == "stopped") and self._is_cancelled(
-            end.outcome.job.record
-        ):
+        may_be_cancelled = decision.action == "requeue" or decision.reason == "stopped"
+        if may_be_cancelled and self._is_cancelled(end.outcome.job.record):
             return CANCELLED
-        # A job that Slurm has restarted and that found too little room on the disk waits for room.
+        # A job that Slurm has restarted and that found too little free space on the disk waits for space.
         tries = end.earlier_ends.get("file_system", 0) + 1
         may_wait = self._settings.enabled and self._restart_count > 0 and tries <= _MOST_FAILED_STARTS
         if decision.reason == "failed" and end.lacks_room and may_wait:
@@ -449,15 +456,15 @@ class Supervisor:
             cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
             if not cleared:
                 note = f"{cause}; nothing more can be started in this allocation, so the job is requeued"
-                return replace(decision, action="requeue", note=note, left=())
-            if decision.left:
-                self._scheduler.use(end.outcome.nodes.next, without=decision.left)
+                return replace(decision, action="requeue", note=note, left_out=())
+            if decision.left_out:
+                self._scheduler.use(end.outcome.nodes.next, without=decision.left_out)
         if decision.reason == "requeued" and self._job_id is not None:
-            # After a preemption without grace the job's own record has no more than that it was restarted.
-            word = _nth(self._scheduler.past_ends(self._job_id), self._restart_count)
-            if word == "PREEMPTED":
+            # After a preemption without grace time the job's own record says only that it was restarted.
+            state = _nth(self._scheduler.past_ends(self._job_id), self._restart_count)
+            if state == "PREEMPTED":
                 return replace(decision, reason="preempted", note=f"preempted; {decision.note}")
-            if word == "NODE_FAIL":
+            if state == "NODE_FAIL":
                 return replace(decision, reason="node_failure", note=f"a node was lost; {decision.note}")
         return decision
 
@@ -472,7 +479,7 @@ class Supervisor:
     def _hand_over(self, decision: Decision) -> int:
         run = self._run
         if self._is_cancelled(self._scheduler.show_job()):
-            # scancel came after the decision, so the requeue did nothing, and no other job is wanted.
+            # The job was cancelled after the decision, so the requeue did nothing, and no other job is wanted.
             facts = {"reason": CANCELLED.reason, "action": CANCELLED.action, "note": CANCELLED.note}
             best_effort = BestEffort()
             attempt = best_effort("the attempts", lambda: max(existing_attempts(run), default=None), None)
@@ -488,10 +495,11 @@ class Supervisor:
         return EXIT_REQUEUE
 
     def _is_cancelled(self, job: Mapping[str, str] | None) -> bool:
-        """Returns whether somebody cancelled this job, which is ending, be it in the grace time of a preemption.
+        """Returns whether somebody cancelled this job, which is ending, perhaps in the grace time of a preemption.
 
-        There the job's own record looks alike; accounting has it at once (22.05: "CANCELLED" while still COMPLETING,
-        and a job that is requeued has more Restarts by then). It is asked only where it matters.
+        In the grace time the job's own record looks the same either way, but accounting has the cancellation at once
+        (22.05: "CANCELLED" while still COMPLETING; a requeued job has more Restarts by then). Accounting is asked only
+        where it matters.
         """
         if job is None or self._job_id is None:
             return False
@@ -504,15 +512,15 @@ class Supervisor:
 
 
 def close_lost(
-    run: RunDirectory, now: AttemptStart, *, past_ends: Callable[[str], Sequence[str]], last_step: int
+    run: RunDirectory, start: AttemptStart, *, past_ends: Callable[[str], Sequence[str]], last_step: int
 ) -> None:
-    """Writes the end line of every attempt that has none: its supervisor was lost with its node, or killed.
+    """Writes the end line of every attempt that has none because its supervisor was killed or lost with its node.
 
     Args:
         run: the run; its lock is held, so no attempt of it is under way.
-        now: the attempt that is about to begin; what is committed now was committed in an earlier one.
-        past_ends: how the earlier starts of a job ended in Slurm's words, oldest first; empty if unknown.
-        last_step: the furthest step on record, for an attempt that has no line there.
+        start: the attempt that is about to begin; all present checkpoints were committed in earlier ones.
+        past_ends: returns the states in which the earlier starts of a job ended, oldest first; empty if unknown.
+        last_step: the furthest recorded step, for an attempt that has recorded none.
     """
     for entry in read_ledger(run):
         if "end_time_unix_s" in entry:
@@ -520,28 +528,31 @@ def close_lost(
         attempt = int(entry["attempt"])
         job_id = entry.get("job_id")
         index = int(entry.get("restart_count") or 0)
-        word = _nth(past_ends(str(job_id)) if job_id else (), index)
-        # A supervisor that is alive closes its attempt whatever happens to the job: its node was lost.
-        was_restarted = job_id is not None and job_id == now.job_id and now.restart_count > index
-        reason = _LOST_REASONS.get(word, "node_failure" if was_restarted else "lost")
-        note = f"its supervisor was killed or lost{f'; Slurm calls it {word}' if word else ''}{advice_on(word)}"
+        state = _nth(past_ends(str(job_id)) if job_id else (), index)
+        # A living supervisor closes its attempt whatever happens to the job, so this one was lost with its node.
+        was_restarted = job_id is not None and job_id == start.job_id and start.restart_count > index
+        reason = _LOST_REASONS.get(state, "node_failure" if was_restarted else "lost")
+        note = "its supervisor was killed or lost"
+        if state:
+            note += f"; Slurm calls it {state}{advice_on(state)}"
         facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note}
-        own_step = step_of_attempt(run, attempt, default=last_step)
-        facts |= {"last_step": own_step, "last_committed": now.first_committed}
-        start_unix_s = end_unix_s = float(entry.get("time_unix_s", 0.0))
-        # When a file was last touched is not worth a run.
+        attempt_step = step_of_attempt(run, attempt, default=last_step)
+        facts |= {"last_step": attempt_step, "last_committed": start.first_committed}
+        start_unix_s = float(entry.get("time_unix_s", 0.0))
+        end_unix_s = start_unix_s
+        # The end is estimated from the times of files; if these cannot be read, the run goes on.
         with contextlib.suppress(OSError):
             end_unix_s = max([start_unix_s, *change_times(listed(run.attempt_logs(attempt))).values()])
-        # What it did again of an earlier attempt's steps is not known any more.
+        # How many steps of an earlier attempt it repeated is no longer known.
         seconds = read_account(run, attempt, start_unix_s=start_unix_s, end_unix_s=end_unix_s, step_before=0)
         close_attempt(run, attempt, {**facts, **seconds, "time_unix_s": end_unix_s})
 
 
 def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int | None:
-    """Returns the exit code of an attempt whose snapshot of the code was touched, None where it may begin.
+    """Returns the exit code of an attempt whose snapshot of the code was changed, None where it may begin.
 
-    A requeue runs the snapshot again, days later. What is wrong is printed and left as the attempt's mark, so that the
-    ledger has it.
+    A requeue runs the snapshot again, perhaps days later. The error is printed and left as the attempt's mark, so that
+    the ledger has it.
     """
     try:
         require_sealed(run)
@@ -553,7 +564,7 @@ def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int
 
 
 def ignore_stop_signals() -> None:
-    """Keeps this process alive through the signals that ask the ranks to stop; it waits for them to end."""
+    """Makes this process survive the signals that ask the ranks to stop, since it waits for the ranks to end."""
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1):
         # A handler, not SIG_IGN: an ignored signal would be inherited by the ranks.
         signal.signal(number, lambda *_: None)
@@ -571,12 +582,12 @@ def on_stop(act: Callable[[], object]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _later(what: str, tries: int) -> Decision:
+def _later(problem: str, tries: int) -> Decision:
     delay_s = min(FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
-    note = f"{what}; the job is requeued, for {delay_s} s later"
+    note = f"{problem}; the job is requeued, for {delay_s} s later"
     return Decision("file_system", "requeue", note, delay_s=delay_s)
 
 
-def _nth(words: Sequence[str], index: int) -> str:
+def _nth(states: Sequence[str], index: int) -> str:
     """Returns how the start with this number ended, "" where that is not known."""
-    return words[index] if index < len(words) else ""
+    return states[index] if index < len(states) else ""

@@ -364,8 +364,8 @@ class Watcher:
         stack, record = answer
         frames = frames_of(stack)
         flights = read_flights(record) if record else {}
-        begun = sum(flight.begun + flight.over for flight in flights.values())
-        sample = replace(sample, collectives=begun or sample.collectives)
+        collectives = sum(flight.last_begun + flight.last_ended for flight in flights.values())
+        sample = replace(sample, collectives=collectives or sample.collectives)
         waiting = _open_ones(flights)
         # At the same place in the same collective as before: what it computes is the waiting itself.
         is_stuck = bool(waiting) and bool(frames) and self._stuck == (frames, waiting)

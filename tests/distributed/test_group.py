@@ -44,7 +44,7 @@ rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
 def is_recorded(number):
     record = newest_collectives()
     flight = read_flights(record or b"").get("gloo 0")
-    return record is None or (flight is not None and flight.over == number)
+    return record is None or (flight is not None and flight.last_ended == number)
 
 # What is over is written down by two threads of gloo's, a little later, and the later one's number stays.
 for number in (1, 2):
@@ -75,10 +75,10 @@ def test_real_ranks_tell_who_has_not_come(tmp_path: Path) -> None:
         pytest.skip(f"torch {torch.__version__} records nothing between gloo ranks")
     flights = [read_flights(text)["gloo 0"] for text in texts]
     assert str(flights[0].waits_in).endswith(" of 1,000 elements") and flights[1].waits_in is None
-    assert (flights[0].begun, flights[0].over, flights[1].begun) == (
-        flights[1].begun + 1,
-        flights[1].begun,
-        flights[1].over,
+    assert (flights[0].last_begun, flights[0].last_ended, flights[1].last_begun) == (
+        flights[1].last_begun + 1,
+        flights[1].last_begun,
+        flights[1].last_ended,
     )
 
 

@@ -84,10 +84,10 @@ def flight_is_nccl(stage: Stage) -> dict[str, Any]:
     backend = stage.size("nccl", "gloo")
     while time.monotonic() < deadline:
         found = read_flights(newest_collectives() or b"[]")
-        done = [flight for key, flight in found.items() if key.startswith(backend) and flight.over == 8]
+        done = [flight for key, flight in found.items() if key.startswith(backend) and flight.last_ended == 8]
         if done:
             require(done[0].newest[-1].name == "all_reduce" and done[0].newest[-1].elements == 1000, str(done[0]))
-            return {"groups": len(found), "begun": done[0].begun}
+            return {"groups": len(found), "begun": done[0].last_begun}
         time.sleep(0.2)
     raw = (newest_collectives() or b"").decode()[:1500]
     require(False, f"no group of {backend} has 8 collectives that are over: {found}; recorded: {raw}")

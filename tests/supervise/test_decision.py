@@ -156,7 +156,7 @@ def test_the_next_attempt_leaves_out_what_is_lost_or_bad() -> None:
     lost = decide(with_facts(SAVED, exit_code=137, **LOST, next=("node1", "node4")))
     nodes = NodesAtEnd(bad=("node1", "node2"), next=("node4", "node5"))
     bad = decide(replace(SAVED, exit_code=1, nodes=nodes, cause="no GPU"))
-    assert (lost.left, bad.left, lost.exclude) == (("node2",), ("node1", "node2"), ())
+    assert (lost.left_out, bad.left_out, lost.exclude) == (("node2",), ("node1", "node2"), ())
     # Slurm may not have noticed: the requeued job would get it again.
     assert decide(with_facts(SAVED, exit_code=137, **LOST, bad=("node2",))).exclude == ("node2",)
 

@@ -116,7 +116,7 @@ def test_a_look_that_does_not_return_is_said_and_delays_nobody(monkeypatch: pyte
     assert time.monotonic() - began_s < 10
     wait_for(lambda: len(said) == 2, within_s=60, what="the second line", poll_s=0.01)
     assert "the notice has waited for 0 s for a file system or for Slurm" in said[0]
-    assert said[1] == "the notice did not come to its end and is left behind"
+    assert said[1] == "the notice did not end in time and is abandoned"
     stuck.set()
 
 

@@ -218,7 +218,7 @@ def test_nobody_is_told_of_a_run_that_was_stopped_or_comes_back_for_the_first_ti
         close_attempt(run, attempt, {"reason": reason, "action": action})
         end = SimpleNamespace(attempt=attempt, is_hung=is_hung)
         decision = Decision(reason, action, "a note")  # type: ignore[arg-type]
-        supervisor._tell_end(end, decision, BestEffort())  # type: ignore[arg-type]
+        supervisor._notify_of_end(end, decision, BestEffort())  # type: ignore[arg-type]
 
     ends("stop", "cancelled")
     ends("stop", "stopped")

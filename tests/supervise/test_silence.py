@@ -184,7 +184,7 @@ def test_a_rank_that_has_begun_fewer_collectives_is_the_one_that_is_waited_for()
     ranks = {rank: signs(rank, waits="all_reduce #5 of 1,000 elements") for rank in range(2)} | {2: signs(2)}
     hang = explain(ranks, silent_s=310.0, stacks={}, flights={0: waits, 1: waits, 2: behind})
     assert hang.ranks == (2,)
-    assert hang.what.endswith("2 ranks wait for it in all_reduce #5 of 1,000 elements")
+    assert hang.activity.endswith("2 ranks wait for it in all_reduce #5 of 1,000 elements")
 
 
 def test_gpus_that_do_nothing_are_named_after_half_an_hour() -> None:

@@ -119,7 +119,7 @@ def test_a_step_that_slurm_keeps_is_found_when_the_ranks_cannot_begin(
     task = srun._StepsInTheWay(job._run, 2, job)
     for _ in range(4):
         task.look()
-    assert task.left == ("7.0" if is_blocked else "")
+    assert task.stuck_steps == ("7.0" if is_blocked else "")
     assert ended == cancelled
 
 
@@ -241,10 +241,10 @@ def test_a_failed_growth_is_remembered_by_the_next_attempt(shrunk: Shrunk, clock
     watch.look()
     clock.now_s += 1190
     watch.look()
-    assert watch._seen_step is None, "it waits for twice as long"
+    assert watch._last_seen_step is None, "it waits for twice as long"
     clock.now_s += 20
     watch.look()
-    assert watch._seen_step is not None
+    assert watch._last_seen_step is not None
 
 
 def test_a_refused_question_is_asked_again_and_nothing_is_said_of_a_growth(
