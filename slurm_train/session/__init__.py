@@ -1,4 +1,4 @@
-"""One rank's part in a run: its place, its signals, its stop, its checkpoints; for programs that train by themselves.
+"""One rank's part in a run: its place, signals, stop and checkpoints; for programs with their own training loop.
 
     from slurm_train import session
 

@@ -1,10 +1,11 @@
-"""What a program that trains by itself says to its run, and asks of it.
+"""The interface between a run and a program with its own training loop.
 
-It is called on every rank. In a run each rank has its heartbeat from `join` on, which `status` and the watchdog read;
-`report` says how far it is; `should_stop`, `save` and `newest` are the ranks' common decisions. Outside of a run, under
-plain Python or another launcher, nothing is written, nobody asks for a stop, and `save` gives a directory that goes.
+It is called on every rank. In a run each rank has a heartbeat from `join` on, which `status` and the watchdog read;
+`report` records the progress; `should_stop`, `save` and `newest` are collective decisions of all ranks. Outside of a
+run, under plain Python or another launcher, nothing is written, no stop is requested, and `save` yields a temporary
+directory.
 
-The ranks exchange by torch.distributed where the program has opened it, else by sockets (`session.peers`).
+The ranks exchange values by torch.distributed if the program has opened it, else by sockets (`session.peers`).
 """
 
 from __future__ import annotations
@@ -52,26 +53,26 @@ if TYPE_CHECKING:
     from slurm_train.distributed.pace import PaceProbe
 
 RUN_DIR = "SLURM_TRAIN_RUN_DIR"
-"""Variable that names the directory of the run to a script: a place for its files, the same at each attempt."""
+"""Variable with the directory of the run, for scripts: a place for their files, the same at each attempt."""
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 _ACCOUNT_EVERY_S = 2.0
-# As long as a job may be suspended; the watchdog, which knows of that, ends ranks that wait in vain.
+# Longer than a suspension of a job; the watchdog, which notices suspensions, ends ranks that hang.
 _WATCHED_TIMEOUT_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint of this run whose every byte was verified."""
+    """A checkpoint of this run, of which every byte was verified."""
 
     path: Path
-    """Its directory, with what all ranks have written."""
+    """Its directory, with the files that all ranks have written."""
     step: int
     world_size: int
     """Ranks that wrote it."""
 
 
 class Session:
-    """One rank of a program, outside of a run: nothing is written, and nobody asks for a stop.
+    """One rank of a program, outside of a run: nothing is written, and no stop is requested.
 
     Args:
         place: this rank.
@@ -109,7 +110,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """This rank's device: its GPU, or the CPU. Imports torch; makes nothing the current device."""
+        """This rank's device: its GPU, or the CPU. Imports torch; does not change the current device."""
         from slurm_train.distributed.group import choose_device
 
         return choose_device(self._place, self._env)
@@ -125,39 +126,39 @@ class Session:
         return 0
 
     def report(self, step: int, /, **numbers: Any) -> None:
-        """Says that a step is done; with numbers, rank 0 writes them into metrics.jsonl. On all ranks, not collective.
+        """Reports that a step is done; rank 0 writes numbers into metrics.jsonl. On all ranks, not collective.
 
         Args:
             step: how many optimizer steps are done, over all attempts.
-            **numbers: what `float` takes, e.g. loss, lr, eval_loss; `max_steps` gives `status` the time that is left.
-                Only rank 0 converts them; a tensor on a GPU makes it wait for the GPU.
+            **numbers: values that `float` accepts, e.g. loss, lr, eval_loss; from `max_steps`, `status` computes the
+                time that is left. Only rank 0 converts them; for a tensor on a GPU it waits for the GPU.
         """
 
     def mark(self, phase: str) -> None:
-        """Says what this rank does now, and that it makes progress: in an evaluation, say, whose steps are no training.
+        """Reports what this rank does now, and that it makes progress, e.g. in an evaluation, which has no steps.
 
         Args:
             phase: "data", "step" or "evaluate"; "end" where the training is over, and nothing after it is a hang.
         """
 
     def should_stop(self) -> str:
-        """Returns why all ranks are to save and stop here, "" to go on. Collective.
+        """Returns why all ranks must save and stop here, "" to go on. Collective.
 
         Returns:
             How rank 0 was asked: "TERM" (preemption, or cancel), "USR2" or "clock" (the time limit is near), "file"
-            (somebody has made the file STOP), or "another rank".
+            (somebody has created the file STOP), or "another rank".
         """
         return ""
 
     @contextlib.contextmanager
-    def save(self, step: int, /) -> Iterator[Path]:  # noqa: ARG002  # outside of a run nothing has a name
-        """Gives each rank an empty directory, and makes a checkpoint of what all of them have written. Collective.
+    def save(self, step: int, /) -> Iterator[Path]:  # noqa: ARG002  # there is no checkpoint outside of a run
+        """Yields an empty directory on each rank, and makes a checkpoint of the files of all ranks. Collective.
 
         Args:
             step: how many optimizer steps are done.
 
         Raises:
-            SlurmTrainError: on every rank, if it fails on any; the checkpoint before it is untouched.
+            SlurmTrainError: on every rank, if it fails on any; the previous checkpoint is unchanged.
         """
         with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:
             yield Path(folder)
@@ -171,33 +172,33 @@ class Session:
         return None
 
     def take_signals(self) -> None:
-        """Makes the stop signals ask this session again, after a library has put its own handlers in their place."""
+        """Installs the handlers of this session again, after a library has installed its own for the stop signals."""
 
     def leave(self) -> NoReturn:
-        """Ends the program after a save at a stop: the run goes on from there when it is started again."""
+        """Ends the program after a save at a stop: the run continues from there when it is started again."""
         raise SystemExit(EXIT_REQUEUE)
 
 
 @dataclass(slots=True)
 class _Steps:
-    """What rank 0 has counted since its newest report."""
+    """Counts and times since the newest report."""
 
     since_s: float
     step: int | None = None
-    """The newest that was reported."""
+    """The newest reported step."""
     step_s: float | None = None
-    """How long it took."""
+    """Seconds that it took."""
     apart_s: float = 0.0
-    """Seconds since then that were no step's: saves, mostly."""
+    """Seconds since then that belong to no step: mostly saves."""
     account_due_s: float = 0.0
     lines: deque[dict[str, Any]] = field(default_factory=deque)
-    """Of metrics.jsonl, not written yet."""
+    """Lines of metrics.jsonl that are not written yet."""
 
 
 class JoinedSession(Session):
     """One rank of a run.
 
-    Wide because it is the one object that a program holds, whatever it wants of its run.
+    Wide because it is the only object by which a program uses its run.
 
     Args:
         run: the run.
@@ -248,7 +249,7 @@ class JoinedSession(Session):
         self._writer: MetricsWriter | None = None
         self._pace_every_steps = config.health.pace_every_steps
         self._pace: PaceProbe | None = None
-        """Measures how much of a step is this rank's own; from the second report on."""
+        """Measures this rank's own part of a step; from the second report on."""
         self._lock = threading.Lock()
         self._reason = ""
         self._open_heartbeat(config)
@@ -272,24 +273,24 @@ class JoinedSession(Session):
         """See `Session.report`."""
         heartbeat = self._heartbeat
         steps = self._steps
-        now = heartbeat.clock()
-        seconds = max(now - steps.since_s - steps.apart_s, 0.0)
+        now_s = heartbeat.clock()
+        seconds = max(now_s - steps.since_s - steps.apart_s, 0.0)
         is_first_report = steps.step is None
-        num = 0 if steps.step is None else step - steps.step
+        num_new_steps = 0 if steps.step is None else step - steps.step
         heartbeat.step = step
         heartbeat.phase = "step"
         heartbeat.marks += 1
-        if num > 0:
-            # Of the first step only the end is known.
+        if num_new_steps > 0:
+            # The start of the first reported step is not known.
             heartbeat.settled = True
             if steps.step_s is None:
                 self._pace = self._probe_pace()
-            steps.step_s = seconds / num
+            steps.step_s = seconds / num_new_steps
             self._times.add(steps.step_s, 0.0)
-            self._sample_pace(num)
-        if num != 0 or is_first_report:
+            self._sample_pace(num_new_steps)
+        if num_new_steps != 0 or is_first_report:
             steps.step = step
-            steps.since_s = now
+            steps.since_s = now_s
             steps.apart_s = 0.0
         if self._spent is None:
             return
@@ -297,8 +298,8 @@ class JoinedSession(Session):
             self._spent.first_step = self._resumption.origin.step
             self._spent.steps = max(step - self._resumption.origin.step, 0)
             self._spent.add("compile_s", seconds)
-        elif num > 0:
-            self._spent.add_steps(num, seconds=seconds, data_wait_s=0.0)
+        elif num_new_steps > 0:
+            self._spent.add_steps(num_new_steps, seconds=seconds, data_wait_s=0.0)
         if numbers:
             timing = {} if steps.step_s is None else {"step_time_s": steps.step_s}
             steps.lines.append(self._line(step, numbers, timing))
@@ -313,12 +314,13 @@ class JoinedSession(Session):
         """See `Session.should_stop`."""
         if self._spent is not None:
             self._stopping.look()
-        if self._reason or not self._any_is_asked():
+        if self._reason or not self._any_rank_is_asked():
             return self._reason
         self._reason, left_s = self._stopping.announce(step=self._heartbeat.step)
         if self._place.is_first:
-            left = "" if left_s is None else f"; {left_s:.0f} s are left"
-            print(f"slurm_train: asked to stop at step {self._heartbeat.step} ({self._reason}){left}", file=sys.stderr)
+            remaining = "" if left_s is None else f"; {left_s:.0f} s are left"
+            message = f"slurm_train: asked to stop at step {self._heartbeat.step} ({self._reason}){remaining}"
+            print(message, file=sys.stderr)
         return self._reason
 
     @contextlib.contextmanager
@@ -336,7 +338,7 @@ class JoinedSession(Session):
             try:
                 yield folder
             except BaseException as err:
-                # The others wait for this rank; they raise what it has raised.
+                # The other ranks wait for this one; they raise the same error.
                 with contextlib.suppress(SlurmTrainError):
                     save.fail(err)
                 raise
@@ -355,7 +357,7 @@ class JoinedSession(Session):
 
     def newest(self) -> Checkpoint | None:
         """See `Session.newest`."""
-        # It has torch's tensors, too.
+        # Imported late, since it imports torch.
         from slurm_train.checkpoint.load import choose_checkpoint
 
         start = self._heartbeat.clock()
@@ -390,13 +392,13 @@ class JoinedSession(Session):
         """See `Session.leave`."""
         self.close()
         if self._is_under_agent:
-            # It would start ranks that end with another code than 0 again.
+            # The agent would restart ranks that end with a code other than 0.
             note_saved(self._run, self._attempt)
             raise SystemExit(0)
         raise SystemExit(EXIT_REQUEUE)
 
     def close(self) -> None:
-        """Writes what is left to write; whatever comes now is no step any more."""
+        """Writes all that is not written yet; the time from now on belongs to no step."""
         self._heartbeat.mark("end")
         self._write_lines()
         self._times.keep()
@@ -419,7 +421,7 @@ class JoinedSession(Session):
             step_id=step_id(self._env),
         )
 
-    def _any_is_asked(self) -> bool:
+    def _any_rank_is_asked(self) -> bool:
         """Returns whether any rank was asked to stop. Collective."""
         requested = self._stop.requested
         group = self._group()
@@ -448,11 +450,11 @@ class JoinedSession(Session):
         return probe_program(self._heartbeat, every=self._pace_every_steps, device=self.device)
 
     def _sample_pace(self, num_steps: int) -> None:
-        """Called where a step has ended, and the next begins."""
+        """Called where a step has ended and the next one begins."""
         if self._pace is None:
             return
         if num_steps > 1:
-            # What lies between two reports is compared as one step.
+            # The time between two reports would count as one step, so it is left out.
             self._pace.leave_out()
             return
         self._pace.end()
@@ -461,18 +463,18 @@ class JoinedSession(Session):
     def _line(self, step: int, numbers: Mapping[str, Any], timing: Mapping[str, float]) -> dict[str, Any]:
         values = {name: _number(value) for name, value in numbers.items()}
         if "loss" not in values and not any(name.startswith("eval_") for name in values):
-            # Readers know the line of a step by its loss.
+            # Readers recognize the line of a step by its loss.
             values["loss"] = None
         facts = {"attempt": self._attempt, "world_size": self._place.world_size, "time_unix_s": time.time()}
         return {"step": step, **values, **timing, **facts}
 
     def _write_now_and_then(self) -> None:
-        """Called by the heartbeat's thread: a step costs no system call."""
+        """Called by the heartbeat's thread, so that a step needs no system call."""
         self._write_lines()
         self._times.keep_when_due()
-        now = time.monotonic()
-        if self._spent is not None and now >= self._steps.account_due_s:
-            self._steps.account_due_s = now + _ACCOUNT_EVERY_S
+        now_s = time.monotonic()
+        if self._spent is not None and now_s >= self._steps.account_due_s:
+            self._steps.account_due_s = now_s + _ACCOUNT_EVERY_S
             self._spent.write(self._run.account(self._attempt))
 
     def _write_lines(self) -> None:
@@ -486,14 +488,14 @@ class JoinedSession(Session):
                 lines.popleft()
 
     def _make_metrics_durable(self) -> None:
-        # No later attempt reports the steps that a checkpoint has. Without the lines training can go on.
+        # No later attempt reports the steps before a checkpoint again. A failure to write them does not stop training.
         if self._place.is_first:
             with contextlib.suppress(OSError):
                 self._write_lines()
                 fsync_file(self._run.metrics)
 
     def _set_apart(self, seconds: float, cause: str) -> None:
-        """Takes time that was no step's out of the step that is under way."""
+        """Excludes time that belongs to no step from the present step."""
         self._steps.apart_s += seconds
         if self._pace is not None:
             self._pace.leave_out()
@@ -535,8 +537,8 @@ _joined: list[Session] = []
 def join() -> Session:
     """Returns this process's part in its run; the same object each time.
 
-    To be called early: until then a stop signal ends the process. A process that a rank has started itself, such as a
-    worker of a data loader, is outside of the run.
+    Call it early: until then a stop signal ends the process. A process that a rank has started, such as a worker of a
+    data loader, is outside of the run.
 
     Raises:
         SlurmTrainError: the run directory cannot be read.
@@ -545,7 +547,10 @@ def join() -> Session:
         env = dict(os.environ)
         place = RankPlace.from_env(env)
         is_rank = multiprocessing.parent_process() is None and bool(env.get(RUN_DIR)) and _ATTEMPT in env
-        _joined.append(_join(RunDirectory(Path(env[RUN_DIR])), place, env) if is_rank else Session(place, env))
+        if is_rank:
+            _joined.append(_join(RunDirectory(Path(env[RUN_DIR])), place, env))
+        else:
+            _joined.append(Session(place, env))
     return _joined[0]
 
 
@@ -591,6 +596,6 @@ def _newest_collectives() -> bytes | None:
 
 
 def _number(value: Any) -> float | int | None:
-    """Returns a value as JSON has it: a number that is not finite is null."""
+    """Returns a number for JSON; None, which becomes null, for one that is not finite."""
     number = value if type(value) is int else float(value)
     return number if math.isfinite(number) else None

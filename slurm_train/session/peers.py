@@ -1,7 +1,7 @@
-"""How the ranks of a user's own program exchange a value: by torch.distributed where it is open, else by sockets.
+"""How the ranks of a user's own program exchange values: by torch.distributed if it is open, else by sockets.
 
-A program may call before it opens its process group, or have none at all. The sockets are those of
-`distributed.meeting`: a star around rank 0, each end of which has proved that it belongs to the attempt.
+A program may call the session before it opens its process group, or have none at all. The sockets are those of
+`distributed.meeting`: a star around rank 0, in which both ends have proved that they belong to the attempt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SocketPeers(Peers):
 
     Args:
         place: this rank.
-        point: where they meet, and how long they wait for that.
+        point: where they connect, and how long they wait for each other.
         timeout_s: of an exchange.
 
     Raises:
@@ -51,15 +51,19 @@ class SocketPeers(Peers):
             listener = listen(point, family=family, address="" if place.spans_nodes else _LOOPBACK)
             if listener is None:
                 raise self._error("rank 0 could bind none of its ports")
-            # Kept open: it goes with the process.
+            # It stays open until the process ends.
             self._listener = listener
             self._meeting = Meeting(listener, point, world_size=place.world_size, host=place.host)
             self._meeting.gather(deadline=time.monotonic() + point.timeout_s)
-            if missing := self._meeting.missing:
+            missing = self._meeting.missing
+            if missing:
                 raise self._error(f"ranks {', '.join(map(str, missing))} have not come")
             return
         search = Search(place, point)
-        search.set_targets([(address, port) for port in point.ports for address in addresses])
+        targets: list[tuple[str, int]] = []
+        for port in point.ports:
+            targets += [(address, port) for address in addresses]
+        search.set_targets(targets)
         with contextlib.closing(search):
             reached = search.run(until=time.monotonic() + point.timeout_s)
         if reached is None:
@@ -68,15 +72,15 @@ class SocketPeers(Peers):
         self._channel.send_value(None, deadline=time.monotonic() + point.timeout_s)
 
     def rank(self) -> int:
-        """Gives this process's rank."""
+        """Returns this process's rank."""
         return self._place.rank
 
     def size(self) -> int:
-        """Gives the number of ranks."""
+        """Returns the number of ranks."""
         return self._place.world_size
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Gives what every rank has passed, in rank order. Collective.
+        """Returns the values that the ranks have passed, in rank order. Collective.
 
         Raises:
             RendezvousError: a rank has ended, or does not come.
@@ -91,7 +95,7 @@ class SocketPeers(Peers):
                 texts.append(text)
             for rank in range(1, self.size()):
                 self._meeting.send(rank, texts)
-            # What does not fit into a socket's buffer goes out before this rank does anything else.
+            # Data that does not fit into a socket's buffer must be sent before this rank continues.
             self._meeting.flush(deadline=deadline)
         else:
             assert self._channel is not None
@@ -102,22 +106,22 @@ class SocketPeers(Peers):
                 raise self._error(f"rank 0 has ended, or has not come to the exchange ({err})") from err
         return [_unpack(text) for text in texts]
 
-    def _error(self, what: str) -> RendezvousError:
+    def _error(self, problem: str) -> RendezvousError:
         return RendezvousError(
-            f"the ranks of the session do not meet: {what} (seen by rank {self._place.rank} on {self._place.host})",
+            f"the ranks of the session do not meet: {problem} (seen by rank {self._place.rank} on {self._place.host})",
             hint="all ranks must call newest, should_stop and save alike, and as often; look at the logs of the others",
         )
 
 
 class GroupChooser:
-    """Gives the group by which this program's ranks exchange values at this moment.
+    """Returns the group by which this program's ranks exchange values at this moment.
 
     Args:
         run: the run.
         attempt: number of the attempt.
         place: this rank.
         env: its environment.
-        start_timeout_s: until the ranks have met.
+        start_timeout_s: until all ranks are connected.
         timeout_s: of an exchange.
     """
 
@@ -157,18 +161,19 @@ class GroupChooser:
         return self._sockets
 
     def _side_group(self, dist: Any) -> Group:
-        """Returns a gloo group of the program's ranks: NCCL's would exchange through the GPUs."""
+        """Returns a gloo group of the program's ranks; a group of NCCL would use the GPUs."""
         world = dist.group.WORLD
         if self._world is not world:
             from slurm_train.distributed.group import open_side_group
 
-            self._world, self._group = world, open_side_group(self._timeout_s)
+            self._world = world
+            self._group = open_side_group(self._timeout_s)
         assert self._group is not None
         return self._group
 
     def _meeting_point(self) -> MeetingPoint:
         env = self._env
-        # MASTER_PORT is the program's own: its process group may open there.
+        # MASTER_PORT is left to the program: its process group may use that port.
         ports = meeting_ports(f"{self._run.run_id} {_PURPOSE}", attempt=self._attempt, env={**env, "MASTER_PORT": ""})
         return MeetingPoint(
             master_addr=master_of(env),

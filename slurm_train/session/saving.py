@@ -1,8 +1,9 @@
-"""Checkpoints that a user's own program fills with its files.
+"""Checkpoints with files of a user's own program.
 
-Each rank writes into a directory of its own, so nothing that one rank writes can meet what another writes; then all
-files go into one directory, which becomes a checkpoint as the trainer's do (`checkpoint.filling`). What a library wants
-in one place, each rank with file names of its own, is there when it is read. Nothing is known of the files but bytes.
+Each rank writes into its own directory, so the files of two ranks cannot collide while they are written. Then all files
+are moved into one directory, which becomes a checkpoint in the same way as those of the trainer (`checkpoint.filling`).
+A library that writes files of different names on each rank finds all of them in one place when it reads them. The files
+are treated as bytes only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class DirectorySave:
 
     Args:
         place: the run directory's checkpoints.
-        header: rank 0's facts count.
+        header: facts about the save; those of rank 0 are used.
         group: all ranks; None for one.
     """
 
@@ -49,7 +50,7 @@ class DirectorySave:
         self._filling = filling
         parent = filling.staging
         if filling.is_saved:
-            # The program writes in any case; what it writes goes nowhere.
+            # The program writes its files anyway; they are removed afterwards.
             parent = on_every_rank(self._group, self._open_spare)[0]
         self._folder = parent / f".rank_{rank_in(self._group):05d}"
         on_every_rank(self._group, self._make_folder)
@@ -76,10 +77,10 @@ class DirectorySave:
             raise
 
     def fail(self, error: BaseException | None) -> None:
-        """Ends a save that some rank could not write; what was written is removed. Collective.
+        """Ends a save that failed on some rank; what was written is removed. Collective.
 
         Args:
-            error: of this rank; None where another rank's matters.
+            error: the error of this rank; None if only other ranks failed.
 
         Raises:
             SlurmTrainError: on every rank.
@@ -103,12 +104,12 @@ class DirectorySave:
         make_folder(self._folder)
 
     def _bring_together(self, target: Path, chosen: Sequence[Mapping[str, FileRecord]]) -> None:
-        """Moves the files that count of this rank to where all ranks' files are."""
+        """Moves the chosen files of this rank to the directory with the files of all ranks."""
         for name in chosen[rank_in(self._group)]:
             path = target / name
             path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             (self._folder / name).rename(path)
-            # What was made on the way is durable as well; the directory itself is made so by the commit.
+            # New folders inside are made durable as well; the commit does that for the directory itself.
             for folder in path.relative_to(target).parents:
                 fsync_directory(target / folder)
         shutil.rmtree(self._folder)
@@ -120,15 +121,15 @@ class DirectorySave:
             filling.discard()
             return
         if not self._folder.name:
-            return  # none was given out
+            return  # no directory was handed out
         with contextlib.suppress(OSError):
             shutil.rmtree(self._folder, ignore_errors=True)
-            # Each rank removes its own, and the last of them the directory around them.
+            # Each rank removes its own folder, and the last rank the directory around them.
             self._folder.parent.rmdir()
 
 
 def seal_files(folder: Path) -> Records:
-    """Makes all files below a folder durable and private, and gives their records by path below it.
+    """Makes all files below a folder durable and private, and returns their records by path below it.
 
     Raises:
         CheckpointError: something there is neither a file nor a folder, or has a name that no checkpoint can have.
@@ -155,7 +156,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def choose_writers(records: Sequence[Records]) -> list[Records]:
-    """Returns the files of each rank that go into the checkpoint: of equal ones that several ranks wrote, the first.
+    """Returns the files of each rank that go into the checkpoint; of equal files of several ranks, that of the first.
 
     Raises:
         CheckpointError: no rank wrote a file; or several wrote a file of the same name with different content.
@@ -163,9 +164,9 @@ def choose_writers(records: Sequence[Records]) -> list[Records]:
     chosen: list[Records] = []
     writers: dict[str, tuple[int, FileRecord]] = {}
     clashes: dict[str, tuple[int, int]] = {}
-    for rank, of_rank in enumerate(records):
+    for rank, rank_records in enumerate(records):
         taken: Records = {}
-        for name, record in of_rank.items():
+        for name, record in rank_records.items():
             if name not in writers:
                 writers[name] = (rank, record)
                 taken[name] = record
@@ -173,9 +174,8 @@ def choose_writers(records: Sequence[Records]) -> list[Records]:
                 clashes.setdefault(name, (writers[name][0], rank))
         chosen.append(taken)
     if clashes:
-        shown = ", ".join(
-            f"{name} (ranks {first} and {second})" for name, (first, second) in list(clashes.items())[:_NUM_NAMED]
-        )
+        parts = [f"{name} (ranks {ranks[0]} and {ranks[1]})" for name, ranks in clashes.items()]
+        shown = ", ".join(parts[:_NUM_NAMED])
         raise CheckpointError(
             f"several ranks have saved different files of the same name: {shown}",
             hint="put the rank into the name of what differs from rank to rank; let rank 0 write what is the same",

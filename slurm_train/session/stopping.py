@@ -1,7 +1,7 @@
-"""When a rank stops by the clock or the STOP file, and whether there is time to save where all have stopped.
+"""When a rank stops by the clock or the STOP file, and whether there is time to save after all ranks have stopped.
 
-The request goes out with the next exchange of the ranks, as after a signal. The trainer reduces it with the gradients
-(`train.step`), a user's own program asks with `Session.should_stop`; all ranks act on it at the same step.
+The request is passed on with the next exchange of the ranks, as after a signal. The trainer reduces it with the
+gradients (`train.step`), a user's own program calls `Session.should_stop`; all ranks act on it at the same step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _READ_NOTICE_EVERY_S = 5.0
 
 
 class Stopping:
-    """One rank's part in stopping by the clock, and in the decision whether there is time to save.
+    """One rank's part in a stop by the clock, and in the decision whether there is time to save.
 
     Args:
         run: the run.
         attempt: number of the attempt.
         stop: this rank's flag.
         spent: what rank 0 has measured so far; None on the others, which do not look at the clock.
-        group: gives the group of the ranks that decide together; None for one process.
-        now: seconds since 1970.
+        group: returns the group of the ranks that decide together; None for one process.
+        clock: seconds since 1970.
     """
 
     def __init__(
@@ -38,38 +38,39 @@ class Stopping:
         *,
         spent: Spent | None,
         group: Callable[[], Group | None] = lambda: None,
-        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._stop = stop
         self._spent = spent
         self._group = group
-        self._now = now
-        # Before the first save of this attempt the last one's is the best guess.
-        self._before = read_measured(run) if spent is not None else None
-        self._notice, self._next_read_s = Notice(), 0.0
+        self._clock = clock
+        # Before the first save of this attempt, the times of the previous attempt are the best estimate.
+        self._previous = read_measured(run) if spent is not None else None
+        self._notice = Notice()
+        self._next_read_s = 0.0
 
     def look(self) -> None:
-        """Asks for a stop where the STOP file exists, or the end of the time limit comes near. Rank 0 only."""
+        """Asks for a stop if the STOP file exists, or the time limit is near. Rank 0 only."""
         stop = self._stop
         stop.look_at(self._run.stop_file)
         notice = self._read()
         if notice.end_unix_s is None or stop.requested:
             return
-        if notice.end_unix_s - self._now() <= lead_s(self._measured, limit_s=notice.limit_s):
+        if notice.end_unix_s - self._clock() <= lead_s(self._measured, limit_s=notice.limit_s):
             stop.request("clock")
 
     def decide_save(self, *, step: int) -> tuple[float | None, str]:
-        """Decides whether to save where the ranks have stopped, and leaves an event that tells why. Collective.
+        """Decides whether to save after the ranks have stopped, and writes an event with the reason. Collective.
 
         Returns:
-            Seconds until the ranks are killed, None where that is not known; and why not to save, "" to save.
+            Seconds until the ranks are killed, None where that is not known; and the reason not to save, "" to save.
         """
         return on_rank_zero(self._group(), lambda: self._decide_save(step))
 
     def announce(self, *, step: int) -> tuple[str, float | None]:
-        """Leaves the event of a stop whose save is the caller's own decision. Collective.
+        """Writes the event of a stop at which the caller decides about the save. Collective.
 
         Returns:
             How rank 0 was asked, e.g. "TERM", "USR2", "clock" or "file"; and the seconds until the ranks are killed,
@@ -85,13 +86,13 @@ class Stopping:
 
     @property
     def _measured(self) -> Spent | None:
-        """The longest times of this attempt; before its first save those of the attempt before it."""
+        """The longest times of this attempt; before its first save those of the previous attempt."""
         spent = self._spent
-        return spent if spent is not None and spent.longest_save_s else self._before
+        return spent if spent is not None and spent.longest_save_s else self._previous
 
     def _decide_save(self, step: int) -> tuple[float | None, str]:
         asked_by, left_s, save_s = self._ask()
-        # What is not known does not forbid it.
+        # If a time is not known, the save is made.
         is_made = left_s is None or not save_s or save_s <= left_s
         self._write_event(step, asked_by=asked_by, left_s=left_s, save_s=save_s, saved=is_made)
         return left_s, "" if is_made else f"{left_s:.0f} s are left and a save takes {save_s:.0f} s"
@@ -101,15 +102,15 @@ class Stopping:
         asked_by, since_s = self._stop.ask()
         measured = self._measured
         self._next_read_s = 0.0
-        left_s = time_left_s(self._read(), asked_by=asked_by, since_s=since_s, now_unix_s=self._now())
+        left_s = time_left_s(self._read(), asked_by=asked_by, since_s=since_s, now_unix_s=self._clock())
         return asked_by, left_s, measured.longest_save_s if measured is not None else None
 
     def _write_event(self, step: int, **facts: object) -> None:
         append_event(self._run, "stop", attempt=self._attempt, step=step, **facts)
 
     def _read(self) -> Notice:
-        now = time.monotonic()
-        if now >= self._next_read_s:
-            self._next_read_s = now + _READ_NOTICE_EVERY_S
+        now_s = time.monotonic()
+        if now_s >= self._next_read_s:
+            self._next_read_s = now_s + _READ_NOTICE_EVERY_S
             self._notice = read_notice(self._run, self._attempt)
         return self._notice

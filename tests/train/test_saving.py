@@ -263,7 +263,7 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
     run = run_with(tmp_path, Notice(end_unix_s=2000.0, limit_s=3600.0, kill_wait_s=5.0))
     spent = Spent(begin_unix_s=0, longest_save_s=20.0, longest_step_s=5.0)  # 15 + 1.5 x (10 + 40) = 90
     now, flag = [1909.0], StopFlag()
-    stopping = Stopping(run, 0, flag, spent=spent, now=lambda: now[0])
+    stopping = Stopping(run, 0, flag, spent=spent, clock=lambda: now[0])
     stopping.look()
     assert not flag.requested
     now[0] = 1911.0
@@ -274,14 +274,14 @@ def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -
 @pytest.mark.parametrize("notice", [Notice(), Notice(kill_wait_s=5.0)])
 def test_without_a_limit_the_clock_asks_for_nothing(tmp_path: Path, notice: Notice) -> None:
     flag = StopFlag()
-    Stopping(run_with(tmp_path, notice), 0, flag, spent=Spent(begin_unix_s=0), now=lambda: 1e12).look()
+    Stopping(run_with(tmp_path, notice), 0, flag, spent=Spent(begin_unix_s=0), clock=lambda: 1e12).look()
     assert not flag.requested
 
 
 def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
     run, flag = run_with(tmp_path, Notice(end_unix_s=1e12)), StopFlag()
     run.stop_file.touch()
-    stopping = Stopping(run, 0, flag, spent=Spent(begin_unix_s=0), now=lambda: 1000.0)
+    stopping = Stopping(run, 0, flag, spent=Spent(begin_unix_s=0), clock=lambda: 1000.0)
     stopping.look()
     assert flag.ask()[0] == "file"
     assert stopping.decide_save(step=7) == (None, "") and stop_of(run)["step"] == 7
