@@ -1,8 +1,7 @@
 """`worker RUN_DIR`: one rank. srun, a local launch or a hand-typed command starts it; it reads the run directory.
 
-The stop handlers are installed first: importing what a rank needs takes seconds, and a preemption does not wait. One
-that waits for a failure of its predecessor (`requeue.warm_ranks`) imports before it is anything, and has nothing to
-save.
+The stop handlers are installed before the imports of a rank, which take seconds, since a preemption does not wait for
+them. A rank in waiting (`requeue.warm_ranks`) imports before that: until its attempt begins, it has nothing to save.
 """
 
 from __future__ import annotations
@@ -26,19 +25,21 @@ from slurm_train.supervise.ranks import WAITS
 def main(words: Sequence[str]) -> NoReturn:
     """Runs one rank and ends the process with its exit code; an unexpected error leaves its traceback."""
     parent = os.getppid()
-    if stage := os.environ.get("SLURM_TRAIN_STAGE"):
+    stage = os.environ.get("SLURM_TRAIN_STAGE")
+    if stage:
         from slurm_train.launch.imports import import_from_stage
 
-        if refusal := import_from_stage(stage):
+        refusal = import_from_stage(stage)
+        if refusal:
             print(f"warning: packages are imported from where they are installed: {refusal}", file=sys.stderr)
     hold_continue()
     if len(words) != 1:
         raise RunError(f"worker takes one run directory, found {list(words)}", hint="worker RUN_DIR")
     run = RunDirectory(Path(words[0]))
     if not is_under_torchrun(os.environ):
-        # The ranks of torchrun's launcher inherit what it has taken.
+        # The ranks of torchrun's launcher inherit its share.
         os.environ.update(enter_share(os.environ))
-    # torch takes them from the environment when it is imported, and a user's script inherits them.
+    # torch reads them from the environment when it is imported, and a user's script inherits them.
     os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     if WAITS in os.environ:
         from slurm_train.worker.rank import wait_for_turn

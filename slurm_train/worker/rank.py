@@ -1,7 +1,8 @@
-"""One rank from its environment to its exit code: which attempt it is of, where it writes, what it runs, how it ends.
+"""One rank from its environment to its exit code: its attempt, its log, the program that it runs, and its end.
 
-Nothing here imports torch before the preflight is over. Under `cluster.launcher=torchrun` a supervisor has opened the
-attempt of the first restart and closes that of the last; under a plain torchrun there is none, and rank 0 does both.
+Nothing here imports torch before the preflight has ended. Under `cluster.launcher=torchrun` a supervisor has opened the
+attempt of the first restart and closes that of the last. Under a plain torchrun there is no supervisor, and rank 0 does
+both.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _PASSES = re.compile(
     r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError", re.I
 )
 _COMMIT_S = 5.0
-"""Longest that a process stays for a checkpoint that is getting its name; a zombie must be gone within 10 s."""
+"""Longest wait for a checkpoint that is just being renamed to its final name; a zombie must end within 10 s."""
 _NOTHING_TO_DO = -1
 _LAZY_FROM = 512
 _IMPORTED_EARLY = (
@@ -84,13 +85,13 @@ _IMPORTED_EARLY = (
     "slurm_train.checkpoint.load",
     "slurm_train.checkpoint.tensors",
 )
-"""What a rank of the trainer imports sooner or later."""
+"""Modules that every rank of the trainer imports at some time."""
 
 
 def wait_for_turn(run: RunDirectory) -> None:
-    """Imports what a rank needs, and returns when the supervisor starts the attempt that this process was made for.
+    """Imports what a rank needs, and returns when the supervisor starts the attempt of this process.
 
-    The process ends where the supervisor does not need it any more. No GPU is touched before.
+    Ends the process if the supervisor no longer needs it. No GPU is used before that.
     """
     _prepare_torch()
     _import_early()
@@ -101,16 +102,16 @@ def wait_for_turn(run: RunDirectory) -> None:
 
 
 def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: int) -> NoReturn:
-    """Runs one rank and ends the process; a failure leaves a mark that names its cause, for the supervisor.
+    """Runs one rank and ends the process; after a failure it leaves a mark with the cause for the supervisor.
 
     Args:
-        run: the run directory, as this node names it.
+        run: the run directory by its path on this node.
         env: the process's environment.
         stop: set by the signal handlers, which are installed already.
-        parent: id of the process that has started this one.
+        parent: id of the process that started this one.
     """
     closes = False
-    # A plain torchrun starts ranks without an attempt's number, which they agree on then.
+    # A plain torchrun starts ranks without an attempt's number; they agree on it later.
     is_watched = _ATTEMPT in env
     try:
         _prepare_torch()
@@ -119,7 +120,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
             closes = _ATTEMPT not in env and RankPlace.from_env(env).is_first
             env = _join_restart(run, env)
         elif "SLURM_HET_SIZE" in env and _ATTEMPT in env:
-            # srun has given the log another number than the rank's (see `script.task_log`).
+            # The number in the log's name is not the rank's (see `batch_script.task_log`).
             _require_visible(run, node_name(env))
             _write_to_own_log(run, int(env[_ATTEMPT]), RankPlace.from_env(env).rank)
         if _ATTEMPT in env:
@@ -127,8 +128,13 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
         try:
             code = _work(run, env, stop, is_watched=is_watched)
         except SystemExit as err:
-            code = err.code if isinstance(err.code, int) else EXIT_DONE if err.code is None else EXIT_FAILURE
-        leave(_leave_restart(run, int(env[_ATTEMPT]), code, closes=closes) if is_under_torchrun(env) else code)
+            if err.code is None:
+                code = EXIT_DONE
+            else:
+                code = err.code if isinstance(err.code, int) else EXIT_FAILURE
+        if is_under_torchrun(env):
+            code = _leave_restart(run, int(env[_ATTEMPT]), code, closes=closes)
+        leave(code)
     except SlurmTrainError as err:
         print(f"error: {err}", file=sys.stderr, flush=True)
         _fail(run, env, err.exit_code, err.message.partition("\n")[0])
@@ -138,9 +144,9 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process; waits only for a checkpoint that is getting its name at this moment."""
-    # Tearing a process group down waits for peers that may never come, and its threads outlive a good end at times;
-    # that has held allocations for hours. Everything that matters is on disk by now, or about to be.
+    """Ends the process; waits only for a checkpoint that is being renamed to its final name at this moment."""
+    # Destroying a process group waits for peers that may never arrive, and its threads sometimes outlive a normal end;
+    # that has blocked allocations for hours. Everything that matters is on disk by now, or about to be.
     end_publishing(within_s=_COMMIT_S)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -148,36 +154,37 @@ def leave(code: int) -> NoReturn:
 
 
 def message_of(err: BaseException) -> str:
-    """Returns an exception in one line; one of a DataLoader's worker, whose traceback torch makes a message, too."""
+    """Returns an exception in one line; for a DataLoader's worker torch has put its traceback into the message."""
     lines = f"{type(err).__name__}: {err}".splitlines()
     return lines[-1] if _IN_WORKER in lines else lines[0]
 
 
 def place_of(err: BaseException) -> str:
-    """Returns where an exception was raised, e.g. "model.py:41 in forward"; "" for one that may pass by itself."""
+    """Returns where an exception was raised, e.g. "model.py:41 in forward"; "" for a kind that may be transient."""
     if isinstance(err, OSError) or _PASSES.search(f"{type(err).__name__}: {err}"):
         return ""
-    if _IN_WORKER in str(err) and (frames := _FRAME.findall(str(err))):
-        file, line, name = frames[-1]
+    worker_frames = _FRAME.findall(str(err)) if _IN_WORKER in str(err) else []
+    if worker_frames:
+        file, line, name = worker_frames[-1]
         return f"{Path(file).name}:{line} in {name}"
-    last = traceback.extract_tb(err.__traceback__)[-1]
-    return f"{Path(last.filename).name}:{last.lineno} in {last.name}"
+    innermost = traceback.extract_tb(err.__traceback__)[-1]
+    return f"{Path(innermost.filename).name}:{innermost.lineno} in {innermost.name}"
 
 
 def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "") -> NoReturn:
     if is_under_torchrun(env) and _ATTEMPT not in env:
-        # No attempt knows this rank yet.
+        # This rank belongs to no attempt yet.
         leave(code)
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
     mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message, place=place)
-    # Where nothing can be written, the log has said what is wrong.
+    # If the mark cannot be written, the error is still in the log.
     with contextlib.suppress(OSError):
         leave_mark(run, int(env.get(_ATTEMPT, "0")), mark)
     leave(code)
 
 
 def _watch_orphan(run: RunDirectory, env: Mapping[str, str], parent: int) -> None:
-    """Makes this rank end by itself when the process that started it has ended, or a newer attempt has begun."""
+    """Ends this rank when the process that started it has ended, or a newer attempt has begun."""
     attempt = int(env[_ATTEMPT])
 
     def is_overtaken() -> bool:
@@ -219,7 +226,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     env = _import_from_copy(run, place, env)
     if any(hub_snapshots(config)):
         require_snapshots(config, host=place.host)
-        # Everything was fetched at the submission; a node without internet would wait for time-outs.
+        # Everything was fetched at submission; on a node without internet the library would wait for time-outs.
         os.environ.setdefault(OFFLINE, "1")
         env = {OFFLINE: os.environ[OFFLINE], **env}
     _set_defaults(gloo_environment(place.world_size))
@@ -227,13 +234,13 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     point = MeetingPoint(
         master_addr=master_of(env),
         ports=meeting_ports(run.run_id, attempt=attempt, env=env),
-        # torchrun's machines may have the run directory at different places.
+        # Under torchrun, machines may have the run directory at different paths.
         run_id=f"{run.name}/{run.run_id}" if is_under_torchrun(env) else str(run.path),
         attempt=attempt,
         timeout_s=config.train.start_timeout_s,
         secret=attempt_secret(run, attempt, wait_s=60.0 if _ATTEMPT in env else 0.0),
     )
-    # On this machine alone there is no network between the ranks, and no other user's node to warn of.
+    # Without Slurm there is no network between the ranks, and no shared node to check.
     if config.cluster is not None and config.preflight.enabled and "SLURM_STEP_ID" in env:
         from slurm_train.tools.doctor.preflight import run_preflight
 
@@ -279,7 +286,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
 
 
 def _enter(directory: str) -> None:
-    """Makes relative paths in a user's code mean the directory that the run was submitted from, if the node has it."""
+    """Changes to the directory that the run was submitted from, if the node has it, for relative paths in user code."""
     if directory and Path(directory).is_dir():
         os.chdir(directory)
 
@@ -287,17 +294,19 @@ def _enter(directory: str) -> None:
 def _watch(
     run: RunDirectory, attempt: int, place: RankPlace, env: Mapping[str, str], *, limit_s: float
 ) -> dict[str, str]:
-    """Starts the watcher of a rank that makes no marks, and returns the variables with which it can be asked."""
+    """Starts the watcher of a rank that makes no marks, and returns the variables by which the rank can answer it."""
     from slurm_train.worker.watched import start_watcher
 
-    answers = start_watcher(run, attempt=attempt, place=place, env=env, limit_s=limit_s)
+    variables = start_watcher(run, attempt=attempt, place=place, env=env, limit_s=limit_s)
     with contextlib.suppress(PackageNotFoundError):
-        answers |= {name: os.environ[name] for name in recording_environment(version("torch")) if name in os.environ}
-    return answers
+        for name in recording_environment(version("torch")):
+            if name in os.environ:
+                variables[name] = os.environ[name]
+    return variables
 
 
 def _train_or_evaluate(rank: Rank) -> int:
-    """Returns the exit code of the built-in trainer, or of what measures checkpoints in its place."""
+    """Returns the exit code of the built-in trainer, or of an evaluation of checkpoints."""
     if rank.config.train.follow is not None:
         from slurm_train.train.follow import follow_checkpoints
 
@@ -312,11 +321,11 @@ def _train_or_evaluate(rank: Rank) -> int:
 
 
 def _import_early() -> None:
-    """Imports what a rank of the trainer needs, without the garbage collector: a tenth of the processor time."""
+    """Imports what a rank of the trainer needs, without the garbage collector, which saves a tenth of the time."""
     gc.disable()
     try:
         for name in _IMPORTED_EARLY:
-            # What this version of torch does not have is not needed either.
+            # A module that this version of torch lacks is not needed.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     finally:
@@ -324,23 +333,23 @@ def _import_early() -> None:
 
 
 def _prepare_torch() -> None:
-    # Before torch is imported: what collectives a rank has begun is asked in an autopsy.
+    # Set before torch is imported; after a hang the flight records show which collectives each rank has begun.
     with contextlib.suppress(PackageNotFoundError):
         torch_version = version("torch")
         _set_defaults(recording_environment(torch_version) | allocator_environment(torch_version, os.environ))
 
 
 def _set_defaults(variables: Mapping[str, str]) -> None:
-    """Sets variables of this process that are not set, for libraries that read them there."""
+    """Sets variables of this process that are not set yet, for libraries that read them from the environment."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def allocator_environment(torch_version: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that lets segments of a GPU's memory grow, so that sizes which vary do not fragment it.
+    """Returns the variable that lets segments of GPU memory grow, so that varying sizes do not fragment it.
 
     Args:
-        torch_version: e.g. "2.8.0+cu128". From 2.9 on the variable has another name, and the former one still counts.
+        torch_version: e.g. "2.8.0+cu128". From 2.9 on the variable has another name, but the former name still works.
         env: {} is returned where either is set.
     """
     former = "PYTORCH_CUDA_ALLOC_CONF"
@@ -352,11 +361,11 @@ def allocator_environment(torch_version: str, env: Mapping[str, str]) -> dict[st
 
 
 def gloo_environment(world_size: int) -> dict[str, str]:
-    """Returns the variable that makes gloo connect two ranks only when they exchange something (torch 2.8 and newer).
+    """Returns the variable that makes gloo connect two ranks only when they exchange data (torch 2.8 and newer).
 
-    By itself each group connects every rank to every other: three descriptors per peer, and keys of the store that
-    grow with the square. Small worlds keep that: a lazy broadcast waits beyond its time-out for a rank that has never
-    been connected (seen with 2.13), so there the hang watchdog alone ends the ranks.
+    By default each group connects every rank to every other: three descriptors per peer, and a number of store keys
+    that grows with the square of the ranks. Small worlds keep the default: with the variable, a broadcast waits longer
+    than its time-out for a rank that was never connected (seen with 2.13), and only the hang watchdog ends the ranks.
 
     Args:
         world_size: number of ranks.
@@ -371,11 +380,17 @@ def _start_heartbeat(
     if not config.trains:
         release_continue()
         return heartbeat
-    # All that the trainer writes is private; a user's own code keeps the umask of its user.
+    # All files of the trainer are private; a user's own code keeps the umask of its user.
     os.umask(0o077)
-    limits = limits_of(config)
-    where = {"rank": place.rank, "local_rank": place.local_rank}
-    heartbeat.start(run, attempt, host=place.host, limits=limits, step_id=step_id(env), **where)
+    heartbeat.start(
+        run,
+        attempt,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        host=place.host,
+        limits=limits_of(config),
+        step_id=step_id(env),
+    )
     return heartbeat
 
 
@@ -396,7 +411,7 @@ def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str
         print(line, file=sys.stderr, flush=True)
     if not child_path:
         return env
-    # Only root can write into the copy, and would leave bytecode there that others may read.
+    # Only root can write into the copy; bytecode that root leaves there might be read by others.
     sys.dont_write_bytecode = True
     changes = {"PYTHONPATH": child_path, "PYTHONDONTWRITEBYTECODE": "1"}
     os.environ.update(changes)
@@ -404,7 +419,7 @@ def _import_from_copy(run: RunDirectory, place: RankPlace, env: Mapping[str, str
 
 
 def _batch_plan(config: RunConfig, plan: Mapping[str, Any], place: RankPlace) -> BatchPlan:
-    """Returns the cut of the global batch for the ranks that there are, which may be fewer than were planned for."""
+    """Returns the batch plan for the actual number of ranks, which may be smaller than planned."""
     batch = plan["batch"]
     if place.world_size == plan["world"]["size"]:
         return BatchPlan(
@@ -422,16 +437,16 @@ def _batch_plan(config: RunConfig, plan: Mapping[str, Any], place: RankPlace) ->
 
 
 def _join_restart(run: RunDirectory, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment with the attempt that torchrun's ranks agree on. Collective; output goes to its log then.
+    """Returns the environment with the attempt on which torchrun's ranks agree; opens its log for output. Collective.
 
-    Ends the process where the run is finished already.
+    Ends the process if the run is finished already.
 
     Raises:
         RendezvousError: ranks are missing.
-        RunError: the run is being run already, or a newer attempt has taken it over.
+        RunError: the run is active already, or a newer attempt has taken over.
     """
     place = RankPlace.from_env(env)
-    first = int(env[_ATTEMPT]) if _ATTEMPT in env else None
+    first_attempt = int(env[_ATTEMPT]) if _ATTEMPT in env else None
     name = f"{run.name}/{run.run_id} lobby {env['TORCHELASTIC_RUN_ID']}"
     timeout_s = load_config(run.config).train.start_timeout_s
     point = MeetingPoint(
@@ -443,30 +458,31 @@ def _join_restart(run: RunDirectory, env: Mapping[str, str]) -> dict[str, str]:
         secret=rendezvous_secret(run, is_first=place.is_first, wait_s=timeout_s),
     )
     attempt = agree_on_attempt(
-        place, point, open_attempt=lambda nodes: _begin(run, place, env, first=first, nodes=nodes)
+        place, point, open_attempt=lambda nodes: _begin(run, place, env, first_attempt=first_attempt, nodes=nodes)
     )
     if attempt == _NOTHING_TO_DO:
         if place.is_first:
             print(f"slurm_train: {run.path} is finished already; see {run.result}", file=sys.stderr, flush=True)
         leave(EXIT_DONE)
     os.environ[_ATTEMPT] = str(attempt)
-    if first is not None or not place.is_first:
+    if first_attempt is not None or not place.is_first:
         _write_to_own_log(run, attempt, place.rank)
     return {**env, _ATTEMPT: str(attempt)}
 
 
 def _begin(
-    run: RunDirectory, place: RankPlace, env: Mapping[str, str], *, first: int | None, nodes: tuple[str, ...]
+    run: RunDirectory, place: RankPlace, env: Mapping[str, str], *, first_attempt: int | None, nodes: tuple[str, ...]
 ) -> int:
-    if first is None:
-        if (holder := live_holder(run, SlurmCommands(env))) is not None:
+    if first_attempt is None:
+        holder = live_holder(run, SlurmCommands(env))
+        if holder is not None:
             raise RunError(f"{run.path} is being run by {holder}", hint="wait for it, or `cancel` it first")
         require_private(run)
         require_sealed(run)
         if is_there(run.result):
             return _NOTHING_TO_DO
         if is_there(run.stop_file):
-            # Ranks that were started again while the others stopped have nothing to do either.
+            # Ranks that were restarted while the others stopped must not begin either.
             raise RunError(f"{run.stop_file} is there, so nothing is started", hint=f"remove it: rm {run.stop_file}")
     start = AttemptStart(
         job_id=None,
@@ -475,22 +491,22 @@ def _begin(
         world_size=place.world_size,
         first_committed=newest_committed_step(run.checkpoints),
     )
-    return begin_round(run, start, first=first)
+    return begin_round(run, start, first=first_attempt)
 
 
 def _leave_restart(run: RunDirectory, attempt: int, code: int, *, closes: bool) -> int:
-    """Returns the code that torchrun is to see: ranks that have saved and stopped are not to be started again.
+    """Returns the exit code for torchrun, which must not restart ranks that have saved and stopped.
 
     Args:
         run: the run.
         attempt: of this restart.
         code: of this rank.
-        closes: this rank writes the end of the attempt, as no supervisor does.
+        closes: this rank writes the end line of the attempt, since there is no supervisor.
     """
     if closes and code in (EXIT_DONE, EXIT_REQUEUE):
-        begun = read_round(run, attempt)
+        opening = read_round(run, attempt)
         is_done = code == EXIT_DONE
-        step_before = 0 if begun is None else begun.first_step
+        step_before = 0 if opening is None else opening.first_step
         facts = {
             "exit_code": code,
             "reason": "done" if is_done else "stopped",
@@ -508,7 +524,7 @@ def _leave_restart(run: RunDirectory, attempt: int, code: int, *, closes: bool) 
 
 
 def _write_to_own_log(run: RunDirectory, attempt: int, rank: int) -> None:
-    """Has stdout and stderr of this process go to its rank's log."""
+    """Redirects stdout and stderr of this process to its rank's log."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = open_file(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

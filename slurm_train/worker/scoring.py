@@ -1,12 +1,12 @@
 """A scorer of the user's own, called once for each checkpoint of a run as it appears. Imports no torch.
 
-The scorer finds the checkpoint's directory in SLURM_TRAIN_CHECKPOINT and its step in SLURM_TRAIN_STEP. It hands back
-numbers as a JSON object: in the file that SLURM_TRAIN_SCORES names, or as the last line that it prints. What it prints
-lies in `score_<step>_<save id>.log` of the attempt's logs.
+The scorer gets the checkpoint's directory in SLURM_TRAIN_CHECKPOINT and its step in SLURM_TRAIN_STEP. It returns
+numbers as a JSON object: in the file that SLURM_TRAIN_SCORES names, or as the last line that it prints. Its output goes
+to `score_<step>_<save id>.log` of the attempt's logs.
 
-A scorer that fails ends the evaluator with its message, so that it is mended and not called for every checkpoint; the
-same command goes on with the checkpoint that failed. One that failed because the run has renamed the checkpoint
-meanwhile is called again.
+If the scorer fails, the evaluator ends with a message, so that the scorer is corrected before it is called for further
+checkpoints; the same command then continues with the checkpoint that failed. If the scorer failed because the run has
+renamed the checkpoint meanwhile, it is called again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP = "SLURM_TRAIN_STEP"
 SCORES = "SLURM_TRAIN_SCORES"
 _LOOK_S = 1.0
 _POLL_S = 0.1
-# Slurm gives KillWait after its first signal, often 30 s; this process has to end in order, too.
+# After its first signal Slurm waits for KillWait, often 30 s; in that time this process has to end as well.
 _END_S = 10.0
 _TAIL_BYTES = 1 << 16
 
@@ -56,20 +56,20 @@ def follow_with_script(
     """Calls the scorer for each checkpoint of the followed run, oldest first, until that run is over.
 
     Args:
-        config: of the evaluator: `script` is the scorer, `train.follow` the name of its scores.
+        config: of the evaluator; `script` is the scorer, `train.follow` the name of its scores.
         place: this rank; there is one.
         env: its environment.
-        code_dir: where the scorer is looked for first.
+        code_dir: where the scorer is searched first.
         run: the evaluator's directory.
         attempt: of the evaluator.
         stop: set when this process is to stop.
 
     Returns:
-        EXIT_DONE when the run is over and all is scored, EXIT_REQUEUE after a stop.
+        EXIT_DONE when the run has ended and all checkpoints are scored, EXIT_REQUEUE after a stop.
 
     Raises:
         ConfigError: there are several ranks, or no such scorer.
-        RunError: the scorer failed, or gave no numbers.
+        RunError: the scorer failed, or returned no numbers.
     """
     if place.world_size != 1:
         raise ConfigError(
@@ -119,10 +119,10 @@ def _score(
     stop: StopFlag,
     name: str,
 ) -> Score | None:
-    """Returns the line of a checkpoint; None where this process was asked to stop, or the checkpoint has moved.
+    """Returns the score of a checkpoint; None if this process was asked to stop, or the checkpoint was renamed.
 
     Raises:
-        RunError: the scorer failed, or gave no numbers.
+        RunError: the scorer failed, or returned no numbers.
     """
     start_s = time.monotonic()
     path = find_save(waiting.save)
@@ -136,9 +136,9 @@ def _score(
     scores = log.with_suffix(".json")
     scores.unlink(missing_ok=True)
     variables = {CHECKPOINT: str(path), STEP: str(waiting.step), SCORES: str(scores)}
-    with log.open("ab") as out:
+    with log.open("ab") as output:
         process = subprocess.Popen(
-            command, env={**env, **variables}, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+            command, env={**env, **variables}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
     while process.poll() is None:
         stop.look_at(run.stop_file)
@@ -177,7 +177,7 @@ def _answer(scores: Path, log: Path) -> object:
 
 
 def numbers_of(answer: object, *, log: Path) -> dict[str, float]:
-    """Returns what a scorer has handed back as numbers by name.
+    """Returns the numbers of a scorer by name.
 
     Args:
         answer: the JSON value.

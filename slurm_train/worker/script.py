@@ -1,6 +1,6 @@
-"""Your own script on every rank, unmodified: it finds the variables that torchrun would set. Imports no torch.
+"""A user's own script on every rank, unmodified: it gets the variables that torchrun would set. Imports no torch.
 
-The worker is replaced by the script, so signals, exit code and log are the script's own; `script_main` runs it.
+The script replaces the process of the worker, so signals, exit code and log are its own; `script_main` runs it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _RUNNER = Path(__file__).with_name("script_main.py")
 def run_script(
     words: Sequence[str], *, place: RankPlace, env: Mapping[str, str], code_dir: Path, run: RunDirectory
 ) -> NoReturn:
-    """Becomes the script.
+    """Replaces this process by the script.
 
     Args:
         words: the script and its arguments, e.g. ["train.py", "--epochs", "3"]; or a program on the PATH.
         place: this rank.
-        env: MASTER_ADDR and MASTER_PORT are in it already.
-        code_dir: directory of the code; a relative script is looked for here first, then where the process is.
+        env: environment; it has MASTER_ADDR and MASTER_PORT already.
+        code_dir: directory of the code; a relative script is searched here first, then in the working directory.
         run: the run, whose copy of the code the script imports from.
 
     Raises:
@@ -49,11 +49,11 @@ def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run:
     Raises:
         ConfigError: MASTER_ADDR or MASTER_PORT is missing.
     """
-    # What a user's file imports from beside it must come from the same snapshot.
+    # Modules that a user's file imports from its own folder must come from the same snapshot.
     python_path = os.pathsep.join(filter(None, (str(code_dir), env.get("PYTHONPATH", ""))))
     variables = torchrun_env(place, env) | {RUN_DIR: str(run.path), "PYTHONPATH": python_path}
     if place.local_world_size > 1:
-        # Each rank would have a thread for every CPU of the node where Slurm does not bind tasks; torchrun sets 1.
+        # If Slurm does not bind tasks, each rank would start a thread for every CPU of the node; torchrun sets 1.
         variables.setdefault(_NUM_THREADS, str(max(1, cpus_of_rank(env, ranks_on_node=place.local_world_size))))
     return variables
 
@@ -62,7 +62,7 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
     """Returns the command line: a Python file under this interpreter, anything else as it is.
 
     Raises:
-        ConfigError: the list is empty, or names nothing that is there.
+        ConfigError: the list is empty, or names nothing that exists.
     """
     if not words:
         raise ConfigError("script=[] names no script", hint="script=[train.py,--flag]")
@@ -82,7 +82,7 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
 
 
 def torchrun_env(place: RankPlace, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment with what torchrun sets for each process.
+    """Returns the environment with the variables that torchrun sets for each process.
 
     Raises:
         ConfigError: MASTER_ADDR or MASTER_PORT is missing.

@@ -1,6 +1,6 @@
-"""Runs a user's script as `__main__` and ends the process when it has ended, without tearing the interpreter down.
+"""Runs a user's script as `__main__` and then ends the process without finalizing the interpreter.
 
-A gloo thread may still hold Python objects of the last collective when a script's last line has run; finalising the
+A gloo thread may still hold Python objects of the last collective when a script's last line has run. Finalizing the
 interpreter then aborts the process (torch 2.13: "terminate called without an active exception", about 1 in 12 starts
 of a four-rank script on a busy machine), and a finished run would count as failed. So the script's own threads are
 joined and its atexit functions run as always, and then the process ends. Started by path, with the run directory
@@ -18,7 +18,7 @@ import traceback
 from types import TracebackType
 
 _RUN_AGAIN = 75
-"""EXIT_REQUEUE of slurm_train.errors: saved; must be started again."""
+"""EXIT_REQUEUE of slurm_train.errors: the run has saved, and must be started again."""
 
 
 def main() -> None:
@@ -33,8 +33,8 @@ def main() -> None:
     sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120  # sys.path holds strings
     code, words = run(script)
     if words and "RANK" in os.environ:
-        tell_supervisor(run_directory, code, words)
-    # What the interpreter does first when it ends by itself; both are private, and have been there since 3.4.
+        leave_failure_mark(run_directory, code, words)
+    # The interpreter does the same at its end; both functions are private, and have existed since 3.4.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -43,14 +43,15 @@ def main() -> None:
 
 
 def import_from_copy(run_directory: str) -> None:
-    """Has the script import the user's packages from the run's copy of the code; the worker has said so already."""
+    """Makes the script import the user's packages from the run's copy of the code, as the worker has printed before."""
     # The first entry is the folder of this file; the package itself is found from its parent, wherever that is.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
     from slurm_train.launch.imports import import_from_snapshot, import_from_stage
 
     del sys.path[0]
-    if stage := os.environ.get("SLURM_TRAIN_STAGE"):
-        import_from_stage(stage)  # the worker has said what it refuses
+    stage = os.environ.get("SLURM_TRAIN_STAGE")
+    if stage:
+        import_from_stage(stage)  # the worker has printed a refusal already
     import_from_snapshot(run_directory, python_path="")
 
 
@@ -70,8 +71,8 @@ def run(script: str) -> tuple[int, str]:
     return 0, ""
 
 
-def tell_supervisor(run_directory: str, code: int, words: str) -> None:
-    """Leaves the mark by which the rank that failed first is named, as ranks that the toolkit trains do."""
+def leave_failure_mark(run_directory: str, code: int, words: str) -> None:
+    """Leaves the mark that names this rank, its exit code and its error, as ranks of the trainer do."""
     from pathlib import Path
 
     from slurm_train.rundir.events import FailureMark, leave_mark
@@ -92,7 +93,7 @@ def _exit_code(end: SystemExit) -> tuple[int, str]:
 
 
 def _from_script(trace: TracebackType | None, script: str) -> TracebackType | None:
-    """Returns the part of a traceback that begins in the script, without the lines of what ran it."""
+    """Returns the part of a traceback that begins in the script, without the frames of this module."""
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
     return trace

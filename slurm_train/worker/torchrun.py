@@ -1,7 +1,7 @@
 """`torchrun RUN_DIR`: one node's launcher where `cluster.launcher=torchrun`; srun starts one on each node.
 
-It runs torch's elastic agent and passes on to the ranks what Slurm asks of the step: under proctrack/cgroup no other
-process hears it. It ends with its step, and with the attempt.
+It runs torch's elastic agent and passes Slurm's signals for the step on to the ranks: under proctrack/cgroup no other
+process of the step gets them. It ends with its step, and with the attempt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> NoReturn:
             f"torchrun is what a job starts on its nodes, found {list(words)}",
             hint='write +cluster=2x8, with cluster.launcher=torchrun; a script of yours: "script=[train.py,--flag]"',
         )
-    # Before any thread exists: all of them, and the ranks until they listen, keep the signals for later.
+    # Before any thread exists: all threads, and the ranks until they install handlers, inherit the blocked signals.
     hold_stop_signals()
     run = RunDirectory(Path(words[0]))
     os.environ.update(enter_share(os.environ))
@@ -52,12 +52,13 @@ def main(words: Sequence[str]) -> NoReturn:
     command = [sys.executable, "-u", "-m", "slurm_train", "worker", str(run.path)]
     thread = threading.Thread(target=lambda: codes.append(run_ranks(node, command)), name="agent", daemon=True)
     thread.start()
-    asked = _stand_by(run, attempt, thread, parent=parent)
-    _leave(outcome(run, config, attempt, codes[0] if codes else EXIT_FAILURE, asked=asked))
+    sent_signals = _forward_signals(run, attempt, thread, parent=parent)
+    agent_code = codes[0] if codes else EXIT_FAILURE
+    _leave(outcome(run, config, attempt, agent_code, sent_signals=sent_signals))
 
 
 def node_ranks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> NodeRanks:
-    """Returns what this node starts, from what Slurm has granted.
+    """Returns the ranks that this node starts, by what Slurm has granted.
 
     Raises:
         ClusterError: not a task of a step.
@@ -78,7 +79,7 @@ def node_ranks(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> 
 
 
 def granted_ranks(env: Mapping[str, str], plan: Mapping[str, Any], *, node: int) -> int:
-    """Returns how many ranks a node gets: one for each GPU that Slurm has granted here, else what was planned.
+    """Returns how many ranks a node gets: one for each GPU that Slurm has granted here, else the planned number.
 
     Args:
         env: environment of the task.
@@ -92,50 +93,53 @@ def granted_ranks(env: Mapping[str, str], plan: Mapping[str, Any], *, node: int)
     return len(gpus or ()) or int(plan["world"]["ranks_per_node"][node])
 
 
-def _stand_by(run: RunDirectory, attempt: int, agent: threading.Thread, *, parent: int) -> set[int]:
+def _forward_signals(run: RunDirectory, attempt: int, agent: threading.Thread, *, parent: int) -> set[int]:
     """Passes signals on to the ranks until the agent has ended, and returns them.
 
-    Ends the process where nobody holds it any more.
+    Ends the process if its parent has ended, or if the attempt is over.
     """
-    asked: set[int] = set()
-    told: set[tuple[int, int]] = set()
+    sent_signals: set[int] = set()
+    delivered: set[tuple[int, int]] = set()
     due_s = time.monotonic() + FENCE_EVERY_S
     while agent.is_alive():
-        if (number := next_stop_signal(_LOOK_EVERY_S)) is not None:
-            asked.add(number)
-        # Ranks that are started again meanwhile are asked as well.
-        for pid, number in {(pid, number) for pid in children_of(os.getpid()) for number in asked} - told:
-            _kill(pid, number)
-            told.add((pid, number))
+        received = next_stop_signal(_LOOK_EVERY_S)
+        if received is not None:
+            sent_signals.add(received)
+        # Ranks that were restarted meanwhile get the signals as well.
+        for pid in children_of(os.getpid()):
+            for number in sent_signals:
+                if (pid, number) not in delivered:
+                    _kill(pid, number)
+                    delivered.add((pid, number))
         if os.getppid() != parent:
             _end_ranks(EXIT_ORPHANED, "the process that started it is gone (slurmstepd was killed?)")
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + FENCE_EVERY_S
-            # A file system that refuses now is asked again in a moment.
+            # If the file system refuses now, the next look tries again.
             with contextlib.suppress(OSError):
                 newest = newest_round(run, attempt)
                 if has_successor(run, newest):
                     _end_ranks(EXIT_FAILURE, f"attempt {newest} was overtaken by a newer one")
                 mark = first_mark(run, newest)
                 if mark is not None and mark.exit_code == EXIT_WRONG_USE:
-                    # The same input fails the same way, so nothing is started again.
+                    # Wrong use fails in the same way again, so nothing is started again.
                     _end_ranks(EXIT_WRONG_USE, str(mark))
-    return asked
+    return sent_signals
 
 
 def children_of(parent: int) -> list[int]:
-    """Returns the processes whose parent is this one."""
-    found = []
+    """Returns the ids of the processes whose parent has this id."""
+    children = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
-            # The command name before the last ")" may hold blanks.
+            # The command name before the last ")" may contain blanks.
             if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(path.parent.name))
-    return sorted(found)
+                children.append(int(path.parent.name))
+    return sorted(children)
 
 
-def _end_ranks(code: int, why: str) -> NoReturn:
-    print(f"error: {why}; the ranks of this node are ended", file=sys.stderr, flush=True)
+def _end_ranks(code: int, reason: str) -> NoReturn:
+    print(f"error: {reason}; the ranks of this node are ended", file=sys.stderr, flush=True)
     for pid in children_of(os.getpid()):
         _kill(pid, signal.SIGKILL)
     _leave(code)
@@ -146,20 +150,20 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def outcome(run: RunDirectory, config: RunConfig, attempt: int, code: int, *, asked: Collection[int]) -> int:
+def outcome(run: RunDirectory, config: RunConfig, attempt: int, code: int, *, sent_signals: Collection[int]) -> int:
     """Returns the exit code of this node's task.
 
     Args:
         run: the run.
         config: its configuration.
-        attempt: the one that the step has begun with.
-        code: what the agent has ended with.
-        asked: signals that were passed on to the ranks.
+        attempt: the attempt at the start of the step.
+        code: exit code of the agent.
+        sent_signals: signals that were passed on to the ranks.
     """
-    if code != EXIT_DONE and not config.trains and signal.SIGUSR2 in asked:
-        # A script that knows nothing of the warning dies of it, and so do those that are started after it.
+    if code != EXIT_DONE and not config.trains and signal.SIGUSR2 in sent_signals:
+        # A script without a handler for the warning dies of it, and so do the scripts that are started after it.
         return 128 + signal.SIGUSR2
-    # torchrun knows well and not well; ranks that have saved and want to continue have ended well.
+    # torchrun knows only success and failure; ranks that have saved and want to continue end with success.
     if code == EXIT_DONE and was_saved(run, newest_round(run, attempt)) and not run.result.exists():
         return EXIT_REQUEUE
     return code
@@ -168,5 +172,5 @@ def outcome(run: RunDirectory, config: RunConfig, attempt: int, code: int, *, as
 def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    # The agent's threads wait for the other nodes at times; what matters is on disk.
+    # The agent's threads may wait for other nodes, and everything that matters is on disk.
     os._exit(code)

@@ -1,14 +1,14 @@
-"""The rank's side of the watch over a script or function: starts its watcher, and answers it.
+"""The rank's side of the watch over a script or function: starts its watcher, and answers its requests.
 
-The watcher is a small process of its own (`watcher.py`), so it sees a rank that is stopped, blocked in a driver, or no
-Python at all. It asks for the main thread's stack with a signal that faulthandler answers, whatever holds the
-interpreter, and for the stacks of all threads and the flight record with a byte through a pipe, which a thread answers.
-Answers go to files without a name that the two processes share: a rank that hangs writes to no file system. Imports no
-torch.
+The watcher is a small separate process (`watcher.py`), so it can watch a rank that is stopped, blocked in a driver, or
+not Python at all. It requests the main thread's stack by a signal, which faulthandler answers whatever holds the
+interpreter. It requests the stacks of all threads and the flight record by a byte through a pipe, which a thread
+answers. The answers go to unnamed files that the two processes share, so a rank that hangs writes to no file system.
+Imports no torch.
 
-The signal's handler must not look at other threads: it does not hold the interpreter's lock, and a thread that runs
-meanwhile frees the frames that are read. A program with two busy threads died of it at the second to fifth signal
-(3.11); with its own thread alone it took 8,000.
+The signal's handler must not read other threads: it does not hold the interpreter's lock, and a thread that runs
+meanwhile frees the frames that are read. A program with two busy threads died of that at the second to fifth signal
+(3.11); with only its own thread read, it survived 8,000 signals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # a user's script imports this file, and needs neither
     from slurm_train.rundir.paths import RunDirectory
 
 ASK = signal.SIGRTMIN + 11
-"""Asks for the stacks. Its default action would end a process, so it is sent only to one that catches it."""
+"""Requests the stacks. Its default action would end a process, so it is sent only to a process that catches it."""
 _DESCRIPTORS = "SLURM_TRAIN_WATCH"
 _WATCHER = Path(__file__).with_name("watcher.py")
 
@@ -39,9 +39,10 @@ _WATCHER = Path(__file__).with_name("watcher.py")
 def start_watcher(
     run: RunDirectory, *, attempt: int, place: RankPlace, env: Mapping[str, str], limit_s: float
 ) -> dict[str, str]:
-    """Starts the watcher of this process, and returns the variable by which what this process becomes can answer it.
+    """Starts the watcher of this process, and returns the variable by which the script can answer it.
 
-    The watcher is no child of this process, which may wait for its children.
+    The script may replace this process by exec. The watcher is no child of it, since a script may wait for its
+    children.
 
     Args:
         run: the run.
@@ -53,7 +54,7 @@ def start_watcher(
     stacks = _unnamed()
     threads = _unnamed()
     flight = _unnamed()
-    asked, ask = os.pipe()
+    requests, request_writer = os.pipe()
     job = env.get("SLURM_JOB_ID", "")
     step = env.get("SLURM_STEP_ID", "")
     facts = {
@@ -65,46 +66,51 @@ def start_watcher(
         "pid": os.getpid(),
         "step_id": f"{job}.{step}" if job and step else "",
         "limit_s": limit_s,
-        "descriptors": [stacks, threads, flight, ask],
+        "descriptors": [stacks, threads, flight, request_writer],
     }
     command = [sys.executable, str(_WATCHER), json.dumps(facts)]
     nothing = subprocess.DEVNULL
-    # It forks at once, and its parent ends; an error of its own costs the watch, not the run.
+    # It forks at once, and its parent ends. If it fails, the run goes on without a watcher.
     with contextlib.suppress(OSError):
         subprocess.run(
-            command, pass_fds=(stacks, threads, flight, ask), stdin=nothing, stdout=nothing, stderr=nothing, check=False
+            command,
+            pass_fds=(stacks, threads, flight, request_writer),
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            check=False,
         )
-    os.close(ask)
-    for descriptor in (stacks, threads, flight, asked):
+    os.close(request_writer)
+    for descriptor in (stacks, threads, flight, requests):
         os.set_inheritable(descriptor, True)
-    return {_DESCRIPTORS: f"{stacks},{threads},{flight},{asked}"}
+    return {_DESCRIPTORS: f"{stacks},{threads},{flight},{requests}"}
 
 
 def answer_watcher(env: MutableMapping[str, str]) -> None:
-    """Has this process answer its watcher from now on; nothing happens where it has none.
+    """Makes this process answer its watcher from now on; does nothing if it has no watcher.
 
     Args:
-        env: with the variable that `start_watcher` gave, which is taken out: child processes have no part in this.
+        env: with the variable from `start_watcher`, which is removed, since it is not for child processes.
     """
     descriptors = env.pop(_DESCRIPTORS, "")
     if not descriptors:
         return
-    stacks, threads, flight, asked = map(int, descriptors.split(","))
-    for descriptor in (stacks, threads, flight, asked):
+    stacks, threads, flight, requests = map(int, descriptors.split(","))
+    for descriptor in (stacks, threads, flight, requests):
         os.set_inheritable(descriptor, False)
     faulthandler.register(ASK, file=stacks, all_threads=False, chain=False)
     main = threading.main_thread().ident or 0
     os.pwrite(stacks, f"main thread {main:#018x}\n".encode(), 0)
-    answers = threading.Thread(target=_answer, args=(asked, threads, flight), name="slurm_train watch", daemon=True)
+    answers = threading.Thread(target=_answer, args=(requests, threads, flight), name="slurm_train watch", daemon=True)
     answers.start()
 
 
-def _answer(asked: int, threads: int, flight: int) -> None:
+def _answer(requests: int, threads: int, flight: int) -> None:
     with contextlib.suppress(OSError):
-        while os.read(asked, 1):
+        while os.read(requests, 1):
             os.ftruncate(threads, 0)
             os.lseek(threads, 0, os.SEEK_SET)
-            # With the interpreter's lock, so no thread runs meanwhile.
+            # This thread holds the interpreter's lock, so no other thread runs meanwhile.
             faulthandler.dump_traceback(threads, all_threads=True)
             record = _newest_collectives()
             os.ftruncate(flight, 0)

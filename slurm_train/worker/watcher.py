@@ -1,9 +1,9 @@
-"""A process beside one rank of a script or function: looks at it from outside and writes what it sees.
+"""A process beside one rank of a script or function: watches it from outside and writes its signs of life.
 
-It reads /proc, the size of the rank's log and, where there is NVML, its GPU; while the rank shows no better sign of
-life than processor time, it also asks for its stacks and its flight record, since a rank that waits may compute.
-What was asked shortly before the time-out is left in the run directory, as ranks of the trainer do. It ends with its
-rank. Started by path by `watched.start_watcher`; imports no torch.
+It reads /proc, the size of the rank's log and, where there is NVML, its GPU. While processor time is the only sign of
+life, it also requests the rank's stacks and flight record, since a rank that waits may use the processor. Answers from
+shortly before the time-out are left in the run directory, as by ranks of the trainer. It ends with its rank. Started by
+path by `watched.start_watcher`; imports no torch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _LONGEST_STRETCH_S = 30.0
 _LOOK_EVERY_S = 1.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LEAST_SHARE = 0.1
-"""Of the time in which a process could run: what it gets at least on the busiest node that is thought of. One that got
-less was asleep, and was woken for a moment: the watcher's own question does that, and costs 0.1 to 0.3 ms."""
+"""Smallest share of the time in which it could run that a working process gets, on the busiest node that is assumed. A
+process that got less was asleep and woken for a moment, e.g. by the watcher's request, which costs 0.1 to 0.3 ms."""
 _HEADER = 64
-"""More than the first line of the stacks has, which names the main thread."""
+"""Bytes reserved for the first line of the stacks, which names the main thread."""
 
 
 # --- processes ---
@@ -60,26 +60,26 @@ class _Process:
     parent: int
     cpu_s: float
     main_cpu_s: float
-    """Of its main thread; 0 where the kernel does not say it, and so is the next."""
+    """Of its main thread; this and the next one are 0 where the kernel does not report them."""
     main_delay_s: float
-    """How long its main thread could run and got no CPU."""
+    """How long its main thread was ready to run but had no CPU."""
     waited_s: float
     """Processor time of its children that have ended."""
     start: int
 
-    def busy_s(self, before: _Process | None) -> float:
-        """Returns its processor time since an earlier reading, and what would have been on a node that is less busy."""
-        if before is None:
+    def busy_s(self, earlier: _Process | None) -> float:
+        """Returns its processor time since an earlier reading, plus what it would have had on a less busy node."""
+        if earlier is None:
             return self.cpu_s
-        delay_s = self.main_delay_s - before.main_delay_s
-        computed_s = self.main_cpu_s - before.main_cpu_s
-        return self.cpu_s - before.cpu_s + min(delay_s, computed_s / _LEAST_SHARE)
+        delay_s = self.main_delay_s - earlier.main_delay_s
+        computed_s = self.main_cpu_s - earlier.main_cpu_s
+        return self.cpu_s - earlier.cpu_s + min(delay_s, computed_s / _LEAST_SHARE)
 
 
 def read_process(pid: int) -> _Process | None:
     """Returns a process, None where there is none; a zombie has ended."""
     try:
-        # The command name before the last ")" may hold blanks.
+        # The command name before the last ")" may contain blanks.
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -99,19 +99,19 @@ def read_process(pid: int) -> _Process | None:
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Sends a signal to a process's main thread; the kernel may give one for the process to any of its threads.
+    """Sends a signal to a process's main thread; the kernel may deliver a signal for the process to any of its threads.
 
-    A process that has ended is no error where the kernel can be told the thread.
+    It is no error if the process has ended, except with glibc before 2.30.
 
     Raises:
-        OSError: only where it cannot (glibc before 2.30): there is no such process.
+        OSError: with glibc before 2.30: there is no such process.
     """
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if send is None:
         # glibc before 2.30: the kernel prefers the main thread.
         os.kill(pid, number)
     else:
-        # A thread that ends meanwhile is found gone at the next look.
+        # If the thread has ended meanwhile, the next look notices it.
         send(pid, pid, number)
 
 
@@ -124,7 +124,7 @@ def _main_thread_s(pid: int) -> tuple[float, float]:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yields the children of a process, and theirs."""
+    """Yields the children of a process and all their descendants."""
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             for child in (thread / "children").read_text().split():
@@ -166,21 +166,21 @@ class _Totals:
         self._newest: dict[Any, float] = {}
 
     def add(self, values: dict[Any, float]) -> float:
-        """Takes the present counters by process, and returns the sum of all that was ever counted."""
+        """Takes the present counters by process, and returns the sum over all processes and looks so far."""
         self.total += sum(max(0.0, value - self._newest.get(key, 0.0)) for key, value in values.items())
         self._newest = values
         return self.total
 
 
 class _BusyTime:
-    """Adds up the time in which processes that come and go computed or would have."""
+    """Adds up the time in which processes that come and go computed, or would have on a less busy node."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
         self._newest: dict[tuple[int, int], _Process] = {}
 
     def add(self, processes: dict[tuple[int, int], _Process]) -> float:
-        """Takes the present readings by process, and returns the sum of all that was ever counted."""
+        """Takes the present readings by process, and returns the sum over all processes and looks so far."""
         self.total_s += sum(process.busy_s(self._newest.get(key)) for key, process in processes.items())
         self._newest = processes
         return self.total_s
@@ -191,19 +191,19 @@ class Counters:
     """The counters of a rank's processes."""
 
     pid: int
-    """Of the rank."""
+    """Process id of the rank."""
     log: Path
-    """What the rank prints to, where its stdout is no file."""
-    _own: _BusyTime = field(default_factory=_BusyTime)
-    _children: _BusyTime = field(default_factory=_BusyTime)
+    """The file that gets the rank's output, if its stdout is not a file."""
+    _main_busy: _BusyTime = field(default_factory=_BusyTime)
+    _child_busy: _BusyTime = field(default_factory=_BusyTime)
     _ended_children: _Totals = field(default_factory=_Totals)
     _bytes: _Totals = field(default_factory=_Totals)
 
     def sample(self, process: _Process) -> Sample:
         """Returns the counters now; `process` is the newest reading of the rank's own process."""
-        found = ((pid, read_process(pid)) for pid in set(descendants(self.pid)))
-        children = {(pid, child.start): child for pid, child in found if child is not None}
-        # What ended between two looks is known from whoever has waited for it.
+        readings = ((pid, read_process(pid)) for pid in set(descendants(self.pid)))
+        children = {(pid, child.start): child for pid, child in readings if child is not None}
+        # Processes that ended between two looks are counted by the process that has waited for them.
         waited: dict[Any, float] = {key: child.waited_s for key, child in children.items()}
         waited[self.pid] = process.waited_s
         moved: dict[Any, float] = {(pid, start): float(io_bytes(pid)) for pid, start in children}
@@ -212,20 +212,20 @@ class Counters:
             time_s=time.monotonic(),
             log_bytes=_log_size(self.pid, self.log),
             io_bytes=int(self._bytes.add(moved)),
-            own_cpu_s=self._own.add({(self.pid, process.start): process}),
-            child_cpu_s=self._children.add(children) + self._ended_children.add(waited),
+            own_cpu_s=self._main_busy.add({(self.pid, process.start): process}),
+            child_cpu_s=self._child_busy.add(children) + self._ended_children.add(waited),
             written_back=_pages_written_back(),
             is_held=process.state == "D",
         )
 
 
 def _log_size(pid: int, log: Path) -> int:
-    """Returns the size of the file that a rank prints to; srun may stand between the two."""
+    """Returns the size of the file that a rank prints to; srun may write that file for it."""
     for path in (Path(f"/proc/{pid}/fd/1"), log):
         with contextlib.suppress(OSError):
-            found = path.stat()
-            if stat.S_ISREG(found.st_mode):
-                return found.st_size
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                return status.st_size
     return 0
 
 
@@ -233,19 +233,19 @@ def _log_size(pid: int, log: Path) -> int:
 
 
 class _Gpu(threading.Thread):
-    """Asks NVML in a thread of its own: a driver that does not answer must not stop the watch."""
+    """Reads NVML in its own thread: a driver that does not answer must not stop the watch."""
 
     def __init__(self, *, local_rank: int) -> None:
         super().__init__(daemon=True)
         self._local_rank = local_rank
         self.memory_busy = False
-        """Whether memory was used in any reading since it was last reset."""
+        """Whether memory was read or written in any reading since the last reset."""
         self.idle_since_s: float | None = None
         self.is_there = False
 
     def run(self) -> None:
         """Reads once a second; ends where there is no NVML or it refuses."""
-        with contextlib.suppress(Exception):  # no package, no driver, a lost GPU: each with a class of its own
+        with contextlib.suppress(Exception):  # no package, no driver, a lost GPU: each raises its own class
             import pynvml as nvml
 
             nvml.nvmlInit()
@@ -254,10 +254,10 @@ class _Gpu(threading.Thread):
             by_uuid = name.startswith(("GPU-", "MIG-"))
             handle = nvml.nvmlDeviceGetHandleByUUID(name) if by_uuid else nvml.nvmlDeviceGetHandleByIndex(int(name))
             while True:
-                used = nvml.nvmlDeviceGetUtilizationRates(handle)
+                utilization = nvml.nvmlDeviceGetUtilizationRates(handle)
                 self.is_there = True
-                self.memory_busy |= used.memory > 0
-                if used.gpu > 0:
+                self.memory_busy |= utilization.memory > 0
+                if utilization.gpu > 0:
                     self.idle_since_s = None
                 elif self.idle_since_s is None:
                     self.idle_since_s = time.monotonic()
@@ -265,7 +265,7 @@ class _Gpu(threading.Thread):
 
     @property
     def idle_s(self) -> float | None:
-        """How long it has done nothing, None where it cannot be asked."""
+        """How long it has been idle, None where it cannot be read."""
         if not self.is_there:
             return None
         return 0.0 if self.idle_since_s is None else time.monotonic() - self.idle_since_s
@@ -277,17 +277,19 @@ class _Gpu(threading.Thread):
 class Watcher:
     """Watches one rank.
 
-    Wide because it is a process of its own: what it was started with, what it has seen, and what it has asked.
+    Wide because it is a whole process: its settings, its readings, and its requests.
 
     Args:
-        facts: what `watched.start_watcher` has given.
+        facts: the JSON object of `watched.start_watcher`.
     """
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        self._run, self._attempt = RunDirectory(Path(facts["run"])), int(facts["attempt"])
-        self._rank, self._pid = int(facts["rank"]), int(facts["pid"])
+        self._run = RunDirectory(Path(facts["run"]))
+        self._attempt = int(facts["attempt"])
+        self._rank = int(facts["rank"])
+        self._pid = int(facts["pid"])
         self._limit_s = float(facts["limit_s"])
-        self._stacks, self._threads, self._flight, self._ask = facts["descriptors"]
+        self._stacks, self._threads, self._flight, self._requests = facts["descriptors"]
         self._stretch_s = min(max(self._limit_s / 10, 0.5), _LONGEST_STRETCH_S)
         local_rank = int(facts["local_rank"])
         self._file = SignsFile(self._run, self._attempt, rank=self._rank, local_rank=local_rank)
@@ -297,23 +299,23 @@ class Watcher:
         self._newest: Sample | None = None
         self._frames: list[Frame] = []
         self._stuck: tuple[list[Frame], str] = ([], "")
-        """Stack and open collectives at the last answer."""
+        """Frames and unfinished collectives at the last answer."""
         self._sign_s = time.monotonic()
-        self._is_written = False
+        self._has_report = False
 
     def watch(self) -> None:
-        """Looks until the rank has ended."""
+        """Watches until the rank has ended."""
         self._gpu.start()
         start = read_process(self._pid)
-        ended = _EndOfProcess(self._pid)
-        asked = False
+        end_of_rank = _EndOfProcess(self._pid)
+        awaits_answer = False
         due_s = time.monotonic() + self._stretch_s
         while True:
             process = read_process(self._pid)
             if process is None or start is None or process.start != start.start:
                 break
-            if asked:
-                asked = False
+            if awaits_answer:
+                awaits_answer = False
                 self._judge(self._sample(process), self._read_answer())
             elif time.monotonic() >= due_s:
                 due_s = time.monotonic() + self._stretch_s
@@ -321,17 +323,17 @@ class Watcher:
                 if self._has_clear_sign(sample):
                     self._take(sample, self._sign(sample, waits=False))
                 else:
-                    asked = True
-                    self._ask_rank()
+                    awaits_answer = True
+                    self._request_answer()
             self._write(process.state)
-            ended.wait(min(_LOOK_EVERY_S, self._stretch_s / 2))
+            end_of_rank.wait(min(_LOOK_EVERY_S, self._stretch_s / 2))
         self._write("")
 
     def _sample(self, process: _Process) -> Sample:
-        # How many collectives are over is known only when the rank has been asked.
-        known = 0 if self._newest is None else self._newest.collectives
+        # The number of collectives is known only from an answer of the rank.
+        collectives = 0 if self._newest is None else self._newest.collectives
         sample = self._counters.sample(process)
-        return replace(sample, gpu_memory_busy=self._gpu.memory_busy, collectives=known)
+        return replace(sample, gpu_memory_busy=self._gpu.memory_busy, collectives=collectives)
 
     def _has_clear_sign(self, sample: Sample) -> bool:
         return self._sign(sample, waits=True) != ""
@@ -339,7 +341,7 @@ class Watcher:
     def _sign(self, sample: Sample, *, waits: bool) -> str:
         return "" if self._newest is None else sign_of_life(self._newest, sample, waits=waits)
 
-    def _ask_rank(self) -> None:
+    def _request_answer(self) -> None:
         os.ftruncate(self._stacks, _HEADER)
         os.lseek(self._stacks, _HEADER, os.SEEK_SET)
         os.ftruncate(self._threads, 0)
@@ -347,7 +349,7 @@ class Watcher:
         with contextlib.suppress(OSError):
             if catches(self._pid, ASK):
                 signal_main_thread(self._pid, ASK)
-                os.write(self._ask, b"?")
+                os.write(self._requests, b"?")
 
     def _read_answer(self) -> tuple[str, bytes]:
         header = os.pread(self._stacks, _HEADER, 0)
@@ -355,9 +357,9 @@ class Watcher:
         first_line = header.partition(b"\n")[0].strip(b"\0")
         stack = ""
         if dump:
-            # As in a dump of all threads, of which each line names one.
-            named = dump.replace(b"Stack (", b"Thread " + first_line.rpartition(b" ")[2] + b" (", 1)
-            stack = (first_line + b"\n" + named).decode(errors="replace")
+            # Written as in a dump of all threads, where a line names each thread.
+            thread_dump = dump.replace(b"Stack (", b"Thread " + first_line.rpartition(b" ")[2] + b" (", 1)
+            stack = (first_line + b"\n" + thread_dump).decode(errors="replace")
         return stack, os.pread(self._flight, 1 << 24, 0)
 
     def _judge(self, sample: Sample, answer: tuple[str, bytes]) -> None:
@@ -366,15 +368,15 @@ class Watcher:
         flights = read_flights(record) if record else {}
         collectives = sum(flight.last_begun + flight.last_ended for flight in flights.values())
         sample = replace(sample, collectives=collectives or sample.collectives)
-        waiting = _open_ones(flights)
-        # At the same place in the same collective as before: what it computes is the waiting itself.
+        waiting = _unfinished(flights)
+        # In the same place and the same collective as before, its processor time is that of the waiting itself.
         is_stuck = bool(waiting) and bool(frames) and self._stuck == (frames, waiting)
         self._stuck = (frames, waiting)
         sign = self._sign(sample, waits=is_stuck)
         self._take(sample, sign)
         self._signs = replace(self._signs, waits=waiting.partition(",")[0] or waits_in(frames))
         if not sign and time.monotonic() - self._sign_s > 0.6 * self._limit_s:
-            self._leave(stack, record)
+            self._write_report(stack, record)
 
     def _take(self, sample: Sample, sign: str) -> None:
         self._gpu.memory_busy = False
@@ -383,24 +385,24 @@ class Watcher:
             return
         self._sign_s = time.monotonic()
         self._signs = replace(self._signs, signs=self._signs.signs + 1, newest=sign, waits="")
-        if self._is_written and first_mark(self._run, self._attempt) is None:
-            # It went on after all: what was written is not where it is. Once the hang is on record, the rank is being
-            # ended, which is no progress.
-            self._is_written = False
-            for path in self._left:
+        if self._has_report and first_mark(self._run, self._attempt) is None:
+            # The rank continued, so the written stacks no longer show where it is. But if the hang is on record, the
+            # rank is being ended, and its signs are no progress.
+            self._has_report = False
+            for path in self._report_paths:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
 
     @property
-    def _left(self) -> tuple[Path, Path]:
+    def _report_paths(self) -> tuple[Path, Path]:
         return self._run.stacks(self._attempt, self._rank), self._run.flight(self._attempt, self._rank)
 
-    def _leave(self, stack: str, record: bytes) -> None:
-        self._is_written = True
+    def _write_report(self, stack: str, record: bytes) -> None:
+        self._has_report = True
         threads = os.pread(self._threads, 1 << 20, 0)
         if threads:
             stack = f"{stack}\nAll threads, at a moment close to it:\n{threads.decode(errors='replace')}"
-        for path, content in zip(self._left, (stack, record.decode(errors="replace")), strict=True):
+        for path, content in zip(self._report_paths, (stack, record.decode(errors="replace")), strict=True):
             if content:
                 # The supervisor may read at this moment.
                 with contextlib.suppress(OSError):
@@ -410,30 +412,30 @@ class Watcher:
         self._signs = replace(
             self._signs, looks=self._signs.looks + 1, state=state, gpu_idle_s=self._gpu.idle_s if state else None
         )
-        # A file system that refuses costs the look.
+        # If the file system refuses, this look is not written.
         with contextlib.suppress(OSError):
             self._file.write(self._signs)
 
 
-def _open_ones(flights: Flights) -> str:
-    """Returns the collectives that have begun and are not over, by name and number, "" for none."""
+def _unfinished(flights: Flights) -> str:
+    """Returns the collectives that have begun and not ended, by name and number, "" for none."""
     waiting = [flight.waits_in for flight in flights.values() if flight.waits_in is not None]
     return ",".join(sorted(map(str, waiting)))
 
 
 class _EndOfProcess:
-    """Waits for the end of a process, at most so long at a time."""
+    """Waits for the end of a process, with a time limit for each wait."""
 
     def __init__(self, pid: int) -> None:
         self._poll: select.poll | None = None
-        # Older kernels have no such descriptor; then the end is seen at the next look.
+        # Older kernels have no such descriptor; then the next look notices the end.
         with contextlib.suppress(OSError, AttributeError):
             descriptor = os.pidfd_open(pid)
             self._poll = select.poll()
             self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Returns after so many seconds, or when the process has ended."""
+        """Returns after this many seconds, or when the process has ended."""
         if self._poll is None:
             time.sleep(seconds)
         else:
@@ -442,7 +444,7 @@ class _EndOfProcess:
 
 def main() -> None:
     """Watches the rank that the first argument describes."""
-    # What is sent to all processes of a step is for the rank; this one ends with it.
+    # Signals to all processes of a step are meant for the rank; this process ends with the rank.
     signal.pthread_sigmask(
         signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     )

@@ -94,7 +94,7 @@ def test_the_supervisor_learns_which_rank_failed_first(tmp_path: Path, monkeypat
     for rank in ("3", "0"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("SLURM_TRAIN_ATTEMPT", "2")
-        script_main.tell_supervisor(str(tmp_path), 2, "ValueError: odd\nand more")
+        script_main.leave_failure_mark(str(tmp_path), 2, "ValueError: odd\nand more")
     mark = first_mark(run, 2)
     assert mark is not None and (mark.rank, mark.exit_code, mark.message) == (3, 2, "ValueError: odd")
 

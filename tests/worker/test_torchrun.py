@@ -37,16 +37,17 @@ def test_a_node_starts_what_slurm_has_granted_it() -> None:
 def test_a_script_that_the_warning_has_ended_has_not_failed(tmp_path: Path) -> None:
     run, script = RunDirectory(tmp_path), RunConfig(script=["train.py"])
     open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
-    assert outcome(run, script, 0, 1, asked={signal.SIGUSR2}) == 128 + signal.SIGUSR2
-    assert outcome(run, script, 0, 1, asked={signal.SIGTERM}) == 1
-    assert outcome(run, script, 0, 0, asked={signal.SIGUSR2}) == 0
+    assert outcome(run, script, 0, 1, sent_signals={signal.SIGUSR2}) == 128 + signal.SIGUSR2
+    assert outcome(run, script, 0, 1, sent_signals={signal.SIGTERM}) == 1
+    assert outcome(run, script, 0, 0, sent_signals={signal.SIGUSR2}) == 0
 
 
 def test_ranks_that_have_saved_want_to_be_run_again(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
     for code in (0, 75):
-        assert (_leave_restart(run, 0, code, closes=False), outcome(run, RunConfig(), 0, 0, asked=())) == (0, code)
+        assert _leave_restart(run, 0, code, closes=False) == 0
+        assert outcome(run, RunConfig(), 0, 0, sent_signals=()) == code
 
 
 def test_children_are_found_by_their_parent() -> None:
