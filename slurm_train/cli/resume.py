@@ -111,7 +111,7 @@ def _resume_sweep(
     from slurm_train.launch.start_sweep import prepare_resumed_sweep
 
     code_from = working_folder(start.env) if "code" in start.accept else None
-    return start_sweep(prepare_resumed_sweep(start, sweep, only=only, where=where, code_from=code_from))
+    return start_sweep(prepare_resumed_sweep(start, sweep, states=only, where=where, code_from=code_from))
 
 
 def _resubmit(start: Start, run: RunDirectory) -> int:

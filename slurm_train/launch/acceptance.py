@@ -1,7 +1,7 @@
-"""Asks Slurm, before anything is written, whether it would take a job, and which nodes the job should leave out.
+"""Asks Slurm, before anything is written, whether it would accept a job; finds nodes that the job should leave out.
 
-A refusal is explained in terms of our keys. An allocation that a person waits in is looked at the same way: is it large
-enough for the run, or how is one made.
+A refusal is explained by the keys of the configuration. For runs in an allocation of one's own this module checks that
+the allocation is large enough, and makes the command that creates one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slurm_train.slurm.policy import (
     tres_gpus,
 )
 
-# Of a batch script alone; salloc does not know them, and an allocation is not run again.
+# Flags of batch scripts only; salloc does not know them, and an allocation is not requeued.
 _OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
 _ABOUT_GPUS = re.compile("gpu|gres|generic resource", re.IGNORECASE)
 _CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SALLOC_CLUSTERS", "SLURM_CLUSTERS")
@@ -42,7 +42,7 @@ _DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.
 
 
 def require_slurm(commands: SlurmCommands, env: Mapping[str, str]) -> None:
-    """Refuses where no Slurm commands are, in a federation, or where the environment asks for another cluster.
+    """Refuses if there are no Slurm commands, in a federation, or if the environment asks for another cluster.
 
     Raises:
         ClusterError: sbatch is not on the PATH, the cluster is one of a federation, or SLURM_CLUSTERS or the like names
@@ -54,26 +54,31 @@ def require_slurm(commands: SlurmCommands, env: Mapping[str, str]) -> None:
             hint="type this on a login node, or drop +cluster to train on this machine; "
             "to try Slurm on one machine: `python -m slurm_train devcluster up`",
         )
-    if federation := commands.federation():
+    federation = commands.federation()
+    if federation:
         raise ClusterError(
             f"this cluster is one of the federation {federation}: a job may start on any of them, and status, cancel "
             "and requeues ask this one alone",
             hint="runs are not submitted to federations; use a cluster that is in none",
         )
-    for name, asked in ((name, env.get(name)) for name in _CLUSTER_VARIABLES):
-        if asked and asked != (here := commands.show_config().get("ClusterName", "")):
+    for name in _CLUSTER_VARIABLES:
+        requested = env.get(name)
+        if not requested:
+            continue
+        cluster = commands.show_config().get("ClusterName", "")
+        if requested != cluster:
             raise ClusterError(
-                f"{name}={asked} asks for another cluster than {here or 'that'} of this machine, which is the one that "
-                "status, cancel and requeue ask",
-                hint=f"submit from a login node of {asked}, or `unset {name}` to submit here",
+                f"{name}={requested} asks for another cluster than {cluster or 'that'} of this machine, which is the "
+                "one that status, cancel and requeue ask",
+                hint=f"submit from a login node of {requested}, or `unset {name}` to submit here",
             )
 
 
-# --- would Slurm take it ---
+# --- whether Slurm would accept a job ---
 
 
 def slurm_verdict(script: str, commands: SlurmCommands) -> TestVerdict:
-    """Returns what `sbatch --test-only` says about a script; the file it reads is gone afterwards.
+    """Returns the verdict of `sbatch --test-only` on a script, which is written into a temporary file for it.
 
     Raises:
         ClusterError: no answer from the controller.
@@ -85,7 +90,7 @@ def slurm_verdict(script: str, commands: SlurmCommands) -> TestVerdict:
 
 
 def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | None = None) -> None:
-    """Refuses a script that Slurm would not take.
+    """Refuses a script that Slurm would not accept.
 
     Args:
         script: the batch script.
@@ -93,18 +98,19 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
         plan: the run, to explain a refusal by what its partition has.
 
     Raises:
-        ClusterError: it would not, with its reason and the key to change.
+        ClusterError: Slurm would not accept it; with the reason and the key to change.
     """
     verdict = slurm_verdict(script, commands)
     if not verdict.is_accepted:
         hint = advice(verdict, commands, plan)
         raise ClusterError(f"Slurm would not take this job: {verdict.message}", hint=hint)
-    if plan is not None and (error := too_long(plan, commands)) is not None:
+    error = None if plan is None else too_long(plan, commands)
+    if error is not None:
         raise error
 
 
 def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, str]:
-    """Returns a plan that Slurm takes, and its script: without CPUs of our choice, if those are all that it refuses.
+    """Returns a plan that Slurm accepts, and its script; without the automatic CPUs, if Slurm refuses only those.
 
     Raises:
         ClusterError: as `require_acceptable`.
@@ -121,25 +127,25 @@ def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, st
 
 
 def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
-    """Returns a plan that leaves the number of CPUs to Slurm; None where it was not chosen here."""
+    """Returns a plan that leaves the number of CPUs to Slurm; None if the number was not chosen automatically."""
     if plan.config.cluster is None or plan.config.cluster.cpus_per_gpu != "auto" or plan.cpus.number is None:
         return None
     return replace(plan, cpus=CpuShare(None, f"as Slurm gives them: it refuses {plan.cpus.number} per rank"))
 
 
 def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) -> str:
-    """Returns which key to change so that Slurm takes what it refused, by what the partition has if that is known."""
+    """Returns which key to change so that Slurm accepts the job, using the partition's nodes if they are known."""
     general = verdict.advice or (verdict.refusal or Refusal.OTHER).value
     if plan is None or verdict.refusal not in (Refusal.RESOURCES, Refusal.PARTITION, Refusal.OTHER):
         return general
     partitions = commands.partitions()
     cluster = plan.config.cluster
     chosen = _partitions_of(plan, partitions)
-    # Of several the job would run in one, so the largest says what is possible.
-    part = max(chosen, key=lambda partition: (partition.gpus_per_node, partition.num_nodes), default=None)
-    if part is None:
+    # The job would run in one of several partitions, so the largest one says what is possible.
+    largest = max(chosen, key=lambda partition: (partition.gpus_per_node, partition.num_nodes), default=None)
+    if largest is None:
         return f"partitions here: {', '.join(partition.name for partition in partitions)}; set cluster.partition"
-    # Of a range of nodes the fewest are enough.
+    # For a range of nodes, the smallest number is enough.
     nodes = plan.world.fewest_nodes
     gpus = max(plan.world.ranks_per_node)
     if verdict.refusal is Refusal.RESOURCES and any(leaf.startswith("block ") for leaf in commands.topology().values()):
@@ -149,46 +155,48 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
         )
     if cluster is None or cluster.gpu_flag == "none":
         return general
-    if nodes <= part.num_nodes and gpus <= part.gpus_per_node:
-        types = sorted({group.gpu_type for group in part.groups if group.gpus_per_node} - {""})
-        # The words of a site's own filter are not known; a type that is not there explains them.
+    if nodes <= largest.num_nodes and gpus <= largest.gpus_per_node:
+        types = sorted({group.gpu_type for group in largest.groups if group.gpus_per_node} - {""})
+        # A site's own filter may use any words; a GPU type that the partition lacks explains the refusal.
         is_about_type = cluster.gpu_type not in types and (cluster.gpu_type or _ABOUT_GPUS.search(verdict.message))
         if not types or not is_about_type:
             return general
         return (
-            f"GPUs in partition {part.name} are of type {', '.join(types)}, and {cluster.gpu_type or 'no type'} was "
+            f"GPUs in partition {largest.name} are of type {', '.join(types)}, and {cluster.gpu_type or 'no type'} was "
             "asked: set cluster.gpu_type; `init` finds out which type and which cluster.gpu_flag the site takes"
         )
     return (
-        f"{nodes} nodes with {gpus} GPUs were asked; partition {part.name} has {part.num_nodes} nodes, with at most "
-        f"{part.gpus_per_node} GPUs: lower cluster.nodes or cluster.gpus_per_node, or name another cluster.partition"
+        f"{nodes} nodes with {gpus} GPUs were asked; partition {largest.name} has {largest.num_nodes} nodes, with at "
+        f"most {largest.gpus_per_node} GPUs: lower cluster.nodes or cluster.gpus_per_node, or name another "
+        "cluster.partition"
     )
 
 
 def too_long(plan: RunPlan, commands: SlurmCommands) -> ClusterError | None:
-    """Returns what is wrong with a time limit that the partition does not allow, None for one that it does.
+    """Returns the error for a time limit that the partition does not allow, None for one that it allows.
 
     Raises:
         ClusterError: no answer from the controller.
     """
-    # Without EnforcePartLimits Slurm takes such a job and leaves it in the queue for ever.
+    # Without EnforcePartLimits Slurm accepts such a job and leaves it in the queue for ever.
     limit_min = None if plan.config.cluster is None else plan.config.cluster.time_limit_min
     if limit_min is None:
         return None
-    # Slurm starts a job in whichever of its partitions has room and allows it, so the largest limit counts.
-    limits = {part.name: part.max_time_min for part in _partitions_of(plan, commands.partitions())}
+    # Slurm may start a job in any of its partitions that allows it, so the largest limit counts.
+    partitions = _partitions_of(plan, commands.partitions())
+    limits = {partition.name: partition.max_time_min for partition in partitions}
     finite = {name: limit for name, limit in limits.items() if limit is not None}
     if not finite or len(finite) < len(limits) or limit_min <= max(finite.values()):
         return None
-    where = "partition" if len(finite) == 1 else "any of the partitions"
+    place = "partition" if len(finite) == 1 else "any of the partitions"
     return ClusterError(
-        f"cluster.time_limit_min={limit_min} is more than {where} {', '.join(finite)} allows ({max(finite.values())})",
+        f"cluster.time_limit_min={limit_min} is more than {place} {', '.join(finite)} allows ({max(finite.values())})",
         hint=f"set cluster.time_limit_min={max(finite.values())} or less: the run is requeued and continues",
     )
 
 
 def unchecked(plan: RunPlan, commands: SlurmCommands) -> str:
-    """Returns which of a job's account and QOS Slurm takes without a look, in words; "" for none.
+    """Returns which of a job's account and QOS Slurm does not check, in words; "" for none.
 
     Raises:
         ClusterError: no answer from the controller.
@@ -210,20 +218,20 @@ def unchecked(plan: RunPlan, commands: SlurmCommands) -> str:
 
 def _partitions_of(plan: RunPlan, partitions: Sequence[Partition]) -> list[Partition]:
     cluster = plan.config.cluster
-    asked = "" if cluster is None else cluster.partition or str(cluster.sbatch.get("partition", ""))
-    return chosen_partitions(asked, partitions)
+    requested = "" if cluster is None else cluster.partition or str(cluster.sbatch.get("partition", ""))
+    return chosen_partitions(requested, partitions)
 
 
-# --- nodes that were found bad lately ---
+# --- nodes that were found bad recently ---
 
 
 def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tuple[list[str], str]:
-    """Returns words for sbatch that leave out listed nodes, and what a person should know of them ("" without any).
+    """Returns flags of sbatch that leave out listed bad nodes, and a line about them for the person ("" for none).
 
-    Nodes are left out where Slurm has others enough. Slurm's commands are called only where nodes are listed.
+    Nodes are left out if there are enough others. Slurm's commands are called only if nodes are listed.
 
     Args:
-        script: the batch script; what it leaves out itself stays left out.
+        script: the batch script; nodes that it excludes itself stay excluded.
         run: a run that it starts; its root has the list.
         env: environment for Slurm's commands.
     """
@@ -233,27 +241,30 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tup
     directives = {match["name"]: " ".join(shlex.split(match["value"] or "")) for match in _DIRECTIVE.finditer(script)}
     nodes = [bad.node for bad in listed]
     flags = list[str]()
-    # Words for sbatch would reach the first component of a heterogeneous job only; who names nodes wants these.
+    # Flags on the command line would reach only the first component of a heterogeneous job. A script that names
+    # its nodes must get these.
     if "\n#SBATCH hetjob\n" not in script and "nodelist" not in directives:
-        own = directives.get("exclude", "")
-        # "2-4": as many as there are, and the fewest are enough.
+        excluded = directives.get("exclude", "")
+        # For a range such as "2-4" the smallest number is enough.
         num_nodes = int(directives.get("nodes", "1").partition("-")[0])
-        if has_enough_without(nodes, own, directives.get("partition", ""), SlurmCommands(env), num_nodes=num_nodes):
-            flags = [f"--exclude={','.join(filter(None, (own, *nodes)))}"]
-    what = "left out" if flags else "found bad, and not left out, since the job needs them or its nodes are uneven"
-    return flags, f"{what}: {'; '.join(map(str, listed))}; see {list_file(run).with_name(BAD_NODES_PARTS)}"
+        if has_enough_without(
+            nodes, excluded, directives.get("partition", ""), SlurmCommands(env), num_nodes=num_nodes
+        ):
+            flags = [f"--exclude={','.join(filter(None, (excluded, *nodes)))}"]
+    treatment = "left out" if flags else "found bad, and not left out, since the job needs them or its nodes are uneven"
+    return flags, f"{treatment}: {'; '.join(map(str, listed))}; see {list_file(run).with_name(BAD_NODES_PARTS)}"
 
 
 def expedite_flags(script: str, config: RunConfig, commands: SlurmCommands) -> list[str]:
-    """Returns words for sbatch that have Slurm bring a job back at once after a lost node, where the site can do that.
+    """Returns flags of sbatch that make Slurm requeue a job at once after a lost node, if the site supports that.
 
-    They win over the script's own --requeue. A job that outlives its nodes is requeued by its supervisor, for which
-    Slurm makes no exception.
+    They override the script's own --requeue. A job that survives the loss of nodes is requeued by its supervisor, and
+    such a requeue is not expedited by Slurm.
 
     Args:
         script: the batch script.
         config: the run's.
-        commands: Slurm; where it does not answer, the job is submitted as on a site that cannot.
+        commands: Slurm; if it does not answer, the job is submitted as on a site without the feature.
     """
     cluster = config.cluster
     is_heterogeneous = "\n#SBATCH hetjob\n" in script
@@ -267,13 +278,13 @@ def expedite_flags(script: str, config: RunConfig, commands: SlurmCommands) -> l
 def has_enough_without(
     nodes: Sequence[str], excluded: str, partition: str, commands: SlurmCommands, *, num_nodes: int
 ) -> bool:
-    """Returns whether a job's partitions have enough nodes that work without some; False where Slurm does not answer.
+    """Returns whether a job's partitions have enough working nodes without some; False if Slurm does not answer.
 
     A job runs in one of its partitions, so one of them must have enough.
 
     Args:
-        nodes: those that are to be left out.
-        excluded: the list of those that the job leaves out anyway.
+        nodes: nodes that are to be left out.
+        excluded: node list that the job excludes anyway.
         partition: its name, or several, "gpu,long"; "" for the default.
         commands: Slurm.
         num_nodes: how many nodes the job needs.
@@ -286,20 +297,20 @@ def has_enough_without(
         return False
 
 
-# --- an allocation of one's own ---
+# --- allocations made by a person ---
 
 
-def salloc_words(plan: RunPlan, more: Sequence[str] = ()) -> list[str]:
+def salloc_words(plan: RunPlan, more_flags: Sequence[str] = ()) -> list[str]:
     """Returns the command that makes an allocation for a run and runs its script in it.
 
     Args:
         plan: the run.
-        more: further flags of salloc, which win.
+        more_flags: further flags of salloc, which override the others.
     """
-    (asked,) = sbatch_components(plan)
-    flags = {name: value for name, value in asked.items() if name not in _OF_BATCH}
+    (component,) = sbatch_components(plan)
+    flags = {name: value for name, value in component.items() if name not in _OF_BATCH}
     words = [f"--{check_flag_name(name)}" + ("" if value is True else f"={value}") for name, value in flags.items()]
-    return ["salloc", *words, *more, "bash", str(plan.run.submit_script)]
+    return ["salloc", *words, *more_flags, "bash", str(plan.run.submit_script)]
 
 
 def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
@@ -310,7 +321,7 @@ def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
         job: `scontrol show job` of the allocation.
 
     Raises:
-        ClusterError: it does not, with what is missing; or the allocation is over.
+        ClusterError: it does not fit, with what is missing; or the allocation has ended.
     """
     job_id = job.get("JobId", "?")
     cluster = plan.config.cluster
@@ -320,19 +331,19 @@ def require_room(plan: RunPlan, job: Mapping[str, str]) -> None:
             f"this shell belongs to job {job_id}, which is {job.get('JobState') or 'gone'}",
             hint="leave the shell; outside an allocation launch=interactive makes one",
         )
-    # Until 23.02 TRES is what the job has, later AllocTRES; where GPUs are not accounted for, neither has them.
+    # Until 23.02 TRES is what the job has, later AllocTRES; if GPUs are not accounted for, neither contains them.
     tres = job.get("AllocTRES") or job.get("TRES", "")
-    # Of a range of nodes the fewest are enough.
+    # For a range of nodes, the smallest number is enough.
     world = next(plan.world.possible())
-    have = {"nodes": job.get("NumNodes", ""), "CPUs": job.get("NumCPUs", "")}
+    available = {"nodes": job.get("NumNodes", ""), "CPUs": job.get("NumCPUs", "")}
     if cluster.gpu_flag != "none" and tres:
-        have["GPUs"] = str(tres_gpus(tres) or 0)
-    asked = {"nodes": world.num_nodes, "GPUs": world.size, "CPUs": world.size * (plan.cpus_per_rank or 1)}
-    # "2-4" of a job that waits; a running one has one number.
+        available["GPUs"] = str(tres_gpus(tres) or 0)
+    required = {"nodes": world.num_nodes, "GPUs": world.size, "CPUs": world.size * (plan.cpus_per_rank or 1)}
+    # A job that waits may have "2-4"; a running one has a single number.
     missing = [
-        f"{have[name]} {name}, {number} asked"
-        for name, number in asked.items()
-        if have.get(name, "").isdigit() and int(have[name]) < number
+        f"{available[name]} {name}, {number} asked"
+        for name, number in required.items()
+        if available.get(name, "").isdigit() and int(available[name]) < number
     ]
     if missing:
         raise ClusterError(

@@ -1,14 +1,14 @@
 """The job arrays of a sweep: which run is an element of which array, their scripts, and their submission.
 
-An element is a run, or with `sweep.pack` a pack: so many runs side by side in one allocation of one node.
+An element is a run, or with `sweep.pack` a pack: that many runs side by side in one allocation of one node.
 
 The elements of an array have the same resources, so runs of another shape go into another array, and no array has more
-elements than the site's MaxArraySize. Each is numbered from 0; a file next to the script says which run an element is.
-The run's own `submit.sh` does the rest, so an element is carried out like a run submitted alone. Where a site takes no
-job arrays, each run is a job of its own, with the same files as an array of one run.
+elements than the site's MaxArraySize. Elements are numbered from 0; a file next to the script says which run an element
+is. The element then executes the run's own `submit.sh`, like a run that was submitted alone. If a site accepts no job
+arrays, each run is a separate job, with the same files as an array of one run.
 
-An array's files are there before sbatch is called. So a submitter that is killed before it has written the id down
-leaves enough to find the array again, by the path of its script.
+An array's files are written before sbatch is called. So if a submitter is killed before it has recorded the job id, the
+array can still be found by the path of its script.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from slurm_train.slurm.flags import flag_word
 
 _DEFAULT_MAX_ARRAY_SIZE = 1001
 _DEPENDENCY = re.compile("#SBATCH --dependency=(.*)")
-# An array has a name and a log of its own.
+# Lines of a run's script that its array replaces by its own.
 _OWN_FLAGS = ("#SBATCH --job-name=", "#SBATCH --output=", "#SBATCH --array=")
 
 
@@ -61,19 +61,19 @@ class ArrayPlan:
     runs: tuple[RunDirectory, ...]
     """Element i is the run at position i, or the i-th pack of them."""
     directives: tuple[str, ...]
-    """The #SBATCH lines that its runs have in common; they ask for what one run needs."""
+    """The #SBATCH lines that its runs have in common; they request the resources of one run."""
     pack: int = 1
     """Runs that share the allocation of an element."""
     runs_per_gpu: int = 1
     """Runs of a pack that share a GPU; more than 1 only where a run has one GPU."""
     throttle: int | None = None
     """Elements that may run at once; None: as many as there is room for."""
-    after: int | None = None
+    predecessor: int | None = None
     """Position of the array whose end it waits for."""
     name_prefix: str = ""
-    """What the site prescribes of its name."""
+    """Prefix of its name that the site requires."""
     is_alone: bool = False
-    """Whether it is a plain job for its one run or pack, for a site that takes no arrays."""
+    """Whether it is a plain job for its one run or pack, for a site that accepts no arrays."""
 
     @property
     def num_elements(self) -> int:
@@ -82,14 +82,14 @@ class ArrayPlan:
 
     @property
     def num_gpu_shares(self) -> int:
-        """How many times the GPUs of one run an element has."""
+        """Number of GPUs of an element, in units of the GPUs of one run."""
         return math.ceil(self.pack / self.runs_per_gpu)
 
 
 def max_array_size(settings: Mapping[str, str]) -> int:
-    """Returns how many elements an array may have at a site, from `scontrol show config`; 0: it takes no arrays."""
+    """Returns how many elements an array may have at a site, from `scontrol show config`; 0: no arrays."""
     limit = settings.get("MaxArraySize", "")
-    # The setting caps the index, which counts from 0: so many elements fit.
+    # The setting is a limit of the index, which counts from 0, so it is also the number of elements.
     size = int(limit) if limit.isdigit() else _DEFAULT_MAX_ARRAY_SIZE
     count = re.search(r"\bmax_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
     if count is not None:
@@ -107,8 +107,8 @@ def cut_arrays(
 ) -> list[ArrayPlan]:
     """Returns the arrays for runs with their own scripts, in the order in which they are to be submitted.
 
-    Slurm throttles each array for itself and knows no throttle over several, so a limit is shared among them. Arrays
-    beyond the limit wait for the end of one before them: never more than the limit run.
+    Slurm throttles each array separately and has no throttle over several, so a limit is divided among them. Arrays
+    beyond the limit wait for the end of an earlier one, so that never more than the limit run.
 
     Args:
         scripts: each run with the text of its `submit.sh`.
@@ -124,8 +124,8 @@ def cut_arrays(
         by_shape.setdefault((_name_prefix(script, run), shape), []).append(run)
     arrays: list[ArrayPlan] = []
     for (prefix, shape), runs in by_shape.items():
-        # Fewer runs than a pack ask for no more than they need.
-        whole = ArrayPlan(
+        # Fewer runs than a pack request only what they need.
+        unlimited = ArrayPlan(
             runs=tuple(runs),
             directives=shape,
             pack=min(pack, len(runs)),
@@ -133,8 +133,8 @@ def cut_arrays(
             name_prefix=prefix,
             is_alone=max_size == 0,
         )
-        step = max(1, max_size) * whole.pack
-        arrays += [replace(whole, runs=whole.runs[start : start + step]) for start in range(0, len(runs), step)]
+        step = max(1, max_size) * unlimited.pack
+        arrays += [replace(unlimited, runs=unlimited.runs[start : start + step]) for start in range(0, len(runs), step)]
     if max_parallel is None:
         return arrays
     most_elements = max(1, max_parallel // pack)
@@ -144,22 +144,22 @@ def cut_arrays(
         replace(
             array,
             throttle=min(shares[position % num_lanes], array.num_elements),
-            after=position - num_lanes if position >= num_lanes else None,
+            predecessor=position - num_lanes if position >= num_lanes else None,
         )
         for position, array in enumerate(arrays)
     ]
 
 
 def _name_prefix(script: str, run: RunDirectory) -> str:
-    """Returns what stands in front of a run's own name in the name of its job."""
-    named = re.search(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)
-    words = shlex.split(named[1]) if named else []
-    own = f"{run.name}-{run.run_id}"
-    return words[0].removesuffix(own) if words and words[0].endswith(own) else ""
+    """Returns the prefix before a run's own name in the name of its job."""
+    match = re.search(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)
+    words = shlex.split(match[1]) if match else []
+    name = f"{run.name}-{run.run_id}"
+    return words[0].removesuffix(name) if words and words[0].endswith(name) else ""
 
 
 def _split(total: int, weights: Sequence[int]) -> list[int]:
-    """Returns whole numbers of at least 1 that add up to `total`, as near to the weights as can be."""
+    """Returns whole numbers of at least 1 that add up to `total`, as close to the weights as possible."""
     shares = [1] * len(weights)
     for _ in range(total - len(weights)):
         neediest = max(range(len(weights)), key=lambda position: weights[position] / shares[position])
@@ -172,16 +172,16 @@ def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     array = sweep.array(number)
     name = f"{plan.name_prefix}sweep-{sweep.sweep_id}-{number}"
     spec = f"0-{plan.num_elements - 1}" + (f"%{plan.throttle}" if plan.throttle is not None else "")
-    own = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
+    array_flags = {"job-name": name, "array": spec, "output": str(array.logs / "%a.log")}
     if plan.is_alone:
-        own = {"job-name": name, "output": str(array.logs / "0.log")}
+        array_flags = {"job-name": name, "output": str(array.logs / "0.log")}
     packs = f", {plan.pack} in a job" if plan.pack > 1 else ""
-    # A run that has GPUs of its own need not know how many there are.
+    # A run with GPUs of its own does not need their number.
     gpus = f"/{plan.num_gpu_shares}" if plan.runs_per_gpu > 1 else ""
     return read_template("pack.sh" if plan.pack > 1 else "array.sh").format(
         title=f"{name}: {count(len(plan.runs), 'run')}{packs}",
         index="0" if plan.is_alone else "${SLURM_ARRAY_TASK_ID:?this script is for sbatch}",
-        sbatch="\n".join([*(f"#SBATCH {flag_word(*flag)}" for flag in own.items()), *_packed(plan)]),
+        sbatch="\n".join([*(f"#SBATCH {flag_word(*flag)}" for flag in array_flags.items()), *_packed(plan)]),
         runs=shlex.quote(str(array.runs)),
         pack=plan.pack,
         gpus=gpus,
@@ -189,13 +189,13 @@ def render_array(plan: ArrayPlan, sweep: SweepDirectory, number: int) -> str:
     )
 
 
-# What a run asks for by number, so that a pack asks for as many times that.
+# Flags with a number that a pack multiplies.
 _COUNTED = re.compile(r"#SBATCH --(?P<flag>ntasks|ntasks-per-node|gpus-per-node|gres|mem)=(?:.*:)?(?P<number>[0-9]+)G?")
 _PER_TASK = "#SBATCH --gpus-per-task="
 
 
 def _packed(plan: ArrayPlan) -> list[str]:
-    """Returns the #SBATCH lines that ask for what a pack needs, on one node."""
+    """Returns the #SBATCH lines that request the resources of a pack, on one node."""
     lines: list[str] = []
     for line in plan.directives:
         if line.startswith(_PER_TASK) and plan.pack > 1 and plan.runs_per_gpu > 1:
@@ -223,17 +223,17 @@ def plan_arrays(
     limits: SweepSection,
     example: RunPlan | None = None,
 ) -> list[ArrayPlan]:
-    """Returns the arrays for the runs; Slurm has said that it would take each shape.
+    """Returns the arrays for the runs; Slurm would accept each shape.
 
     Args:
         sweep: the sweep.
         scripts: each run with the text of its `submit.sh`.
         commands: Slurm.
         limits: how many of the runs may run at once, and share a job and a GPU.
-        example: a run of it, to explain a refusal.
+        example: a run of the sweep, to explain a refusal.
 
     Raises:
-        ClusterError: it would not.
+        ClusterError: Slurm would not accept them.
     """
     if not scripts:
         return []
@@ -246,14 +246,15 @@ def plan_arrays(
         runs_per_gpu=limits.runs_per_gpu,
     )
     arrays = cut(max_size=max_size)
-    # A limit on submitted jobs counts the elements of all arrays: the first question is about as many as can be asked.
-    whole = arrays[0]
-    if not whole.is_alone:
-        whole = replace(whole, runs=tuple(run for run, _ in scripts)[: max_size * whole.pack], throttle=None)
+    # A limit on submitted jobs counts the elements of all arrays, so Slurm is asked first about the largest possible
+    # array.
+    largest = arrays[0]
+    if not largest.is_alone:
+        largest = replace(largest, runs=tuple(run for run, _ in scripts)[: max_size * largest.pack], throttle=None)
     try:
-        _require_all_acceptable([whole, *arrays], sweep, commands, example)
+        _require_all_acceptable([largest, *arrays], sweep, commands, example)
     except ClusterError:
-        if not refuses_arrays(whole, sweep, commands):
+        if not refuses_arrays(largest, sweep, commands):
             raise
         arrays = cut(max_size=0)
         _require_all_acceptable(arrays, sweep, commands, example)
@@ -263,7 +264,7 @@ def plan_arrays(
 def _require_all_acceptable(
     arrays: Sequence[ArrayPlan], sweep: SweepDirectory, commands: SlurmCommands, example: RunPlan | None
 ) -> None:
-    """Refuses arrays that Slurm would not take; of those of one shape the first is asked about."""
+    """Refuses arrays that Slurm would not accept; of each shape only the first array is tested."""
     by_shape = {array.directives: array for array in reversed(arrays)}
     for array in reversed(by_shape.values()):
         script = render_array(array, sweep, next_number(sweep))
@@ -272,12 +273,12 @@ def _require_all_acceptable(
         except ClusterError as err:
             if array.pack == 1:
                 raise
-            what = f"a pack asks for {array.pack} runs' GPUs, CPUs and memory on one node"
-            raise ClusterError(err.message, hint=f"{what}: lower sweep.pack; else {err.hint}") from err
+            request = f"a pack asks for {array.pack} runs' GPUs, CPUs and memory on one node"
+            raise ClusterError(err.message, hint=f"{request}: lower sweep.pack; else {err.hint}") from err
 
 
 def refuses_arrays(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmCommands) -> bool:
-    """Returns whether Slurm would take a run of an array as a plain job, but not as an array of one element.
+    """Returns whether Slurm would accept a run of an array as a plain job, but not as an array of one element.
 
     Raises:
         ClusterError: no answer from the controller.
@@ -295,16 +296,16 @@ def refuses_arrays(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmComman
 def submit_arrays(
     sweep: SweepDirectory, plans: Sequence[ArrayPlan], *, env: Mapping[str, str], depends: str = ""
 ) -> Iterator[str]:
-    """Submits arrays one after the other and yields their job ids; the table has each by then.
+    """Submits arrays one after the other and yields their job ids, each after it is in the table.
 
     Args:
         sweep: the sweep.
         plans: its arrays.
         env: the environment.
-        depends: what all of them wait for, e.g. "afterok:12"; "" for nothing.
+        depends: the dependency of all of them, e.g. "afterok:12"; "" for nothing.
 
     Raises:
-        ClusterError: sbatch refused one; those before it are submitted.
+        ClusterError: sbatch refused an array; those before it are submitted.
     """
     from slurm_train.launch.submission import UnreadAnswer, submit_script
 
@@ -315,27 +316,32 @@ def submit_arrays(
         array.logs.mkdir(mode=0o700, parents=True)
         write_atomic(array.runs, "".join(f"{run.path}\n" for run in plan.runs))
         write_atomic(array.script, script, mode=0o700)
-        waits = [depends, "" if plan.after is None else f"afterany:{ids[plan.after]}"]
-        if any(waits):
-            # Words for sbatch win over what the runs' own cluster.sbatch.dependency has put into the script.
-            waits += [
-                " ".join(shlex.split(element[1])) for element in map(_DEPENDENCY.fullmatch, plan.directives) if element
-            ]
-        flags = [f"--dependency={','.join(filter(None, waits))}"] if any(waits) else []
+        dependencies = [] if not depends else [depends]
+        if plan.predecessor is not None:
+            dependencies.append(f"afterany:{ids[plan.predecessor]}")
+        flags = []
+        if dependencies:
+            # A flag on the command line replaces the line of the runs' own cluster.sbatch.dependency in the script.
+            for directive in plan.directives:
+                match = _DEPENDENCY.fullmatch(directive)
+                if match:
+                    dependencies.append(" ".join(shlex.split(match[1])))
+            flags = [f"--dependency={','.join(filter(None, dependencies))}"]
         flags += exclude_flags(script, plan.runs[0], env)[0]
         try:
             ids.append(submit_script(script, folder=array.path / "submitted", env=env, flags=flags))
         except ClusterError as err:
-            # What may be in the queue keeps its files.
+            # An array that may be in the queue keeps its files.
             if isinstance(err, UnreadAnswer):
                 write_atomic(array.unread, f"{err.message}\n")
             else:
                 shutil.rmtree(array.path)
             if not ids:
                 raise
-            done, left = (sum(len(element.runs) for element in part) for part in (plans[: len(ids)], plans[len(ids) :]))
+            num_submitted = sum(len(submitted.runs) for submitted in plans[: len(ids)])
+            num_missing = sum(len(missing.runs) for missing in plans[len(ids) :])
             raise ClusterError(
-                f"{err.message}; {done} runs are submitted, {left} are not",
+                f"{err.message}; {num_submitted} runs are submitted, {num_missing} are not",
                 hint="the same command submits those that are missing; where a limit on jobs is the reason, later",
             ) from err
         _record(sweep, array, ids[-1])
@@ -352,28 +358,28 @@ def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str) -> None:
 
 
 def _lies_in(script: str, folder: Path) -> bool:
-    # The folder may have been spelled in another way, through a link, when the script was submitted.
+    # When the script was submitted, the path of the folder may have been another one, through a link.
     return os.path.realpath(script).startswith(f"{os.path.realpath(folder)}/")
 
 
 def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str]:
-    """Looks in Slurm for arrays whose ids were never written down, writes them down and returns them.
+    """Searches Slurm for arrays whose ids were never recorded, records the ids and returns them.
 
-    An array that Slurm does not know was not submitted, or is over; its files go, unless Slurm may have it under
-    another script: a wrapper may have submitted a copy.
+    An array that Slurm does not know was not submitted, or has ended; its files are removed, unless Slurm may have it
+    under another script: a wrapper may have submitted a copy.
 
     Raises:
         ClusterError: Slurm does not answer.
     """
     lost = [array for array in existing_arrays(sweep) if array_job_id(array) is None]
     scripts = commands.own_scripts() if lost else {}
-    found = []
+    found_ids = []
     for array in lost:
-        # Its script lies in its folder, where no other user's script is.
+        # An array's script lies in its own folder, where no other user's script is.
         ids = {number_of(job_id) for job_id, script in scripts.items() if _lies_in(script, array.path)}
         if ids:
             _record(sweep, array, str(max(ids)))
-            found.append(str(max(ids)))
+            found_ids.append(str(max(ids)))
         elif not array.unread.exists():
             shutil.rmtree(array.path)
-    return found
+    return found_ids

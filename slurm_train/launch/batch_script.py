@@ -1,10 +1,10 @@
 """The batch script of a run: which resources it asks for, and the rules that keep multi-node jobs alive. Pure.
 
-Every flag has its reason in a fact about Slurm; see docs/slurm.md. Every value that reaches the text passes one of the
-guards of `slurm.flags`: one for what sbatch reads, one for what bash reads. The template is plain bash; decisions
-are taken here. The text is compared with a golden file in the tests.
+Every flag is based on a fact about Slurm; see docs/slurm.md. Every value in the text passes one of the guards of
+`slurm.flags`: one for text that sbatch reads, one for text that bash reads. The template is plain bash; decisions are
+made here. Tests compare the text with a golden file.
 
-The words of the ranks, in a container where there is one, come from `rank_command`.
+The command of the ranks, in a container if there is one, comes from `rank_command`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from slurm_train.slurm.flags import (
 
 STEP_NAME = "attempt_{attempt}"
 
-# What the launch decides itself, and the key to use instead.
+# Flags that the launch sets itself, and the key to use instead.
 _SIZES = {
     "nodes": "cluster.nodes",
     "ntasks": "cluster.gpus_per_node",
     "ntasks-per-node": "cluster.gpus_per_node",
     "cpus-per-task": "cluster.cpus_per_gpu",
-    # It narrows each rank to one device numbered 0 and cuts peer access between GPUs.
+    # It limits each rank to one device with number 0 and cuts peer access between GPUs.
     "gpus-per-task": "cluster.gpus_per_node",
 }
 _PROTECTED = {
@@ -62,7 +62,7 @@ _PROTECTED = {
         "wrap": "script",
         "parsable": "",
         "test-only": "",
-        # The submission would not return before the job has ended.
+        # With it, the submission would return only after the end of the job.
         "wait": "",
     },
     "cluster.srun": {
@@ -77,14 +77,14 @@ _PROTECTED = {
         "multi-prog": "script",
     },
 }
-# Flags that a key stands for; `cluster.sbatch` may give them where the key does not.
+# Flags that have a key; `cluster.sbatch` may set them if the key is not set.
 _KEYS = {
     **{name: f"cluster.{name}" for name in ("partition", "account", "qos", "nodelist", "exclude", "constraint")},
     "mem": "cluster.memory_gb_per_node",
 }
-# Requeues, `status` and `cancel` address the cluster of this machine: there the number is another job's.
+# Requeues, `status` and `cancel` use the cluster of this machine, where the same number is another job's.
 _OTHER_CLUSTERS = ("cluster", "clusters", "cluster-constraint")
-# Flags in their own right, although a protected one begins with them.
+# Complete names of flags, although a protected name begins with them.
 _NOT_SHORT = ("gpus",)
 
 
@@ -121,12 +121,12 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
                 hint="give each shell line as an item of its own",
             )
     srun = (_guarded(f"srun --{name}", flag_word, name, value) for name, value in srun_flags(plan).items())
-    # What the ranks do, in a line. Not a script's arguments, which may hold a secret.
+    # A line about what the ranks do, without a script's arguments, which may contain a secret.
     config = plan.config
     name = config.script[0] if config.script else str((config.task or {}).get("_target_"))
-    what = f"global batch {plan.batch.as_sum()}" if config.trains else f"{name} on {plan.world.size} ranks"
+    work = f"global batch {plan.batch.as_sum()}" if config.trains else f"{name} on {plan.world.size} ranks"
     return read_template("run.sh").format(
-        title=f"{plan.run.name}/{plan.run.run_id}: {' '.join(what.split())}",
+        title=f"{plan.run.name}/{plan.run.run_id}: {' '.join(work.split())}",
         sbatch="\n#SBATCH hetjob\n".join(components),
         exports="\n".join(_guarded(f"export {name}", _export, name, value) for name, value in exports.items()),
         setup="\n".join(_setup_lines(plan)),
@@ -138,16 +138,16 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
 
 
 def _setup_lines(plan: RunPlan) -> list[str]:
-    """Returns the lines of `cluster.setup`, which run in the folder that the run was first typed in.
+    """Returns the lines of `cluster.setup`, which run in the folder in which the run was first typed.
 
-    A job starts in the folder of whoever submits it: another one after `resume` from elsewhere, and "/" where the
-    supervisor submits the job that continues a run.
+    A job starts in the folder of the submitting process: a different one after `resume` from another folder, and "/" if
+    the supervisor submits the job that continues a run.
     """
     cluster = _cluster(plan.config)
     if not cluster.setup:
         return []
-    asked = next((value for name, value in cluster.sbatch.items() if name in ("chdir", "workdir")), None)
-    folder = Path(plan.directory, str(asked or ""))
+    working_dir = next((value for name, value in cluster.sbatch.items() if name in ("chdir", "workdir")), None)
+    folder = Path(plan.directory, str(working_dir or ""))
     warning = f"warning: {folder} is not on this node: relative paths in cluster.setup lead elsewhere"
     return [f"cd {_quoted(str(folder))} || echo {_quoted(warning)} >&2", *cluster.setup]
 
@@ -165,12 +165,12 @@ def _check_stage(folder: str, config: RunConfig) -> None:
         )
 
 
-def _guarded(what: str, guard: Callable[..., str], *values: Any) -> str:
-    """Returns what a guard makes of a value; puts the flag or variable in front of what is wrong with it."""
+def _guarded(name: str, guard: Callable[..., str], *values: Any) -> str:
+    """Returns the text that a guard makes of a value; puts the name of the flag or variable in front of its errors."""
     try:
         return guard(*values)
     except ConfigError as err:
-        shown = what if what.isprintable() else repr(what)
+        shown = name if name.isprintable() else repr(name)
         raise ConfigError(f"{shown}: {err.message}", hint=err.hint) from err
 
 
@@ -184,9 +184,9 @@ def _quoted(word: str) -> str:
     return shlex.quote(word)
 
 
-def _container_words(flags: Mapping[str, str], own: Mapping[str, Any]) -> list[str]:
-    # Lists of mounts and variables may be longer than what Slurm itself takes.
-    twice = [name for name in own if name.replace("_", "-") in flags]
+def _container_words(flags: Mapping[str, str], srun_settings: Mapping[str, Any]) -> list[str]:
+    # These values are only quoted: lists of mounts and variables may be longer than the guard of flags allows.
+    twice = [name for name in srun_settings if name.replace("_", "-") in flags]
     if twice:
         raise ConfigError(
             f"cluster.srun.{twice[0]} and container.* both say what runs the ranks",
@@ -201,16 +201,16 @@ def _container_words(flags: Mapping[str, str], own: Mapping[str, Any]) -> list[s
 def sbatch_components(plan: RunPlan) -> list[Flags]:
     """Returns the sbatch flags of a run, long names without dashes; True is a flag without a value.
 
-    Nodes with different numbers of GPUs cannot be asked for in one request: there are as many components of a
-    heterogeneous job then. Its name and its log are those of the first; all else is said of each, since Slurm hands
-    down some flags only.
+    Nodes with different numbers of GPUs cannot be requested together; then each group of nodes is a component of a
+    heterogeneous job. Name and log are set for the first component only. All other flags are set for each, since
+    components inherit only some of them.
 
     Raises:
         ConfigError: `cluster.sbatch` names a flag that the launch decides, or `cluster.nodelist` cannot be shared.
     """
     cluster = _cluster(plan.config)
     groups = plan.world.groups
-    own = _own_flags("cluster.sbatch", cluster.sbatch)
+    user_flags = _user_flags("cluster.sbatch", cluster.sbatch)
     hosts = None
     if len(groups) > 1 and cluster.nodelist is not None:
         hosts = parse_nodelist(cluster.nodelist)
@@ -220,47 +220,47 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
                 f"{list(plan.world.ranks_per_node)} asks for {plan.world.num_nodes}",
                 hint="with uneven nodes name all of them, in the order of cluster.gpus_per_node",
             )
-    rest = iter(hosts or ())
+    remaining_hosts = iter(hosts or ())
     components = []
     for index, group in enumerate(groups):
         flags: Flags = {} if index else {"job-name": job_name(plan)}
         spares = cluster.spare_nodes
         flags |= _size_flags(plan, replace(group, num_nodes=group.num_nodes + spares))
-        # Of a range of nodes each has one task as far as sbatch knows.
+        # With a range of nodes, sbatch is given no number of tasks, so each node has one task for it.
         has_whole_node = cluster.launcher == "torchrun" or bool(plan.world.sizes)
         cpus = _cpus_per_task(plan, group, has_whole_node=has_whole_node)
         flags |= resource_flags(cluster, per_node=group.ranks_per_node, cpus_per_task=cpus)
         if cluster.outlives_nodes:
-            # Without it Slurm ends the whole job with the first node that is lost.
+            # Without it Slurm ends the whole job when it loses the first node.
             flags["no-kill"] = True
         if hosts is not None:
-            flags["nodelist"] = compact_nodelist(list(itertools.islice(rest, group.num_nodes)))
+            flags["nodelist"] = compact_nodelist(list(itertools.islice(remaining_hosts, group.num_nodes)))
         if index == 0:
-            # Without "append" a requeue truncates the log of the attempts before.
+            # Without "append" a requeue truncates the log of earlier attempts.
             flags |= {"output": str(plan.run.logs / "batch.log"), "open-mode": "append"}
             if "\\" not in plan.directory and plan.directory.isprintable():
-                # Else whoever submits it decides, by a path without links, which nodes may not have.
+                # Otherwise the submitting process decides, by a path without links, which may be missing on nodes.
                 flags["chdir"] = plan.directory
-        # A site's JobRequeue may be either; say it always.
+        # A site's JobRequeue may have either default, so the flag is always set.
         flags["requeue" if plan.config.requeue.enabled else "no-requeue"] = True
-        _refuse_two_values(flags, own)
-        # No "B:": the warning goes to the ranks. USR2, since NCCL may catch USR1.
+        _refuse_two_values(flags, user_flags)
+        # Without "B:", so the warning goes to the ranks. USR2, since NCCL may catch USR1.
         flags["signal"] = warning_signal(plan.config, plan.run)
-        components.append(flags | own)
+        components.append(flags | user_flags)
     return components
 
 
 def job_name(plan: RunPlan) -> str:
-    """Returns the name of a run's job, e.g. "gpt-stdlib-3f9a1c07a2b4", with what the site prescribes in front."""
+    """Returns the name of a run's job, e.g. "gpt-stdlib-3f9a1c07a2b4", with the prefix that the site requires."""
     return f"{_cluster(plan.config).job_name_prefix or ''}{plan.run.name}-{plan.run.run_id}"
 
 
-def _refuse_two_values(flags: Flags, own: Flags) -> None:
-    """Refuses a flag of `cluster.sbatch` that would replace another value of a key without a word.
+def _refuse_two_values(flags: Flags, user_flags: Flags) -> None:
+    """Refuses a flag of `cluster.sbatch` that would silently replace a different value of a key.
 
-    Slurm takes a name cut short as well ("part" for "partition").
+    Slurm accepts an abbreviated name as well ("part" for "partition").
     """
-    for flag, value in own.items():
+    for flag, value in user_flags.items():
         for name, key in _KEYS.items():
             if name.startswith(flag) and name in flags and flags[name] != value:
                 raise ConfigError(
@@ -271,8 +271,8 @@ def _refuse_two_values(flags: Flags, own: Flags) -> None:
 
 def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
     if plan.world.sizes:
-        # How many tasks follows from how many nodes Slurm grants. With tasks per node sbatch would ask for those of the
-        # fewest nodes, and Slurm gives a job no more nodes than tasks (22.05).
+        # The number of tasks depends on how many nodes Slurm grants. With tasks per node, sbatch would request those of
+        # the smallest number of nodes, and Slurm gives a job no more nodes than tasks (22.05).
         return {"nodes": f"{plan.world.fewest_nodes}-{group.num_nodes}"}
     per_node = _tasks_per_node(plan, group)
     return {
@@ -292,19 +292,21 @@ def _cpus_per_task(plan: RunPlan, group: NodeGroup, *, has_whole_node: bool) -> 
     Args:
         plan: the run.
         group: its nodes.
-        has_whole_node: whether a task has all ranks of its node; Slurm's default would be one core for it.
+        has_whole_node: whether a task has all ranks of its node; its default would be one core.
     """
-    return (plan.cpus_per_rank or 1) * group.ranks_per_node if has_whole_node else plan.cpus_per_rank
+    if has_whole_node:
+        return (plan.cpus_per_rank or 1) * group.ranks_per_node
+    return plan.cpus_per_rank
 
 
 def renewed_warning(config: RunConfig, run: RunDirectory) -> list[str]:
-    """Returns words for sbatch that renew a script's --signal, where its lead is chosen here; they win over it."""
-    is_ours = config.cluster is not None and config.requeue.warn_before_limit_s == "auto"
-    return [f"--signal={warning_signal(config, run)}"] if is_ours else []
+    """Returns flags of sbatch that replace a script's --signal by a newly chosen one, if its lead is automatic."""
+    is_automatic = config.cluster is not None and config.requeue.warn_before_limit_s == "auto"
+    return [f"--signal={warning_signal(config, run)}"] if is_automatic else []
 
 
 def warning_signal(config: RunConfig, run: RunDirectory) -> str:
-    """Returns the value of sbatch's --signal, e.g. "USR2@120": a lead from what the run has measured, if it has."""
+    """Returns the value of sbatch's --signal, e.g. "USR2@120"; the lead comes from the run's measurements, if any."""
     minutes = _cluster(config).time_limit_min
     limit_s = None if minutes is None else 60.0 * minutes
     return f"USR2@{warning_lead_s(config.requeue.warn_before_limit_s, run, limit_s=limit_s)}"
@@ -326,7 +328,7 @@ def srun_flags(plan: RunPlan) -> Flags:
     groups = plan.world.groups
     is_torchrun = cluster.launcher == "torchrun"
     if len(groups) > 1:
-        # Numbers of nodes and tasks would be meant for each component; without them each gives what it has.
+        # Numbers of nodes and tasks would apply to each component; without them each component uses all it has.
         sizes: Flags = {"het-group": ",".join(map(str, range(len(groups))))}
     else:
         sizes = _size_flags(plan, groups[0])
@@ -336,15 +338,15 @@ def srun_flags(plan: RunPlan) -> Flags:
     if cluster.outlives_nodes:
         sizes["nodelist"] = "{nodelist}"
     if cluster.outlives_nodes or plan.config.requeue.warm_ranks:
-        # Two steps at a time: of ranks and of those in waiting, or of what is left of one on a lost node, which keeps
-        # its share of all its nodes until Slurm gives that node up.
+        # Two steps run at a time: the ranks and the ranks in waiting; or a new step beside the rest of one on a lost
+        # node, which keeps its share of all its nodes until Slurm declares that node down.
         sizes["overlap"] = True
     flags: Flags = {
         **sizes,
         "distribution": "block",
-        # The supervisor ends what is left of a step by this name; other steps of an allocation are not ours.
+        # By this name the supervisor ends the remains of a step; other steps of an allocation are left alone.
         "job-name": STEP_NAME,
-        # By default a dead rank leaves the others waiting for ever; --wait alone would kill them without SIGTERM.
+        # By default the others wait for a dead rank for ever; --wait alone would kill them without SIGTERM.
         "kill-on-bad-exit": "1",
         "wait": "60",
         "open-mode": "append",
@@ -353,7 +355,7 @@ def srun_flags(plan: RunPlan) -> Flags:
         "output": str(plan.run.logs / "attempt_{attempt}" / task_log(plan.config, plan.world)),
     }
     if cluster.gpu_flag == "gpus-per-task":
-        # Slurm would narrow each rank to one device, which cuts peer access.
+        # Slurm would limit each rank to one device, which cuts peer access.
         flags["gpu-bind"] = "none"
     if is_torchrun and len(groups) > 1:
         # The components' tasks have different numbers of cores, and srun takes one number.
@@ -361,16 +363,16 @@ def srun_flags(plan: RunPlan) -> Flags:
     else:
         cpus = _cpus_per_task(plan, groups[0], has_whole_node=is_torchrun)
         if cpus is not None:
-            # srun inherits it in some releases only (not from 22.05 to 23.02), so it is said again.
+            # srun inherits it in some releases only (not from 22.05 to 23.02), so it is set again.
             flags["cpus-per-task"] = str(cpus)
-    return flags | _own_flags("cluster.srun", cluster.srun)
+    return flags | _user_flags("cluster.srun", cluster.srun)
 
 
 def task_log(config: RunConfig, world: World) -> str:
-    """Returns the name of the log that srun writes for each task: the rank's own, where srun knows its number.
+    """Returns the name of the log that srun writes for each task: the log of the rank if srun knows its number.
 
-    In a step over several components srun counts "%t" on by one with each component (22.05), so there, and where a task
-    is torchrun, the ranks open their logs themselves.
+    In a step over several components srun increases "%t" by one with each component (22.05). There, and if a task is
+    torchrun, the ranks open their logs themselves.
     """
     if _cluster(config).launcher == "torchrun":
         return "node_%t.log"
@@ -383,8 +385,10 @@ def job_environment(config: RunConfig) -> dict[str, str]:
     variables = {"PYTHONUNBUFFERED": "1"}
     if cluster.network_interface:
         variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), cluster.network_interface)
-    own = cluster.env.items()
-    return variables | {name: _text(f"cluster.env.{name}", value) for name, value in own if value is not None}
+    for name, value in cluster.env.items():
+        if value is not None:
+            variables[name] = _text(f"cluster.env.{name}", value)
+    return variables
 
 
 def _cluster(config: RunConfig) -> ClusterSection:
@@ -392,7 +396,7 @@ def _cluster(config: RunConfig) -> ClusterSection:
     return config.cluster
 
 
-def _own_flags(key: str, values: Mapping[str, Any]) -> Flags:
+def _user_flags(key: str, values: Mapping[str, Any]) -> Flags:
     flags: Flags = {}
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -402,11 +406,13 @@ def _own_flags(key: str, values: Mapping[str, Any]) -> Flags:
                 "cluster of this machine, where that job id belongs to another job",
                 hint=f"log in to a login node of that cluster and submit there, without {key}.{name}",
             )
-        # Slurm takes a long name cut short as well ("arr" for "array").
+        # Slurm accepts an abbreviated name as well ("arr" for "array").
         protected = _PROTECTED[key]
-        meant = flag if flag in protected else next((longer for longer in protected if longer.startswith(flag)), None)
-        if meant is not None and flag not in _NOT_SHORT:
-            hint = f"use {protected[meant]} instead" if protected[meant] else f"drop {key}.{name}"
+        full_name = flag
+        if flag not in protected:
+            full_name = next((protected_name for protected_name in protected if protected_name.startswith(flag)), "")
+        if full_name and flag not in _NOT_SHORT:
+            hint = f"use {protected[full_name]} instead" if protected[full_name] else f"drop {key}.{name}"
             raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
         for placeholder in ("{attempt}", "{nodes}", "{tasks}", "{nodelist}"):
             if placeholder in str(value):

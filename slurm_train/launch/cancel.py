@@ -1,7 +1,7 @@
 """Cancels runs: ends their jobs; a run that trains on this machine is asked to save and stop.
 
-Of a sweep it ends the active runs with one scancel; the other runs, and other arrays, are not touched. Each function
-returns what it did, one line per act.
+The active runs of a sweep are ended by one scancel; other runs and other arrays are not touched. Each function returns
+what it did, one line per action.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ def cancel_run(run: RunDirectory, commands: SlurmCommands) -> list[str]:
         RunError: nothing of it is queued or running.
         ClusterError: Slurm refused.
     """
-    done: list[str] = []
+    actions: list[str] = []
     with no_submitter(run, commands):
         active = find_active([run], commands).get(run)
         if active is None:
             raise RunError(f"{run.name}/{run.run_id} is neither queued nor running", hint="`status` shows what is")
         if active.process is not None:
             _require_owners_process(run, active.process)
-            done.append(_stop_process(run, active.process.host, active.process.pid))
+            actions.append(_stop_process(run, active.process.host, active.process.pid))
         cancelled = _leave_packs(run, active.jobs, commands)
         if cancelled:
             ids = ", ".join(cancelled)
-            done.append(
+            actions.append(
                 f"asked {run.name}/{run.run_id} to save and stop; job {ids} goes on with its other runs; "
                 f"`resume {run.run_id}` continues this one"
             )
-        new = [job_id for job_id in active.jobs if job_id not in cancelled]
-        # A job that ends may be submitting the one that takes over; that one submits none.
-        while new:
-            for job_id in new:
+        uncancelled = [job_id for job_id in active.jobs if job_id not in cancelled]
+        # A job that ends may be submitting a job that continues the run; that one submits no further job.
+        while uncancelled:
+            for job_id in uncancelled:
                 _require_owners_job(run, job_id, commands)
-            cancelled += new
-            # What is on its way by now finds the file and does not begin.
+            cancelled += uncancelled
+            # A job that is being submitted now finds the file and does not begin.
             with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
                 ask_to_stop(run, cancelled, newest_job=newest_job(commands))
-            # The newest first: it may be waiting for the others' end.
-            commands.cancel(reversed(new))
-            ids = ", ".join(reversed(new))
-            done.append(f"cancelled job {ids} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
+            # The newest job first, since it may wait for the end of the others.
+            commands.cancel(reversed(uncancelled))
+            ids = ", ".join(reversed(uncancelled))
+            actions.append(f"cancelled job {ids} of {run.name}/{run.run_id}; `resume {run.run_id}` continues it")
             jobs = find_active([run], commands).get(run, Active()).jobs
-            new = [job_id for job_id in jobs if job_id not in cancelled]
-        # A job that never began cannot do it.
+            uncancelled = [job_id for job_id in jobs if job_id not in cancelled]
+        # A job that never began cannot release its pins.
         with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
             release_pins(run)
-    return done
+    return actions
 
 
 def _leave_packs(run: RunDirectory, jobs: Sequence[str], commands: SlurmCommands) -> list[str]:
@@ -84,14 +84,14 @@ def _leave_packs(run: RunDirectory, jobs: Sequence[str], commands: SlurmCommands
     return shared
 
 
-# Whoever owns a run may write any number into its files. An administrator who cancels it, or somebody who takes it for
-# a run of their own, ends nothing by it but what is that owner's.
+# The owner of a run can write any job or process number into its files. If an administrator, or a user by mistake,
+# cancels the run of somebody else, only jobs and processes of its owner are ended.
 
 
 def _require_owners_job(run: RunDirectory, job_id: str, commands: SlurmCommands) -> None:
     if is_own(run):
         return
-    # E.g. "ada(1000)"; squeue, where a node has no scontrol, does not say.
+    # E.g. "ada(1000)"; "" on nodes without scontrol, where squeue is used.
     user = commands.show_job(job_id).get("UserId", "")
     if user and not user.endswith(f"({run.path.stat().st_uid})"):
         raise RunError(
@@ -127,9 +127,9 @@ def _stop_process(run: RunDirectory, host: str, pid: int) -> str:
 
 
 def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Sequence[str] = ()) -> list[str]:
-    """Ends the active runs for which the conditions hold, and returns what was done.
+    """Ends the active runs that meet the conditions, and returns what was done.
 
-    Without conditions, runs that would start on this machine later are not started.
+    Without conditions, further runs of the sweep are not started on this machine either.
 
     Raises:
         RunError: none of them is active.
@@ -137,50 +137,55 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
     """
     subjects = read_table(sweep)
     active = find_active([subject.run for subject in subjects], commands)
-    meant = [run.run for run in filter_where(subjects, where) if run.run in active]
+    selected = [run.run for run in filter_where(subjects, where) if run.run in active]
     if not where and any(run.process is not None for run in active.values()):
         sweep.stop_file.touch()
-    if not meant:
+    if not selected:
         raise RunError(
             f"no such run of sweep {sweep.sweep_id} is active: {summary(read_statuses(subjects, commands))}",
             hint="`status` shows what is",
         )
-    done: list[str] = []
-    spared = [job_id for run, active_run in active.items() if run not in meant for job_id in active_run.jobs]
-    # Of a pack that others go on in, each run is ended by itself.
-    in_slurm = [run for run in meant if active[run].process is None and not set(spared) & set(active[run].jobs)]
-    for run in meant:
+    actions: list[str] = []
+    spared: list[str] = []
+    for run, active_run in active.items():
+        if run not in selected:
+            spared += active_run.jobs
+    # A run whose job continues for other runs of a pack is cancelled on its own.
+    in_slurm = [run for run in selected if active[run].process is None and not set(spared) & set(active[run].jobs)]
+    for run in selected:
         if run not in in_slurm:
-            done += cancel_run(run, commands)
+            actions += cancel_run(run, commands)
     if in_slurm:
         array_ids = {array_job_id(array) for array in existing_arrays(sweep)}
-        jobs = [job_id for run in in_slurm for job_id in active[run].jobs]
+        jobs: list[str] = []
+        for run in in_slurm:
+            jobs += active[run].jobs
         job_ids = job_ids_of(jobs, spared=spared, own_arrays=array_ids)
         for job_id in job_ids:
             _require_owners_job(in_slurm[0], job_id, commands)
         newest = newest_job(commands)
         for run in in_slurm:
-            # There may be a thousand, and a stop that a crash of this machine undoes can be typed again.
+            # There may be a thousand runs. A stop request that a crash of this machine loses can be typed again.
             with contextlib.suppress(OSError):  # an administrator may cancel what they may not write to
                 ask_to_stop(run, active[run].jobs, newest_job=newest, durable=False)
         commands.cancel(job_ids)
-        done.append(f"cancelled {len(in_slurm)} runs; `resume {sweep.sweep_id}` continues them")
-    return done
+        actions.append(f"cancelled {len(in_slurm)} runs; `resume {sweep.sweep_id}` continues them")
+    return actions
 
 
 def job_ids_of(jobs: Sequence[str], *, spared: Sequence[str], own_arrays: Collection[str | None]) -> list[str]:
-    """Returns what to cancel: an array's own id where none of its active elements is to go on, else the elements.
+    """Returns the ids to cancel: the id of an array if none of its active elements is to go on, else the elements.
 
     One call of the controller ends a whole array; a thousand elements would be a thousand calls.
 
     Args:
         jobs: active jobs that are to end, e.g. "12_3".
-        spared: those of the sweep that are to go on.
-        own_arrays: arrays that hold runs of this sweep only; one of another sweep may hold more.
+        spared: active jobs of the sweep that are to go on.
+        own_arrays: arrays with runs of this sweep only; an array of another sweep may have further runs.
     """
 
     def array_of(job_id: str) -> str:
         return job_id.partition("_")[0]
 
-    whole = set(own_arrays) - {array_of(job_id) for job_id in spared}
-    return list(dict.fromkeys(array_of(job_id) if array_of(job_id) in whole else job_id for job_id in jobs))
+    ending_arrays = set(own_arrays) - {array_of(job_id) for job_id in spared}
+    return list(dict.fromkeys(array_of(job_id) if array_of(job_id) in ending_arrays else job_id for job_id in jobs))

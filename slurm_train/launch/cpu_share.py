@@ -1,8 +1,8 @@
 """How many CPUs each rank asks for where `cluster.cpus_per_gpu=auto`: its GPU's equal part of the node.
 
-Slurm's own default is one CPU for each task at most sites: the main thread, NCCL's proxy, the threads that read and
-the compiler share it. What the site gives by itself (DefCpuPerGPU) and what a person has typed about CPUs stay as they
-are, and where Slurm does not answer nothing is asked for. Only `NodeShares` talks to Slurm.
+Slurm's own default is one CPU per task at most sites, which the main thread, NCCL's proxy, the reading threads and the
+compiler would share. The site's own default (DefCpuPerGPU) and settings of the person about CPUs are not changed. If
+Slurm does not answer, no number of CPUs is requested. Only `NodeShares` calls Slurm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.policy import NodeGroup, Partition, chosen_partitions
 from slurm_train.slurm.site import SiteFacts, cpus_for_jobs, default_cpus_per_gpu
 
-# Whoever types one of these about CPUs has counted them; --mem-per-cpu would give each rank the memory of all of them.
+# A person who sets one of these has decided about CPUs; with --mem-per-cpu more CPUs would also request more memory.
 _ABOUT_CPUS = frozenset(
     {
         *("core-spec", "cores-per-socket", "cpus-per-gpu", "extra-node-info", "hint", "mem-per-cpu", "mincpus"),
@@ -32,12 +32,12 @@ _NOT_KNOWN = "as Slurm gives them: it does not say what its nodes have"
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """What `auto` means for a run."""
+    """The number of CPUs that `auto` stands for in a run."""
 
     number: int | None = None
-    """CPUs to ask for, for each rank; None: what Slurm gives."""
-    why: str = ""
-    """The reason in words; "" where there is nothing to say."""
+    """CPUs to request for each rank; None: Slurm's default."""
+    reason: str = ""
+    """The reason in words; "" where none is needed."""
 
 
 LEFT_TO_SLURM = CpuShare()
@@ -48,7 +48,7 @@ class _Part:
     """A rank's part of some nodes."""
 
     cpus: int
-    why: str
+    reason: str
 
 
 class NodeShares:
@@ -56,7 +56,7 @@ class NodeShares:
 
     Args:
         commands: Slurm.
-        in_allocation: an allocation is there already, whose CPUs are what they are.
+        in_allocation: whether the run uses an existing allocation, whose CPUs cannot be changed.
     """
 
     def __init__(self, commands: SlurmCommands, *, in_allocation: bool = False) -> None:
@@ -65,7 +65,7 @@ class NodeShares:
 
     @cached_property
     def _facts(self) -> SiteFacts:
-        """What Slurm says; the partitions' own settings are no reason to fail.
+        """Slurm's answers; a failure to read the partitions' own settings is only noted.
 
         Raises:
             ClusterError: sinfo does not answer.
@@ -91,7 +91,7 @@ class NodeShares:
         runs_per_node: int = 1,
         runs_per_gpu: int = 1,
     ) -> CpuShare:
-        """Returns how many CPUs each rank of a run asks for.
+        """Returns how many CPUs to request for each rank of a run.
 
         Args:
             cluster: its request; `cpus_per_gpu` is "auto".
@@ -101,9 +101,9 @@ class NodeShares:
             runs_per_gpu: how many of these share a GPU.
         """
         for key, flags in (("cluster.sbatch", cluster.sbatch), ("cluster.srun", cluster.srun)):
-            about = [name for name in flags if name.replace("_", "-") in _ABOUT_CPUS]
-            if about:
-                return CpuShare(None, f"as {key}.{about[0]} says")
+            cpu_flags = [name for name in flags if name.replace("_", "-") in _ABOUT_CPUS]
+            if cpu_flags:
+                return CpuShare(None, f"as {key}.{cpu_flags[0]} says")
         if cluster.gpu_flag == "none" or (is_interactive and self._in_allocation) or not self._commands.is_available():
             return LEFT_TO_SLURM
         try:
@@ -112,18 +112,18 @@ class NodeShares:
             return CpuShare(None, _NOT_KNOWN)
 
     def _share_of(self, cluster: ClusterSection, world: World, *, runs_per_node: int, runs_per_gpu: int) -> CpuShare:
-        asked = cluster.partition or str(cluster.sbatch.get("partition", ""))
-        partitions = chosen_partitions(asked, self._facts.partitions)
+        requested = cluster.partition or str(cluster.sbatch.get("partition", ""))
+        partitions = chosen_partitions(requested, self._facts.partitions)
         if self._facts.problems or not partitions:
             return CpuShare(None, _NOT_KNOWN)
         parts = list[_Part]()
         for partition in partitions:
-            given = default_cpus_per_gpu(self._facts.record(partition.name), self._facts.settings)
-            if given is not None:
-                why = f"{given} per GPU by the site's DefCpuPerGPU, partition {partition.name}"
-                # One task of torchrun has the CPUs of all its ranks, which Slurm would not give it by itself.
-                ranks_cpus = max(1, given // runs_per_gpu)
-                return CpuShare(ranks_cpus if cluster.launcher == "torchrun" else None, why)
+            site_default = default_cpus_per_gpu(self._facts.record(partition.name), self._facts.settings)
+            if site_default is not None:
+                reason = f"{site_default} per GPU by the site's DefCpuPerGPU, partition {partition.name}"
+                # One task of torchrun needs the CPUs of all its ranks, which it does not get by default.
+                ranks_cpus = max(1, site_default // runs_per_gpu)
+                return CpuShare(ranks_cpus if cluster.launcher == "torchrun" else None, reason)
             for component in world.groups:
                 num_gpus = math.ceil(component.ranks_per_node * runs_per_node / runs_per_gpu)
                 parts += self._parts(cluster, partition, num_gpus=num_gpus, ranks_per_gpu=runs_per_gpu)
@@ -131,12 +131,12 @@ class NodeShares:
             num_gpus = math.ceil(max(world.ranks_per_node) * runs_per_node / runs_per_gpu)
             return CpuShare(None, f"as Slurm gives them: no node has {num_gpus} GPUs")
         least = min(parts, key=lambda part: part.cpus)
-        return CpuShare(least.cpus, least.why)
+        return CpuShare(least.cpus, least.reason)
 
     def _parts(
         self, cluster: ClusterSection, partition: Partition, *, num_gpus: int, ranks_per_gpu: int
     ) -> list[_Part]:
-        """Returns a rank's part of each kind of node of a partition that has GPUs enough for a component."""
+        """Returns a rank's part of each kind of node of a partition that has enough GPUs for a component."""
         record = self._facts.record(partition.name)
         is_whole = (
             cluster.sbatch.get("exclusive") in (True, "")
@@ -157,10 +157,10 @@ class NodeShares:
 
     def _part(self, partition: Partition, group: NodeGroup, cpus: int, num_parts: int) -> _Part:
         share = max(1, cpus // num_parts)
-        # A core's threads are given out together: an odd number of them would take one core more than there is.
+        # The threads of a core are allocated together: an odd number of CPUs would need one core more than there is.
         threads = self._threads_per_core.get(partition.name, 1)
         if share > threads:
             share -= share % threads
-        of = "rank" if num_parts != group.gpus_per_node else "GPU"
+        owner = "rank" if num_parts != group.gpus_per_node else "GPU"
         node = f"a node with {cpus} CPUs and {group.gpus_per_node} GPUs"
-        return _Part(share, f"{share} per rank: a {of}'s part of {node}, partition {partition.name}")
+        return _Part(share, f"{share} per rank: a {owner}'s part of {node}, partition {partition.name}")

@@ -1,7 +1,7 @@
 """Compares a planned start with the checkpoint of the run: differences are reported, and refused until accepted.
 
-Everything is compared with the newest checkpoint, which keeps the settings, the code and the data it was trained with.
-A run without a checkpoint has nothing to protect. Nothing here writes.
+Everything is compared with the newest checkpoint, which records the settings, the code and the data of its training. A
+run without a checkpoint may change in any way. Nothing here writes.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ if TYPE_CHECKING:
     from slurm_train.checkpoint.manifest import Manifest
 
 _MOST_SHOWN = 20
-# A run that differs in more settings from a new one is another experiment.
+# If a run differs from a new one in more settings, it is another experiment.
 _MOST_DIFFERENCES = 3
 
 
 def check_drift(
     plan: RunPlan, source: Source | None, *, accept: Collection[str], say: Callable[[str], None]
 ) -> AcceptedChange | None:
-    """Returns what has to be recorded before the run goes on as planned; None where it is the same training.
+    """Returns the change to record before the run continues as planned; None if it is the same training.
 
     Args:
-        plan: how it shall go on.
-        source: the code it shall go on with; None for its own snapshot.
+        plan: the plan by which it is to continue.
+        source: the code with which it is to continue; None for its own snapshot.
         accept: what the person accepts: keys or sections of the configuration, "config", "code", "data".
         say: prints a line for the person: settings that differ and do not change what is trained.
 
     Raises:
-        RunError: it would not be the same training, and that was not accepted; or it cannot be.
+        RunError: it would not be the same training and that was not accepted, or the checkpoint does not fit.
     """
     check_names(accept)
     if any(is_below("batch.global_size", name) for name in accept):
-        # The batch that the learning rate was tuned for goes with it, see `replan_run`.
+        # The batch size for which the learning rate was tuned changes with it, see `replan_run`.
         accept = {*accept, "optim.lr_global_size"}
     run = plan.run
     manifest = newest_manifest(run)
-    before = _read_before(run)
-    if before is None or manifest is None:
+    frozen = _read_frozen(run)
+    if frozen is None or manifest is None:
         return None
-    # What was accepted earlier may be in no checkpoint yet.
+    # Changes that were accepted earlier may be in no checkpoint yet.
     accepted_before = read_changes(run)
     config = [
         change
-        for change in _compare_config(plan, *before, manifest=manifest)
+        for change in _compare_config(plan, *frozen, manifest=manifest)
         if change.kind == "harmless" or not covers_config(accepted_before, change.key, change.new)
     ]
     impossible = [change for change in config if change.kind == "impossible"]
@@ -83,7 +83,7 @@ def check_drift(
     code, old_code, new_code = _compare_code(plan, source)
     if covers_code(accepted_before, new_code):
         code = []
-    # A task or script of the user reads its own data, not the configured set.
+    # A task or script of the user reads its own data, not the configured data set.
     data = plan.config.data if plan.config.trains else None
     old_data = manifest.data_fingerprint
     new_data = known_fingerprint(data or {}, cwd=Path(plan.directory)) or old_data
@@ -119,7 +119,7 @@ def check_drift(
 
 
 def check_names(accept: Collection[str]) -> None:
-    """Refuses a name that nothing could be accepted by.
+    """Refuses a name of `--accept` that is no key.
 
     Raises:
         ConfigError: there is no such key, with the nearest ones.
@@ -132,10 +132,10 @@ def check_names(accept: Collection[str]) -> None:
 
 
 def newest_manifest(run: RunDirectory) -> Manifest | None:
-    """Returns what the newest complete checkpoint says about itself; None where nothing was ever saved."""
+    """Returns the manifest of the newest complete checkpoint; None if there is none."""
     if not run.checkpoints.exists():
         return None
-    # Imported only where there is something to read: without it a new run has its job id 5 ms earlier.
+    # Imported only if there is a checkpoint: without the import a new run has its job id 5 ms earlier.
     from slurm_train.checkpoint.verify import read_manifest, survey
 
     for _, manifest in survey(run.checkpoints, read_manifest):
@@ -145,7 +145,7 @@ def newest_manifest(run: RunDirectory) -> Manifest | None:
 
 
 def similar_run_notes(plan: RunPlan) -> list[str]:
-    """Returns lines about the newest unfinished run of this name if a new run differs from it in little; else none."""
+    """Returns lines about the newest unfinished run of this name if a new run differs from it only slightly."""
     if plan.run.path.exists():
         return []
     runs = [run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name]
@@ -153,17 +153,17 @@ def similar_run_notes(plan: RunPlan) -> list[str]:
         return []
     newest = runs[0]
     try:
-        before = _read_before(newest)
+        frozen = _read_frozen(newest)
         manifest = newest_manifest(newest)
-        if before is None or manifest is None:
+        if frozen is None or manifest is None:
             return []
-        changes = _compare_config(plan, *before, manifest=manifest)
+        changes = _compare_config(plan, *frozen, manifest=manifest)
     except SlurmTrainError:
         return []
     trained = [change for change in changes if change.kind != "harmless"]
     if not 0 < len(trained) <= _MOST_DIFFERENCES:
         return []
-    # Hydra, which a run that is made anew has loaded already.
+    # This imports Hydra, which was loaded already to compose a new run.
     from slurm_train.config.compose import spelled
 
     differences = [f"{change.key}={in_words(change.old)} instead of {in_words(change.new)}" for change in trained]
@@ -178,16 +178,16 @@ def similar_run_notes(plan: RunPlan) -> list[str]:
 
 
 def changed_files(run: RunDirectory, config: RunConfig, directory: Path) -> str:
-    """Returns which files have changed since the run copied them, e.g. "mine.py: +2 -1"; "" if none is known to.
+    """Returns which files have changed since the run copied them, e.g. "mine.py: +2 -1"; "" if none is known.
 
     Args:
         run: the run.
         config: its configuration.
-        directory: where its command is typed now; the files of another folder are not looked at.
+        directory: where its command is typed now; files of another folder are not compared.
     """
-    before = _read_before(run)
+    frozen = _read_frozen(run)
     index = read_index(run)
-    if before is None or index is None or before[1].get("directory") != str(directory):
+    if frozen is None or index is None or frozen[1].get("directory") != str(directory):
         return ""
     folders = {**(read_json(run.code_index) or {}).get("folders", {}), "": str(directory)}
     changes = compare_code(Code(index, run.code.joinpath), live_code(run, folders))
@@ -196,7 +196,7 @@ def changed_files(run: RunDirectory, config: RunConfig, directory: Path) -> str:
 
 
 def changed_code_notes(run: RunDirectory, config: RunConfig, directory: Path) -> list[str]:
-    """Returns lines that say which files have changed since the run copied its code; none if none is known to."""
+    """Returns lines about files that have changed since the run copied its code; none if no change is known."""
     changed = changed_files(run, config, directory)
     if not changed:
         return []
@@ -206,7 +206,7 @@ def changed_code_notes(run: RunDirectory, config: RunConfig, directory: Path) ->
     ]
 
 
-def _read_before(run: RunDirectory) -> tuple[RunConfig, dict[str, Any]] | None:
+def _read_frozen(run: RunDirectory) -> tuple[RunConfig, dict[str, Any]] | None:
     plan = read_json(run.plan)
     if not run.config.exists() or plan is None or "batch" not in plan:
         return None
@@ -225,23 +225,27 @@ def _compare_config(plan: RunPlan, config: RunConfig, old_plan: dict[str, Any], 
 
 
 def _compare_code(plan: RunPlan, source: Source | None) -> tuple[list[FileChange], str, str]:
-    """Returns the files that differ in what a run could notice, and the digests of the old and the new code."""
-    old = read_index(plan.run)
-    if source is None or old is None:
+    """Returns the changed files that could affect a run, and the digests of the old and the new code."""
+    old_index = read_index(plan.run)
+    if source is None or old_index is None:
         return [], "", ""
-    new = source.code()
+    new_code = source.code()
     is_own_code = names_own_code(plan.config)
     changes = [
         change
-        for change in compare_code(Code(old, plan.run.code.joinpath), new)
+        for change in compare_code(Code(old_index, plan.run.code.joinpath), new_code)
         if matters(change.name, is_own_code=is_own_code)
     ]
-    return changes, digest_code(old, is_own_code=is_own_code), digest_code(new.index, is_own_code=is_own_code)
+    old_digest = digest_code(old_index, is_own_code=is_own_code)
+    new_digest = digest_code(new_code.index, is_own_code=is_own_code)
+    return changes, old_digest, new_digest
 
 
 def _rows(rows: Iterable[tuple[str, str]]) -> str:
     shown = list(rows)
     width = max(len(name) for name, _ in shown)
     lines = [f"  {name:<{width}}  {text}" for name, text in shown]
-    more = [f"  and {len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else []
-    return "\n".join([*lines[:_MOST_SHOWN], *more])
+    num_hidden = len(lines) - _MOST_SHOWN
+    if num_hidden > 0:
+        lines = [*lines[:_MOST_SHOWN], f"  and {num_hidden} more"]
+    return "\n".join(lines)

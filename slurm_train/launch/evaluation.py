@@ -1,8 +1,8 @@
-"""Runs that use what another run has saved: an evaluation, one that follows the run, texts that are continued.
+"""Runs that use checkpoints of another run: an evaluation, an evaluator that follows the run, continued texts.
 
-Each is a run of its own in the other's directory (`evaluations/`, `generations/`), with the other's code, model and
-data. The save and the held-out samples are an evaluation's identity: whoever asks again for the same ones is given the
-same run, and other samples are another evaluation.
+Each is a separate run in the directory of the other run (`evaluations/`, `generations/`), with its code, model and
+data. The checkpoint and the held-out samples are the identity of an evaluation: a second request for the same ones
+refers to the same run, and other samples are another evaluation.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from slurm_train.status.activity import clear_dead_pins, refuse_active
 
 
 def enter_run(folder: Path) -> RunDirectory:
-    """Returns the run in a folder without links; relative paths mean where it was typed from now on.
+    """Returns the run in a folder, and changes to the directory where the run was typed, for relative paths.
 
     Raises:
-        RunError: others may have written it.
+        RunError: other users may have written it.
     """
-    # As the run is spelled: a link may lead elsewhere on the nodes.
+    # The path as it was typed: a link may lead elsewhere on the nodes.
     run = RunDirectory(typed_root(folder.parent.parent) / folder.parent.name / folder.name)
-    # Its code runs in the name of whoever types.
+    # Its code runs as the user who types the command.
     require_private(run)
     directory = (read_json(run.plan) or {}).get("directory")
     if directory and Path(directory).is_dir():
@@ -65,14 +65,14 @@ def plan_evaluation(
 
     Args:
         run: the run.
-        checkpoint: what is measured.
+        checkpoint: the checkpoint that is evaluated.
         env: the environment.
-        settings: what was typed.
-        config_dir: YAML files of the person's own.
+        settings: settings of the command line.
+        config_dir: folder with YAML files of the person.
 
     Raises:
         RunError: the run has no model and data of the built-in trainer.
-        ConfigError: a setting that makes no sense.
+        ConfigError: a setting is not possible.
     """
     alone = _on_saved_weights(run, checkpoint, "evaluations", settings)
     config = apply_words(alone, settings, config_dir=config_dir)
@@ -92,15 +92,15 @@ def plan_texts(
 
     Args:
         run: the run.
-        checkpoint: whose weights continue them.
-        texts: what is continued, and how: `train.generate`.
+        checkpoint: the checkpoint with the weights.
+        texts: the texts and how they are continued, as `train.generate`.
         env: the environment.
-        settings: what was typed.
-        config_dir: YAML files of the person's own.
+        settings: settings of the command line.
+        config_dir: folder with YAML files of the person.
 
     Raises:
         RunError: the run has no model and data of the built-in trainer.
-        ConfigError: a setting that makes no sense, or a layout in which a text cannot be continued.
+        ConfigError: a setting is not possible, or a text cannot be continued in the layout.
     """
     alone = _on_saved_weights(run, checkpoint, "generations", settings)
     alone = replace(alone, train=replace(alone.train, generate=texts))
@@ -127,14 +127,14 @@ def plan_following(
     Args:
         run: the run.
         env: the environment.
-        settings: what was typed.
-        config_dir: YAML files of the person's own.
+        settings: settings of the command line.
+        config_dir: folder with YAML files of the person.
         name: of the scores, "" for none.
-        scorer: the setting that names a scorer of the person's own, e.g. "script=[score.py]".
+        scorer: the setting that names a scorer of the person, e.g. "script=[score.py]".
 
     Raises:
         RunError: the run has no model and data of the built-in trainer, and there is no scorer.
-        ConfigError: a setting that makes no sense, or a scorer on several ranks.
+        ConfigError: a setting is not possible, or a scorer would run on several ranks.
     """
     alone = _on_saved_weights(run, run.checkpoints, "evaluations", settings, needs_trainer=scorer is None)
     alone = replace(alone, train=replace(alone.train, follow=name))
@@ -160,9 +160,9 @@ def is_for_slurm(settings: Sequence[str]) -> bool:
 def _on_saved_weights(
     run: RunDirectory, checkpoint: Path, name: str, settings: Sequence[str], *, needs_trainer: bool = True
 ) -> RunConfig:
-    """Returns the run's configuration with its model and data, and nothing of its training."""
-    before = load_config(run.config)
-    if needs_trainer and not before.trains:
+    """Returns the run's configuration with its model and data, without the settings of its training."""
+    trained = load_config(run.config)
+    if needs_trainer and not trained.trains:
         raise RunError(
             f"{run.name}/{run.run_id} is a task or script of your own, which the built-in evaluation does not know",
             hint="`evaluate` and `generate` are for runs with model and data; `evaluate --follow --with "
@@ -170,12 +170,12 @@ def _on_saved_weights(
         )
     batch = (read_json(run.plan) or {}).get("batch", {})
     return replace(
-        before,
+        trained,
         launch="slurm",
-        run=RunSection(root=str(run.path), name=name, processes=before.run.processes),
-        batch=BatchSection(local_size=batch.get("local_size"), by_length=before.batch.by_length),
+        run=RunSection(root=str(run.path), name=name, processes=trained.run.processes),
+        batch=BatchSection(local_size=batch.get("local_size"), by_length=trained.batch.by_length),
         train=replace(
-            before.train,
+            trained.train,
             evaluate=True,
             eval_max_batches=None,
             evaluate_from=str(save_path(checkpoint)),
@@ -188,7 +188,7 @@ def _on_saved_weights(
         track=TrackSection(),
         callbacks=[],
         script=None,
-        cluster=before.cluster if is_for_slurm(settings) else None,
+        cluster=trained.cluster if is_for_slurm(settings) else None,
     )
 
 
@@ -206,24 +206,24 @@ def _with_heldout_samples(config: RunConfig, run: RunDirectory, env: Mapping[str
 def _heldout_fingerprint(config: RunConfig, run: RunDirectory, env: Mapping[str, str]) -> str | None:
     """Returns the identity of the held-out samples as this machine sees them; None where it cannot read them."""
     data = config.data or {}
-    known = None
+    fingerprint = None
     if not {"heldout", "split"} & data.keys():
-        known = known_fingerprint(data, cwd=Path.cwd(), split="heldout")
-    if known is not None:
-        return known
+        fingerprint = known_fingerprint(data, cwd=Path.cwd(), split="heldout")
+    if fingerprint is not None:
+        return fingerprint
     import_from_snapshot(str(run.path), python_path=env.get("PYTHONPATH", ""))
     from slurm_train.data.build import build_source
 
     try:
         source = build_source(data, split="heldout", seed=config.seed)
         return None if source is None else source.fingerprint()
-    except Exception:  # a data set of the user's own may raise anything; the ranks say what is wrong
+    except Exception:  # a user's own data set may raise any class; the ranks report the error
         return None
 
 
 @contextlib.contextmanager
 def pinned(plan: RunPlan, run: RunDirectory, commands: SlurmCommands) -> Iterator[None]:
-    """Keeps the checkpoint in the run while a plan that uses it is started; a job that is submitted keeps it further.
+    """Protects the checkpoint of a plan from removal while it is started; a submitted job keeps the protection.
 
     Raises:
         CheckpointError: the run has removed it meanwhile.
@@ -232,7 +232,7 @@ def pinned(plan: RunPlan, run: RunDirectory, commands: SlurmCommands) -> Iterato
         clear_dead_pins(run, commands)
     save = Path(str(plan.config.train.evaluate_from))
     name = parse_name(find_save(save).name)
-    # A directory of another name, or one outside of a run, is not the run's to remove.
+    # The run does not remove directories of other names, or outside of its own.
     is_new = name is not None and save.parent == run.checkpoints and pin_save(save.parent, name.save_id, plan.run)
     try:
         if not find_save(save).is_dir():

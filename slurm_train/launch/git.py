@@ -1,9 +1,10 @@
-"""What git says about a folder with code: files, commit, uncommitted difference; and which files hold secrets.
+"""Reads git's facts about a folder with code: files, commit, uncommitted difference; and which files hold secrets.
 
 A repository's configuration names programs (fsmonitor, hooks, filters, textconv, transports), and the folder may come
-from another person: `run_git` starts git so that none of them is run. So it also reads a repository whose owner is
-another person, as a group's checkout, where git by itself refuses; but only if the same person owns the folder, whose
-code is about to be run anyway. Otherwise a repository in a folder above, /tmp for one, could decide what the code is.
+from another person. So `run_git` starts git in a way that runs none of them. Therefore it may also read a repository of
+another owner, such as a group's checkout, which git refuses by default; but only if the same person owns the folder,
+whose code is about to be run anyway. Otherwise a repository in a folder above, e.g. /tmp, could decide which files are
+the code.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# An empty value switches core.fsmonitor off in every version: before 2.36 "false" was the name of a program.
+# An empty value disables core.fsmonitor in every version; before 2.36 "false" was the name of a program.
 _SWITCHED_OFF = ("core.fsmonitor=", "core.hooksPath=/dev/null", "diff.external=")
-# No object is fetched that a partial clone lacks: the remote may be a command. No index is written.
+# Objects that a partial clone lacks are not fetched, since the remote may be a command. No index is written.
 _GIT_ENVIRONMENT = (
     *("GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1", "GIT_TERMINAL_PROMPT=0"),
     *("GIT_OPTIONAL_LOCKS=0", "GIT_PAGER=cat"),
 )
-# Inside a hook of git these name another repository than the folder in question.
+# Inside a hook of git these variables name another repository than that of the folder.
 _OF_ANOTHER_REPOSITORY = (
     *("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_NAMESPACE"),
     *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"),
     "GIT_EXTERNAL_DIFF",
 )
-# A submodule is not looked into: that starts a git of its own, which obeys the submodule's configuration.
+# Submodules are not read, since that starts another git, which follows the submodule's configuration.
 _DIFFERENCE = (
     *("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"),
     *("--ignore-submodules=dirty", "--submodule=short"),
 )
-# Files that hold secrets by custom; a run keeps its copies for ever, and others may be shown them.
+# Files that usually hold secrets; a run keeps its copies for ever, and other people may see them.
 _SECRET_FILES = (
     *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
     *("*.pem", "*.p12", "*.pfx", "*.key", "*.keytab", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "kaggle.json"),
@@ -46,14 +47,14 @@ _EXAMPLES = (".env.example", ".env.sample", ".env.template", "example.env")
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """What git says about a folder: the files that belong to the code, the commit, and the uncommitted difference."""
+    """git's facts about a folder: the files that belong to the code, the commit, and the uncommitted difference."""
 
     files: tuple[str, ...] | None = None
     """Paths relative to the folder, those of submodules and of repositories inside it as well; None outside git."""
     commit: str | None = None
     difference: str = ""
     problem: str = ""
-    """Why git says nothing although the folder lies in a repository, in its own words; "" where it does not."""
+    """git's error if it cannot read the repository of the folder; "" for none, or outside of a repository."""
 
 
 def run_git(
@@ -63,16 +64,16 @@ def run_git(
     compares: bool = False,
     timeout_s: float | None = None,
 ) -> bytes | None:
-    """Returns what git prints about a folder, None where it fails or there is no git.
+    """Returns git's output for a folder, None if git fails or is missing.
 
-    No program is started that the folder's configuration names.
+    Programs that the configuration of the folder names are not started.
 
     Args:
         folder: the folder.
         words: git's subcommand and its arguments; a diff needs --no-ext-diff and --no-textconv besides.
         env: environment; None: this process's.
-        compares: the command compares the content of files, for which git would run filters. They are switched off by
-            their names; where a name cannot be written in a setting, nothing is compared.
+        compares: the command compares the content of files, for which git would run filters. They are disabled by
+            their names; if a name cannot be written in a setting, None is returned.
         timeout_s: how long git may take; None: without limit.
     """
     settings = []
@@ -83,10 +84,10 @@ def run_git(
         for name in filters:
             settings += [f"filter.{name}.clean=", f"filter.{name}.process=", f"filter.{name}.required=false"]
     try:
-        done = _start_git(folder, words, settings, env=env, timeout_s=timeout_s)
+        finished = _start_git(folder, words, settings, env=env, timeout_s=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return finished.stdout if finished.returncode == 0 else None
 
 
 def _start_git(
@@ -109,13 +110,13 @@ def _start_git(
 
 
 def _repository_of(folder: Path) -> Path | None:
-    """Returns the nearest folder, this one or above, that a repository is checked out in; None for none."""
+    """Returns the nearest folder, this one or above, with a checked-out repository; None for none."""
     real = Path(os.path.realpath(folder))
     return next((place for place in (real, *real.parents) if os.path.lexists(place / ".git")), None)
 
 
 def _trusted(folder: Path) -> list[str]:
-    """Returns the setting by which git reads a repository of another person, if that person owns the folder."""
+    """Returns the setting that allows git to read a repository of another owner, if the same person owns the folder."""
     top = _repository_of(folder)
     if top is None:
         return []
@@ -127,18 +128,18 @@ def _trusted(folder: Path) -> list[str]:
 
 
 def _problem(folder: Path, env: Mapping[str, str]) -> str:
-    """Returns why git does not read the repository that a folder lies in, "" where it lies in none."""
+    """Returns git's error for the repository of a folder, "" if the folder is in no repository."""
     if _repository_of(folder) is None:
         return ""
     try:
-        done = _start_git(folder, ("ls-files",), (), env=env)
+        finished = _start_git(folder, ("ls-files",), (), env=env)
     except OSError as err:
         return str(err)
-    return " ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}"
+    return " ".join(finished.stderr.decode(errors="replace").split()) or f"exit code {finished.returncode}"
 
 
 def _filters(folder: Path | str, env: Mapping[str, str] | None) -> list[str] | None:
-    """Returns the names of a repository's filters, None where one cannot be switched off by its name."""
+    """Returns the names of a repository's filters, None if one of them cannot be disabled by its name."""
     keys = run_git(folder, "config", "--null", "--name-only", "--get-regexp", r"^filter\.", env=env) or b""
     names: set[str] = set()
     for key in keys.decode(errors="replace").split("\0"):
@@ -152,14 +153,14 @@ def _filters(folder: Path | str, env: Mapping[str, str] | None) -> list[str] | N
 
 
 def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> SourceState:
-    """Returns what git says about a folder, submodules and other repositories inside it included.
+    """Returns git's facts about a folder, including submodules and other repositories inside it.
 
     A submodule that is not checked out stays in the list as the name of a folder.
 
     Args:
         folder: the folder.
         env: environment of the caller.
-        prefix: where it lies in the folder that was asked about first, e.g. "libs/mylib/".
+        prefix: its path below the outermost folder, e.g. "libs/mylib/".
     """
     listed = run_git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard", env=env)
     if listed is None:
@@ -193,6 +194,6 @@ def _difference(folder: Path, env: Mapping[str, str], *, prefix: str) -> str:
 
 
 def is_secret_file(name: str) -> bool:
-    """Returns whether a path's last part is the name of a file that holds secrets by custom, e.g. ".env"."""
-    last = name.rpartition("/")[2].lower()
-    return last not in _EXAMPLES and any(fnmatch.fnmatchcase(last, pattern) for pattern in _SECRET_FILES)
+    """Returns whether a path's last part is the name of a file that usually holds secrets, e.g. ".env"."""
+    base_name = name.rpartition("/")[2].lower()
+    return base_name not in _EXAMPLES and any(fnmatch.fnmatchcase(base_name, pattern) for pattern in _SECRET_FILES)

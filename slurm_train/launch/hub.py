@@ -1,9 +1,9 @@
-"""Models and tokenizers of the Hugging Face Hub: asked for and fetched where a run is submitted, read offline by ranks.
+"""Models and tokenizers of the Hugging Face Hub: fetched where a run is submitted, read offline by its ranks.
 
-`org/name` stands for a repository, `org/name@REVISION` for one state of it; a local file or folder of that name wins.
-The configuration of a run has the folder of the commit in the library's cache in its place. That folder's path names
-repository and commit, so a branch that moves later changes no run, and ranks need neither network nor the cache's
-variables. The library is imported when a repository is named, and not before.
+`org/name` stands for a repository, `org/name@REVISION` for one state of it; an existing file or folder of that name has
+priority. The configuration of a run has instead the folder of the commit in the library's cache. The path of the folder
+names repository and commit, so a branch that moves later changes no run, and ranks need neither network nor the cache's
+variables. The library is imported only if a repository is named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FILE_SUFFIXES = (".json", ".safetensors")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Kind = Literal["weights", "config", "tokenizer"]
-"""What a key reads of a repository; a tokenizer is part of all three."""
+"""The files of a repository that a key reads; all three include the tokenizer."""
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
@@ -55,16 +55,16 @@ class HubFiles:
     """Files of one commit of a repository that a run reads."""
 
     key: str
-    """Of the configuration, e.g. "model.path"."""
+    """Key of the configuration, e.g. "model.path"."""
     repository: str
     commit: str
     revision: str
-    """What was asked for: a branch, a tag or a commit."""
+    """The requested branch, tag or commit."""
     kind: Kind
     folder: Path
-    """Of the commit, in the cache."""
+    """The folder of the commit in the cache."""
     sizes: Mapping[str, int]
-    """Bytes by name; empty where the Hub was not asked and everything is in the cache."""
+    """Bytes by name; empty if the Hub was not asked because everything is in the cache."""
 
     @property
     def missing(self) -> list[str]:
@@ -94,7 +94,7 @@ class Snapshot(NamedTuple):
 
     @property
     def repository_folder(self) -> Path:
-        """Has the files that the snapshot's links lead to."""
+        """The folder with the files to which the snapshot's links point."""
         return self.folder.parent.parent
 
 
@@ -105,18 +105,18 @@ class _Reference(NamedTuple):
 
 
 def pin_hub_files(config: RunConfig, *, cwd: Path) -> tuple[RunConfig, tuple[HubFiles, ...]]:
-    """Puts the folder of a commit in the place of each repository that a configuration names; writes nothing.
+    """Replaces each repository that a configuration names by the folder of a commit; writes nothing.
 
     Args:
         config: the run's.
-        cwd: directory that a relative path starts from; what is there is no repository.
+        cwd: directory that a relative path starts from; a name that exists there is no repository.
 
     Returns:
-        The configuration, and what has to be in the cache before it is used.
+        The configuration, and the files that must be in the cache before it is used.
 
     Raises:
         ConfigError: the repository or its revision does not exist, must not be read with this token or lacks files; the
-            Hub or the library is not there; or a revision is given where no repository is.
+            Hub cannot be reached or the library is not installed; or a revision is given without a repository.
     """
     if not config.trains:
         return config, ()
@@ -130,7 +130,7 @@ def pin_hub_files(config: RunConfig, *, cwd: Path) -> tuple[RunConfig, tuple[Hub
     if data is not None and data.get("_target_") == _PACKED and isinstance(data.get("tokenizer"), str):
         tokenizer = data["tokenizer"]
         if tokenizer == named and model is not None:
-            # By default a model's own tokenizer, of the same commit.
+            # By default the model's own tokenizer, which must be of the same commit.
             data = {**data, "tokenizer": model["path"]}
         else:
             data = {**data, "tokenizer": pin_path("data.tokenizer", tokenizer, "tokenizer", cwd, pinned)}
@@ -141,7 +141,7 @@ def pin_hub_files(config: RunConfig, *, cwd: Path) -> tuple[RunConfig, tuple[Hub
 
 
 def _pin_model(model: Mapping[str, Any], cwd: Path, pinned: list[HubFiles]) -> dict[str, Any]:
-    """Returns the model's mapping without `revision`, which the folder's name says."""
+    """Returns the model's mapping without `revision`, which is part of the folder's path."""
     settings = dict(model)
     path = settings.get("path")
     revision = settings.pop("revision", None)
@@ -156,11 +156,11 @@ def pin_path(key: str, value: str, kind: Kind, cwd: Path, pinned: list[HubFiles]
     """Returns the folder in the cache that a key's value stands for, or the value where it is a path.
 
     Args:
-        key: whose value it is.
-        value: a path, `org/name` or `org/name@REVISION`.
-        kind: what is read.
+        key: key of the configuration.
+        value: its value: a path, `org/name` or `org/name@REVISION`.
+        kind: the files that are read.
         cwd: directory that a relative path starts from.
-        pinned: what has to be in the cache, to which this is added.
+        pinned: the files that must be in the cache; the new ones are appended.
         revision: a branch, tag or commit, given by a key of its own.
 
     Raises:
@@ -171,13 +171,13 @@ def pin_path(key: str, value: str, kind: Kind, cwd: Path, pinned: list[HubFiles]
         if revision is not None:
             raise _idle_revision(value, revision)
         return value
-    asked = reference.revision if revision is None else str(revision)
-    if reference.revision not in (None, asked):
+    requested = reference.revision if revision is None else str(revision)
+    if reference.revision not in (None, requested):
         raise ConfigError(
-            f"{key}={value} and model.revision={asked} name two revisions", hint="leave one of the two out"
+            f"{key}={value} and model.revision={requested} name two revisions", hint="leave one of the two out"
         )
     kind = "config" if reference.is_config else kind
-    files = _ask(key, value, reference.repository, asked or "main", kind)
+    files = _look_up(key, value, reference.repository, requested or "main", kind)
     pinned.append(files)
     return str(files.folder / _CONFIG if reference.is_config else files.folder)
 
@@ -215,11 +215,14 @@ def _library(key: str, value: str) -> Any:
 
 
 @functools.cache
-def _ask(key: str, value: str, repository: str, revision: str, kind: Kind) -> HubFiles:
-    """Returns the commit and the files of a revision; from the cache where it is all there and the Hub is not."""
+def _look_up(key: str, value: str, repository: str, revision: str, kind: Kind) -> HubFiles:
+    """Returns the commit and the files of a revision; from the cache if they are complete there and the Hub is away."""
     library = _library(key, value)
-    if _COMMIT.fullmatch(revision) and (folder := _cached(library, repository, revision, kind)) is not None:
-        return _from_cache(key, repository, revision, kind, folder)
+    if _COMMIT.fullmatch(revision):
+        # The content of a commit does not change, so the Hub need not be asked.
+        cached_commit = _cached(library, repository, revision, kind)
+        if cached_commit is not None:
+            return _from_cache(key, repository, revision, kind, cached_commit)
     try:
         info = library.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
         if info.gated:
@@ -234,9 +237,9 @@ def _ask(key: str, value: str, repository: str, revision: str, kind: Kind) -> Hu
     sizes = {name: names[name] for name in chosen}
     for pattern in _NEEDED[kind]:
         if not any(re.fullmatch(pattern, name) for name in sizes):
-            wanted = pattern.replace("\\", "").replace("model.*", "model")
+            file_name = pattern.replace("\\", "").replace("model.*", "model")
             raise ConfigError(
-                f"{key}={value}: the repository {repository} of the Hub has no {wanted} at {revision}",
+                f"{key}={value}: the repository {repository} of the Hub has no {file_name} at {revision}",
                 hint="choose a repository with safetensors and tokenizer.json, or convert it into a folder first",
             )
     folder = Path(library.constants.HF_HUB_CACHE).expanduser().resolve()
@@ -247,7 +250,7 @@ def _ask(key: str, value: str, repository: str, revision: str, kind: Kind) -> Hu
 
 
 def _cached(library: Any, repository: str, revision: str, kind: Kind) -> Path | None:
-    """Returns the folder of a revision where the cache has all its files."""
+    """Returns the folder of a revision in the cache, None if files of it are missing there."""
     try:
         folder = library.snapshot_download(
             repository,
@@ -259,8 +262,10 @@ def _cached(library: Any, repository: str, revision: str, kind: Kind) -> Path | 
     except OSError:
         return None
     names = [path.name for path in Path(folder).iterdir() if path.exists()]
-    is_whole = all(any(re.fullmatch(pattern, name) for name in names) for pattern in _NEEDED[kind])
-    return Path(folder) if is_whole else None
+    for pattern in _NEEDED[kind]:
+        if not any(re.fullmatch(pattern, name) for name in names):
+            return None
+    return Path(folder)
 
 
 def _from_cache(key: str, repository: str, revision: str, kind: Kind, folder: Path) -> HubFiles:
@@ -270,7 +275,7 @@ def _from_cache(key: str, repository: str, revision: str, kind: Kind, folder: Pa
 
 
 def _is_unreachable(library: Any, err: Exception) -> bool:
-    """Returns whether nobody has answered; a refusal is an answer, and a server's own failure is none."""
+    """Returns whether the Hub has not answered; a refusal is an answer, an internal error of the server is none."""
     if isinstance(err, library.errors.HFValidationError):
         return False
     if not isinstance(err, library.errors.HfHubHTTPError):
@@ -279,56 +284,57 @@ def _is_unreachable(library: Any, err: Exception) -> bool:
 
 
 def _refusal(library: Any, err: Exception, *, key: str, value: str, repository: str, revision: str) -> ConfigError:
-    """Returns what is wrong in one sentence. The library's words are left out where they may quote headers."""
+    """Returns the error in one sentence. The library's message is left out, since it may contain headers."""
     errors = library.errors
-    asked = f"{key}={value}"
+    entry = f"{key}={value}"
     if isinstance(err, errors.LocalEntryNotFoundError) and isinstance(err.__cause__, Exception):
         err = err.__cause__
     if isinstance(err, errors.GatedRepoError):
         return ConfigError(
-            f"{asked}: the repository {repository} of the Hub is gated, and this login may not read it",
+            f"{entry}: the repository {repository} of the Hub is gated, and this login may not read it",
             hint="accept its terms on its page, then type `hf auth login`, or export HF_TOKEN in this shell",
         )
     if isinstance(err, errors.RevisionNotFoundError):
         return ConfigError(
-            f"{asked}: the repository {repository} of the Hub has no revision {revision}",
+            f"{entry}: the repository {repository} of the Hub has no revision {revision}",
             hint="name a branch, a tag or a commit that its page lists; without one it is main",
         )
     if isinstance(err, (errors.RepositoryNotFoundError, errors.HFValidationError)):
         return ConfigError(
-            f"{asked}: there is no such folder here, and no repository {repository} on the Hub that this login may see",
+            f"{entry}: there is no such folder here, and no repository {repository} on the Hub that this login may see",
             hint="correct the path or the name; a private repository needs `hf auth login` or HF_TOKEN in this shell",
         )
     if isinstance(err, errors.OfflineModeIsEnabled):
         return ConfigError(
-            f"{asked}: there is no such folder here, {OFFLINE} is set, and {repository} is not whole in the cache",
+            f"{entry}: there is no such folder here, {OFFLINE} is set, and {repository} is not whole in the cache",
             hint=f"unset {OFFLINE} on a machine with internet, or name a folder",
         )
     status = getattr(getattr(err, "response", None), "status_code", None)
     reason = type(err).__name__ if status is None else f"status {status}"
     return ConfigError(
-        f"{asked}: there is no such folder here, and the Hub cannot be asked for {repository} ({reason})",
+        f"{entry}: there is no such folder here, and the Hub cannot be asked for {repository} ({reason})",
         hint="type it on a machine with internet (HTTPS_PROXY, HF_ENDPOINT), or copy the files there and name the "
         "folder: `hf download NAME --local-dir DIR`",
     )
 
 
 def fetch_hub_files(pinned: Sequence[HubFiles]) -> None:
-    """Fetches what is not in the cache yet.
+    """Fetches the files that are not in the cache yet.
 
     Raises:
         ConfigError: it cannot be fetched or written.
     """
     for files in pinned:
-        if missing := files.missing:
+        missing = files.missing
+        if missing:
             _fetch(files, missing)
 
 
 def _fetch(files: HubFiles, missing: Sequence[str]) -> None:
-    asked = f"{files.key}={files.repository}"
+    setting = f"{files.key}={files.repository}"
     library = _library(files.key, files.repository)
     num_bytes = sum(files.sizes[name] for name in missing)
-    _require_space(asked, files.folder, num_bytes)
+    _require_space(setting, files.folder, num_bytes)
     try:
         library.snapshot_download(
             files.repository,
@@ -338,15 +344,15 @@ def _fetch(files: HubFiles, missing: Sequence[str]) -> None:
         )
         reference = files.folder.parent.parent / "refs" / files.revision
         if files.revision != files.commit:
-            # As the library notes it, for who asks the cache without network.
+            # The library records it in the same way, for reads of the cache without network.
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(files.commit, encoding="utf-8")
     except PermissionError as err:
         raise ConfigError(
-            f"{asked}: the cache of the Hub cannot be written: {err.filename}: {err.strerror}",
+            f"{setting}: the cache of the Hub cannot be written: {err.filename}: {err.strerror}",
             hint="name another one: export HF_HOME=/shared/hf, visible on all nodes",
         ) from err
-    except Exception as err:  # as in _ask
+    except Exception as err:  # as in _look_up
         raise _refusal(
             library,
             err,
@@ -355,24 +361,25 @@ def _fetch(files: HubFiles, missing: Sequence[str]) -> None:
             repository=files.repository,
             revision=files.commit,
         ) from err
-    if left := files.missing:
+    unfetched = files.missing
+    if unfetched:
         raise ConfigError(
-            f"{asked}: {', '.join(left[:3])} could not be fetched at {files.commit[:12]}",
+            f"{setting}: {', '.join(unfetched[:3])} could not be fetched at {files.commit[:12]}",
             hint="type the same command again: what is in the cache is kept",
         )
 
 
-def _require_space(asked: str, folder: Path, num_bytes: int) -> None:
+def _require_space(setting: str, folder: Path, num_bytes: int) -> None:
     place = next(path for path in folder.parents if path.is_dir())
     free = shutil.disk_usage(place).free
     if free < num_bytes:
         raise ConfigError(
-            f"{asked}: {byte_size(num_bytes)} are to be fetched, and {place} has {byte_size(free)} free",
+            f"{setting}: {byte_size(num_bytes)} are to be fetched, and {place} has {byte_size(free)} free",
             hint="make room, or name another cache: export HF_HOME=/shared/hf, visible on all nodes",
         )
 
 
-# --- what a configuration has been given ---
+# --- folders of the cache in a configuration ---
 
 
 def hub_snapshots(config: RunConfig) -> Iterator[Snapshot]:

@@ -1,12 +1,13 @@
-"""Where Python finds a user's packages, and how a job is made to import them from the run's copy of the code.
+"""Where Python finds a user's packages, and how a job imports them from the run's copy of the code.
 
 A package that is installed in editable mode, or found through PYTHONPATH, is imported from where its files are edited,
-and so would change under a queued job. Python knows such a place as an entry of `sys.path` (a .pth file, PYTHONPATH) or
-by setuptools' finder, a table of packages and folders. Both are read from the running interpreter: that costs nothing,
-and holds for every build backend. In the job the copies are put in front of `sys.path` and into the finders' tables;
-then Python is asked where it would import each package from, so that what is printed is true.
+so it could change while a job is queued. Python finds such a package by an entry of `sys.path` (a .pth file,
+PYTHONPATH) or by setuptools' finder, which has a table of packages and folders. Both are read from the running
+interpreter, which costs no time and works for every build backend. In the job the copies are put at the beginning of
+`sys.path` and into the finders' tables. Then Python itself is asked where it would import each package from, and the
+answer is printed.
 
-Standard library alone, strings throughout: a user's script begins with this.
+Uses the standard library only, and strings for paths: a user's script begins with these imports.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
-# What builds write next to the sources and git is told to ignore, though the package does not import without it.
+# Files that builds write next to the sources; git ignores them, but a package cannot be imported without them.
 _BUILT_NAMES = ("_version.py", "version.py", "__version__.py")
 _BUILT_SUFFIXES = (*EXTENSION_SUFFIXES, ".so")
-# Modules that lie in many projects and that no run imports.
+# Modules that exist in many projects and that no run imports.
 _NOT_IMPORTED = ("setup", "conftest")
 
 
 def own_paths() -> list[str]:
-    """Returns `sys.path` without the folder that the way of starting Python has put in front."""
+    """Returns `sys.path` without the folder of the script or of the shell that Python puts in front at its start."""
     return sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
 
 
@@ -42,7 +43,7 @@ def is_below(path: str, folder: str) -> bool:
 
 
 def is_installed(path: str) -> bool:
-    """Returns whether a folder is Python's own or one that packages are installed to, as in a project's .venv."""
+    """Returns whether a folder belongs to Python or has installed packages, as in a project's .venv."""
     return any(part in _INSTALLED for part in path.split("/")) or is_below(path, _STANDARD_LIBRARY)
 
 
@@ -71,7 +72,7 @@ def import_roots(folder: str, paths: Iterable[str], finders: Iterable[Any]) -> l
     candidates = list(paths)
     for table in _tables(finders):
         for name, place in table.items():
-            # Only a folder that has the package's name makes the folder above it a place to import from.
+            # The folder above is a place to import from only if the folder has the package's name.
             if os.path.splitext(os.path.basename(place))[0] == name:
                 candidates.append(os.path.dirname(place))
     live = os.path.realpath(folder)
@@ -89,12 +90,12 @@ def import_roots(folder: str, paths: Iterable[str], finders: Iterable[Any]) -> l
 
 
 def code_elsewhere(folders: Iterable[str], paths: Iterable[str], finders: Iterable[Any]) -> list[str]:
-    """Returns the folders that packages are imported from, that the user may edit, and that lie outside some folders.
+    """Returns the folders outside of some folders from which packages are imported and which the user may edit.
 
-    This package's own is left out: who edits it knows.
+    The folder of this package is left out.
 
     Args:
-        folders: what is copied.
+        folders: the folders that are copied.
         paths: `sys.path`, see `own_paths`.
         finders: `sys.meta_path`.
     """
@@ -103,31 +104,30 @@ def code_elsewhere(folders: Iterable[str], paths: Iterable[str], finders: Iterab
         candidates += [os.path.dirname(place) for place in table.values()]
     copied = [os.path.realpath(folder) for folder in folders]
     places = dict.fromkeys(os.path.realpath(candidate) for candidate in candidates if candidate)
-    return [
-        place
-        for place in places
-        if not is_installed(place)
-        and not any(is_below(place, folder) for folder in copied)
-        and os.access(place, os.R_OK | os.W_OK | os.X_OK)
-        and os.path.isdir(place)
-        and not os.path.exists(os.path.join(place, "slurm_train", "__init__.py"))
-    ]
+    elsewhere: list[str] = []
+    for place in places:
+        if is_installed(place) or any(is_below(place, folder) for folder in copied):
+            continue
+        is_editable = os.access(place, os.R_OK | os.W_OK | os.X_OK) and os.path.isdir(place)
+        if is_editable and not os.path.exists(os.path.join(place, "slurm_train", "__init__.py")):
+            elsewhere.append(place)
+    return elsewhere
 
 
 def built_modules(folder: str, names: Iterable[str]) -> list[str]:
-    """Returns files that a package does not import without, though git is told to ignore them.
+    """Returns built files that git ignores but that a package needs for its import.
 
-    Looked at are the folders that have Python files.
+    Only folders with Python files are searched.
 
     Args:
         folder: the folder that `names` are relative to.
-        names: the files that belong to the code anyway.
+        names: the files that are part of the code anyway.
     """
     listed = set(names)
     packages = {name.rpartition("/")[0] for name in listed if name.endswith(".py")}
     built: list[str] = []
     for package in packages:
-        with contextlib.suppress(FileNotFoundError):  # git lists what was deleted as well
+        with contextlib.suppress(FileNotFoundError):  # git lists deleted files as well
             for entry in os.scandir(os.path.join(folder, package)):
                 name = os.path.join(package, entry.name)
                 is_built = entry.name in _BUILT_NAMES or entry.name.endswith(_BUILT_SUFFIXES)
@@ -145,22 +145,22 @@ def installed_paths() -> list[str]:
 
 
 def import_from_stage(stage: str) -> str:
-    """Makes this process import installed packages from the copies on this node's own disk, where there are any.
+    """Makes this process import installed packages from the copies on this node's own disk, if there are any.
 
-    Behind each copy stays the place where it was installed: cleaners of /tmp remove files while a job runs. A variable
-    for Python itself would reach every other Python that a rank starts.
+    After each copy, the original folder stays in `sys.path`: cleaners of /tmp may remove files while a job runs. A
+    variable such as PYTHONPATH is not used, since it would affect every other Python that a rank starts.
 
     Args:
         stage: folder of the copies, each at its path below it; the folder above it is this user's own.
 
     Returns:
-        Why nothing is imported from there, "" where it is, or where this node has no copies.
+        Why nothing is imported from there; "" if packages are, or if this node has no copies.
     """
     from slurm_train.rundir.node_disk import folder_without_names, is_private
 
     if not os.path.isdir(stage):
         return ""
-    # Asked by each rank: days may lie between the copy and an import.
+    # Each rank checks this, since days may pass between the copy and an import.
     top = os.path.dirname(stage)
     if not (is_private(top) and is_private(stage)):
         return f"{stage} is not a folder that only you can enter"
@@ -173,17 +173,17 @@ def import_from_stage(stage: str) -> str:
             paths.append(stage + path)
         paths.append(path)
     sys.path[:] = paths
-    # These packages were imported before; what is imported of them later comes from the copy.
+    # These packages are imported already; their further modules come from the copy.
     for name in ("slurm_train", "slurm_train.launch", "slurm_train.rundir"):
         folders = sys.modules[name].__path__
         folders[:0] = [stage + path for path in folders if os.path.isdir(stage + path)]
-    sys.meta_path.append(_BehindStage(stage))
+    sys.meta_path.append(_InstalledFallback(stage))
     importlib.invalidate_caches()
     return ""
 
 
-class _BehindStage:
-    """Finds a module that is missing in a copied package where the package is installed."""
+class _InstalledFallback:
+    """Finds a module that is missing in a copied package in the folder where the package is installed."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -202,7 +202,7 @@ def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]
         python_path: PYTHONPATH so far.
 
     Returns:
-        PYTHONPATH for the processes that it starts, and what a person should know of where packages come from.
+        PYTHONPATH for child processes, and lines for the person about the places that packages come from.
     """
     code = os.path.realpath(os.path.join(run, "code"))
     if not os.path.isdir(code):
@@ -210,16 +210,16 @@ def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]
     record = _read(os.path.join(run, "code.json"))
     copies = _copies_of(record, code, directory=_read(os.path.join(run, "plan.json")).get("directory"))
     recorded = [os.path.normpath(os.path.join(code, root)) for root in record.get("roots", [])]
-    # Runs may lie in the project, and a virtual environment as well.
+    # Runs and a virtual environment may lie inside the project.
     places = [os.path.realpath(path) for path in sys.path if path]
-    live = [place for place in places if not is_installed(place) and not is_below(place, code)]
-    copied = [copy_of(place, copies) for place in live]
-    wanted = [place for place in dict.fromkeys([code, *recorded, *copied]) if place and os.path.isdir(place)]
-    sys.path[:] = [*wanted, *(path for path in sys.path if os.path.realpath(path) not in wanted)]
+    editable = [place for place in places if not is_installed(place) and not is_below(place, code)]
+    copied = [copy_of(place, copies) for place in editable]
+    copy_places = [place for place in dict.fromkeys([code, *recorded, *copied]) if place and os.path.isdir(place)]
+    sys.path[:] = [*copy_places, *(path for path in sys.path if os.path.realpath(path) not in copy_places)]
 
-    # Anything may lie in a copied folder itself: only what is imported from it is of interest.
-    searched = [place for place in wanted if place != code or code in recorded]
-    searched += [place for place in live if place not in copies and copy_of(place, copies) and os.path.isdir(place)]
+    # A copied folder may contain any files, so it is searched only if packages are imported from it.
+    searched = [place for place in copy_places if place != code or code in recorded]
+    searched += [place for place in editable if place not in copies and copy_of(place, copies) and os.path.isdir(place)]
     names = _redirect(copies, sys.meta_path)
     for place in searched:
         names |= _packages_in(place)
@@ -244,12 +244,12 @@ def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]
 
 
 def _copies_of(record: Mapping[str, Any], code: str, *, directory: str | None) -> dict[str, str]:
-    """Returns each copied folder with its copy, see `copy_of`.
+    """Returns the copy by copied folder, see `copy_of`.
 
     Args:
         record: `code.json` of the run.
         code: the snapshot.
-        directory: where the run was typed; a folder that the record names for the same place wins.
+        directory: where the run was typed; the record has priority over it.
     """
     folders = {"": directory, **record.get("folders", {})}
     copies: dict[str, str] = {}
@@ -260,11 +260,11 @@ def _copies_of(record: Mapping[str, Any], code: str, *, directory: str | None) -
 
 
 def copy_of(path: str, copies: Mapping[str, str]) -> str | None:
-    """Returns the place in a snapshot that replaces a path, None for one that is in no copied folder; all resolved.
+    """Returns the place in a snapshot that replaces a path, None for a path in no copied folder; all resolved.
 
     Args:
         path: e.g. "/home/ada/project/src".
-        copies: each copied folder with its copy, e.g. {"/home/ada/project": "/runs/gpt/1/code"}.
+        copies: the copy by copied folder, e.g. {"/home/ada/project": "/runs/gpt/1/code"}.
     """
     for live, copy in copies.items():
         if is_below(path, live):
@@ -282,7 +282,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _redirect(copies: Mapping[str, str], finders: Iterable[Any]) -> set[str]:
-    """Puts the copies into the finders' tables; returns the top-level names of all that lies in the copied folders."""
+    """Puts the copies into the finders' tables; returns the top-level names of all packages in the copied folders."""
     names = set()
     for table in _tables(finders):
         for name, place in list(table.items()):

@@ -1,7 +1,7 @@
-"""What a run needs from the machine that starts it: data, weights, packages, and names that `_target_` may have.
+"""What a run needs on the machine that starts it: data, weights, packages, and names that `_target_` refers to.
 
-`refuse_missing_inputs` finds what is missing before anything is written or submitted. `fetch_inputs` fetches what the
-run reads from the Hub first. Nothing but the cache of the Hub is changed.
+`refuse_missing_inputs` finds missing inputs before anything is written or submitted. `fetch_inputs` also fetches the
+files that the run reads from the Hub. Only the cache of the Hub is changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 
 def fetch_inputs(plan: RunPlan, *, cwd: Path, say: Callable[[str], None]) -> None:
-    """Fetches what a run reads from the Hub, and refuses whatever else is missing.
+    """Fetches the files that a run reads from the Hub, and refuses other missing inputs.
 
     Args:
         plan: the run.
@@ -38,7 +38,7 @@ def fetch_inputs(plan: RunPlan, *, cwd: Path, say: Callable[[str], None]) -> Non
         DataError: as `refuse_missing_inputs`.
         ConfigError: as `refuse_missing_inputs`, or files cannot be fetched.
     """
-    # Everything that does not depend on the files is checked before a long download.
+    # Inputs that do not depend on these files are checked before a long download.
     refuse_missing_inputs(plan, cwd=cwd)
     for files in plan.hub:
         if files.missing:
@@ -48,9 +48,9 @@ def fetch_inputs(plan: RunPlan, *, cwd: Path, say: Callable[[str], None]) -> Non
 
 
 def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
-    """Refuses data that cannot be read, a `_target_` that does not exist and missing packages, as far as it can tell.
+    """Refuses data that cannot be read, a `_target_` that does not exist and missing packages, as far as possible.
 
-    Files of the Hub that are still to be fetched do not count as missing, and checks that need them are left out.
+    Files of the Hub that are still to be fetched do not count as missing, and checks that need them are skipped.
 
     Raises:
         DataError: prepared text is configured, and there is none; or weights were not downloaded.
@@ -64,7 +64,7 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
 
 
 def uses_this_python(config: RunConfig) -> bool:
-    """Returns whether the ranks use this interpreter, so that a package that is missing here is missing there."""
+    """Returns whether the ranks use this interpreter, so that a package that is missing here is missing for them."""
     return config.cluster is None or config.cluster.python is None
 
 
@@ -127,7 +127,7 @@ def _require_targets(config: RunConfig, *, cwd: Path) -> None:
         targets = {"model": config.model, "data": config.data}
     for number, callback in enumerate(config.callbacks):
         targets[f"callbacks[{number}]"] = callback
-    # Where ranks have a Python of their own, torch may be in that one alone.
+    # If ranks use another Python, torch may be installed only there.
     if config.trains and importlib.util.find_spec("torch") is not None:
         targets |= _optimizer_calls(config.optim)
     collate = (config.data or {}).get("collate")
@@ -142,16 +142,16 @@ def _require_targets(config: RunConfig, *, cwd: Path) -> None:
 
 
 def _optimizer_calls(optim: OptimSection) -> dict[str, Mapping[str, Any] | None]:
-    """Returns by key what an optimizer's classes and a schedule of the user will be called with."""
+    """Returns by key the arguments of the optimizer's classes and of a schedule of the user."""
     common: dict[str, Any] = {"_target_": optim._target_, "_args_": [None]}
-    calls: dict[str, Mapping[str, Any] | None] = {}
-    # The default with keywords that every torch has need not be looked up.
+    arguments: dict[str, Mapping[str, Any] | None] = {}
+    # The default optimizer without further keywords exists in every torch.
     if optim.keywords or optim._target_ != OptimSection()._target_:
-        calls["optim"] = {**common, "lr": optim.lr, **optim.keywords}
+        arguments["optim"] = {**common, "lr": optim.lr, **optim.keywords}
     for index, rule in enumerate(optim.rules()):
         target = optim._target_ if rule._target_ is None else rule._target_
-        calls[f"optim.groups[{index}]"] = {**common, "_target_": target, **rule.keywords}
+        arguments[f"optim.groups[{index}]"] = {**common, "_target_": target, **rule.keywords}
     if isinstance(optim.schedule, dict):
         passed = {"_args_": [0], "warmup_samples": 0, "total_samples": 0}
-        calls["optim.schedule"] = {"_target_": None, **optim.schedule, **passed}
-    return calls
+        arguments["optim.schedule"] = {"_target_": None, **optim.schedule, **passed}
+    return arguments

@@ -1,6 +1,6 @@
-"""How many ranks run where, and how they share one run: refused here where it cannot work, before anything runs.
+"""How many ranks run on which node, and how they share one run; impossible layouts are refused before anything runs.
 
-Checked is what needs neither a GPU nor torch; a model of the user's own is checked further when it is built.
+The checks need neither a GPU nor torch; a model of the user's own is checked further when it is built.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,9 @@ class World:
     """Ranks per node, in rank order."""
 
     ranks_per_node: tuple[int, ...]
-    """Of the largest world, where Slurm may grant fewer nodes."""
+    """For a range of nodes, that of the largest world."""
     sizes: tuple[int, ...] = ()
-    """Of a range of nodes the numbers that the run can use, ascending; (): all nodes."""
+    """For a range of nodes, the numbers of nodes that the run can use, ascending; (): all nodes."""
 
     @property
     def num_nodes(self) -> int:
@@ -66,8 +66,8 @@ class World:
 
     @property
     def groups(self) -> tuple[NodeGroup, ...]:
-        """The nodes in rank order, equal neighbours put together: (4, 4, 2) is 2 nodes of 4 and 1 of 2."""
-        return tuple(NodeGroup(len(list(same)), ranks) for ranks, same in itertools.groupby(self.ranks_per_node))
+        """The nodes in rank order, with equal neighbours in one group: (4, 4, 2) is 2 nodes of 4 and 1 of 2."""
+        return tuple(NodeGroup(len(list(nodes)), ranks) for ranks, nodes in itertools.groupby(self.ranks_per_node))
 
     @property
     def nodes_in_words(self) -> str:
@@ -83,7 +83,7 @@ class World:
 
     @property
     def fewest_nodes(self) -> int:
-        """The fewest nodes that are enough."""
+        """The smallest number of nodes that the run can use."""
         return self.sizes[0] if self.sizes else self.num_nodes
 
     def possible(self) -> Iterator[World]:
@@ -105,17 +105,19 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
     """
     cluster = config.cluster
     if cluster is None:
-        asked = config.run.processes
-        return World(((count_local_gpus(env) or 2) if asked is None else asked,))
-    fewest, most = _read_nodes(cluster.nodes)
+        num_ranks = config.run.processes
+        if num_ranks is None:
+            num_ranks = count_local_gpus(env) or 2
+        return World((num_ranks,))
+    fewest, num_nodes = _read_nodes(cluster.nodes)
     gpus = cluster.gpus_per_node
-    per_node = (gpus,) * most if isinstance(gpus, int) else tuple(gpus)
+    per_node = (gpus,) * num_nodes if isinstance(gpus, int) else tuple(gpus)
     is_even = len(set(per_node)) == 1
     shown = f"cluster.gpus_per_node={list(per_node)}"
     require_all(
         [
             (
-                len(per_node) != most,
+                len(per_node) != num_nodes,
                 f"{shown} names {len(per_node)} nodes, cluster.nodes={cluster.nodes}",
                 f"set cluster.nodes={len(per_node)}, or give one number for all nodes",
             ),
@@ -149,11 +151,11 @@ def plan_world(config: RunConfig, env: Mapping[str, str]) -> World:
             ),
         ]
     )
-    return World(per_node, sizes=() if fewest is None else tuple(range(fewest, most + 1)))
+    return World(per_node, sizes=() if fewest is None else tuple(range(fewest, num_nodes + 1)))
 
 
 def _read_nodes(nodes: int | str) -> tuple[int | None, int]:
-    """Returns the fewest nodes, None where the number is fixed, and the most."""
+    """Returns the smallest number of nodes, None if the number is fixed, and the largest."""
     if isinstance(nodes, int):
         return None, nodes
     match = re.fullmatch(r"([1-9]\d{0,4})-([1-9]\d{0,4})", nodes)
@@ -195,18 +197,18 @@ def count_local_gpus(env: Mapping[str, str], *, devices: Path = Path("/dev"), sy
 
 
 def fitting_world(config: RunConfig, world: World) -> World:
-    """Returns a world without the numbers of nodes that the layout does not fit; on one of these nodes would wait.
+    """Returns a world without the numbers of nodes that the layout does not fit: with one of them, nodes would be idle.
 
     Args:
         config: the run's configuration.
         world: its ranks.
 
     Raises:
-        ConfigError: the layout does not fit the fewest or the most nodes, so that another range is meant; or one of the
-            numbers between them, which torchrun would use as it is.
+        ConfigError: the layout does not fit the smallest or the largest number of nodes, so that another range must be
+            set; or, under torchrun, a number between them, which torchrun would use anyway.
     """
     if not world.sizes:
-        # What does not fit one number of nodes is refused for its own reason.
+        # A layout that does not fit a fixed number of nodes is refused by `plan_layout`.
         return world
     sizes = list[int]()
     problem: ConfigError | None = None
@@ -223,17 +225,17 @@ def fitting_world(config: RunConfig, world: World) -> World:
         return replace(world, sizes=tuple(sizes))
     fit = f"it fits {', '.join(map(str, sizes))} of them" if sizes else "it fits none of them"
     nodes = f"{world.fewest_nodes}-{world.num_nodes}"
-    others = "-".join(map(str, dict.fromkeys([sizes[0], sizes[-1]]))) if sizes else ""
+    fitting_range = "-".join(map(str, dict.fromkeys([sizes[0], sizes[-1]]))) if sizes else ""
     raise ConfigError(
         f"the layout does not fit each number of nodes that cluster.nodes={nodes} may give: {fit}; {problem.message}",
-        hint=f"set cluster.nodes={others}" if others else problem.hint,
+        hint=f"set cluster.nodes={fitting_range}" if fitting_range else problem.hint,
     )
 
 
 def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
     """Returns the degree of each axis of parallelism, checked against world and model.
 
-    Long because it is a table of refusals, each of which is read by itself.
+    Long because it is a table of independent refusals.
 
     Args:
         config: the run's configuration.
@@ -308,7 +310,7 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
                 "several stages on a rank are interleaved in 1f1b order: leave pipeline_schedule out",
             ),
             (
-                # torch looks for the weights when it has the gradients of activations, and finds shards (2.13).
+                # torch reads the weights after the gradients of activations, when they are shards again (2.13).
                 has_two_parts and layout.reducing_size > 1 and settings.reshard_after_forward,
                 f"parallel.pipeline_schedule=zero_bubble needs gathered weights in the backward pass, and {layout} "
                 "with parallel.reshard_after_forward=true frees them before",
@@ -372,20 +374,20 @@ def _model_checks(layout: ParallelLayout, model: Mapping[str, Any], *, stages: i
 
 
 def _position_checks(layout: ParallelLayout, config: RunConfig) -> Iterator[Check]:
-    """Yields what is wrong where sequences are split; a model of the user's own is checked when it is built."""
+    """Yields the checks of split sequences; a model of the user's own is checked when it is built."""
     model = config.model or {}
     splits = config.parallel.sequence_parallel
     if layout.cp == 1 and not splits:
         return
-    asked = f"parallel.cp={layout.cp}" if layout.cp > 1 else "parallel.sequence_parallel=true"
+    setting = f"parallel.cp={layout.cp}" if layout.cp > 1 else "parallel.sequence_parallel=true"
     yield (
         config.batch.by_length,
-        f"{asked} was asked with batch.by_length=true, whose sequences have different lengths",
+        f"{setting} was asked with batch.by_length=true, whose sequences have different lengths",
         "leave batch.by_length at false, or use dp_replicate, dp_shard and tp",
     )
     yield (
         model.get("_target_") == CAUSAL_LM,
-        f"{asked} was asked, but model=hf cannot split sequences",
+        f"{setting} was asked, but model=hf cannot split sequences",
         "use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
     )
     if model.get("_target_") != GPT_TARGET:
@@ -406,12 +408,12 @@ def _position_checks(layout: ParallelLayout, config: RunConfig) -> Iterator[Chec
 
 
 def positions_of(data: Mapping[str, Any] | None, *, default: int) -> int:
-    """Returns the positions of one sample: the data's, which may be shorter than what the model could take."""
+    """Returns the positions of one sample, by the data, whose samples may be shorter than the model's context."""
     return int((data or {}).get("context") or default)
 
 
 def check_pipeline(config: RunConfig, layout: ParallelLayout, batch: BatchPlan) -> None:
-    """Refuses a number of micro-batches that torch's interleaved schedule cannot cut into equal rounds.
+    """Refuses a number of micro-batches that torch's interleaved schedule cannot divide into equal rounds.
 
     Raises:
         BatchError: the number is not a multiple of the rounds.
@@ -432,38 +434,45 @@ def pipeline_bubble(
 ) -> float:
     """Returns the part of a step in which a rank idles: (ranks - 1) of (stages x micro-batches + ranks - 1) turns.
 
-    A turn is a forward pass and both parts of its backward pass, taken for equally long; zero_bubble idles for one of
-    the three.
+    A turn is a forward pass and both parts of its backward pass, which are assumed to take equally long; zero_bubble
+    idles for one of the three.
     """
     idle = (layout.pp - 1) / (3 if schedule == "zero_bubble" else 1)
     return idle / (stages_per_rank * batch.accumulation + idle)
 
 
 def spans_nodes(layout: ParallelLayout, world: World, axis: str) -> bool:
-    """Returns whether some group of an axis reaches over more than one node."""
+    """Returns whether some group of an axis spans more than one node."""
     if world.is_even:
         members = math.prod(layout.degrees[AXES.index(axis) :])
-        # A group and what lies between its members is that many ranks in a row.
+        # The members of a group and the ranks between them are that many consecutive ranks.
         return getattr(layout, axis) > 1 and world.ranks_per_node[0] % members != 0
-    nodes = [node for node, count in enumerate(world.ranks_per_node) for _ in range(count)]
-    return any(len({nodes[rank] for rank in group}) > 1 for group in layout.groups((axis,)))
+    node_of_rank: list[int] = []
+    for node, count in enumerate(world.ranks_per_node):
+        node_of_rank += [node] * count
+    return any(_num_places(group, node_of_rank) > 1 for group in layout.groups((axis,)))
+
+
+def _num_places(ranks: Iterable[int], place_of_rank: Sequence[int | str]) -> int:
+    """Returns over how many nodes, switches or blocks some ranks are spread."""
+    return len({place_of_rank[rank] for rank in ranks})
 
 
 def topology_text(
     layout: ParallelLayout, world: World, *, nodes: Sequence[str], leaf_of: Mapping[str, str], may_ask: bool
 ) -> str:
-    """Returns what the nodes of a run hang on and how many groups of ranks reach over more than one of these.
+    """Returns to which switches or blocks the nodes of a run belong, and how many groups of ranks span several.
 
     Args:
         layout: the degrees of each axis.
         world: the ranks on each node.
         nodes: the nodes in rank order, e.g. ("node1", "node2").
-        leaf_of: what each node hangs on, e.g. {"node1": "switch leaf1"}.
+        leaf_of: the switch or block of each node, e.g. {"node1": "switch leaf1"}.
         may_ask: whether to name the setting that asks for one switch.
 
     Returns:
         E.g. "nodes on switch a: 1, switch b: 1; groups of ranks on several: tp 0 of 2, dp_shard 2 of 2"; "" where
-        it is not known what some node hangs on.
+        the switch or block of some node is not known.
     """
     if len(nodes) != world.num_nodes or any(node not in leaf_of for node in nodes):
         return ""
@@ -472,11 +481,15 @@ def topology_text(
     text = shorten((f"{leaf}: {count}" for leaf, count in num_nodes.items()), 6)
     if len(num_nodes) == 1:
         return f"all nodes on {leaves[0]}"
-    leaf_of_rank = [leaf for leaf, count in zip(leaves, world.ranks_per_node, strict=True) for _ in range(count)]
+    leaf_of_rank: list[str] = []
+    for leaf, count in zip(leaves, world.ranks_per_node, strict=True):
+        leaf_of_rank += [leaf] * count
     crossings = []
-    for axis in (axis for axis in reversed(AXES) if getattr(layout, axis) > 1):
+    for axis in reversed(AXES):
+        if getattr(layout, axis) <= 1:
+            continue
         groups = list(layout.groups((axis,)))
-        num_crossing = sum(len({leaf_of_rank[rank] for rank in group}) > 1 for group in groups)
+        num_crossing = sum(_num_places(group, leaf_of_rank) > 1 for group in groups)
         crossings.append(f"{axis} {num_crossing} of {len(groups)}")
     text = f"nodes on {text}; groups of ranks on several: {', '.join(crossings)}"
     largest = max(Counter(leaf_of.values()).values())
@@ -490,30 +503,33 @@ TABLE_HEADER = ("rank", "node", "local", *AXES)
 
 def table_rows(layout: ParallelLayout, world: World) -> list[tuple[str, ...]]:
     """Returns one row per rank: rank, node, local rank, then its place on each axis of `AXES`."""
-    places = ((node, local) for node, count in enumerate(world.ranks_per_node) for local in range(count))
-    return [
-        (str(rank), str(node), str(local), *map(str, layout.coordinates(rank)))
-        for rank, (node, local) in enumerate(places)
-    ]
+    rows: list[tuple[str, ...]] = []
+    for node, count in enumerate(world.ranks_per_node):
+        for local_rank in range(count):
+            rank = len(rows)
+            rows.append((str(rank), str(node), str(local_rank), *map(str, layout.coordinates(rank))))
+    return rows
 
 
 def layout_rows(
     layout: ParallelLayout, world: World, batch: BatchPlan, *, stages_per_rank: int, schedule: str = "1f1b"
 ) -> list[tuple[str, str]]:
-    """Returns the rows of the plan's table about groups and idle time; none where every rank is a whole replica."""
+    """Returns the rows of the plan's table about groups and idle time; none if every rank is a whole replica."""
     if layout.is_replicated:
         return []
     rows = [("layout", f"{layout}; {layout.data_parallel_size} read different samples")]
-    for axis in (axis for axis in reversed(AXES) if getattr(layout, axis) > 1):
+    for axis in reversed(AXES):
+        if getattr(layout, axis) <= 1:
+            continue
         members = layout.members((axis,), 0)
         ranks = f"{members[0]}, {members[1]}, .. {members[-1]}"
         if len(members) == 2:
             ranks = f"{members[0]}, {members[1]}"
         elif members[1] - members[0] == 1:
             ranks = f"{members[0]}-{members[-1]}"
-        where = "over several nodes" if spans_nodes(layout, world, axis) else "on one node each"
+        span = "over several nodes" if spans_nodes(layout, world, axis) else "on one node each"
         count = layout.world_size // len(members)
-        rows.append(("", f"{axis}: {count} groups of {len(members)}, {where}; the first: ranks {ranks}"))
+        rows.append(("", f"{axis}: {count} groups of {len(members)}, {span}; the first: ranks {ranks}"))
     if layout.pp > 1:
         idle = pipeline_bubble(layout, batch, stages_per_rank=stages_per_rank, schedule=schedule)
         stages = layout.pp * stages_per_rank

@@ -1,6 +1,6 @@
-"""The plan of a run or a sweep: everything that is decided before anything happens, as one value.
+"""The plan of a run or a sweep: all decisions before the first effect, as one value.
 
-`plan` prints it, `plan.json` keeps it, the script is rendered from it.
+`plan` prints it, `plan.json` stores it, the batch script is rendered from it.
 """
 
 from __future__ import annotations
@@ -58,42 +58,42 @@ class RunPlan:
     """Hash of what is trained; the run id is its beginning."""
     run: RunDirectory
     directory: str
-    """Submitting directory; relative paths in a user's code start there."""
+    """Submitting directory, which relative paths in a user's code start from."""
     from_shell: tuple[str, ...] = ()
-    """Which choices of the shell for all jobs were taken, and which not, in words."""
+    """Remarks about the choices of the shell for all jobs: which were used, and which not."""
     chosen: str = ""
-    """What `parallel.dp_shard=auto` has chosen and why, or that the layout does not fit; "" where it does."""
+    """What `parallel.dp_shard=auto` has chosen and why, or that the layout does not fit; "" where neither applies."""
     cpus: CpuShare = LEFT_TO_SLURM
     """What `cluster.cpus_per_gpu=auto` has chosen."""
     hub: tuple[HubFiles, ...] = ()
-    """What has to be in the cache of the Hub before the run is started."""
+    """The files that must be in the cache of the Hub before the run is started."""
 
     @property
     def max_steps(self) -> int | None:
-        """Steps of the whole run; None where the ranks count them: of epochs, or in the user's own code."""
+        """Steps of the whole run; None if only the ranks know them: for epochs, or in a user's own code."""
         is_known = self.config.trains and self.config.train.max_epochs is None
         return self.config.train.max_steps if is_known else None
 
     @property
     def num_devices(self) -> int:
-        """GPUs that the job holds, those of spare nodes included; on CPUs ranks."""
+        """GPUs that the job holds, including those of spare nodes; on CPUs the number of ranks."""
         spares = 0 if self.config.cluster is None else self.config.cluster.spare_nodes
         return self.world.size + spares * self.world.ranks_per_node[0]
 
     @property
     def cpus_per_rank(self) -> int | None:
-        """CPUs that the job asks for, for each rank; None: what Slurm gives."""
+        """CPUs that the job requests for each rank; None: Slurm's default."""
         typed = None if self.config.cluster is None else self.config.cluster.cpus_per_gpu
         return self.cpus.number if typed == "auto" else typed
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of all steps, None where they are not known yet."""
+        """Samples of all steps, None if they are not known yet."""
         steps = self.max_steps
         return None if steps is None else self.batch.global_size * num_batches(self.config.batch.growth, steps)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `plan.json` holds."""
+        """Returns the content of `plan.json`."""
         shares = planned_shares(self.config, self.batch, ranks_per_node=self.world.ranks_per_node)
         return {
             "config_hash": self.config_hash,
@@ -131,7 +131,7 @@ Settle = Callable[[RunConfig, World, Mapping[str, str]], tuple[RunConfig, str]]
 
 
 def leave_open(config: RunConfig, _world: World, _env: Mapping[str, str]) -> tuple[RunConfig, str]:
-    """Returns a configuration as it is, for what is no training of its own."""
+    """Returns a configuration unchanged, for runs that are no training of their own."""
     return config, ""
 
 
@@ -143,19 +143,19 @@ def plan_run(
     settle: Settle = leave_open,
     shares: NodeShares | None = None,
 ) -> RunPlan:
-    """Returns the plan for a composed configuration; touches nothing. Where it names the Hub, that is asked.
+    """Returns the plan for a composed configuration; writes nothing. If it names the Hub, the Hub is asked.
 
-    Slurm is asked what a node has, where `cluster.cpus_per_gpu` is "auto".
+    If `cluster.cpus_per_gpu` is "auto", Slurm is asked for the CPUs of its nodes.
 
     Args:
         composed: configuration and chosen groups.
         cwd: directory that a relative `run.root` starts from.
         env: environment, for counting local GPUs and for the choices of the shell.
-        settle: chooses what is left open.
-        shares: what Slurm has said about nodes, if several runs are planned.
+        settle: chooses settings that are left open.
+        shares: Slurm's answers about nodes, if several runs are planned.
 
     Raises:
-        ConfigError: an impossible batch, world or name; a script or a repository of the Hub that is not there.
+        ConfigError: an impossible batch, world or name; a script or a repository of the Hub that does not exist.
         RunError: the run's path would be too long.
     """
     config = composed.config
@@ -171,27 +171,28 @@ def plan_run(
     config, chosen = settle(config, world, env)
     world = fitting_world(config, world)
     layout = plan_layout(config, world)
-    # A user's own function or script has a batch of its own; ours would be a made-up number.
-    asked = config.batch if config.trains else BatchSection()
-    batch = solve_batch(asked, ranks=layout.data_parallel_size, stages=layout.pp)
-    # What costs a question over the network comes after all that is refused without.
+    # A user's own function or script has its own batch, so the configured one does not apply.
+    batch_section = config.batch if config.trains else BatchSection()
+    batch = solve_batch(batch_section, ranks=layout.data_parallel_size, stages=layout.pp)
+    # Questions over the network come after all checks that need none.
     hub = tuple[HubFiles, ...]()
     if composed.open_keys is not None:
-        # What a run has frozen are paths, also where they are not there any more.
+        # A frozen run already has paths instead of repositories, also if these no longer exist.
         config, hub = pin_hub_files(config, cwd=cwd)
     name = default_name(composed) if config.run.name is None else config.run.name
     check_path_part("run.name", name)
     check_path("run.root", config.run.root)
-    if (variable := re.match(r"\$\{?(\w+)", config.run.root)) is not None:
+    variable = re.match(r"\$\{?(\w+)", config.run.root)
+    if variable is not None:
         raise ConfigError(
-            f"run.root={config.run.root} begins with a variable, which nobody has filled in",
+            f"run.root={config.run.root} begins with a variable that was not expanded",
             hint=f'let the shell do it ("run.root=${variable[1]}/..." in double quotes); in a file: '
             f"${{oc.env:{variable[1]}}}/...",
         )
     root = plain_path(cwd, config.run.root)
     check_path("run.root", str(root))
     if config.preflight.only:
-        # It trains nothing, and the same words are to check again: a folder of its own, where no verb lists runs.
+        # A check trains nothing, and the same words must check again, so each has a folder that no verb lists.
         run = RunDirectory(root / ".doctor" / secrets.token_hex(ID_DIGITS // 2))
     else:
         run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
@@ -202,7 +203,7 @@ def plan_run(
 
 
 def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares: NodeShares | None) -> CpuShare:
-    """Returns what `cluster.cpus_per_gpu=auto` means for a run."""
+    """Returns the CPUs that `cluster.cpus_per_gpu=auto` stands for in a run."""
     if config.cluster is None or config.cluster.cpus_per_gpu != "auto":
         return LEFT_TO_SLURM
     shares = node_shares(env) if shares is None else shares
@@ -216,31 +217,31 @@ def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares:
 
 
 def node_shares(env: Mapping[str, str]) -> NodeShares:
-    """Returns what Slurm says about nodes; it is asked when that is needed."""
+    """Returns the source of Slurm's answers about nodes; Slurm is asked when an answer is needed."""
     return NodeShares(SlurmCommands(env), in_allocation="SLURM_JOB_ID" in env)
 
 
 def replan_run(
     config: RunConfig,
-    before: Mapping[str, Any],
+    old_plan: Mapping[str, Any],
     *,
     run: RunDirectory,
     typed: Collection[str],
     env: Mapping[str, str],
     settle: Settle = leave_open,
 ) -> RunPlan:
-    """Returns the plan for a run that exists and goes on with another configuration; touches nothing.
+    """Returns the plan for an existing run that continues with another configuration; writes nothing.
 
-    The global batch stays what it was unless it was typed; on another number of ranks it is cut anew. A learning rate
-    that follows the global batch was tuned for the old one.
+    The global batch stays the same unless it was typed; for another number of ranks it is divided again. A learning
+    rate that depends on the global batch was tuned for the old one.
 
     Args:
-        config: what the run shall have from now on.
-        before: its `plan.json`.
-        run: where it lies.
+        config: the configuration from now on.
+        old_plan: its `plan.json`.
+        run: the run.
         typed: the keys that were typed.
         env: environment, for counting local GPUs.
-        settle: chooses what is left open.
+        settle: chooses settings that are left open.
 
     Raises:
         ConfigError: an impossible batch or world.
@@ -252,23 +253,24 @@ def replan_run(
     layout = plan_layout(config, world)
     batch = solve_batch(BatchSection(), ranks=layout.data_parallel_size, stages=layout.pp)
     if config.trains:
-        old = before["batch"]
-        global_size, local_size, accumulation = (
-            getattr(config.batch, name) if f"batch.{name}" in typed else None
-            for name in ("global_size", "local_size", "accumulation")
-        )
+        old_batch = old_plan["batch"]
+        global_size = config.batch.global_size if "batch.global_size" in typed else None
+        local_size = config.batch.local_size if "batch.local_size" in typed else None
+        accumulation = config.batch.accumulation if "batch.accumulation" in typed else None
         if global_size is None:
-            global_size = int(old["global_size"])
-        if local_size is accumulation is None and global_size > 0:
-            batch = recut_batch(global_size, ranks=batch.ranks, local_size=int(old["local_size"]), stages=layout.pp)
+            global_size = int(old_batch["global_size"])
+        if local_size is None and accumulation is None and global_size > 0:
+            batch = recut_batch(
+                global_size, ranks=batch.ranks, local_size=int(old_batch["local_size"]), stages=layout.pp
+            )
         else:
-            asked = replace(config.batch, global_size=global_size, local_size=local_size, accumulation=accumulation)
-            batch = solve_batch(asked, ranks=batch.ranks, stages=layout.pp)
+            section = replace(config.batch, global_size=global_size, local_size=local_size, accumulation=accumulation)
+            batch = solve_batch(section, ranks=batch.ranks, stages=layout.pp)
         follows = config.optim.lr_retune != "none" and config.optim.lr_global_size is None
-        if follows and batch.global_size != old["global_size"]:
-            tuned_for = int(before.get("lr", {}).get("tuned_for_global_size", old["global_size"]))
+        if follows and batch.global_size != old_batch["global_size"]:
+            tuned_for = int(old_plan.get("lr", {}).get("tuned_for_global_size", old_batch["global_size"]))
             config = replace(config, optim=replace(config.optim, lr_global_size=tuned_for))
-    plan = _assemble(config, world, layout, batch, run=run, directory=str(before.get("directory", "")))
+    plan = _assemble(config, world, layout, batch, run=run, directory=str(old_plan.get("directory", "")))
     cpus = _share_cpus(config, world, env, None)
     return replace(plan, from_shell=take_shell_choices(config, None, env)[1], chosen=chosen, cpus=cpus)
 
@@ -293,7 +295,7 @@ def _assemble(
 
 
 def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, stages: int) -> None:
-    """Refuses a global batch that some world that Slurm may grant could not share."""
+    """Refuses a global batch that cannot be divided among the ranks of every world that Slurm may grant."""
     if not world.sizes:
         return
     possible = {size: plan_layout(config, size).data_parallel_size for size in world.possible()}
@@ -310,22 +312,22 @@ def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, s
 
 
 def default_name(composed: Composed) -> str:
-    """Returns a run's name where none was given, e.g. "gpt-stdlib", "train" for script=[train.py]."""
+    """Returns a run's name if none was given, e.g. "gpt-stdlib", "train" for script=[train.py]."""
     config = composed.config
     if config.script:
         return Path(config.script[0]).stem
     if config.task:
         return str(config.task.get("_target_", "task")).rpartition(".")[2]
     names = {group: str(composed.choices.get(group)) for group in ("model", "data")}
-    for group in (group for group in names if names[group] == "custom"):
+    for group in [group for group, choice in names.items() if choice == "custom"]:
         names[group] = str(composed.mapping[group]["_target_"]).rpartition(".")[2].lower()
     return "-".join(names.values())
 
 
 def _conflicts(config: RunConfig) -> Iterator[Check]:
-    """Yields what cannot be run: several ways of running at once, settings that exclude each other.
+    """Yields checks for settings that cannot be combined, e.g. several kinds of programs in one run.
 
-    Long because it is a table of refusals, each of which is read by itself.
+    Long because it is a table of independent refusals.
     """
     script = config.script
     ddp = config.ddp
@@ -389,7 +391,7 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     )
     if config.train.param_dtype == "bfloat16":
         because = "train.param_dtype=bfloat16 has parameters and gradients of two bytes each"
-        for is_asked, what, instead in (
+        for is_set, setting, instead in (
             (
                 config.train.precision not in ("auto", "bfloat16", "fp8"),
                 f"train.precision={config.train.precision}",
@@ -398,11 +400,11 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
             (config.parallel.gather_dtype == "float32", "parallel.gather_dtype=float32", "auto"),
             (ddp.comm != "none", f"ddp.comm={ddp.comm}", "none"),
         ):
-            yield is_asked, f"{what} was asked, but {because}", f"set {what.partition('=')[0]}={instead}"
+            yield is_set, f"{setting} was asked, but {because}", f"set {setting.partition('=')[0]}={instead}"
 
 
 def _without_float8(gpu_type: str) -> str | None:
-    """Returns a site's name of GPUs if they are older than Ada, e.g. "a100-80gb"; None of others, known or not."""
+    """Returns a site's name of GPUs if they are older than Ada, e.g. "a100-80gb"; None for all other names."""
     words = re.findall(r"[a-z0-9]+", gpu_type.lower())
     return gpu_type if any(_OLDER_THAN_ADA.fullmatch(word) for word in words) else None
 
@@ -429,13 +431,14 @@ def _check_script(config: RunConfig, cwd: Path) -> None:
     words = config.script or []
     name = words[0] if words else ""
     if Path(name).name in _LAUNCHERS or any(word.startswith("torch.distributed.") for word in words[1:3]):
-        script = ",".join(words[next((at for at, word in enumerate(words) if word.endswith(".py")), len(words)) :])
+        first_file = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+        script = ",".join(words[first_file:])
         raise ConfigError(
             f"script={name} starts ranks, and this program starts one per GPU already: each would start them all",
             hint=f"write script=[{script or 'train.py,--flag'}]: it finds the variables that torchrun sets, and "
             "+cluster=NODESxGPUS says how many ranks; cluster.launcher=torchrun has torchrun start them",
         )
-    # Anything but a Python file may be a program that only the nodes have.
+    # Other words than Python files may be programs that exist only on the nodes.
     if name.endswith(".py") and not (cwd / name).is_file():
         raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")
 
@@ -444,7 +447,7 @@ def check_path_part(key: str, value: str) -> None:
     """Refuses a name that is not one plain folder.
 
     Raises:
-        ConfigError: it has a separator, a leading dot, or characters that a script or Slurm would read as more.
+        ConfigError: it has a separator, a leading dot, or characters with a special meaning for the shell or Slurm.
     """
     plain = value.replace("-", "").replace("_", "").replace(".", "")
     if not plain.isalnum() or not value.isascii() or value.startswith((".", "-")):
@@ -465,7 +468,7 @@ def check_path(key: str, value: str) -> None:
         raise ConfigError(f"{key}={value!r} has a character that Slurm reads as a pattern", hint="use a plain path")
 
 
-# --- a sweep: its runs, each planned as if it were typed alone ---
+# --- a sweep: each run is planned as if it were typed alone ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,7 +492,7 @@ class SweepPlan:
 
     @property
     def uses_cluster(self) -> bool:
-        """Whether the runs go through Slurm."""
+        """Whether the runs are submitted to Slurm."""
         return self.plans[0].config.cluster is not None
 
     @property
@@ -507,15 +510,15 @@ def plan_sweep(
     sweep_id: str | None = None,
     settle: Settle = leave_open,
 ) -> SweepPlan:
-    """Returns the plan of a sweep; touches nothing.
+    """Returns the plan of a sweep; writes nothing.
 
     Args:
-        points: what each run is given.
-        composed: the configuration of each point, composed as it is taken.
+        points: the values of each run.
+        composed: the configuration of each point; each is composed when it is needed.
         cwd: directory that a relative `run.root` starts from.
         env: environment, for counting local GPUs.
-        sweep_id: the sweep that these points join; None: one of their own.
-        settle: chooses what is left open in each.
+        sweep_id: the sweep to which these points are added; None: a new one.
+        settle: chooses settings that are left open in each run.
 
     Raises:
         ConfigError: a point that is no possible run (with its number and values), two points that are the same run,
@@ -560,7 +563,7 @@ def plan_sweep(
     )
     require_all(_not_packable(plans))
     if sweep_id is None:
-        # The sweep's name on disk says which runs it has, in whatever order they were typed.
+        # The sweep's id is a hash of its runs, so it does not depend on the order in which they were typed.
         names = "\n".join(sorted(f"{plan.run.name}/{plan.run.run_id}" for plan in plans))
         sweep_id = hashlib.sha256(names.encode()).hexdigest()[:8]
     sweeps = plans[0].run.path.parent.parent / "sweeps"
@@ -574,12 +577,12 @@ def plan_sweep(
     )
 
 
-# A pack asks for the same number of times what a run's own keys ask for; these would say it a second way.
+# A pack multiplies the request of a run's keys; these flags would set the same resources in another way.
 _OWN_SHARES = re.compile(r"gres|gpus|gpus[-_]per.*|ntasks[-_]per.*|mem|tres.*|cores.*")
 
 
 def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
-    """Yields what cannot share a job with other runs (`sweep.pack`)."""
+    """Yields checks for runs that cannot share a job (`sweep.pack`)."""
     config = plans[0].config
     pack = config.sweep.pack
     yield (
@@ -595,20 +598,20 @@ def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
         f"sweep.pack={pack} puts runs into one Slurm job, and these runs are trained on this machine",
         f"sweep.max_parallel={pack} trains so many at a time here",
     )
-    most = config.sweep.max_parallel
+    max_parallel = config.sweep.max_parallel
     yield (
-        most is not None and most < pack,
-        f"sweep.max_parallel={most} is fewer than the runs of one job, sweep.pack={pack}",
+        max_parallel is not None and max_parallel < pack,
+        f"sweep.max_parallel={max_parallel} is fewer than the runs of one job, sweep.pack={pack}",
         f"set sweep.max_parallel={pack} or more, or lower sweep.pack",
     )
     for plan in plans:
         cluster = plan.config.cluster
         if cluster is None:
             continue
-        asked = plan.world.nodes_in_words + (f" and {cluster.spare_nodes} to spare" if cluster.spare_nodes else "")
+        request = plan.world.nodes_in_words + (f" and {cluster.spare_nodes} to spare" if cluster.spare_nodes else "")
         yield (
             plan.world.num_nodes > 1 or bool(plan.world.sizes) or cluster.spare_nodes > 0,
-            f"sweep.pack={pack} shares one node among runs, and {plan.run.name}/{plan.run.run_id} asks for {asked}",
+            f"sweep.pack={pack} shares one node among runs, and {plan.run.name}/{plan.run.run_id} asks for {request}",
             "leave sweep.pack out, or ask for one node each: +cluster=1x1",
         )
         yield (
@@ -627,7 +630,7 @@ def _not_packable(plans: Sequence[RunPlan]) -> Iterator[Check]:
 
 
 def _not_on_one_gpu(plans: Sequence[RunPlan]) -> Iterator[Check]:
-    """Yields what cannot share a GPU with other runs (`sweep.runs_per_gpu`)."""
+    """Yields checks for runs that cannot share a GPU (`sweep.runs_per_gpu`)."""
     sweep = plans[0].config.sweep
     yield (
         len({plan.config.sweep.runs_per_gpu for plan in plans}) > 1,
@@ -636,10 +639,10 @@ def _not_on_one_gpu(plans: Sequence[RunPlan]) -> Iterator[Check]:
     )
     if sweep.runs_per_gpu == 1:
         return
-    asked = f"sweep.runs_per_gpu={sweep.runs_per_gpu} lets runs of one job share a GPU"
+    setting = f"sweep.runs_per_gpu={sweep.runs_per_gpu} lets runs of one job share a GPU"
     yield (
         sweep.pack < sweep.runs_per_gpu,
-        f"{asked}, and a job has {count(sweep.pack, 'run')}: sweep.pack={sweep.pack}",
+        f"{setting}, and a job has {count(sweep.pack, 'run')}: sweep.pack={sweep.pack}",
         "set sweep.pack to the runs of a whole node: runs per GPU x its GPUs",
     )
     for plan in plans:
@@ -648,12 +651,12 @@ def _not_on_one_gpu(plans: Sequence[RunPlan]) -> Iterator[Check]:
             continue
         yield (
             cluster.gpu_flag == "none",
-            f"{asked}, and cluster.gpu_flag=none asks for no GPU",
+            f"{setting}, and cluster.gpu_flag=none asks for no GPU",
             "leave sweep.runs_per_gpu out: the runs of a pack share the node's CPUs",
         )
         yield (
             plan.world.size > 1,
-            f"{asked}, and {plan.run.name}/{plan.run.run_id} asks for {plan.world.size} GPUs",
+            f"{setting}, and {plan.run.name}/{plan.run.run_id} asks for {plan.world.size} GPUs",
             "leave sweep.runs_per_gpu out, or ask for one GPU each: +cluster=1x1",
         )
 
@@ -664,12 +667,13 @@ def describe(point: Mapping[str, str]) -> str:
 
 
 def _refuse_same_runs(points: Sequence[Point], plans: Sequence[RunPlan]) -> None:
-    seen: dict[Path, int] = {}
+    index_of_path: dict[Path, int] = {}
     for index, plan in enumerate(plans):
-        if (first := seen.setdefault(plan.run.path, index)) != index:
+        earlier = index_of_path.setdefault(plan.run.path, index)
+        if earlier != index:
             raise ConfigError(
-                f"runs {first} and {index} of the sweep have the same configuration: "
-                f"{describe(points[first].values)}, and {describe(points[index].values)}",
+                f"runs {earlier} and {index} of the sweep have the same configuration: "
+                f"{describe(points[earlier].values)}, and {describe(points[index].values)}",
                 hint="a key that says where or how a run is carried out does not make another run; drop it, "
                 "or sweep run.name as well",
             )

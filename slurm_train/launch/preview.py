@@ -1,4 +1,4 @@
-"""A plan as the rows of one table, and what a person should know of the code that a run would copy. Prints nothing."""
+"""A plan as the rows of one table, and notes about the code that a run would copy. Prints nothing."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
         return rows
     if config.site:
         rows.append(("site", config.site))
-    if plan.cpus.why:
-        rows.append(("CPUs", plan.cpus.why))
+    if plan.cpus.reason:
+        rows.append(("CPUs", plan.cpus.reason))
     if plan.from_shell:
         rows.append(("shell", "; ".join(plan.from_shell)))
     rows += _lost_node_rows(plan, config.cluster)
@@ -70,7 +70,7 @@ def _shares_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _reading_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Returns what `data.num_workers=auto` means for a data set of the user's own."""
+    """Returns how a data set of the user's own is read by `data.num_workers=auto`."""
     data = plan.config.data or {}
     is_shipped = str(data.get(TARGET, "slurm_train.")).startswith("slurm_train.")
     if is_shipped or data.get("num_workers", AUTO) != AUTO or data.get("prefetch"):
@@ -92,7 +92,7 @@ def _requeue_text(plan: RunPlan) -> str:
 
 
 def _lost_node_rows(plan: RunPlan, cluster: ClusterSection) -> list[tuple[str, str]]:
-    """Returns what happens to a job that outlives its nodes when one is lost or bad, and what that costs."""
+    """Returns what happens in a job that survives the loss of nodes when one is lost or bad, and the cost of that."""
     if not cluster.outlives_nodes:
         return []
     world = plan.world
@@ -112,17 +112,17 @@ def _lost_node_rows(plan: RunPlan, cluster: ClusterSection) -> list[tuple[str, s
 
 
 def _growth_text(plan: RunPlan) -> str:
-    """Returns when a run of a range of nodes is requeued for more of them."""
+    """Returns when a run with a range of nodes is requeued for more of them."""
     every_min = plan.config.requeue.grow_every_min
     is_never = not (plan.config.requeue.enabled and plan.config.trains) or plan.config.launch == "interactive"
     if every_min is None or is_never:
         return "never asked for: the next requeue gives what is free then"
-    often = "30 min; not where jobs are preempted" if every_min == "auto" else f"{every_min} min"
-    return f"asked for at a save, at most every {often}; the job is requeued for them where that pays"
+    interval = "30 min; not where jobs are preempted" if every_min == "auto" else f"{every_min} min"
+    return f"asked for at a save, at most every {interval}; the job is requeued for them where that pays"
 
 
 def _growth(batch: BatchSection) -> list[str]:
-    return [f"x {factor} after step {after}" for after, factor in batch.growth.items()]
+    return [f"x {factor} after step {step}" for step, factor in batch.growth.items()]
 
 
 def _length_text(plan: RunPlan) -> str:
@@ -149,12 +149,12 @@ def _checkpoint_text(plan: RunPlan) -> str:
     settings = plan.config.checkpoint
     if settings.every_steps == "auto":
         return f"as often as pays off with an interruption every {settings.failure_every_h:g} h, {settings.keep} kept"
-    when = f"every {settings.every_steps} steps" if settings.every_steps else "at a stop and at the end only"
-    return f"{when}, {settings.keep} kept"
+    interval = f"every {settings.every_steps} steps" if settings.every_steps else "at a stop and at the end only"
+    return f"{interval}, {settings.keep} kept"
 
 
 def source_notes(source: Source) -> list[str]:
-    """Returns lines about the user's code that a run would not have a copy of; none where it has all of it."""
+    """Returns notes about the user's code that a run would not copy; none if it copies everything."""
     notes = []
     for place, state in source.states.items():
         if state.problem:

@@ -1,7 +1,7 @@
-"""What a run's code runs on, and where it came from: packages, torch, driver and GPUs; words, git commit, difference.
+"""The environment of a run (packages, torch, driver, GPUs) and the origin of its code (words, git commit, difference).
 
-`provenance.json` is written when the job id has been printed, so that no submission waits for it; each attempt writes
-the environment of its own node. Both are read by people and by `diff`, never by the run itself. No package is imported.
+`provenance.json` is written after the job id has been printed, so that no submission waits for it; each attempt writes
+the environment of its own node. People and `diff` read both files; the run itself never does. No package is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GIT_TIMEOUT_S = 10.0
 
 
 class EnvironmentChange(NamedTuple):
-    """One fact or package that is not the same in two environments; None: it is not there."""
+    """One fact or package that differs between two environments; None: it is missing there."""
 
     name: str
     old: str | None
@@ -46,30 +46,31 @@ class EnvironmentChange(NamedTuple):
 
 
 def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the environment of this process; None for what is not here.
+    """Returns the environment of this process; None for missing facts.
 
-    Of note: "cuda" is what torch was built for, e.g. "12.8" or "rocm 6.2" (None: a CPU build, or no torch); "gpus" are
-    the models of the GPUs; "packages" has versions by canonical name, as `pip freeze` would; "sources" has the packages
-    that come from no index: url, and "editable" or "commit" where they apply.
+    "cuda" is what torch was built for, e.g. "12.8" or "rocm 6.2" (None: a CPU build, or no torch); "gpus" are
+    the models of the GPUs; "packages" has versions by canonical name, as in `pip freeze`; "sources" has the packages
+    that were not installed from an index: url, and "editable" or "commit" if they apply.
 
     Args:
-        slurm: Slurm's version, None where it is not known.
-        paths: where packages lie; None: where this process finds them.
+        slurm: Slurm's version, None if it is not known.
+        paths: folders with packages; None: those of this process.
     """
     folders = own_paths() if paths is None else list(paths)
     kernel = os.uname()
     packages: dict[str, str] = {}
     sources: dict[str, dict[str, Any]] = {}
-    # Of a package that lies in two folders the first counts, as it does for Python.
+    # If a package lies in two folders, the first one counts, as for Python.
     for item in distributions(path=list(dict.fromkeys(folders))):
         # Each access parses the whole file.
         metadata = item.metadata
         name = re.sub(r"[-_.]+", "-", metadata["Name"] or "").lower()
         if name and name not in packages:
             packages[name] = metadata["Version"] or "?"
-            if source := _source_of(item):
+            source = _source_of(item)
+            if source:
                 sources[name] = source
-    models = (_found(r"(?m)^Model:\s*(.+?)\s*$", path) for path in sorted(_DRIVER.glob("gpus/*/information")))
+    models = (_search_file(r"(?m)^Model:\s*(.+?)\s*$", path) for path in sorted(_DRIVER.glob("gpus/*/information")))
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "executable": sys.executable,
@@ -86,9 +87,11 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
 
 def read_gpu_software(folders: Sequence[str]) -> dict[str, str | None]:
     """Returns "cuda", what the torch in some folders was built for, and "driver"; see `read_environment`."""
-    builds = (_found(r"(?m)^(cuda|hip)\b[^=]*=\s*'([^']+)'", Path(folder, "torch/version.py")) for folder in folders)
+    builds = (
+        _search_file(r"(?m)^(cuda|hip)\b[^=]*=\s*'([^']+)'", Path(folder, "torch/version.py")) for folder in folders
+    )
     build = next(filter(None, builds), None)
-    driver = _found(r"\s(\d+\.\d+(?:\.\d+)?)\s", _DRIVER / "version")
+    driver = _search_file(r"\s(\d+\.\d+(?:\.\d+)?)\s", _DRIVER / "version")
     return {
         "cuda": build and (build[2] if build[1] == "cuda" else f"rocm {build[2]}"),
         "driver": driver and driver[1],
@@ -96,7 +99,7 @@ def read_gpu_software(folders: Sequence[str]) -> dict[str, str | None]:
 
 
 def _source_of(item: Distribution) -> dict[str, Any]:
-    """Returns what PEP 610's direct_url.json says, in short."""
+    """Returns the facts of a package's direct_url.json (PEP 610)."""
     try:
         value = json.loads(item.read_text("direct_url.json") or "{}")
     except ValueError:
@@ -109,7 +112,7 @@ def _source_of(item: Distribution) -> dict[str, Any]:
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def _found(pattern: str, path: Path) -> re.Match[str] | None:
+def _search_file(pattern: str, path: Path) -> re.Match[str] | None:
     try:
         return re.search(pattern, path.read_text(encoding="utf-8"))
     except OSError:
@@ -117,11 +120,11 @@ def _found(pattern: str, path: Path) -> re.Match[str] | None:
 
 
 def environment_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EnvironmentChange]:
-    """Returns what differs: facts first, then packages by name. Host and platform alone are no change."""
-    found = [EnvironmentChange(name, _fact(old.get(name)), _fact(new.get(name))) for name in _COMPARED]
+    """Returns the differences: facts first, then packages by name. Host and platform are not compared."""
+    changes = [EnvironmentChange(name, _fact(old.get(name)), _fact(new.get(name))) for name in _COMPARED]
     names = {*old.get("packages", ()), *new.get("packages", ())} - {"torch"}
-    found += [EnvironmentChange(name, _package(old, name), _package(new, name), True) for name in sorted(names)]
-    return [change for change in found if change.old != change.new]
+    changes += [EnvironmentChange(name, _package(old, name), _package(new, name), True) for name in sorted(names)]
+    return [change for change in changes if change.old != change.new]
 
 
 def _fact(value: Any) -> str | None:
@@ -146,8 +149,8 @@ def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm:
         path: the file.
         source: the code that was copied, and what git says about it.
         words: the command line.
-        slurm: Slurm's version, None where it plays no part.
-        config: of the run, or of one of a sweep's.
+        slurm: Slurm's version, None without a cluster.
+        config: of the run, or of one run of a sweep.
     """
     environment = read_environment(slurm=slurm)
     states = {place: source.states.get(place, SourceState()) for place in source.folders}
@@ -180,7 +183,7 @@ def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm:
 
 
 def _elsewhere(place: str, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what is known of a folder that packages are imported from and that was not copied."""
+    """Returns facts about a folder that packages are imported from and that was not copied."""
     installed = [
         name
         for name, source in sources.items()
@@ -198,22 +201,24 @@ def _elsewhere(place: str, sources: Mapping[str, Mapping[str, Any]]) -> dict[str
 
 
 def environment_of(run: RunDirectory) -> dict[str, Any] | None:
-    """Returns the environment that a run was carried out in: its newest attempt's, else that of its submission."""
+    """Returns the environment of a run: that of its newest attempt, else that of its submission."""
     recorded = (read_json(run.environment(attempt)) for attempt in reversed(existing_attempts(run)))
     return next(filter(None, recorded), None) or (read_json(run.provenance) or {}).get("environment")
 
 
 def record_environment(run: RunDirectory, attempt: int, *, slurm: str | None) -> list[str]:
-    """Writes the environment of an attempt and returns what has changed since the one before, e.g. "numpy: 1 -> 2".
+    """Writes the environment of an attempt and returns the changes since the previous one, e.g. "numpy: 1 -> 2".
 
-    Called where the batch script runs. The first attempt is compared with the submission, where that was typed with the
-    same interpreter.
+    Called where the batch script runs. The first attempt is compared with the submission, if that used the same
+    interpreter.
     """
-    now = read_environment(slurm=slurm)
-    before = environment_of(run) or {}
-    write_atomic(run.environment(attempt), json.dumps(now, indent=1) + "\n", durable=False)
-    if not before.get("packages") or before["executable"] != now["executable"]:
+    environment = read_environment(slurm=slurm)
+    previous = environment_of(run) or {}
+    write_atomic(run.environment(attempt), json.dumps(environment, indent=1) + "\n", durable=False)
+    if not previous.get("packages") or previous["executable"] != environment["executable"]:
         return []
-    # A login node has another driver, or none, and may name another Slurm.
-    found = [change for change in environment_changes(before, now) if change.is_package or change.name == "python"]
-    return [str(change) for change in found]
+    # The driver and the version of Slurm are not compared, since they may differ on a login node.
+    changes = [
+        change for change in environment_changes(previous, environment) if change.is_package or change.name == "python"
+    ]
+    return [str(change) for change in changes]

@@ -1,9 +1,9 @@
 """The command of a run's ranks: this package's Python, in a container (Apptainer, pyxis) where there is one.
 
-The batch script, the supervisor and Slurm's commands stay on the host, so a requeue needs no scontrol in the image.
-Inside runs this very package, which is mounted next to the image's own packages; what the image must have is torch and
-the packages that this one needs. Variables travel as they are in the job: Apptainer passes the environment on, and for
-pyxis, where the image's own values win, those that the launch sets are named.
+The batch script, the supervisor and Slurm's commands run on the host, so a requeue needs no scontrol in the image. In
+the container runs the host's copy of this package, which is mounted next to the packages of the image. The image must
+have torch and the packages that this one needs. The ranks get the variables of the job: Apptainer passes the
+environment on; with pyxis, values of the image have priority, so the variables of the launch are listed for it.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.share import PACK
 
 INSIDE = "/opt/slurm_train"
-"""Where the host's package is mounted; nothing else of the host's packages is seen."""
-# What the supervisor and Slurm set for a rank; the image must not replace it.
+"""Where the host's package is mounted; no other package of the host is visible."""
+# Variables that the supervisor and Slurm set for a rank; the image must not replace them.
 _SET_BY_LAUNCH = (
     *("SLURM_TRAIN_ATTEMPT", PACK, "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES"),
 )
-# In images with PyTorch, pyxis and its hook give a part of them, and a rank that has some expects all (torchrun's way).
+# In images with PyTorch, pyxis and its hook set some of them, and a rank that has some of them expects all.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# Where the embedded text is kept unless data.path says otherwise.
+# Folder of the embedded text unless data.path is set.
 _CACHE = "~/.cache/slurm_train"
 _CACHING = ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
 
 
 @dataclass(frozen=True, slots=True)
 class RankCommand:
-    """What decides the command of a run's ranks."""
+    """The inputs from which the command of a run's ranks is made."""
 
     config: RunConfig
     run: RunDirectory
     directory: str
-    """Where the run was typed; relative paths start there."""
+    """Where the run was typed, which relative paths start from."""
     package: Path | None = None
-    """The folder of this package on the nodes; None: where it lies here."""
+    """The folder of this package on the nodes; None: the same as here."""
 
     def words(self, *, python: str) -> list[str]:
-        """Returns the words of a task: what starts a rank or torchrun's launcher, in its container where it has one.
+        """Returns the words of a task, which start a rank or torchrun's launcher, in a container if there is one.
 
         Args:
             python: interpreter on the nodes, for runs without a container.
 
         Raises:
-            ConfigError: a path that a container cannot be given.
+            ConfigError: a path cannot be passed to a container.
         """
         container = self.config.container
         cluster = self.config.cluster
-        # Under torchrun one launcher per node, which starts the ranks inside the container as well.
+        # Under torchrun there is one launcher per node, which starts the ranks inside the container.
         verb = "torchrun" if cluster is not None and cluster.launcher == "torchrun" else "worker"
         worker = ["-m", "slurm_train", verb, str(self.run.path)]
         if container is None:
@@ -63,10 +63,15 @@ class RankCommand:
         # The host's packages and those of the user's home are for another Python.
         inside = [f"PYTHONPATH={INSIDE}", "PYTHONNOUSERSITE=1", container.python, *worker]
         if container.kind == "pyxis":
-            return ["env", *(word for name in _TORCHRUN for word in ("-u", name)), *inside]
+            words = ["env"]
+            for name in _TORCHRUN:
+                words += ["-u", name]
+            return [*words, *inside]
         gpus = [] if cluster is not None and cluster.gpu_flag == "none" else ["--nv"]
-        binds = [word for mount in self._mounts(container) for word in ("--bind", mount)]
-        words = [container.command or "apptainer", "exec", *gpus, *binds, "--pwd", str(self.run.code)]
+        words = [container.command or "apptainer", "exec", *gpus]
+        for mount in self._mounts(container):
+            words += ["--bind", mount]
+        words += ["--pwd", str(self.run.code)]
         return [*words, *container.flags, self._image(container), "env", *inside]
 
     def step_flags(self, variables: Mapping[str, str]) -> dict[str, str]:
@@ -89,7 +94,7 @@ class RankCommand:
         }
 
     def make_mount_points(self) -> None:
-        """Makes the folder that the embedded text will be put into: what is not there cannot be mounted."""
+        """Makes the folder of the embedded text, since a missing folder cannot be mounted."""
         if self.config.container is not None and self._uses_cache:
             Path(_CACHE).expanduser().mkdir(parents=True, exist_ok=True)
 
@@ -108,17 +113,17 @@ class RankCommand:
         return str(Path(self.directory) / Path(image).expanduser())
 
     def _mounts(self, container: ContainerSection) -> list[str]:
-        """Returns "source:inside[:flags]" or plain paths: what the run needs by itself, then the person's own."""
+        """Returns "source:inside[:flags]" or plain paths: mounts that the run needs, then those of the person."""
         # Relative paths of the data lie where the run was typed.
         needed = [str(self.run.path.parent.parent), self.directory, *_absolute_paths(self.config.data)]
         needed += [str(snapshot.repository_folder) for snapshot in hub_snapshots(self.config)]
         if self._uses_cache:
             needed.append(str(Path(_CACHE).expanduser()))
-        # The root itself would hide the whole image.
-        wanted = dict.fromkeys(path for path in needed if PurePosixPath(path).is_absolute() and path != "/")
+        # A mount of "/" would hide the whole image.
+        folders = dict.fromkeys(path for path in needed if PurePosixPath(path).is_absolute() and path != "/")
         mounts = [f"{self.package or package_dir()}:{INSIDE}/slurm_train:ro"]
-        for path in wanted:
-            if not any(path != other and PurePosixPath(path).is_relative_to(other) for other in wanted):
+        for path in folders:
+            if not any(path != outer and PurePosixPath(path).is_relative_to(outer) for outer in folders):
                 _check_path(path, "the run")
                 mounts.append(path)
         for mount in container.mounts:
@@ -132,10 +137,10 @@ class RankCommand:
         return mounts
 
 
-def _check_path(path: str, what: str) -> None:
+def _check_path(path: str, origin: str) -> None:
     if any(sign in path for sign in ",:\\") or not path.isprintable():
         raise ConfigError(
-            f"{what} uses the path {path!r}, which a container cannot be given", hint="use a path without , : and \\"
+            f"{origin} uses the path {path!r}, which a container cannot be given", hint="use a path without , : and \\"
         )
 
 

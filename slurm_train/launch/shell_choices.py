@@ -1,8 +1,8 @@
-"""The choices that a person has made in the shell for all their jobs: SBATCH_ACCOUNT and its like.
+"""Variables of the shell that set options of all jobs of a person: SBATCH_ACCOUNT and the like.
 
-sbatch and salloc take them as defaults below their command line. Here they are defaults below words, files and site;
-what is not taken is named, since a setting that is lost silently charges another account. Inside a job nothing is read:
-there these variables may be those of the job.
+For sbatch and salloc their priority is below the command line. Here it is below words, files and site. A variable that
+is not used is reported, since a silently lost setting might charge another account. Inside a job these variables are
+not read, since they may belong to that job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.words import minutes
 from slurm_train.errors import ConfigError
 
-# By what follows SBATCH_ or SALLOC_ in the name, as the man pages of Slurm 20.11 to 25.05 list them.
+# By the part of the name after SBATCH_ or SALLOC_, as the man pages of Slurm 20.11 to 25.05 list them.
 _KEYS = {
     "ACCOUNT": "account",
     "PARTITION": "partition",
@@ -37,21 +37,21 @@ _FLAGS = {
     "ACCTG_FREQ": "acctg-freq",
     "POWER": "power",
 }
-# Other clusters are refused elsewhere; these choose nothing about a job.
+# Another cluster is refused by `acceptance`; the others set nothing about a job.
 _NO_CHOICES = ("CLUSTERS", "DEBUG", "CONF", "EXIT_ERROR", "EXIT_IMMEDIATE", "BELL", "NO_BELL", "GET_USER_ENV")
-# What people set for srun beside the same for sbatch.
+# Variables that people set for srun beside the same for sbatch.
 _OF_SRUN = (*_KEYS, "RESERVATION", "WCKEY", "HINT")
 
 
 def take_shell_choices(
     config: RunConfig, open_keys: Collection[str] | None, env: Mapping[str, str]
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Returns a configuration with the shell's choices where nothing else decides, and what was taken and dropped.
+    """Returns a configuration with the shell's choices where nothing else is set, and remarks about each choice.
 
     Args:
         config: as composed.
-        open_keys: the keys of `cluster` that neither words nor files set; None: of a run that exists, which keeps what
-            it has, so that nothing is taken.
+        open_keys: the keys of `cluster` that neither words nor files set; None for an existing run, which keeps its
+            settings.
         env: the environment of the submitting shell.
     """
     cluster = config.cluster
@@ -60,31 +60,33 @@ def take_shell_choices(
     prefix = "SALLOC_" if config.launch == "interactive" else "SBATCH_"
     taken: dict[str, Any] = {}
     flags = dict[str, Any]()
-    given = {name.replace("_", "-") for name in cluster.sbatch}
+    set_flags = {name.replace("_", "-") for name in cluster.sbatch}
     remarks = list[str]()
     for name, value in _choices(env, prefix):
         choice = name.removeprefix(prefix)
         key = _KEYS.get(choice)
         flag = _FLAGS.get(choice)
         if key is not None:
-            wanted = _wanted(key, value)
-            if wanted is not None and getattr(cluster, key) == wanted:
+            setting = _parse(key, value)
+            if setting is not None and getattr(cluster, key) == setting:
                 continue
-            if wanted is None:
+            if setting is None:
                 remarks.append(f"{name}={value} is not used: it is no time limit")
-            elif open_keys is not None and key in open_keys and key not in given:
-                taken[key] = wanted
+            elif open_keys is not None and key in open_keys and key not in set_flags:
+                taken[key] = setting
                 remarks.append(f"{name}={value} is taken as cluster.{key}")
             else:
-                decides = (
-                    f"sbatch.{key}={cluster.sbatch[key]}" if key in cluster.sbatch else f"{key}={_set_to(cluster, key)}"
-                )
-                remarks.append(f"{name}={value} is not used: cluster.{decides} is set")
-        elif flag is not None and flag not in given and open_keys is not None:
+                present = f"{key}={_set_to(cluster, key)}"
+                if key in cluster.sbatch:
+                    present = f"sbatch.{key}={cluster.sbatch[key]}"
+                remarks.append(f"{name}={value} is not used: cluster.{present} is set")
+        elif flag is not None and flag not in set_flags and open_keys is not None:
             flags[flag] = value or True
             remarks.append(f"{name}={value} is taken as cluster.sbatch.{flag}")
         elif flag is None or str(cluster.sbatch.get(flag, cluster.sbatch.get(flag.replace("-", "_")))) != value:
-            remarks.append(f"{name}={value} is not used" + (f": cluster.sbatch.{flag} is set" if flag in given else ""))
+            remarks.append(
+                f"{name}={value} is not used" + (f": cluster.sbatch.{flag} is set" if flag in set_flags else "")
+            )
     remarks += _of_srun(env, prefix)
     if taken or flags:
         config = replace(config, cluster=replace(cluster, **taken, sbatch={**cluster.sbatch, **flags}))
@@ -94,12 +96,12 @@ def take_shell_choices(
 def _choices(env: Mapping[str, str], prefix: str) -> Iterator[tuple[str, str]]:
     for name, value in sorted(env.items()):
         choice = name.removeprefix(prefix)
-        # An empty variable is no choice to sbatch, but for a flag without a value.
+        # sbatch ignores an empty variable, except for a flag without a value.
         if name != choice and choice not in _NO_CHOICES and (value or choice == "EXCLUSIVE"):
             yield name, value
 
 
-def _wanted(key: str, value: str) -> str | int | None:
+def _parse(key: str, value: str) -> str | int | None:
     if key != "time_limit_min":
         return value
     try:
@@ -114,7 +116,7 @@ def _set_to(cluster: ClusterSection, key: str) -> str:
 
 
 def _of_srun(env: Mapping[str, str], prefix: str) -> Iterator[str]:
-    """Yields which choices for srun do not reach the job; sbatch does not read them either."""
+    """Yields remarks on variables of srun, which neither this program nor sbatch applies to the job."""
     for choice in _OF_SRUN:
         value = env.get(f"SLURM_{choice}")
         if value and env.get(f"{prefix}{choice}") != value:

@@ -1,8 +1,8 @@
 """The copy of the code that a run keeps: which files belong to it, how they are copied, and their hashes.
 
 A queued or requeued job runs this copy, whatever is edited meanwhile. In a git repository the code is every file that
-git does not ignore, uncommitted ones included; elsewhere files are chosen by their endings. The copies lose their write
-permission (folders keep it, so that `rm -r` works and Python can cache), and their hashes are compared before each
+git does not ignore, also uncommitted ones; elsewhere files are chosen by their suffixes. The copies are made read-only
+(folders are not, so that `rm -r` works and Python can write its caches), and their hashes are compared before each
 attempt.
 """
 
@@ -29,7 +29,7 @@ from slurm_train.rundir.paths import RunDirectory
 
 # --- which files are copied ---
 
-# Outside git nothing says which files are code but their endings.
+# Outside git, files are recognized as code by their suffixes only.
 _SOURCE_SUFFIXES = frozenset(
     {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".txt", ".sh", ".so", ".cu", ".cpp"}
 )
@@ -44,18 +44,18 @@ class Source:
     folders: Mapping[str, Path]
     """The copied folders by their place in the snapshot: "" for the submitting directory, e.g. ".folders/mylib"."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Where each file lies, by its name in the snapshot."""
+    """Path of each file by its name in the snapshot."""
     states: Mapping[str, SourceState] = field(default_factory=dict)
-    """What git says about each of `folders`."""
+    """git's facts about each of `folders`."""
     roots: Sequence[str] = ()
     """Places in the snapshot that packages are imported from, e.g. "src"."""
     elsewhere: Sequence[str] = ()
     """Folders that packages are imported from and that are not copied."""
     left_out: Sequence[str] = ()
-    """What lies in the copied folders and is not copied, each with the reason."""
+    """Files of the copied folders that are not copied, each with the reason."""
 
     def code(self) -> Code:
-        """Returns the files with their hashes as they are now."""
+        """Returns the files with their present hashes."""
         return Code(index_code(self.files.__getitem__, self.files), self.files.__getitem__)
 
 
@@ -77,26 +77,26 @@ def read_source(
     *,
     env: Mapping[str, str],
 ) -> Source:
-    """Returns what would be copied for a run; touches nothing.
+    """Returns the code that would be copied for a run; writes nothing.
 
-    Outside git, and with none of the user's own code named, a job needs nothing from there.
+    Outside git, if the configuration names no code of the user, a job needs no files of the folder.
 
     Args:
         run: the run; its root is never part of a snapshot.
         config: says whether own code is used, and names further folders.
         directory: the submitting directory.
-        state: what git says about it, None if git has not been asked yet.
-        env: environment, for asking git.
+        state: git's facts about it, None if git has not been asked yet.
+        env: environment of git.
 
     Raises:
-        ConfigError: more than `run.snapshot_limit_mb`, or a folder that is not there.
+        ConfigError: the code is larger than `run.snapshot_limit_mb`, or a folder does not exist.
     """
     if state is None:
         state = read_git(directory, env)
     uses_own_code = names_own_code(config)
     if state.files is None and not uses_own_code and not config.run.snapshot_folders:
         return Source({"": directory}, states={"": state})
-    # Where the runs' root holds the code as well (run.root=.), only this run's own folder is left out.
+    # If the runs' root also contains the code (run.root=.), only this run's own folder is left out.
     root = run.path.parent.parent
     holds_code = directory.resolve().is_relative_to(root.resolve())
     runs = (run.path.parent if holds_code else root).resolve()
@@ -114,7 +114,7 @@ def read_source(
         left_out += not_copied
         roots += [f"{place}/{part}".strip("/") for part in import_roots(str(folder), paths, sys.meta_path)]
     if not uses_own_code:
-        # What the job does not import cannot change under it.
+        # Code that the job does not import may change.
         return Source(folders, files, states, roots)
     elsewhere = code_elsewhere(map(str, folders.values()), paths, sys.meta_path)
     return Source(folders, files, states, roots, elsewhere, left_out)
@@ -131,26 +131,26 @@ def _further_folders(texts: Sequence[str], directory: Path) -> dict[str, Path]:
                 f"run.snapshot_folders: {text} lies in {directory}, which is copied anyway",
                 hint="name folders outside of it; files in it that git ignores are not code",
             )
-        num_of_this_name = sum(other.name == folder.name for other in folders.values())
+        num_of_this_name = sum(earlier.name == folder.name for earlier in folders.values())
         suffix = f"-{num_of_this_name + 1}" if num_of_this_name else ""
-        # A hidden folder, so that it cannot have the name of one of the user's.
+        # In a hidden folder, so that the name cannot equal that of a folder of the user.
         folders[f".folders/{folder.name}{suffix}"] = folder
     return folders
 
 
 def plan_files(folder: Path, state: SourceState, *, limit_mb: int, exclude: Path) -> tuple[list[str], list[str]]:
-    """Returns the files to copy, relative to the folder, and what is left out with the reason; touches nothing.
+    """Returns the files to copy, relative to the folder, and those left out with the reason; writes nothing.
 
-    A link to a folder inside the folder is replaced by the files of that folder. One that leads elsewhere is left out.
+    A link to a folder inside the folder is replaced by the files of that folder. A link to another place is left out.
 
     Args:
         folder: a folder with code.
-        state: what git says about it.
+        state: git's facts about it.
         limit_mb: largest total size in MiB.
         exclude: the root of the runs, without links.
 
     Raises:
-        ConfigError: the files are more than the limit.
+        ConfigError: the total size is above the limit.
     """
     if state.files is None:
         candidates = _walk(folder, exclude)
@@ -178,7 +178,7 @@ def plan_files(folder: Path, state: SourceState, *, limit_mb: int, exclude: Path
 
 
 def _follow_links(folder: Path, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the files, those behind links to folders included, and the folders that are left out, each with why."""
+    """Returns the files, also those behind links to folders, and the folders that are left out, with the reason."""
     real = folder.resolve()
     folders = [name for name in names if (folder / name).is_dir()]
     files = [name for name in names if name not in set(folders)]
@@ -202,8 +202,8 @@ def _follow_links(folder: Path, names: Sequence[str]) -> tuple[list[str], list[s
 def _walk(folder: Path, exclude: Path) -> list[str]:
     names: list[str] = []
     num_entries = 0
-    for here, subfolders, files in os.walk(folder):
-        place = Path(here)
+    for current, subfolders, files in os.walk(folder):
+        place = Path(current)
         subfolders[:] = sorted(name for name in subfolders if _may_hold_code(place / name, exclude))
         num_entries += len(files) + len(subfolders)
         if num_entries > _MAX_ENTRIES:
@@ -211,7 +211,7 @@ def _walk(folder: Path, exclude: Path) -> list[str]:
                 f"{folder} is not a git repository and holds more than {_MAX_ENTRIES} files: which are the code?",
                 hint="start from the folder of your project, or make it a git repository",
             )
-        # A link is not walked into; `_follow_links` looks where it leads.
+        # `os.walk` does not follow links; `_follow_links` handles them.
         chosen = [name for name in subfolders if (place / name).is_symlink()]
         chosen += [name for name in sorted(files) if Path(name).suffix in _SOURCE_SUFFIXES]
         names += [str((place / name).relative_to(folder)) for name in chosen]
@@ -224,9 +224,9 @@ def _may_hold_code(folder: Path, exclude: Path) -> bool:
     return not is_hidden and not is_virtual_environment and os.path.realpath(folder) != str(exclude)
 
 
-# --- the copy, and what it is compared by ---
+# --- the copy and its comparison ---
 
-# Files for people, which no run reads.
+# Documents, which no run reads.
 _DOCUMENTS = frozenset({".md", ".rst", ".ipynb", ".png", ".jpg", ".jpeg", ".svg", ".pdf"})
 _OWN_PACKAGE = ("slurm_train/", "conf/", "sbatch_templates/")
 _LONGEST_COMPARED = 1 << 20
@@ -234,7 +234,7 @@ _WRITE_BITS = 0o222
 MOST_CHANGES_SHOWN = 12
 
 Locate = Callable[[str], Path]
-"""Gives the place of a file of the code by its name."""
+"""Returns the path of a file of the code by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +264,10 @@ class FileChange:
 
     name: str
     added: int | None = None
-    """Lines; None where they are not known (no text, too long, or the old file is not what was recorded)."""
+    """Number of lines; None if it is not known (no text, too long, or the old file has another hash than recorded)."""
     removed: int | None = None
     what: str = "changed"
-    """Or "new" or "gone", where it is not on both sides."""
+    """Or "new" or "gone", if only one side has it."""
 
     def __str__(self) -> str:
         lines = "changed" if self.added is None else f"+{self.added} -{self.removed}"
@@ -282,23 +282,23 @@ def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | No
     Args:
         source: the code.
         target: the snapshot.
-        index: the file for the hashes; it also says where the code came from, which the job's imports follow.
-        keep: what the older snapshot is called from now on; None: it is removed.
+        index: the file for the hashes; it also records the original folders, which the job's imports need.
+        keep: the new path of the older snapshot; None: it is removed.
     """
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
-    # In a shared run the group may read what it may read in the submitting folder.
-    shown = 0o750 if is_shared(fresh.parent) else 0o700
+    # In a shared run the group may read the files that it may read in the submitting folder.
+    readable_bits = 0o750 if is_shared(fresh.parent) else 0o700
     # str in, str out: paths cost 10x here.
     for folder in sorted({os.path.dirname(name) for name in source.files}):  # noqa: PTH120  # as above
         os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
     for name, path in source.files.items():
         shutil.copy2(path, fresh / name)
-        os.chmod(fresh / name, os.stat(fresh / name).st_mode & shown & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
-    for folder, _, _ in os.walk(fresh) if shown == 0o750 else ():
+        os.chmod(fresh / name, os.stat(fresh / name).st_mode & readable_bits & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
+    for folder, _, _ in os.walk(fresh) if readable_bits == 0o750 else ():
         share_folder(Path(folder))
-    # The old snapshot of a sweep is shared, and stays where it is.
+    # The old snapshot of a sweep is shared with other runs, so it is not moved.
     if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
         rename(target, keep)
     _remove(target)
@@ -320,7 +320,7 @@ def link_snapshot(target: Path, snapshot: Path) -> None:
 
 
 def _remove(target: Path) -> None:
-    # The snapshot that a link leads to belongs to other runs as well.
+    # The target of a link also belongs to other runs, so only the link is removed.
     if target.is_symlink() or target.is_file():
         target.unlink()
     else:
@@ -328,7 +328,7 @@ def _remove(target: Path) -> None:
 
 
 def index_code(locate: Locate, names: Iterable[str]) -> dict[str, str]:
-    """Returns the hashes of files by name; one that cannot be read counts as absent."""
+    """Returns the hashes of files by name; unreadable files are missing in it."""
     hashes: dict[str, str] = {}
     for name in names:
         with contextlib.suppress(OSError):
@@ -337,13 +337,13 @@ def index_code(locate: Locate, names: Iterable[str]) -> dict[str, str]:
 
 
 def read_index(run: RunDirectory) -> dict[str, str] | None:
-    """Returns the recorded hashes of a run's snapshot, None where there are none."""
+    """Returns the recorded hashes of a run's snapshot, None if there are none."""
     files = (read_json(run.code_index) or {}).get("files")
     return files if isinstance(files, dict) else None
 
 
 def live_code(run: RunDirectory, folders: Mapping[str, Path | str]) -> Code:
-    """Returns the files of a run's snapshot as they are now where they were copied from.
+    """Returns the present state of a snapshot's files in their original folders.
 
     Args:
         run: the run.
@@ -360,28 +360,28 @@ def live_code(run: RunDirectory, folders: Mapping[str, Path | str]) -> Code:
 
 
 def digest_code(index: Mapping[str, str], *, is_own_code: bool) -> str:
-    """Returns one hash of the files that a run could notice, see `matters`."""
+    """Returns one hash of the files that can affect a run, see `matters`."""
     files = sorted(item for item in index.items() if matters(item[0], is_own_code=is_own_code))
     return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
 
 
 def matters(name: str, *, is_own_code: bool) -> bool:
-    """Returns whether a run could notice a change of a file: no document; without own code, only of this package."""
+    """Returns whether a file can affect a run: it is no document and, without own code, a file of this package."""
     return Path(name).suffix not in _DOCUMENTS and (is_own_code or name.startswith(_OWN_PACKAGE))
 
 
 def require_sealed(run: RunDirectory) -> None:
-    """Refuses a run whose snapshot is not what was submitted.
+    """Refuses a run whose snapshot differs from the submitted one.
 
     Raises:
-        RunError: files of it were changed, removed or added since; the first of them are named.
+        RunError: files of it were changed, removed or added; the first of them are named.
     """
     index = read_index(run)
     if index is None:
         return
     files, links = _walk_snapshot(run.code)
-    now = index_code(run.code.joinpath, {*files, *index})
-    changes = compare_code(Code(index, run.code.joinpath), Code(now, run.code.joinpath))
+    present = index_code(run.code.joinpath, {*files, *index})
+    changes = compare_code(Code(index, run.code.joinpath), Code(present, run.code.joinpath))
     changes += [FileChange(name, what="new") for name in links]
     if changes:
         raise RunError(
@@ -392,7 +392,7 @@ def require_sealed(run: RunDirectory) -> None:
 
 
 def _walk_snapshot(code: Path) -> tuple[list[str], list[str]]:
-    """Returns the files of a snapshot without Python's caches, and links to folders, of which it should have none."""
+    """Returns the files of a snapshot without Python's caches, and its links to folders, which it should not have."""
     files: list[str] = []
     links: list[str] = []
     for folder, subfolders, names in os.walk(code):
@@ -419,11 +419,11 @@ def compare_code(old: Code, new: Code) -> list[FileChange]:
             change = FileChange(name, what="gone")
         else:
             change = FileChange(name)
-        before = old.lines(name)
-        after = new.lines(name)
-        if before is not None and after is not None:
+        old_lines = old.lines(name)
+        new_lines = new.lines(name)
+        if old_lines is not None and new_lines is not None:
             # The first two lines name the files.
-            lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+            lines = list(difflib.unified_diff(old_lines, new_lines, n=0, lineterm=""))[2:]
             signs = [line[0] for line in lines]
             change = replace(change, added=signs.count("+"), removed=signs.count("-"))
         changes.append(change)

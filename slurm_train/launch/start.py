@@ -1,10 +1,10 @@
-"""The order in which every run is started: refuse what is active, compare with what is on disk, ask Slurm, write,
+"""The order in which every run is started: refuse an active run, compare with the files on disk, ask Slurm, write,
 remove the locks of processes that no longer exist, submit, record.
 
-`Start.write` ends after the files: the run is then started on this machine, or in an allocation. Nothing is written
-before Slurm would take the job. From the check that nothing is active to the recorded job id one submitter holds the
-run (`submission.json`); what ranks read is written with the run's own lock held. `start_sweep` does the same for many
-runs at once.
+`Start.write` ends after the files are written, for runs on this machine or in an allocation. Nothing is written unless
+Slurm would accept the job. From the check that the run is not active until the job id is recorded, one submitter holds
+the run (`submission.json`); files for the ranks are written while the run's own lock is held. `start_sweep` does the
+same for many runs at once.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from slurm_train.status.activity import find_active, holder_lives, submitting, w
 
 
 class Start:
-    """Starts runs as one command line asks for it.
+    """Starts runs for one command line.
 
     Args:
         words: the command line, which the provenance of the runs records.
         env: the environment.
         say: prints a line for the person.
         accept: changes of a run in progress that the person accepts.
-        after: runs and sweeps whose success Slurm waits for first.
+        after: runs and sweeps that must succeed before Slurm starts the job.
     """
 
     def __init__(
@@ -74,31 +74,33 @@ class Start:
             root: of the runs.
 
         Raises:
-            ConfigError: the run is not submitted, or names a dependency of its own.
+            ConfigError: the run is not submitted to Slurm, or has its own dependency in `cluster.sbatch`.
             RunError: there is no such run, or it ended without a result.
         """
         if not self.after:
             return ""
-        asked = f"after={','.join(self.after)}"
+        setting = f"after={','.join(self.after)}"
         if config.cluster is None or config.launch != "slurm":
             hint = "add +cluster=NxG, or drop after="
-            raise ConfigError(f"{asked} makes a job wait in Slurm's queue, but this run would start at once", hint=hint)
+            raise ConfigError(
+                f"{setting} makes a job wait in Slurm's queue, but this run would start at once", hint=hint
+            )
         if "dependency" in config.cluster.sbatch:
-            raise ConfigError(f"{asked} and cluster.sbatch.dependency exclude each other", hint="drop one of the two")
+            raise ConfigError(f"{setting} and cluster.sbatch.dependency exclude each other", hint="drop one of the two")
         require_slurm(self.commands, self.env)
         runs = self._runs_before(root)
         active = find_active(runs, self.commands)
         jobs: list[str] = []
         for run in runs:
-            # The result is looked for last: a run that has ended meanwhile is not active any more.
+            # The result is checked after the jobs: a run that ends in between is no longer active but has a result.
             if run.result.exists():
                 continue
             if run not in active or not active[run].jobs:
                 raise RunError(
-                    f"{asked}: {run.name}/{run.run_id} is not finished, and no job of it is queued or running",
+                    f"{setting}: {run.name}/{run.run_id} is not finished, and no job of it is queued or running",
                     hint=f"`status {run.run_id}` says why, `resume {run.run_id}` continues it",
                 )
-            # Of several jobs the newest ends last: it waits for the others, or takes over from them.
+            # The newest of several jobs ends last: it waits for the others, or continues them.
             newest = active[run].jobs[-1]
             if newest not in jobs:
                 jobs.append(newest)
@@ -121,7 +123,7 @@ class Start:
 
         Args:
             plan: the run.
-            source: its code, or the run whose snapshot it shares; None: the snapshot that it has.
+            source: its code, or the run whose snapshot it shares; None: its existing snapshot.
 
         Raises:
             ClusterError: no Slurm here, or it refuses the request.
@@ -137,12 +139,12 @@ class Start:
             return self.submit_written(run, config, script, flags=flags)
 
     def write(self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None) -> str:
-        """Writes everything that a run's ranks read, and returns its script ("" without a cluster).
+        """Writes all files for a run's ranks, and returns its script ("" without a cluster).
 
         Args:
             plan: the run.
             source: as for `submit`.
-            inside: the job whose allocation the run will use; a run that was started there before is not refused.
+            inside: id of the job whose allocation the run will use; a run that was started there before is not refused.
 
         Raises:
             ClusterError: Slurm refuses the request, or the allocation is too small.
@@ -154,12 +156,12 @@ class Start:
         return script
 
     def _write(self, plan: RunPlan, source: Source | RunDirectory | None, *, inside: str | None = None) -> str:
-        """Compares, asks Slurm and writes; called by the one submitter of the run."""
+        """Compares, asks Slurm and writes; the caller holds the run as its submitter."""
         run = plan.run
         is_submitted = plan.config.cluster is not None
         ranks = RankCommand(plan.config, run, plan.directory)
         script = render_script(plan) if is_submitted else ""
-        # A container that cannot be started is found before anything is written.
+        # This refuses an impossible container before anything is written.
         ranks.words(python="python")
         code = source if isinstance(source, Source) else None
         change = check_drift(plan, code, accept=self.accept, say=self.say)
@@ -168,7 +170,7 @@ class Start:
         elif is_submitted:
             fitting, script = acceptable_plan(plan, self.commands)
             if fitting is not plan:
-                self.say(f"  CPUs          {fitting.cpus.why}")
+                self.say(f"  CPUs          {fitting.cpus.reason}")
             plan = fitting
         ranks.make_mount_points()
         with writing(run, self.commands, inside=inside):
@@ -177,7 +179,7 @@ class Start:
         return script
 
     def resubmit(self, run: RunDirectory) -> str:
-        """Submits a run's own script again as it is on disk, and returns the job id.
+        """Submits a run's script again as it is on disk, and returns the job id.
 
         Raises:
             RunError: the run is active.
@@ -205,19 +207,19 @@ class Start:
         flags: Sequence[str] = (),
         excludes_bad_nodes: bool = True,
     ) -> str:
-        """Gives a run's script to Slurm, records the job and returns its id.
+        """Submits a run's script, records the job and returns its id.
 
         Args:
-            run: the run, which is on disk; the caller holds it for submitting.
-            config: says which variables travel.
+            run: the run, which is on disk; the caller holds it as its submitter.
+            config: says which variables the job gets.
             script: the script.
-            flags: further words for sbatch.
-            excludes_bad_nodes: leave out nodes that were found bad lately.
+            flags: further flags of sbatch.
+            excludes_bad_nodes: leave out nodes that were found bad recently.
 
         Raises:
             ClusterError: sbatch refused it.
         """
-        # A run that is trained here needs no submitit.
+        # Imported late: a run that is trained on this machine needs no submitit.
         from slurm_train.launch.submission import submit_script
 
         if excludes_bad_nodes:
@@ -234,18 +236,18 @@ class Start:
         return job_id
 
     def clear_dead_lock(self, run: RunDirectory) -> None:
-        """Removes the lock of a run whose holder is dead: a process of this machine cannot be checked from a node."""
+        """Removes the lock of a run if its holder is dead; a node could not check a process of this machine."""
         clear_dead(run.lock, is_alive=lambda holder: holder_lives(holder, self.commands))
 
     def exclude_flags(self, script: str, run: RunDirectory) -> list[str]:
-        """Returns words for sbatch or salloc that leave out nodes which were found bad lately, and says which."""
+        """Returns flags of sbatch or salloc that leave out nodes which were found bad recently; prints these nodes."""
         flags, text = exclude_flags(script, run, self.env)
         if text:
             self.say(f"  {text}")
         return flags
 
     def write_provenance(self, path: Path, source: Source | RunDirectory | None, config: RunConfig) -> None:
-        """Writes `provenance.json` of code that was copied; listing the packages takes a moment."""
+        """Writes `provenance.json` of code that was copied; to list the packages takes a moment."""
         from slurm_train.launch.provenance import write_provenance
 
         if isinstance(source, Source):

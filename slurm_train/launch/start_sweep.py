@@ -1,7 +1,7 @@
 """Prepares the runs of a sweep in the order of `start`, and submits them as job arrays.
 
-What is finished or active is left alone, so the same command again starts what is missing. A prepared sweep is held
-by one submitter until its block ends; within it the runs are submitted, or trained on this machine by the caller.
+Finished and active runs are left alone, so the same command again starts only missing runs. One submitter holds a
+prepared sweep until its block ends; within the block the runs are submitted, or trained on this machine by the caller.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from slurm_train.status.selection import filter_where, summary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSweep:
-    """Runs of a sweep that are on disk and can be started; valid within the block that gave it."""
+    """Runs of a sweep that are on disk and can be started; valid within its `with` block."""
 
     start: Start
     sweep: SweepDirectory
     elements: Sequence[Element]
     """The runs that are to be started."""
     scripts: Sequence[tuple[RunDirectory, str]]
-    """The same with their batch scripts; empty without a cluster."""
+    """The same runs with their batch scripts; empty without a cluster."""
     arrays: Sequence[ArrayPlan]
     config: RunConfig
-    """Of one of the runs."""
+    """The configuration of one of the runs."""
     code: Path | None
-    """The snapshot that was made for them, if any."""
+    """The snapshot that was made for them, None if none was made."""
     source: Source | None
-    """What the snapshot was made from."""
+    """The code that the snapshot was made from."""
     dependency: str = ""
-    """What the arrays wait for, e.g. "afterok:12"."""
+    """The dependency of the arrays, e.g. "afterok:12"."""
 
     def submit(self) -> Iterator[str]:
-        """Submits the arrays one after the other, and yields the id of each when Slurm has it.
+        """Submits the arrays one after the other, and yields the id of each after its submission.
 
         Raises:
             ClusterError: Slurm refuses an array; those before it are submitted and recorded.
         """
         if any(array.is_alone for array in self.arrays):
-            what = "run" if self.config.sweep.pack == 1 else "pack of runs"
-            self.start.say(f"this site takes no job arrays: each {what} is a job of its own")
+            unit = "run" if self.config.sweep.pack == 1 else "pack of runs"
+            self.start.say(f"this site takes no job arrays: each {unit} is a job of its own")
         if self.scripts:
             run, script = self.scripts[0]
-            # Said once; each array leaves out the bad nodes by itself.
+            # Printed once; the submission of each array leaves out the bad nodes itself.
             self.start.exclude_flags(script, run)
         yield from submit_arrays(self.sweep, self.arrays, env=self.start.env, depends=self.dependency)
 
     def open(self) -> None:
-        """Removes what would stop the runs: a request to stop, and locks of processes that no longer exist."""
+        """Removes obstacles to a start: a request to stop, and locks of processes that no longer exist."""
         self.sweep.stop_file.unlink(missing_ok=True)
         remember_root(self.sweep.root, self.start.env)
         for element in self.elements:
@@ -82,7 +82,7 @@ class PreparedSweep:
 
 @contextlib.contextmanager
 def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[PreparedSweep]:
-    """Holds a sweep and yields what is missing of it, written and ready to start.
+    """Holds a sweep and yields its missing runs, written and ready to start.
 
     Args:
         start: how it is started.
@@ -90,7 +90,7 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
         source: its code.
 
     Raises:
-        SlurmTrainError: something is wrong with the site or one of the runs; nothing was written then.
+        SlurmTrainError: the site or one of the runs is refused; nothing was written.
     """
     sweep = plan.sweep
     commands = start.commands
@@ -100,11 +100,11 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
         require_slurm(commands, start.env)
         plan = _with_possible_cpus(start, plan)
         scripts = {run_plan.run: render_script(run_plan) for run_plan in plan.plans}
-    with contextlib.ExitStack() as held:
-        # A sweep that Slurm refuses leaves no directory, so a new one is made and held afterwards.
+    with contextlib.ExitStack() as stack:
+        # A sweep that Slurm refuses must leave no directory, so a new sweep is created and held only after that.
         is_new = not sweep.table.exists()
         if not is_new:
-            held.enter_context(submitting(sweep))
+            stack.enter_context(submitting(sweep))
             if plan.uses_cluster:
                 find_lost_arrays(sweep, commands)
         missing = _missing_runs(start, plan)
@@ -112,7 +112,7 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
         limits = plan.plans[0].config.sweep
         arrays = plan_arrays(sweep, todo, commands, limits=limits, example=plan.plans[0])
         if is_new:
-            held.enter_context(submitting(sweep))
+            stack.enter_context(submitting(sweep))
             if sweep.table.exists():
                 raise RunError(
                     f"sweep {sweep.sweep_id} was submitted by another command just now",
@@ -137,22 +137,22 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
 
 
 def _with_possible_cpus(start: Start, plan: SweepPlan) -> SweepPlan:
-    """Returns a sweep whose first run Slurm takes: without CPUs of our choice, if those are all that it refuses."""
-    first = plan.plans[0]
-    bare = [without_chosen_cpus(run_plan) or run_plan for run_plan in plan.plans]
-    if bare[0] is first or slurm_verdict(render_script(first), start.commands).is_accepted:
+    """Returns a sweep whose first run Slurm accepts: without the automatic CPUs, if Slurm refuses only those."""
+    first_plan = plan.plans[0]
+    plans_without_cpus = [without_chosen_cpus(run_plan) or run_plan for run_plan in plan.plans]
+    if plans_without_cpus[0] is first_plan or slurm_verdict(render_script(first_plan), start.commands).is_accepted:
         return plan
-    if not slurm_verdict(render_script(bare[0]), start.commands).is_accepted:
+    if not slurm_verdict(render_script(plans_without_cpus[0]), start.commands).is_accepted:
         return plan
-    start.say(f"  CPUs          {bare[0].cpus.why}")
-    return replace(plan, plans=tuple(bare))
+    start.say(f"  CPUs          {plans_without_cpus[0].cpus.reason}")
+    return replace(plan, plans=tuple(plans_without_cpus))
 
 
 def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
-    """Returns the runs of a sweep that are neither finished nor active, and says how many those are."""
+    """Returns the runs of a sweep that are neither finished nor active, and prints their number."""
     runs = {run_plan.run for run_plan in plan.plans}
     finished = {run for run in runs if run.result.exists()}
-    # In the order of the plan, so that Slurm is asked the same each time.
+    # In the order of the plan, so that each call asks Slurm in the same order.
     unfinished = [run_plan.run for run_plan in plan.plans if run_plan.run not in finished]
     active = set(find_active(unfinished, start.commands))
     missing = runs - finished - active
@@ -163,10 +163,10 @@ def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
 
 def _write_runs(start: Start, plans: Sequence[RunPlan], scripts: Mapping[RunDirectory, str], code: Path | None) -> None:
     def write(plan: RunPlan) -> None:
-        # A run without a directory cannot be active, and there may be thousands of them.
+        # A run without a directory cannot be active, so no lock is needed; there may be thousands of runs.
         lock = writing(plan.run, start.commands) if plan.run.config.exists() else contextlib.nullcontext()
         with lock:
-            # A run that has been trained goes on with its own code; `resume --accept code` gives it another.
+            # A run with checkpoints continues with its own code; `resume --accept code` replaces it.
             is_trained = plan.run.code.exists() and bool(list_checkpoints(plan.run.checkpoints))
             write_run(plan, None if is_trained else code, script=scripts.get(plan.run))
 
@@ -178,7 +178,7 @@ def prepare_resumed_sweep(
     start: Start,
     sweep: SweepDirectory,
     *,
-    only: Collection[RunState] | None,
+    states: Collection[RunState] | None,
     where: Sequence[str],
     code_from: Path | None,
 ) -> Iterator[PreparedSweep]:
@@ -187,12 +187,12 @@ def prepare_resumed_sweep(
     Args:
         start: how they are started.
         sweep: the sweep.
-        only: states of the runs that are meant; None: all that are neither finished nor active.
+        states: states of the selected runs; None: all that are neither finished nor active.
         where: conditions on their values.
-        code_from: the folder whose code these runs take, e.g. with a corrected script; None: they keep their own.
+        code_from: the folder with new code for these runs, e.g. with a corrected script; None: they keep their code.
 
     Raises:
-        RunError: nothing is to be continued, or a run was never written.
+        RunError: there is no run to continue, or a run was never written.
         ClusterError: Slurm refuses.
     """
     commands = start.commands
@@ -204,7 +204,7 @@ def prepare_resumed_sweep(
         statuses = read_statuses(elements, commands)
         runs: list[RunDirectory] = []
         for status in statuses:
-            is_selected = status.subject in selected and (only is None or status.state in only)
+            is_selected = status.subject in selected and (states is None or status.state in states)
             if is_selected and not status.is_finished and not status.is_active:
                 runs.append(status.run)
         if not runs:
@@ -249,7 +249,7 @@ def prepare_resumed_sweep(
 
 
 def _replace_code(start: Start, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source) -> Path:
-    """Gives runs of a sweep other code, and returns where it is; all are compared before one is changed."""
+    """Replaces the code of runs of a sweep, and returns its path; all runs are compared before one is changed."""
     changes = {}
     for run in runs:
         plan = replan_run(load_config(run.config), read_json(run.plan) or {}, run=run, typed=(), env={})

@@ -1,7 +1,7 @@
-"""Hands a finished script to Slurm through submitit; the one module that imports it.
+"""Submits a complete script to Slurm by submitit; the only module that imports submitit.
 
-submitit's own script, pickles and signal handlers are not used: nothing is pickled, the script is ours, and a job is
-known by its run directory. What is used is its submission path and its Job handle.
+submitit's own script, pickles and signal handlers are not used: nothing is pickled, the script comes from
+`batch_script`, and a job is identified by its run directory. Only submitit's submission path and Job handle are used.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_pro
 from slurm_train.slurm.job_variables import exported
 from slurm_train.slurm.policy import read_verdict
 
-# sbatch itself tries again for up to two minutes while the controller is too busy to take jobs.
+# sbatch itself retries for up to two minutes while the controller is too busy to accept jobs.
 _TIMEOUT_S = 300.0
-# A new job is in the queue at once; a busy controller may take a moment to say so.
+# A new job is in the queue at once, but a busy controller may list it only after a moment.
 _LOOKS = 3
 _PAUSE_S = 1.0
 
 
 class UnreadAnswer(ClusterError):
-    """Whether Slurm has taken a job is not known: its files must stay where they are."""
+    """It is not known whether Slurm has accepted a job; its files must be kept."""
 
 
 class ScriptExecutor(submitit.SlurmExecutor):
@@ -43,10 +43,10 @@ class ScriptExecutor(submitit.SlurmExecutor):
     Args:
         folder: where submitit keeps its copy of what was submitted.
         script: the script's text.
-        env: environment of the job to be; what does not travel is withheld from sbatch, which would pass on all it has.
-        commands: Slurm, which is asked where an answer of sbatch cannot be read.
-        flags: further words for sbatch, which win over the script's own.
-        export: further variables that travel, see `slurm.job_variables`.
+        env: environment of the future job; sbatch gets only the exported variables, since it passes on all it has.
+        commands: Slurm, which is asked if the answer of sbatch cannot be read.
+        flags: further flags of sbatch, which override the script's own.
+        export: further exported variables, see `slurm.job_variables`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
     ) -> None:
         super().__init__(folder)
         self.cluster = ""
-        """Another cluster that has taken the job, where sbatch names one."""
+        """The other cluster that has accepted the job, if sbatch names one, else ""."""
         self._script = script
         self._commands = commands
         self._flags = list(flags)
@@ -72,7 +72,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
 
         Raises:
             ClusterError: sbatch refused it.
-            UnreadAnswer: whether it did is not known.
+            UnreadAnswer: it is not known whether sbatch accepted it.
         """
         file = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
         write_durable(file, self._script)
@@ -83,7 +83,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return job
 
     def _call_sbatch(self, file: Path) -> Finished:
-        # Not by submitit's own _submit_command, which gives sbatch the environment of this process.
+        # submitit's own _submit_command is not used: it gives sbatch the environment of this process.
         command = ["sbatch", "--parsable", *self._flags, str(file)]
         try:
             return run_program(command, env=self._env, timeout_s=_TIMEOUT_S)
@@ -93,39 +93,40 @@ class ScriptExecutor(submitit.SlurmExecutor):
             file.unlink()
             raise ClusterError(f"sbatch cannot be started: {err}", hint="see `which sbatch` and `ulimit -a`") from err
 
-    def _submitted(self, done: Finished, file: Path) -> Submitted:
+    def _submitted(self, finished: Finished, file: Path) -> Submitted:
         """Returns the job that sbatch has submitted.
 
-        A wrapper may hide the id, or end with another exit code than sbatch, and an answer that the network lost may
-        have been acted upon. There the queue knows better: a job with this very script is this one.
+        A wrapper may hide the id, or end with another exit code than sbatch. If the network lost the answer, the job
+        may still have been submitted. In these cases the queue decides: a job with exactly this script is the job.
         """
-        named = submitted_jobs(done.stdout)
-        has_ended_well = done.return_code == 0
-        if has_ended_well and len(named) == 1 and not named[0].cluster:
-            return named[0]
-        may_be_late = not named and (has_ended_well or _is_lost(done))
-        queued, is_sure = self._look_up(file, done.stdout, looks=_LOOKS if may_be_late else 1)
+        printed = submitted_jobs(finished.stdout)
+        has_ended_well = finished.return_code == 0
+        if has_ended_well and len(printed) == 1 and not printed[0].cluster:
+            return printed[0]
+        may_be_late = not printed and (has_ended_well or _is_lost(finished))
+        queued, is_sure = self._look_up(file, finished.stdout, looks=_LOOKS if may_be_late else 1)
         if queued is not None:
             return queued
-        if has_ended_well and named:
-            # Not in the queue of this cluster: it is over, or another cluster has it.
-            return named[-1]
-        if not has_ended_well and not _is_lost(done) and (is_sure or not named):
+        if has_ended_well and printed:
+            # It is not in the queue of this cluster: it has ended, or another cluster has it.
+            return printed[-1]
+        if not has_ended_well and not _is_lost(finished) and (is_sure or not printed):
             file.unlink()
-            verdict = read_verdict(done.return_code, done.stderr, done.stdout)
+            verdict = read_verdict(finished.return_code, finished.stderr, finished.stdout)
             raise ClusterError(f"sbatch refused the job: {verdict.message}", hint=verdict.advice)
-        words = in_words(said(done.stdout, done.stderr)) or "nothing"
+        output = in_words(said(finished.stdout, finished.stderr)) or "nothing"
         raise UnreadAnswer(
-            f"whether Slurm has the job is not known: sbatch ended with exit code {done.return_code} and said: {words}",
+            f"whether Slurm has the job is not known: sbatch ended with exit code {finished.return_code} and said: "
+            f"{output}",
             hint="`status` looks for it again; if the site gave it another name, `squeue --me -o '%i %j %o'` shows it: "
             f"cancel it before you submit it again; its script is {file}",
         )
 
     def _look_up(self, file: Path, stdout: str, *, looks: int) -> tuple[Submitted | None, bool]:
-        """Returns the job in the queue that has a script, None for none, and whether Slurm has answered.
+        """Returns the queued job with this script, None if there is none, and whether Slurm has answered.
 
-        A wrapper may submit a copy of the script with lines of its own. Then it is the job of this name whose number
-        sbatch has printed, wherever in a sentence.
+        A wrapper may submit a copy of the script with further lines. Then the job is the one with the script's job name
+        whose number is printed anywhere in the output of sbatch.
         """
         is_sure = False
         for remaining in reversed(range(looks)):
@@ -133,7 +134,8 @@ class ScriptExecutor(submitit.SlurmExecutor):
                 scripts = self._commands.own_scripts()
                 is_sure = True
                 numbers = [number_of(job_id) for job_id, script in scripts.items() if script == str(file)]
-                if not numbers and (printed := numbers_in(stdout)):
+                printed = numbers_in(stdout)
+                if not numbers and printed:
                     numbers = [number for number in self._with_this_name() if str(number) in printed]
                 if numbers:
                     return Submitted(str(max(numbers))), is_sure
@@ -142,19 +144,20 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return None, is_sure
 
     def _with_this_name(self) -> list[int]:
-        """Returns the numbers of this user's jobs that are called as the script says."""
-        name = re.search(r"^#SBATCH --job-name=(.*)$", self._script, re.MULTILINE)
-        if name is None:
+        """Returns the numbers of this user's jobs with the job name of the script."""
+        directive = re.search(r"^#SBATCH --job-name=(.*)$", self._script, re.MULTILINE)
+        if directive is None:
             return []
-        wanted = " ".join(shlex.split(name[1]))
-        return [number_of(job_id) for job_id, its_name in self._commands.own_names().items() if its_name == wanted]
+        script_name = " ".join(shlex.split(directive[1]))
+        names = self._commands.own_names()
+        return [number_of(job_id) for job_id, job_name in names.items() if job_name == script_name]
 
 
-def _is_lost(done: Finished) -> bool:
-    """Returns whether the controller may have taken a job although sbatch had no answer from it."""
-    words = done.stderr.lower()
+def _is_lost(finished: Finished) -> bool:
+    """Returns whether the controller may have accepted a job although sbatch got no answer."""
+    words = finished.stderr.lower()
     was_connected = "connect failure" not in words and "connection refused" not in words
-    return done.return_code < 0 or (is_away(words) and was_connected)
+    return finished.return_code < 0 or (is_away(words) and was_connected)
 
 
 def submit_script(
@@ -163,8 +166,8 @@ def submit_script(
     """Submits a script and returns the job id; see `ScriptExecutor` for the arguments.
 
     Raises:
-        ClusterError: sbatch refused it, or gave it to another cluster, where it is cancelled.
-        UnreadAnswer: whether Slurm has taken it is not known.
+        ClusterError: sbatch refused it, or gave it to another cluster, where it was cancelled.
+        UnreadAnswer: it is not known whether Slurm has accepted it.
     """
     make_folder(folder)
     commands = SlurmCommands(env)
@@ -179,8 +182,8 @@ def submit_script(
 
 
 def _refuse_other_cluster(job_id: str, cluster: str, commands: SlurmCommands) -> None:
-    here = commands.show_config().get("ClusterName", "")
-    if cluster == here:
+    this_cluster = commands.show_config().get("ClusterName", "")
+    if cluster == this_cluster:
         return
     try:
         commands.cancel([job_id], cluster=cluster)
@@ -191,6 +194,6 @@ def _refuse_other_cluster(job_id: str, cluster: str, commands: SlurmCommands) ->
         ) from err
     raise ClusterError(
         f"sbatch gave the job to cluster {cluster} as job {job_id}, which is cancelled: status, cancel and requeue ask "
-        f"the cluster of this machine ({here or 'it does not tell its name'})",
+        f"the cluster of this machine ({this_cluster or 'it does not tell its name'})",
         hint=f"submit from a login node of {cluster}; look for --clusters or -M in submit.sh and in sbatch wrappers",
     )

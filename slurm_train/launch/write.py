@@ -1,7 +1,7 @@
 """Writes run directories and sweeps: frozen configuration, plan, script, copy of the code, table.
 
-Called when nothing is left to refuse. Each file is replaced as one step, so a run that is submitted again at another
-size is never half old and half new to a reader.
+Called after all checks. Each file is replaced atomically, so when a run is submitted again with another size, no reader
+sees a partly written file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_
 
 
 def require_writable(run: RunDirectory, *, share: str = "private") -> None:
-    """Refuses a run directory that could not be written, or that others could change.
+    """Refuses a run directory that cannot be written, or that other users could change.
 
     Args:
         run: the run, or a sweep.
@@ -55,15 +55,15 @@ def require_writable(run: RunDirectory, *, share: str = "private") -> None:
 
 
 def _require_shareable(root: Path) -> None:
-    """Refuses `run.share=group` where the group could not enter the root, or is not the one that is meant.
+    """Refuses `run.share=group` if the group could not enter the root, or is not a group of this user.
 
     Raises:
-        RunError: the root, or the folder that it will be made in, is not prepared for a group of this user.
+        RunError: the root, or the folder in which it will be created, is not prepared for a group of this user.
     """
     nearest = next(parent for parent in (root, *root.parents) if parent.exists())
     status = nearest.stat()
-    is_mine = status.st_gid in (os.getegid(), *os.getgroups()) or os.geteuid() == 0
-    if status.st_mode & 0o2050 != 0o2050 or not is_mine:
+    is_own_group = status.st_gid in (os.getegid(), *os.getgroups()) or os.geteuid() == 0
+    if status.st_mode & 0o2050 != 0o2050 or not is_own_group:
         raise RunError(
             f"run.share=group: {nearest} (mode {stat.filemode(status.st_mode)}, gid {status.st_gid}) is not set up for "
             "a group of yours: its group must be able to read and enter it, and what is made in it must get its group",
@@ -72,7 +72,7 @@ def _require_shareable(root: Path) -> None:
 
 
 def _share(folder: Path) -> None:
-    """Shares the folder of a run or sweep with the group, and those of this user above it up to the root."""
+    """Shares the folder of a run or sweep with the group, and the folders of this user above it up to the root."""
     for place in (folder.parent.parent, folder.parent, folder):
         if not is_shared(place) and place.stat().st_uid == os.geteuid() and not place.stat().st_mode & stat.S_IRGRP:
             os.chown(place, -1, place.parent.stat().st_gid)
@@ -86,14 +86,13 @@ def write_run(
     script: str | None,
     change: AcceptedChange | None = None,
 ) -> None:
-    """Writes everything that the job reads.
+    """Writes all files that the job reads.
 
     Args:
         plan: the run.
-        code: the code to copy, or a snapshot that the run shares with others or with another run; None: the snapshot
-            that it has.
+        code: the code to copy, or a snapshot of a sweep or of another run to share; None: the existing snapshot.
         script: text of submit.sh, None for a local run.
-        change: what was accepted in the middle of the run; recorded first, and what it replaces is kept.
+        change: an accepted change in the middle of the run; it is recorded first, and the replaced files are kept.
     """
     run = plan.run
     try:
@@ -102,7 +101,7 @@ def write_run(
             _share(run.path)
         for folder in (run.logs, run.checkpoints):
             make_folder(folder)
-        # Slurm would make it by the umask of the login shell.
+        # Slurm would create it with the umask of the login shell.
         create_empty(run.logs / "batch.log")
     except OSError as err:
         hint = "name another place with run.root=DIR"
@@ -123,7 +122,7 @@ def write_run(
 
 
 def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
-    """Keeps what an accepted change is about to replace, and writes the change down; durable when this returns."""
+    """Keeps the files that an accepted change will replace, and records the change; durable when this returns."""
     folder = run.before_change(change.number)
     make_folder(folder)
     for path in (run.config, run.plan, run.provenance, run.code_index, run.submit_script):
@@ -142,9 +141,9 @@ def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
 
 
 def write_table_of(plan: SweepPlan, *, words: Sequence[str]) -> list[Element]:
-    """Writes a sweep's table and the words that it was asked for with; returns the planned runs as they are in it.
+    """Writes a sweep's table and its command line; returns the planned runs as they are in the table.
 
-    A run that was in it keeps its number, and stays in it if this batch of a sweeper is about others.
+    A run that is in the table keeps its number, and stays in the table if this batch of a sweeper has other runs.
     """
     sweep = plan.sweep
     if plan.plans[0].config.run.share == "group":
@@ -152,8 +151,8 @@ def write_table_of(plan: SweepPlan, *, words: Sequence[str]) -> list[Element]:
     table = {element.run: element for element in read_table(sweep)}
     for element in plan.elements:
         record = read_job(element.run)
-        known = table.get(element.run)
-        index = len(table) if known is None else known.index
+        existing = table.get(element.run)
+        index = len(table) if existing is None else existing.index
         table[element.run] = replace(element, index=index, job=None if record is None else record.job_id)
     write_table(sweep, table.values())
     facts = {"words": list(words), "time_unix_s": time.time()}
@@ -175,10 +174,10 @@ def write_shared_code(sweep: SweepDirectory, source: Source) -> Path:
 
 
 def link_code(run: RunDirectory, code: Path | RunDirectory) -> None:
-    """Makes a run use a shared snapshot, or that of another run, from now on."""
+    """Links a run to a shared snapshot, or to that of another run."""
     if isinstance(code, RunDirectory):
-        others = (code.code, code.code_index, code.provenance)
+        shared_files = (code.code, code.code_index, code.provenance)
     else:
-        others = (code, code.with_suffix(".files.json"), code.with_suffix(".json"))
-    for own, other in zip((run.code, run.code_index, run.provenance), others, strict=True):
-        link_snapshot(own, other)
+        shared_files = (code, code.with_suffix(".files.json"), code.with_suffix(".json"))
+    for link, shared_file in zip((run.code, run.code_index, run.provenance), shared_files, strict=True):
+        link_snapshot(link, shared_file)

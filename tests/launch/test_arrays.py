@@ -116,10 +116,10 @@ def test_a_sweep_is_cut_at_the_largest_array_and_shares_its_limit(
     arrays = cut(count, max_size=size, max_parallel=limit)
     assert [len(array.runs) for array in arrays] == sizes
     assert [array.throttle for array in arrays] == throttles
-    assert [array.after for array in arrays] == after
+    assert [array.predecessor for array in arrays] == after
     # Arrays that wait for nothing may run at once; each other one takes the place of one that is over.
     if limit is not None:
-        assert sum(array.throttle or 0 for array in arrays if array.after is None) <= limit
+        assert sum(array.throttle or 0 for array in arrays if array.predecessor is None) <= limit
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_largest_array_is_the_sites(settings: dict[str, str], size: int) -> 
 
 def test_where_there_are_no_arrays_each_run_is_a_job_of_its_own_and_the_limit_holds(tmp_path: Path) -> None:
     arrays = cut(5, max_size=0, max_parallel=2)
-    assert [(len(array.runs), array.is_alone, array.after) for array in arrays] == [
+    assert [(len(array.runs), array.is_alone, array.predecessor) for array in arrays] == [
         (1, True, None),
         (1, True, None),
         (1, True, 0),

@@ -75,7 +75,7 @@ def test_a_rank_asks_for_its_gpus_part_of_the_node(
     commands: FakeSlurmCommands, cluster: dict[str, Any], cpus: int
 ) -> None:
     plan = plan_of(commands, **cluster)
-    assert plan.cpus_per_rank == cpus and f"{cpus} per rank" in plan.cpus.why
+    assert plan.cpus_per_rank == cpus and f"{cpus} per rank" in plan.cpus.reason
     assert set(cpus_per_task(plan)) == {str(cpus)}
     assert plan.config.cluster is not None and plan.config.cluster.cpus_per_gpu == "auto", "it is chosen anew each time"
 
@@ -97,7 +97,7 @@ def test_runs_that_share_a_gpu_ask_for_their_part_of_its_cpus() -> None:
     assert plan.cpus_per_rank == 112 // 16
     sections["sweep"]["pack"] = 17
     plan = plan_run(composed(**sections), cwd=Path("/home/user"), env={}, shares=shares)
-    assert plan.cpus_per_rank is None and plan.cpus.why == "as Slurm gives them: no node has 9 GPUs"
+    assert plan.cpus_per_rank is None and plan.cpus.reason == "as Slurm gives them: no node has 9 GPUs"
 
 
 def away() -> FakeSlurmCommands:
@@ -147,7 +147,7 @@ def test_what_the_site_or_a_person_says_stays(
     make: Callable[[], FakeSlurmCommands], cluster: dict[str, Any], why: str
 ) -> None:
     plan = plan_of(make(), **cluster)
-    assert plan.cpus_per_rank is None and plan.cpus.why.startswith(why)
+    assert plan.cpus_per_rank is None and plan.cpus.reason.startswith(why)
     assert cpus_per_task(plan) == [None] and "--cpus-per-task" not in render_script(plan)
 
 

@@ -35,7 +35,7 @@ FETCHED = ["config.json", "model.safetensors", "tokenizer.json"]
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with one repository, and an empty cache."""
-    launch_hub._ask.cache_clear()
+    launch_hub._look_up.cache_clear()
     with serving() as server:
         monkeypatch.setattr(library.constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -45,7 +45,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         server.repositories["lab/tiny"] = Repository()
         server.repositories["lab/tiny"].commit(FILES)
         yield server
-    launch_hub._ask.cache_clear()
+    launch_hub._look_up.cache_clear()
 
 
 class Asked(NamedTuple):
@@ -75,7 +75,7 @@ def test_a_repository_becomes_the_folder_of_its_commit_and_is_fetched_once(hub: 
     assert sorted(hub.fetched) == FETCHED == sorted(path.name for path in Path(folder).iterdir())
     assert files.missing == [] and "in the cache" in files.words
 
-    launch_hub._ask.cache_clear()
+    launch_hub._look_up.cache_clear()
     again, pinned = pin_hub_files(Asked().config, cwd=tmp_path)
     fetch_hub_files(pinned)
     assert again == config and sorted(hub.fetched) == FETCHED
@@ -172,12 +172,12 @@ def test_without_the_hub_the_cache_is_enough_and_without_both_it_is_said(
 
     config, pinned = pin_hub_files(Asked().config, cwd=tmp_path)
     fetch_hub_files(pinned)
-    launch_hub._ask.cache_clear()
+    launch_hub._look_up.cache_clear()
     goes_away()
     again, pinned = pin_hub_files(Asked().config, cwd=tmp_path)
     assert again == config and "in the cache" in pinned[0].words
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    launch_hub._ask.cache_clear()
+    launch_hub._look_up.cache_clear()
     with pytest.raises(ConfigError, match="there is no such folder here, ") as caught:
         pin_hub_files(Asked().config, cwd=tmp_path)
     assert "name a folder" in caught.value.hint or "name the folder" in caught.value.hint
@@ -222,7 +222,7 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
             raise ImportError(name)
         return real(name, *words, **named)
 
-    launch_hub._ask.cache_clear()
+    launch_hub._look_up.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match="huggingface_hub is missing") as caught:
         pin_hub_files(Asked().config, cwd=tmp_path)
