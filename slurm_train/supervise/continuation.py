@@ -98,7 +98,7 @@ def can_avoid(nodes: Sequence[str], job_id: str, commands: SlurmCommands, *, num
         return False
 
 
-def keep_off(nodes: Sequence[str], job_id: str, commands: SlurmCommands) -> None:
+def exclude_nodes(nodes: Sequence[str], job_id: str, commands: SlurmCommands) -> None:
     """Excludes nodes from a requeued job, in addition to those that it excludes already.
 
     Slurm accepts this for a waiting job only.

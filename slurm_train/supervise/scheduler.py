@@ -39,7 +39,7 @@ from slurm_train.slurm.records import (
 )
 from slurm_train.slurm.site import gather_facts, login_name, preemption_in
 from slurm_train.status.activity import holder_lives, newest_job
-from slurm_train.supervise.continuation import can_avoid, is_cancelled, keep_off, submit_continuation
+from slurm_train.supervise.continuation import can_avoid, exclude_nodes, is_cancelled, submit_continuation
 from slurm_train.supervise.decision import Decision, is_over_its_limit
 from slurm_train.supervise.growth import Growth
 from slurm_train.supervise.monitor import say
@@ -69,7 +69,7 @@ class Room:
     """Its own nodes that are not bad, and free nodes; at most as many as the run can use."""
     exclude: tuple[str, ...] = ()
     """Nodes of the job that were found bad."""
-    why_no_more: str = ""
+    limit_reason: str = ""
     """Why it would not get more nodes; "" where there is no reason."""
 
 
@@ -156,7 +156,7 @@ class Scheduler:
 
     def wait_for_requeue(self, decision: Decision) -> None:
         """Waits until the requeue ends this process, or is certain."""
-        wait_for_the_end(lambda: self.requeue(decision))
+        wait_until_requeued(lambda: self.requeue(decision))
 
     def has_left(self) -> bool:
         """Returns whether the run has stopped for good in an earlier start of a job that continues for other runs."""
@@ -302,7 +302,7 @@ class SlurmJob(Scheduler):
         """Requeues the job, and delays it or excludes nodes as decided."""
         self._before_requeue()
         bring = partial(
-            bring_back,
+            requeue_job,
             self.job_id,
             self.commands,
             restart_count=self.start.restart_count,
@@ -316,7 +316,7 @@ class SlurmJob(Scheduler):
                 put_off = partial(self.commands.put_off, job_id, decision.delay_s)
                 _answer(put_off, None, f"job {job_id} may start again at once")
             if decision.exclude:
-                exclude = partial(keep_off, decision.exclude, job_id, self.commands)
+                exclude = partial(exclude_nodes, decision.exclude, job_id, self.commands)
                 _answer(exclude, None, f"job {job_id} may get {','.join(decision.exclude)} again")
         return is_requeued
 
@@ -363,16 +363,16 @@ class SlurmJob(Scheduler):
         if missing <= 0:
             return Room(nodes=self.pool.sizes[-1], exclude=bad)
         if job.get("Requeue") == "0" or nodes_in(job, "ReqNodeList"):
-            return Room(nodes=well, why_no_more="the job may not be requeued, or names its nodes")
+            return Room(nodes=well, limit_reason="the job may not be requeued, or names its nodes")
         waiting = self._waiting_for(present)
         if waiting:
-            return Room(nodes=well, why_no_more=f"job {waiting[0]} waits for nodes of the same partition")
+            return Room(nodes=well, limit_reason=f"job {waiting[0]} waits for nodes of the same partition")
         flags = (f"--nodes=1-{missing}", f"--exclude={compact_nodelist([*present, *nodes_in(job, 'ExcNodeList')])}")
         verdict = self.commands.test_only(self._run.submit_script, *flags)
         start_unix_s = unix_s(verdict.start)
         is_now = start_unix_s is not None and start_unix_s <= time.time() + _SOON_S
         if not is_now or verdict.preempts:
-            return Room(nodes=well, why_no_more="no other node is free")
+            return Room(nodes=well, limit_reason="no other node is free")
         free = len(parse_nodelist(verdict.nodelist))
         return Room(nodes=well + min(free, missing), exclude=bad)
 
@@ -486,7 +486,7 @@ def ask_with_retries(
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def bring_back(
+def requeue_job(
     job_id: str,
     commands: SlurmCommands,
     *,
@@ -536,8 +536,8 @@ def bring_back(
     return ask_with_retries(ask, limit_s=limit_s, sleep=sleep)
 
 
-def wait_for_the_end(
-    comes_back: Callable[[], bool],
+def wait_until_requeued(
+    requeue: Callable[[], bool],
     *,
     limit_s: float = 60.0,
     written_after_s: float = _WRITTEN_AFTER_S,
@@ -550,7 +550,7 @@ def wait_for_the_end(
     for once more, for as long as this process lives, which is KillWait after the requeue.
 
     Args:
-        comes_back: requeues the job if necessary; returns whether Slurm has confirmed it.
+        requeue: requeues the job if necessary; returns whether Slurm has confirmed it.
         limit_s: seconds after which the wait ends in any case.
         written_after_s: seconds for which Slurm must have confirmed the requeue.
         pause_s: seconds between two looks.
@@ -560,7 +560,7 @@ def wait_for_the_end(
     while time.monotonic() < begin_s + limit_s:
         signal.sigtimedwait([signal.SIGINT], min(pause_s, limit_s))
         look_s = time.monotonic()
-        is_confirmed = comes_back()
+        is_confirmed = requeue()
         if is_confirmed and look_s >= sure_s:
             return
         if not is_confirmed:

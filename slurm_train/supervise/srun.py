@@ -294,8 +294,8 @@ class _GrowthWatch(Task):
         nodes = len(self._job.start.nodes)
         larger = max((size for size in self._job.pool.sizes if size <= room.nodes), default=0)
         if larger <= nodes:
-            if room.why_no_more:
-                self._note(f"it does not grow: {room.why_no_more}")
+            if room.limit_reason:
+                self._note(f"it does not grow: {room.limit_reason}")
             return None
         spent = read_record(run.account(self._attempt), Spent)
         if spent is None:

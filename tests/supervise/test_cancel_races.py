@@ -23,7 +23,7 @@ from slurm_train.slurm.records import JobState
 from slurm_train.supervise import scheduler as scheduler_module
 from slurm_train.supervise.continuation import continued_job, is_cancelled
 from slurm_train.supervise.decision import Decision
-from slurm_train.supervise.scheduler import Scheduler, bring_back
+from slurm_train.supervise.scheduler import Scheduler, requeue_job
 from slurm_train.supervise.supervisor import Supervisor
 from tests.fakes.slurm_commands import job_state
 
@@ -121,7 +121,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(scheduler_module, "wait_for_the_end", lambda _: None)
+    monkeypatch.setattr(scheduler_module, "wait_until_requeued", lambda _: None)
     yield
 
 
@@ -147,7 +147,7 @@ class Job(Scheduler):
     def requeue(self, decision: Decision) -> bool:
         commands: Any = self._controller
         try:
-            return bring_back(JOB, commands, restart_count=0, is_over=decision.is_over, sleep=lambda _s: None)
+            return requeue_job(JOB, commands, restart_count=0, is_over=decision.is_over, sleep=lambda _s: None)
         except ClusterError:
             return False
 

@@ -13,8 +13,8 @@ from slurm_train.supervise.continuation import (
     CONTINUES,
     can_avoid,
     continued_job,
+    exclude_nodes,
     is_cancelled,
-    keep_off,
     submit_continuation,
 )
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
@@ -94,5 +94,5 @@ def test_a_job_is_requeued_elsewhere_only_where_nodes_enough_are_left(
 )
 def test_what_a_job_excludes_already_stays_excluded(excluded: str, nodes: list[str], expected: str) -> None:
     commands = running_job(ExcNodeList=excluded)
-    keep_off(nodes, "7", commands)
+    exclude_nodes(nodes, "7", commands)
     assert commands.fields["7"]["ExcNodeList"] == expected

@@ -17,7 +17,7 @@ from slurm_train.slurm.policy import Qos, TestVerdict
 from slurm_train.supervise import scheduler
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.nodes import NodePool
-from slurm_train.supervise.scheduler import Room, SlurmJob, ask_with_retries, bring_back, wait_for_the_end
+from slurm_train.supervise.scheduler import Room, SlurmJob, ask_with_retries, requeue_job, wait_until_requeued
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 
 RUNNING = {"JobState": "RUNNING", "Restarts": "0"}
@@ -43,7 +43,7 @@ def fake(**fields: str) -> FakeSlurmCommands:
 
 
 def bring(commands: FakeSlurmCommands, sleep: Callable[[float], None] = lambda _s: None, **words: int | bool) -> bool:
-    return bring_back("7", commands, restart_count=0, sleep=sleep, **words)  # type: ignore[arg-type]
+    return requeue_job("7", commands, restart_count=0, sleep=sleep, **words)  # type: ignore[arg-type]
 
 
 def test_a_job_comes_back_after_the_controller_does() -> None:
@@ -89,13 +89,13 @@ def test_a_refusal_is_final() -> None:
 
 
 def test_waiting_for_the_end_gives_up() -> None:
-    wait_for_the_end(lambda: False, limit_s=0.01)
+    wait_until_requeued(lambda: False, limit_s=0.01)
 
 
 def test_a_requeue_that_slurm_has_surely_written_down_frees_the_nodes() -> None:
     """KillWait, which would end the script otherwise, is half a minute at most sites."""
     answers: list[bool] = []
-    wait_for_the_end(lambda: not answers.append(True), written_after_s=0.03, pause_s=0.01)
+    wait_until_requeued(lambda: not answers.append(True), written_after_s=0.03, pause_s=0.01)
     assert 2 <= len(answers) <= 10
 
 
@@ -108,7 +108,7 @@ def test_a_requeue_that_a_killed_slurmctld_has_forgotten_is_asked_for_again() ->
         asked.append(time.monotonic())
         return next(said, True)
 
-    wait_for_the_end(comes_back, written_after_s=0.03, pause_s=0.01)
+    wait_until_requeued(comes_back, written_after_s=0.03, pause_s=0.01)
     assert len(asked) >= 5 and asked[-1] - asked[2] >= 0.03
 
 
@@ -277,8 +277,8 @@ def test_what_keeps_a_job_from_more_nodes(
         waiting = {name: times.get(value, value) for name, value in waiting.items()}
         commands.jobs["8"] = job_state("8", "PENDING", **{"partition": "main", **waiting})
     room = job.room()
-    assert (room.nodes, bool(room.why_no_more)) == ((5, True) if why else (7, False))
-    assert why in room.why_no_more
+    assert (room.nodes, bool(room.limit_reason)) == ((5, True) if why else (7, False))
+    assert why in room.limit_reason
 
 
 def test_a_job_may_be_preempted_where_another_qos_preempts_its_own(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shrunk:
 
 
 def test_a_run_asks_for_more_nodes_at_a_save_and_not_more_often_than_it_should(shrunk: Shrunk, clock: Clock) -> None:
-    shrunk.room = Room(nodes=3, why_no_more="no other node is free")
+    shrunk.room = Room(nodes=3, limit_reason="no other node is free")
     watch = srun._GrowthWatch(shrunk.run, 0, shrunk.job, every_min=10)
     shrunk.save(4)
     watch.look()

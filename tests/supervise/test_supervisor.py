@@ -143,7 +143,7 @@ class World(Scheduler):
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World(RunDirectory(tmp_path))
-    monkeypatch.setattr(module, "wait_for_the_end", lambda _comes_back: world.events.append("wait"))
+    monkeypatch.setattr(module, "wait_until_requeued", lambda _comes_back: world.events.append("wait"))
     yield world
     assert read_holder(world.run.lock) in (None, OTHER), "the lock is given back, whatever happened"
 
