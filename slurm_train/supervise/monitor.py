@@ -63,8 +63,8 @@ class BestEffort:
     """Carries out reads and writes that a run can do without.
 
     Between the end of the ranks and the requeue nothing may raise, and nothing may wait for a file server for ever.
-    Work that does not return in time stays in its thread. So it may be a read, or a write that does no harm if it is
-    carried out arbitrarily late (a line of the ledger), and nothing else.
+    Work that does not return in time stays in its thread. So only reads are allowed, and writes that do no harm when
+    they are carried out arbitrarily late (a line of the ledger).
 
     Args:
         within_s: seconds for all reads and writes together; each has half a second at least.
