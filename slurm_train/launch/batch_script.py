@@ -114,7 +114,7 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
         words = (_guarded(f"--{name}", flag_word, name, value) for name, value in flags.items())
         components.append("\n".join(f"#SBATCH {word}" for word in words))
     for line in cluster.setup:
-        # A setup line is the user's own shell and stays as it is, but it stays one line.
+        # A setup line is shell text of the user and is not changed, but it must be one line.
         if not line.isprintable():
             raise ConfigError(
                 f"cluster.setup has a line break or control character: {line!r}",

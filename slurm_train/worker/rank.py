@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from slurm_train.train.context import Rank
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
-# Devices, networks and files fail for a time; tried again, the same program may go on.
 _IN_WORKER = "Original Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+# Failures of devices, networks and files may be transient; started again, the same program may continue.
 _PASSES = re.compile(
     r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError", re.I
 )
