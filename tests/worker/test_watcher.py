@@ -214,6 +214,13 @@ def test_the_counters_of_a_process_are_those_of_the_kernel(tmp_path: Path) -> No
     process = subprocess.Popen([sys.executable, "-c", nested])
     try:
         (child,) = wait_for(lambda: list(descendants(process.pid)), within_s=30, what="the child")
+
+        def sleeps() -> bool:
+            reading = read_process(process.pid)
+            return reading is not None and reading.state == "S"
+
+        # On a busy machine the child is there before its parent waits for it.
+        wait_for(sleeps, within_s=60, what="the process to sleep")
         found, below = read_process(process.pid), read_process(child)
         assert found is not None and below is not None
         assert (found.state, found.parent, below.parent) == ("S", os.getpid(), process.pid) and found.cpu_s > 0
