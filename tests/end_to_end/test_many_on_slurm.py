@@ -36,7 +36,7 @@ def test_an_unprivileged_user_submits_and_trains(slurm_cluster: object, open_fol
     wait_for(lambda: not active_jobs(run), within_s=60, what=f"the end of the job of {run.path}")
 
 
-@pytest.mark.parametrize("pair", range(2))
+@pytest.mark.parametrize("pair", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_two_jobs_on_the_same_nodes_do_not_meet(person: Person, pair: int) -> None:
     seeds = (2 * pair, 2 * pair + 1)
     runs = [

@@ -51,6 +51,7 @@ def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Perso
     assert "2 finished, 1 stopped, 1 failed" in person.types("status", table_id).out
 
 
+@pytest.mark.campaign
 def test_runs_that_share_a_gpu_have_cpus_of_their_own_and_disturb_no_other(person: Person) -> None:
     table = submits_packs(person, "sweep.runs_per_gpu=2", runs=4, pack=4, steps=STEPS)
     job = str(table[0].job)

@@ -63,6 +63,7 @@ def test_the_first_weights_are_those_of_a_run_without_float8(tmp_path: Path) -> 
     assert digest_of(tmp_path / "shards") == digest_of(tmp_path / "one")
 
 
+@pytest.mark.campaign
 def test_a_run_is_continued_with_shards_that_travel_in_another_type(shards: Path, tmp_path: Path) -> None:
     uninterrupted = [line["loss"] for line in steps_of(shards)]
     for name, before, after in (("to float8", AS_BFLOAT16, SHARDS), ("from float8", SHARDS, AS_BFLOAT16)):

@@ -446,8 +446,8 @@ def stream_config(parallel: Parallel, only_in: Path, **data: Any) -> dict[str, A
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({"dp_replicate": 2}, id="DDP", marks=pytest.mark.campaign),
-        pytest.param(SHARDS_OF_MATRICES, id="shards"),
+        pytest.param({"dp_replicate": 2}, id="DDP"),
+        pytest.param(SHARDS_OF_MATRICES, id="shards", marks=pytest.mark.campaign),
     ],
 )
 def test_a_stream_goes_on_bit_for_bit_on_as_many_ranks(tmp_path: Path, parallel: Parallel) -> None:
