@@ -66,7 +66,8 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
     name, _, step = word.partition("@")
     checkpoints = find_run(root, name or None).checkpoints
     if step == "best":
-        if not (kept := find_kept(checkpoints)):
+        kept = find_kept(checkpoints)
+        if not kept:
             raise CheckpointError(
                 f"{checkpoints} has no best checkpoint",
                 hint="the callback BestCheckpoint keeps it, see docs/callbacks.md",
@@ -88,17 +89,19 @@ def _diff(arguments: argparse.Namespace) -> int:
     from slurm_train.checkpoint.load import differences, read_model
 
     paths = [find_checkpoint(word, root=arguments.root) for word in (arguments.first, arguments.second)]
-    (header, tensors), (other, other_tensors) = (read_model(path) for path in paths)
-    mine = asdict(header)
-    theirs = asdict(other)
-    changed = [key for key in mine if key != "files" and mine[key] != theirs[key]]
+    first_header, first_tensors = read_model(paths[0])
+    second_header, second_tensors = read_model(paths[1])
+    first_facts = asdict(first_header)
+    second_facts = asdict(second_header)
+    changed = [key for key in first_facts if key != "files" and first_facts[key] != second_facts[key]]
     if changed:
-        print(table(("FACT", "FIRST", "SECOND"), [(key, str(mine[key]), str(theirs[key])) for key in changed]))
-    rows = differences(tensors, other_tensors)
+        facts = [(key, str(first_facts[key]), str(second_facts[key])) for key in changed]
+        print(table(("FACT", "FIRST", "SECOND"), facts))
+    rows = differences(first_tensors, second_tensors)
     if rows:
         print(table(("TENSOR", "DIFFERENCE"), rows))
     else:
-        note(f"all {len(tensors)} tensors of the model are equal, bit for bit")
+        note(f"all {len(first_tensors)} tensors of the model are equal, bit for bit")
     return EXIT_FAILURE if rows else EXIT_DONE
 
 

@@ -46,7 +46,10 @@ def main(words: Sequence[str]) -> int:
         )
     elif log is not None:
         printer.print_all(log)
-    elif not printer.print_end(newest := max(existing_attempts(run), default=0) if attempt is None else attempt):
+    else:
+        newest = max(existing_attempts(run), default=0) if attempt is None else attempt
+        if printer.print_end(newest):
+            return 0
         if ledger_entry(run, newest).get("action") == "finish":
             note(f"attempt {newest}: {ledger_entry(run, newest).get('note', '')}; its rank 0 wrote to the terminal")
             return 0
@@ -63,7 +66,7 @@ def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
     Raises:
         RunError: the job ended without one.
     """
-    said = ""
+    shown_text = ""
     while choose_log(run, attempt=None, rank=rank) is None:
         record = read_job(run)
         job_ids = record.job_ids if record is not None else ()
@@ -77,9 +80,9 @@ def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
             text = ": ".join(filter(None, [f"job {job.job_id} is {job.phase.value}", explain_reason(job.reason)]))
         if look.problem:
             text = f"Slurm does not answer: {look.problem}"
-        if text and text != said:
+        if text and text != shown_text:
             note(f"{text}; Ctrl-C does not end it")
-            said = text
+            shown_text = text
         time.sleep(max(_POLL_S, min(look.is_due_in_s, 5.0)))
 
 
@@ -94,7 +97,8 @@ class LogPrinter:
     """
 
     def __init__(self, run: RunDirectory, rank: int, *, attempt: int | None, env: Mapping[str, str]) -> None:
-        self._for_terminal, self._in_colour = sys.stdout.isatty(), takes_escapes(sys.stdout, env)
+        self._for_terminal = sys.stdout.isatty()
+        self._in_colour = takes_escapes(sys.stdout, env)
         self._alert = BOLD_RED if takes_escapes(sys.stderr, env) else ""
         self._painter = Painter(for_terminal=self._for_terminal, in_colour=self._in_colour, is_cause=self._may_be_cause)
         self._run = run
@@ -146,8 +150,8 @@ class LogPrinter:
 
         while True:
             # Asked before the log is read: what was written before the end is shown before the end is reported.
-            ended = until()
-            closed = current is not None and is_closed(self._run, current.attempt)
+            has_ended = until()
+            is_current_closed = current is not None and is_closed(self._run, current.attempt)
             chosen = choose()
             if chosen is not None and chosen != current:
                 if current is not None and chosen.attempt != current.attempt:
@@ -157,12 +161,12 @@ class LogPrinter:
                 note(f"==> {chosen.path} <==")
                 current = chosen
                 position = 0
-                closed = False
+                is_current_closed = False
             if current is not None:
                 position = self._print_from(current.path, position)
-                if closed or ended:
+                if is_current_closed or has_ended:
                     finish(current)
-            if ended:
+            if has_ended:
                 return
             time.sleep(_POLL_S)
 
@@ -171,7 +175,7 @@ class LogPrinter:
         with path.open("rb") as file:
             file.seek(position)
             # Bytes as they are: a character may be cut in two where a chunk or the file ends for now.
-            while chunk := file.read(_CHUNK_BYTES):
+            for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
                 sys.stdout.buffer.write(self._painter.paint(chunk))
             sys.stdout.buffer.flush()
             return file.tell()

@@ -54,8 +54,8 @@ def main(words: Sequence[str]) -> int:
                 f"the runs of sweep {sweep.sweep_id} go on with their own settings",
                 hint="change one of them with `resume RUN key=value --accept key`; a sweep takes --accept code",
             )
-        only = read_states(arguments.only, option="--only", of=RESUMABLE) if arguments.only else None
-        return _resume_sweep(start, sweep, only=only, where=arguments.where)
+        states = read_states(arguments.only, option="--only", of=RESUMABLE) if arguments.only else None
+        return _resume_sweep(start, sweep, states=states, where=arguments.where)
     if arguments.only or arguments.where:
         raise RunError(f"{arguments.run} is not a sweep", hint="--only and --where choose runs of a sweep")
     run = find_run(root, arguments.run)
@@ -105,13 +105,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def _resume_sweep(
-    start: Start, sweep: SweepDirectory, *, only: Collection[RunState] | None, where: Sequence[str]
+    start: Start, sweep: SweepDirectory, *, states: Collection[RunState] | None, where: Sequence[str]
 ) -> int:
     """Continues runs of a sweep that ended early, as they are on disk, and returns the exit code."""
     from slurm_train.launch.start_sweep import prepare_resumed_sweep
 
     code_from = working_folder(start.env) if "code" in start.accept else None
-    return start_sweep(prepare_resumed_sweep(start, sweep, states=only, where=where, code_from=code_from))
+    return start_sweep(prepare_resumed_sweep(start, sweep, states=states, where=where, code_from=code_from))
 
 
 def _resubmit(start: Start, run: RunDirectory) -> int:

@@ -134,7 +134,7 @@ def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
         section, _, name = key.partition(".")
         keys = values.get(section)
         if isinstance(keys, dict) and name in keys and keys[name] == droppable_value:
-            kept = {other: value for other, value in keys.items() if other != name}
+            kept = {present_name: value for present_name, value in keys.items() if present_name != name}
             values = {**values, section: kept}
     return values
 
@@ -147,8 +147,9 @@ def _in_present_names(values: dict[str, Any]) -> dict[str, Any]:
         section_values = present.get(section)
         if isinstance(section_values, dict) and former_name in section_values:
             name = key.partition(".")[2]
-            renamed = {name if other == former_name else other: value for other, value in section_values.items()}
-            present[section] = renamed
+            present[section] = {
+                name if old_name == former_name else old_name: value for old_name, value in section_values.items()
+            }
     return present
 
 
@@ -253,10 +254,12 @@ def all_changes(
         new_global_size: samples per optimizer step from now on.
         trained: `trained_settings` of the newest checkpoint; None: those of `old`.
     """
-    before = trained_settings(old, global_size=old_global_size) if trained is None else trained
-    changes = training_changes(before, trained_settings(new, global_size=new_global_size))
-    others = _pairs(to_mapping(old), to_mapping(new))
-    return changes + [Change(key, was, now, "harmless") for key, was, now in others if _is_left_out(key)]
+    old_settings = trained_settings(old, global_size=old_global_size) if trained is None else trained
+    changes = training_changes(old_settings, trained_settings(new, global_size=new_global_size))
+    for key, old_value, new_value in _pairs(to_mapping(old), to_mapping(new)):
+        if _is_left_out(key):
+            changes.append(Change(key, old_value, new_value, "harmless"))
+    return changes
 
 
 def differences(
@@ -270,13 +273,15 @@ def differences(
         old_global_size: its samples per optimizer step, None where they are its own code's.
         new_global_size: likewise.
     """
-    before = to_mapping(old)
-    after = to_mapping(new)
-    before["batch"]["global_size"], after["batch"]["global_size"] = old_global_size, new_global_size
-    return [
-        Change(key, was, now, "harmless" if _is_left_out(key) or key in _DATA_HARMLESS else "training")
-        for key, was, now in _pairs(before, after)
-    ]
+    old_settings = to_mapping(old)
+    new_settings = to_mapping(new)
+    old_settings["batch"]["global_size"] = old_global_size
+    new_settings["batch"]["global_size"] = new_global_size
+    changes: list[Change] = []
+    for key, old_value, new_value in _pairs(old_settings, new_settings):
+        is_harmless = _is_left_out(key) or key in _DATA_HARMLESS
+        changes.append(Change(key, old_value, new_value, "harmless" if is_harmless else "training"))
+    return changes
 
 
 def training_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
@@ -285,8 +290,8 @@ def training_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Cha
     A key that only one of them has is another version's, and does not count; in open sections it does.
     """
     changes = [
-        Change(key, was, now, _kind_of(key, old, new))
-        for key, was, now in _pairs(nested(old), nested(new))
+        Change(key, old_value, new_value, _kind_of(key, old, new))
+        for key, old_value, new_value in _pairs(nested(old), nested(new))
         if (_holds(old, key) and _holds(new, key)) or _is_open(key)
     ]
     # Of a model, data set or optimizer that was replaced the keywords say nothing.
@@ -300,8 +305,8 @@ def unaccepted(changes: Iterable[Change], accepted: Collection[str]) -> list[Cha
     """Returns the changes of the training that none of the accepted names covers ("config" covers all)."""
     if "config" in accepted:
         return []
-    left = (change for change in changes if change.kind != "harmless")
-    return [change for change in left if not any(is_below(change.key, name) for name in accepted)]
+    relevant = (change for change in changes if change.kind != "harmless")
+    return [change for change in relevant if not any(is_below(change.key, name) for name in accepted)]
 
 
 def _holds(settings: Mapping[str, Any], key: str) -> bool:
@@ -334,12 +339,12 @@ def _kind_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Kind:
 def _pairs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields key, old and new value of what differs; a section that is null on one side counts as one key."""
     for key in {**old, **new}:
-        was = old.get(key)
-        now = new.get(key)
-        if isinstance(was, Mapping) and isinstance(now, Mapping):
-            yield from _pairs(was, now, f"{prefix}{key}.")
-        elif was != now:
-            yield f"{prefix}{key}", was, now
+        old_value = old.get(key)
+        new_value = new.get(key)
+        if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
+            yield from _pairs(old_value, new_value, f"{prefix}{key}.")
+        elif old_value != new_value:
+            yield f"{prefix}{key}", old_value, new_value
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,12 +185,12 @@ def gathers_float8(layout: ParallelLayout, settings: ParallelSection, *, precisi
     return precision == "fp8" and is_open and layout.shard_size > 1
 
 
-def _automatic_shards(asked: ParallelSection, *, world_size: int) -> int:
+def _automatic_shards(section: ParallelSection, *, world_size: int) -> int:
     """Returns the shards that the plan has chosen, as far as these ranks have so many."""
-    others = asked.pp, asked.cp, asked.tp
-    if asked.dp_replicate != -1 or -1 in others or world_size % math.prod(others):
+    degrees = (section.pp, section.cp, section.tp)
+    if section.dp_replicate != -1 or -1 in degrees or world_size % math.prod(degrees):
         return 1
-    return math.gcd(world_size // math.prod(others), asked.auto_shards)
+    return math.gcd(world_size // math.prod(degrees), section.auto_shards)
 
 
 def stage_blocks(num_blocks: int, *, stage: int, num_stages: int) -> range:

@@ -683,11 +683,11 @@ def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> 
     hints = dict(type_hints_of(cls))
     is_open = hints.pop(KEYWORDS, None) is not None
     fields = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items() if key in hints}
-    others = {key: value for key, value in values.items() if key not in hints}
+    unknown = {key: value for key, value in values.items() if key not in hints}
     if is_open:
-        fields[KEYWORDS] = others
-    elif others:
-        key, value = next(iter(others.items()))
+        fields[KEYWORDS] = unknown
+    elif unknown:
+        key, value = next(iter(unknown.items()))
         raise unknown_key_error(f"{path}{key}", (f"{path}{name}" for name in hints), value=value)
     return cls(**fields)
 

@@ -69,18 +69,19 @@ def resolve_target(path: str) -> Any:
     import difflib
 
     words = _split_path(path)
-    module, rest = _import_longest(path, words)
+    module, attributes = _import_longest(path, words)
     target: Any = module
-    for index, word in enumerate(rest):
+    for index, word in enumerate(attributes):
         if not hasattr(target, word):
-            owner = ".".join(words[: len(words) - len(rest) + index])
+            owner = ".".join(words[: len(words) - len(attributes) + index])
             close = difflib.get_close_matches(word, dir(target), n=3, cutoff=0.5)
             hint = f"did you mean {', '.join(close)}?" if close else f"see python -c 'help(\"{owner}\")'"
             raise ConfigError(f"{TARGET}={path}: {owner} has no {word!r}", hint=hint)
         target = getattr(target, word)
     # The path may lead around: `my_package.os.system`, or a name that was imported there.
     name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', '')}"
-    if reason := _why_refused(name):
+    reason = _why_refused(name)
+    if reason:
         raise ConfigError(f"{TARGET}={path} is {name}, which {reason}", hint="name a class or a function of your own")
     return target
 
@@ -104,7 +105,8 @@ def instantiate(mapping: Mapping[str, Any], **extra: Any) -> Any:
         keywords = _build_nested(keywords)
         positional = _build_nested(positional)
     keywords |= extra
-    if (signature := _signature_of(target)) is not None:
+    signature = _signature_of(target)
+    if signature is not None:
         _check_call(mapping[TARGET], signature, positional, keywords, is_partial=is_partial)
     return functools.partial(target, *positional, **keywords) if is_partial else target(*positional, **keywords)
 
@@ -221,38 +223,41 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
         return
     target = str(mapping[TARGET])
     words = _split_path(target, f"{key}.")
-    spec, rest = _find_longest(words, search)
+    spec, attributes = _find_longest(words, search)
     if spec is None:
         raise ConfigError(
             f"{key}.{TARGET}={target}: there is no module {words[0]!r}",
             hint="start from the folder that holds it, or install it",
         )
     tree = _source_of(spec)
-    if tree is None or not rest:
+    if tree is None or not attributes:
         return
     names = _names_bound(tree)
-    if rest[0] not in names and not names & {"*", "__getattr__"}:
-        near = difflib.get_close_matches(rest[0], names, n=1)
-        module = ".".join(words[: len(words) - len(rest)])
+    if attributes[0] not in names and not names & {"*", "__getattr__"}:
+        near = difflib.get_close_matches(attributes[0], names, n=1)
+        module = ".".join(words[: len(words) - len(attributes)])
         raise ConfigError(
-            f"{key}.{TARGET}={target}: {module} has no {rest[0]!r}",
+            f"{key}.{TARGET}={target}: {module} has no {attributes[0]!r}",
             hint=f"did you mean {module}.{near[0]}?" if near else f"it is looked for in {spec.origin}",
         )
     for _ in range(_MOST_HOPS):
-        further = (
-            _imported_from(tree, words, is_package=bool(spec.submodule_search_locations)) if len(rest) == 1 else []
-        )
-        if not further:
+        if len(attributes) != 1:
             break
-        spec, rest = _find_longest(words := further, search)
-        if spec is None or (tree := _source_of(spec)) is None:
+        origin = _imported_from(tree, words, is_package=bool(spec.submodule_search_locations))
+        if not origin:
+            break
+        words = origin
+        spec, attributes = _find_longest(words, search)
+        tree = None if spec is None else _source_of(spec)
+        if spec is None or tree is None:
             return
-    if len(rest) == 1 and (signature := _read_signature(tree, rest[0])) is not None:
-        given = {name: None for name in mapping if name not in (*_TAKEN.get(key, ()), *_DIRECTIONS)}
-        given |= {name: None for name in signature.parameters if name in _GIVEN.get(key, ())}
+    signature = _read_signature(tree, attributes[0]) if len(attributes) == 1 else None
+    if signature is not None:
+        keywords = {name: None for name in mapping if name not in (*_TAKEN.get(key, ()), *_DIRECTIONS)}
+        keywords |= {name: None for name in signature.parameters if name in _GIVEN.get(key, ())}
         positional = mapping.get("_args_") or ()
         is_partial = bool(mapping.get("_partial_"))
-        _check_call(f"{key}.{TARGET}={target}", signature, positional, given, is_partial=is_partial)
+        _check_call(f"{key}.{TARGET}={target}", signature, positional, keywords, is_partial=is_partial)
 
 
 def keywords_in_source(target: str, *, search: Sequence[str]) -> set[str] | None:
@@ -260,9 +265,9 @@ def keywords_in_source(target: str, *, search: Sequence[str]) -> set[str] | None
 
     Imports nothing.
     """
-    spec, rest = _find_longest(_split_path(target), search)
+    spec, attributes = _find_longest(_split_path(target), search)
     tree = None if spec is None else _source_of(spec)
-    signature = None if tree is None or len(rest) != 1 else _read_signature(tree, rest[0])
+    signature = None if tree is None or len(attributes) != 1 else _read_signature(tree, attributes[0])
     if signature is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return None
     return set(signature.parameters)
@@ -370,15 +375,16 @@ def _split_path(path: str, owner: str = "") -> list[str]:
 
 
 def _refuse_path(path: str) -> None:
-    if reason := _why_refused(path):
+    reason = _why_refused(path)
+    if reason:
         raise ConfigError(f"{TARGET}={path} {reason}", hint="name a class or a function of your own that does it")
 
 
 def _why_refused(path: str) -> str:
     """Returns why a dotted path is no part of a run, by its words alone; "" for one that may be."""
-    head, _, rest = path.partition(".")
+    head, _, member = path.partition(".")
     if head in ("builtins", "__main__"):
-        return "" if rest in _PLAIN_TYPES or head == "__main__" else "is not a part of a run"
+        return "" if member in _PLAIN_TYPES or head == "__main__" else "is not a part of a run"
     if head == "slurm_train":
         return "" if path.startswith(_OWN_ROOMS) else "is machinery of this package, not a part of a run"
     if head in sys.stdlib_module_names:

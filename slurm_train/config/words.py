@@ -115,20 +115,20 @@ def read_words(words: Sequence[str]) -> Words:
         ConfigError: an unknown flag, a flag without its value, or flags that exclude each other.
     """
     values: dict[str, Any] = {"overrides": [], "accept": [], "after": []}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
             raise ConfigError(f"{word!r} is not UTF-8", hint="check the encoding of your terminal or of the file name")
         if word.startswith("-"):
-            _read_flag(word, rest, values)
+            _read_flag(word, remaining, values)
         elif word.partition("=")[0].lstrip("+") == "hydra.searchpath":
             values["search_path"] = _read_search_path(word)
         elif word.startswith("after="):
             values["after"] += read_names(word.removeprefix("after="), example="after=gpt-stdlib,3f9a1c07")
         else:
             if not _is_override(word):
-                raise _unknown_word_error(word, [*values["overrides"][-1:], ""][0], rest)
+                raise _unknown_word_error(word, [*values["overrides"][-1:], ""][0], remaining)
             values["overrides"].append(word)
     # Of flags that exclude each other one would have been ignored.
     actions = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if name in values]
@@ -141,8 +141,8 @@ def read_words(words: Sequence[str]) -> Words:
     return Words(**values)
 
 
-def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
-    """Adds what a flag says to `values`; takes its own value from `rest` where it is the next word."""
+def _read_flag(word: str, remaining: list[str], values: dict[str, Any]) -> None:
+    """Adds what a flag says to `values`; takes its value from `remaining` if it is the next word."""
     typed, _, value = word.partition("=")
     flag = SHORT.get(typed, typed)
     if flag in _REFUSED:
@@ -151,13 +151,13 @@ def _read_flag(word: str, rest: list[str], values: dict[str, Any]) -> None:
     choices = FLAG_CHOICES.get(flag)
     is_switch = flag_field is not None and flag_field.default is False
     if flag_field is None or (is_switch and value):
-        raise ConfigError(f"there is no flag {word!r}", hint=_hint_for_flag(typed, value or [*rest, ""][0]))
+        raise ConfigError(f"there is no flag {word!r}", hint=_hint_for_flag(typed, value or [*remaining, ""][0]))
     if is_switch:
         values[flag_field.name] = True
         return
-    if flag == "--info" and not value and (not rest or rest[0] not in FLAG_CHOICES[flag]):
+    if flag == "--info" and not value and (not remaining or remaining[0] not in FLAG_CHOICES[flag]):
         value = "all"
-    value = value or (rest.pop(0) if rest else "")
+    value = value or (remaining.pop(0) if remaining else "")
     if not value:
         raise ConfigError(f"the flag {typed} needs a value", hint=f"write {typed} VALUE")
     if choices and value not in choices:

@@ -262,7 +262,7 @@ class Objective(nn.Module):
             if LABELS not in batch or self.own_loss.shifts is None:
                 return
             outputs = self.model(**batch)
-            theirs = [loss_in(outputs)]
+            own_losses = [loss_in(outputs)]
             self._learn_shift(outputs, batch[LABELS], tolerance=tolerance)
         elif len(batch) == 2:
             inputs, targets = batch
@@ -271,13 +271,13 @@ class Objective(nn.Module):
                 # A model that shifts labels itself never looks at the last score.
                 targets = torch.cat((targets[:, :-1], torch.full_like(targets[:, -1:], IGNORED)), dim=1)
                 batch = (inputs, targets)
-            theirs = [loss_in(self.model(inputs, labels=targets))]
+            own_losses = [loss_in(self.model(inputs, labels=targets))]
             if follows:
-                theirs.append(loss_in(self.model(inputs, labels=targets.roll(1, dims=1))))
+                own_losses.append(loss_in(self.model(inputs, labels=targets.roll(1, dims=1))))
         else:
             return
         total, count = self(batch)
-        losses = [loss.item() for loss in theirs if loss is not None]
+        losses = [loss.item() for loss in own_losses if loss is not None]
         self._require_same(float(total / count), losses, tolerance=tolerance)
 
     def _learn_shift(self, outputs: Any, labels: Tensor, *, tolerance: float) -> None:
@@ -295,12 +295,12 @@ class Objective(nn.Module):
         if any(matches) and not all(matches):
             self.own_loss = self.own_loss.shifted(matches[1])
 
-    def _require_same(self, ours: float, theirs: list[float], *, tolerance: float) -> None:
-        differences = [abs(loss - ours) for loss in theirs if math.isfinite(loss)]
-        if not differences or not math.isfinite(ours) or min(differences) <= tolerance * max(1.0, abs(ours)):
+    def _require_same(self, loss: float, own_losses: list[float], *, tolerance: float) -> None:
+        differences = [abs(own_loss - loss) for own_loss in own_losses if math.isfinite(own_loss)]
+        if not differences or not math.isfinite(loss) or min(differences) <= tolerance * max(1.0, abs(loss)):
             return
         raise ConfigError(
-            f"the loss of the first samples is {ours:.6f} here, and {self.own_loss.name} computes {theirs[-1]:.6f} "
+            f"the loss of the first samples is {loss:.6f} here, and {self.own_loss.name} computes {own_losses[-1]:.6f} "
             "itself",
             hint="give dicts with `labels`, with which the model's own loss is trained; or define training_loss(batch) "
             "on the model; or take `labels` out of its forward if that loss is not meant",
@@ -309,10 +309,10 @@ class Objective(nn.Module):
     def _check_names(self, batch: dict[str, Tensor]) -> None:
         parameters = inspect.signature(self.model.forward).parameters
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        others = [name for name in batch if name not in parameters and name != LABELS]
-        if others and not takes_any:
+        unknown = [name for name in batch if name not in parameters and name != LABELS]
+        if unknown and not takes_any:
             raise ConfigError(
-                f"a batch has {', '.join(others)}, which {type(self.model).__name__} does not take "
+                f"a batch has {', '.join(unknown)}, which {type(self.model).__name__} does not take "
                 f"(forward takes {', '.join(parameters)})",
                 hint="leave them out of the samples, or define training_loss(batch) on the model",
             )

@@ -109,8 +109,8 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
         is_short = is_theirs and place.name not in holders and short in holders
         stored[place.name] = short if is_short else place.name
     missing = sorted(name for name, stored_name in stored.items() if stored_name not in holders)
-    others = holders.keys() - stored.values() - tied
-    unknown = sorted(name for name in others if not name.endswith(ignored))
+    unused = holders.keys() - stored.values() - tied
+    unknown = sorted(name for name in unused if not name.endswith(ignored))
     if missing or unknown:
         parts = [
             f"{word} {', '.join(names[:_NUM_NAMED])}" + (" ..." if len(names) > _NUM_NAMED else "")
@@ -182,23 +182,25 @@ def _all_settings(model: Mapping[str, Any]) -> dict[str, Any]:
 def _require_same_config(path: Path, settings: Mapping[str, Any]) -> Architecture:
     """Refuses weights that were trained in another form, which shapes alone may not show."""
     architecture, config = gpt_form(_all_settings(settings))
-    theirs = pretrained_config(model_type=None, path=str(path), config=None)
-    asked = architecture.model_type
-    if theirs.model_type != asked:
+    stored_config = pretrained_config(model_type=None, path=str(path), config=None)
+    model_type = architecture.model_type
+    if stored_config.model_type != model_type:
         raise ConfigError(
-            f"{path} holds a model of type {theirs.model_type}; this GPT's form is that of {asked}",
+            f"{path} holds a model of type {stored_config.model_type}; this GPT's form is that of {model_type}",
             hint=f"start it with model=hf model.path={path}",
         )
-    ours = require_transformers().AutoConfig.for_model(asked, **config)
-    # A longer context than ours changes no weight where positions are computed.
-    passed_over = _NOT_COMPARED + (("max_position_embeddings",) if asked == "llama" else ())
+    own_config = require_transformers().AutoConfig.for_model(model_type, **config)
+    # A longer context than that of this model changes no weight if positions are computed.
+    passed_over = _NOT_COMPARED + (("max_position_embeddings",) if model_type == "llama" else ())
     rows = []
-    for key in (key for key in config if key not in passed_over):
-        value = getattr(ours, key)
-        other = getattr(theirs, key)
+    for key in config:
+        if key in passed_over:
+            continue
+        value = getattr(own_config, key)
+        stored_value = getattr(stored_config, key)
         # GPT-2's unset inner width is four times the width.
-        if value != (4 * theirs.hidden_size if other is None else other):
-            rows.append(f"{key} {value!r}, there {other!r}")
+        if value != (4 * stored_config.hidden_size if stored_value is None else stored_value):
+            rows.append(f"{key} {value!r}, there {stored_value!r}")
     if rows:
         raise ConfigError(
             f"{path} holds weights of another form than this model's: {'; '.join(rows)}",

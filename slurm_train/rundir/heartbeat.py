@@ -179,7 +179,7 @@ class Heartbeat:
         self.phase = "start"
         self.marks = 0
         self.settled = False
-        self.also: Callable[[], None] | None = None
+        self.periodic_work: Callable[[], None] | None = None
         """Called after each beat, in the heartbeat's thread: what else is to be written now and then."""
         self.pace = Pace()
         """What the sampled steps were spent on; a new value each time, so the thread never sees half of one."""
@@ -276,8 +276,8 @@ class _Writer:
             self._flushed = now
             os.fdatasync(self._file)
         self._look_at_own_progress(now)
-        if self._heart.also is not None:
-            self._heart.also()
+        if self._heart.periodic_work is not None:
+            self._heart.periodic_work()
 
     def _write(self) -> None:
         heart = self._heart

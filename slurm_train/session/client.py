@@ -409,7 +409,7 @@ class JoinedSession(Session):
         heartbeat = self._heartbeat
         place = self._place
         heartbeat.phase = "joined"
-        heartbeat.also = self._write_now_and_then
+        heartbeat.periodic_work = self._write_now_and_then
         heartbeat.record = _newest_collectives
         heartbeat.start(
             self._run,

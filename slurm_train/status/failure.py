@@ -134,6 +134,6 @@ def _traceback_of(text: str, message: str) -> str:
     A mark holds e.g. "ValueError: no such layer"; the exception's module is not in it.
     """
     blocks = tracebacks(text)
-    said = message.partition(": ")[2] or message
-    named = [block for block in blocks if said and said in block]
+    error_text = message.partition(": ")[2] or message
+    named = [block for block in blocks if error_text and error_text in block]
     return (named or blocks or [""])[-1]

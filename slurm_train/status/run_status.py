@@ -174,12 +174,9 @@ class RunFiles:
     def job_ids(self) -> list[str]:
         """All jobs that may be active; the one that holds the lock is last, else the newest."""
         recorded = self.record.job_ids if self.record is not None else ()
-        held = [self.holder_job] if self.holder_job is not None else []
-        others = (*held, *self.jobs_of_others)
-        return [
-            *(job_id for job_id in (*recorded, *self.unrecorded_jobs) if job_id not in others),
-            *(job_id for job_id in held if job_id not in self.jobs_of_others),
-        ]
+        holding = [self.holder_job] if self.holder_job is not None else []
+        jobs = [job_id for job_id in (*recorded, *self.unrecorded_jobs) if job_id not in holding]
+        return [job_id for job_id in (*jobs, *holding) if job_id not in self.jobs_of_others]
 
     @property
     def last_attempt(self) -> Mapping[str, Any]:
@@ -509,7 +506,8 @@ def _last_time(attempt: Mapping[str, Any]) -> float:
 
 def never_began(files: RunFiles, job: JobState) -> str:
     """Returns why a job ended before its attempt began: what its script said last, or that its log was not opened."""
-    if words := _last_words(files, job):
+    words = _last_words(files, job)
+    if words:
         return f"ended before it began: {words}"
     if not job.nodelist:
         # Slurm fails a job that waits, e.g. where it finds that a constraint cannot be met.
@@ -625,10 +623,10 @@ class Surveyor:
         scripts = self._view.search(lambda _, scripts: scripts, nothing=nothing) or nothing
         checked = []
         for file in files:
-            others: list[str] = []
+            foreign: list[str] = []
             if file.run in doubtful:
-                others = [job_id for job_id in file.job_ids if is_of_another_run(scripts.get(job_id, ""), file.run)]
-            checked.append(replace(file, jobs_of_others=tuple(others)))
+                foreign = [job_id for job_id in file.job_ids if is_of_another_run(scripts.get(job_id, ""), file.run)]
+            checked.append(replace(file, jobs_of_others=tuple(foreign)))
         return checked
 
     def _with_unrecorded_jobs(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
@@ -647,9 +645,9 @@ class Surveyor:
         jobs = self._view.search(find, nothing=without_slurm)
         completed = {}
         for status in idle:
-            others = tuple((jobs or {}).get(status.run, ()))
-            lost = "" if others else _lost_answer(status.run, slurm_answers=jobs is not None)
-            completed[status.run] = replace(status, unrecorded_jobs=others, lost_answer=lost)
+            unrecorded = tuple((jobs or {}).get(status.run, ()))
+            lost = "" if unrecorded else _lost_answer(status.run, slurm_answers=jobs is not None)
+            completed[status.run] = replace(status, unrecorded_jobs=unrecorded, lost_answer=lost)
         return [completed.get(file.run, file) for file in files]
 
     def read(self, run: RunDirectory) -> RunFiles:

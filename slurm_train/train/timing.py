@@ -63,7 +63,7 @@ def build_timing(rank: Rank, passes: Passes, split: Split) -> Timing:
         return passes.data_wait_s
 
     step_times = StepTimes(rank.run, rank.attempt, rank=rank.place.rank, host=rank.place.host, clock=rank.clock)
-    rank.heartbeat.also = step_times.keep_when_due
+    rank.heartbeat.periodic_work = step_times.keep_when_due
     probe = PaceProbe(
         passes.ddp,
         rank.heartbeat,

@@ -422,16 +422,16 @@ def require_free_place(plan: ClusterPlan) -> None:
     """
     hosts = system.read_hosts()
     state_dir = plan.state_dir
-    others = ", ".join(sorted({str(path) for path in system.marked_hosts(hosts).values() if path != state_dir}))
+    other_places = ", ".join(sorted({str(path) for path in system.marked_hosts(hosts).values() if path != state_dir}))
     names = system.namespaces() | system.links() | system.names_of_others(hosts)
     taken = ", ".join(sorted(names & {*plan.addresses, *plan.hosts, system.BRIDGE}))
     route = system.overlapping_route(plan)
     closed = [str(parent) for parent in state_dir.parents if parent.exists() and not parent.stat().st_mode & 0o001]
     obstacles = (
         (
-            others,
-            f"a cluster with its state in {others} is up; one machine holds one",
-            f"python -m slurm_train devcluster down --state {others}",
+            other_places,
+            f"a cluster with its state in {other_places} is up; one machine holds one",
+            f"python -m slurm_train devcluster down --state {other_places}",
         ),
         (
             os.path.lexists(SYSTEM_SLURM_CONF) and not _is_our_link(state_dir),

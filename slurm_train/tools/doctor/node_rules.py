@@ -185,11 +185,11 @@ def _unreached_rank_0(job: Job) -> Iterator[Finding]:
         yield error("PORT_BLOCKED", master, seen + ("; they reach each other" if reach else ""), blames=reach)
         return
     for trouble in blocked:
-        others = f"; it reaches {shorten(trouble.reached)}" if trouble.reached else ""
-        others += f"; it does not reach {shorten(trouble.unreached)}" if trouble.unreached else ""
+        reachability = f"; it reaches {shorten(trouble.reached)}" if trouble.reached else ""
+        reachability += f"; it does not reach {shorten(trouble.unreached)}" if trouble.unreached else ""
         # Another node has connected to rank 0, and this one reaches none.
         is_alone = bool({rank.node for rank in job.ranks} - {master, trouble.node}) and not trouble.reached
-        seen = f"does not reach rank 0 at {trouble.address}:{trouble.port} ({master}): {trouble.error}{others}"
+        seen = f"does not reach rank 0 at {trouble.address}:{trouble.port} ({master}): {trouble.error}{reachability}"
         yield error("PORT_BLOCKED", trouble.node, seen, blames=is_alone)
 
 
@@ -456,10 +456,10 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
             yield warning("GPU_SICK", speeds.node, f"DCGM: {speeds.diagnosis}")
     all_gpus = [(speeds.node, gpu) for speeds in job.gpu_speeds for gpu in speeds.gpus]
     for node, gpu in all_gpus:
-        others = [node for _, node in all_gpus if node is not gpu and node.kind == gpu.kind]
-        if len(others) < _FEW_OTHERS:
+        peers = [node for _, node in all_gpus if node is not gpu and node.kind == gpu.kind]
+        if len(peers) < _FEW_OTHERS:
             continue
-        tflops, copied = (statistics.median(values) for values in zip(*_speeds_of(others), strict=True))
+        tflops, copied = (statistics.median(values) for values in zip(*_speeds_of(peers), strict=True))
         if gpu.tflops < _SLOW_GPU * tflops:
             seen = f"computes {gpu.tflops:.0f} TFLOP/s in bfloat16, the others {tflops:.0f}"
         elif gpu.copy_gb_per_s < _SLOW_GPU * copied:
@@ -520,8 +520,8 @@ def odd_ones(values: Mapping[str, str]) -> list[tuple[str, str, str, bool]]:
 
 
 def _median_of_others(values: Mapping[str, float], node: str) -> float | None:
-    others = [value for name, value in values.items() if name != node]
-    return statistics.median(others) if others else None
+    other_values = [value for name, value in values.items() if name != node]
+    return statistics.median(other_values) if other_values else None
 
 
 def common_end(pairs: Collection[tuple[str, str]], *, num_nodes: int) -> str:
@@ -532,10 +532,13 @@ def common_end(pairs: Collection[tuple[str, str]], *, num_nodes: int) -> str:
         num_nodes: of the job; of two either may be at fault.
     """
     partners: dict[str, set[str]] = defaultdict(set)
-    for node, other in pairs:
-        partners[node].add(other)
-        partners[other].add(node)
-    common = [node for node, others in partners.items() if len(others) > 1 and all(node in pair for pair in pairs)]
+    for node, partner in pairs:
+        partners[node].add(partner)
+        partners[partner].add(node)
+    common = []
+    for node, node_partners in partners.items():
+        if len(node_partners) > 1 and all(node in pair for pair in pairs):
+            common.append(node)
     return common[0] if len(common) == 1 and num_nodes > 2 else ""
 
 

@@ -247,9 +247,9 @@ def _clock_offset(line: BufferedRWPair) -> tuple[float, float]:
     for _ in range(_CLOCK_ROUNDS):
         began_s = time.monotonic()
         began_unix_s = time.time()
-        theirs = _ask_time(line)
+        peer_unix_s = _ask_time(line)
         trip_s = time.monotonic() - began_s
-        rounds.append((trip_s, began_unix_s + trip_s / 2 - theirs))
+        rounds.append((trip_s, began_unix_s + trip_s / 2 - peer_unix_s))
     trip_s, offset_s = min(rounds)
     return round(offset_s, 6), round(trip_s / 2, 6)
 

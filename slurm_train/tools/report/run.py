@@ -194,16 +194,16 @@ def _column(series: Series, key: str, name: str, *, factor: float = 1.0, **more:
 def _training_plots(series: Series, events: Sequence[Fact]) -> list[Block]:
     curves = [_column(series, "loss", "training"), _column(series, "eval_loss", "held out", colour="two")]
     marks = [*_attempt_marks(series), *_event_marks(events)]
-    others = []
+    further_plots = []
     for key in series.evaluations:
         if key != "eval_loss":
             name = key.removeprefix("eval_").replace("_", " ")
-            others.append(plot(key, f"Held-out {name}", [_column(series, key, name, colour="two")]))
+            further_plots.append(plot(key, f"Held-out {name}", [_column(series, key, name, colour="two")]))
     rate = _column(series, "lr", "Learning rate", colour="three")
-    others.append(plot("lr", rate.name, [rate], from_zero=True, linear=True))
+    further_plots.append(plot("lr", rate.name, [rate], from_zero=True, linear=True))
     norm = _column(series, "grad_norm", "Gradient norm before clipping")
-    others.append(plot("grad_norm", norm.name, [norm]))
-    return [plot("loss", "Loss", curves, marks=marks, is_wide=True), *drawn(others)]
+    further_plots.append(plot("grad_norm", norm.name, [norm]))
+    return [plot("loss", "Loss", curves, marks=marks, is_wide=True), *drawn(further_plots)]
 
 
 _Mark = tuple[float, str, str]

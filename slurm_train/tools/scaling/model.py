@@ -231,9 +231,9 @@ class Study:
 
     local: tuple[Measured, ...]
     """Fixed local batch, plain exchange, by size."""
-    whole: tuple[Measured, ...]
+    fixed_global: tuple[Measured, ...]
     """Fixed global batch, plain exchange, by size."""
-    others: tuple[Measured, ...]
+    other_exchanges: tuple[Measured, ...]
     """Other ways of exchanging, fixed local batch."""
     model: Model | None
 
@@ -254,11 +254,11 @@ def sort_study(measured: Sequence[Measured], *, comm: str) -> Study:
     local = tuple(
         measurement for measurement in ordered if measurement.point.comm == comm and "local" in measurement.point.modes
     )
-    whole = tuple(
+    fixed_global = tuple(
         measurement for measurement in ordered if measurement.point.comm == comm and "global" in measurement.point.modes
     )
-    others = tuple(measurement for measurement in ordered if measurement.point.comm != comm)
-    return Study(local=local, whole=whole, others=others, model=fit(local))
+    other_exchanges = tuple(measurement for measurement in ordered if measurement.point.comm != comm)
+    return Study(local=local, fixed_global=fixed_global, other_exchanges=other_exchanges, model=fit(local))
 
 
 def shares(study: Study) -> dict[str, float]:
@@ -300,7 +300,8 @@ def _what_limits(study: Study) -> list[str]:
         return [f"{head}; computing limits ({share_of['compute']:.0%} of it), and nothing else takes a tenth of it"]
     limit = _LIMITS["exchange" if worst == "network" and largest.size.nodes == 1 else worst]
     sentences = [f"{head}; {limit.format(share=losses[worst])}"]
-    if worst == "network" and (model := study.model) is not None:
+    model = study.model
+    if worst == "network" and model is not None:
         sent = largest.ring_bytes()
         sentences.append(
             f"each rank sends {byte_size(sent)} per step at an effective {in_bits(model.bytes_per_s)}, which takes "
@@ -315,27 +316,27 @@ def _more_nodes(study: Study) -> list[str]:
     sentences = [f"efficiency {largest.efficiency(base):.0%} of {base.size.ranks} rank at a fixed local batch"]
     if study.model is None or largest.size.nodes < 2:
         return sentences
-    alone = next((other for other in study.local if other.size.nodes == 1 and other.size != base.size), base)
+    alone = next((point for point in study.local if point.size.nodes == 1 and point.size != base.size), base)
     if largest.per_s <= alone.per_s:
         sentences.append(
             f"{largest.size.nodes} nodes are no faster than one: {largest.per_s:,.0f} against {alone.per_s:,.0f} per s"
         )
     longer_s = study.model.comm_s(largest, ranks=2 * largest.size.ranks) - largest.comm_s
     gain = 2 * largest.step_s / max(largest.step_s + longer_s, 1e-12)
-    left = largest.efficiency(alone) * gain / 2
-    words = "pay" if left >= _PAYS else "hardly pay" if left >= _HARDLY else "do not pay"
+    efficiency_then = largest.efficiency(alone) * gain / 2
+    words = "pay" if efficiency_then >= _PAYS else "hardly pay" if efficiency_then >= _HARDLY else "do not pay"
     sentences.append(
         f"more nodes {words}: {2 * largest.size.nodes} would have {gain:.2f}x the throughput of {largest.size.nodes}, "
-        f"and each of them {left:.0%} of what one alone has"
+        f"and each of them {efficiency_then:.0%} of what one alone has"
     )
     return sentences
 
 
 def _ways(study: Study) -> list[str]:
-    at_full = [other for other in study.others if other.size == study.largest.size]
+    at_full = [point for point in study.other_exchanges if point.size == study.largest.size]
     if not at_full:
         return []
-    best = max(at_full, key=lambda other: other.per_s)
+    best = max(at_full, key=lambda point: point.per_s)
     gain = best.per_s / study.largest.per_s
     if gain < 1 + _WORTH_A_WORD / 2:
         return [f"no other way of exchanging is faster here; the best is ddp.comm={best.point.comm} ({gain:.2f}x)"]
@@ -358,10 +359,10 @@ _BAR = 40
 def render_text(study: Study) -> str:
     """Returns the whole report."""
     parts = [_sizes("fixed local batch", study.local)]
-    if len(study.whole) > 1:
-        parts.append(_sizes("fixed global batch", study.whole))
+    if len(study.fixed_global) > 1:
+        parts.append(_sizes("fixed global batch", study.fixed_global))
     parts.append(_bars(study.local))
-    if study.others:
+    if study.other_exchanges:
         parts.append(_exchanges(study))
     parts.append("\n".join(f"- {sentence}" for sentence in verdict(study)))
     return "\n\n".join(parts)
@@ -402,7 +403,7 @@ def _bars(points: Sequence[Measured]) -> str:
 def _exchanges(study: Study) -> str:
     rows = [("exchange", "ranks", "step", "against plain", "sent per step", "bytes / bandwidth", "network")]
     for plain in study.local:
-        same_size = [other for other in study.others if other.size == plain.size]
+        same_size = [point for point in study.other_exchanges if point.size == plain.size]
         for measurement in (plain, *same_size) if same_size else ():
             limit = "-" if study.model is None else duration(measurement.ring_bytes() / study.model.bytes_per_s)
             gain = f"{measurement.per_s / plain.per_s:.2f}x"
@@ -438,7 +439,7 @@ def render_page(study: Study, *, title: str) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{sentences}</ul>"
-        f'<h2>What a step is spent on</h2><p class="key">{keys}</p>{_steps((*study.local, *study.others))}'
+        f'<h2>What a step is spent on</h2><p class="key">{keys}</p>{_steps((*study.local, *study.other_exchanges))}'
         f"<h2>Numbers</h2><pre>{html.escape(render_text(study))}</pre></body></html>\n"
     )
 

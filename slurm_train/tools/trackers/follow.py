@@ -367,7 +367,7 @@ class Trackers:
         One that failed gets a last try when the ranks have ended: when a job ends, Slurm signals every process of it,
         and some trackers have helpers that obey.
         """
-        said: set[str] = set()
+        reported: set[str] = set()
         pauses = self._pauses_s()
         is_last_try = False
         while True:
@@ -381,8 +381,8 @@ class Trackers:
             is_closing = self._closing.is_set()
             if code is None or (code == EXIT_DONE and is_closing):
                 break
-            if problem not in said and not is_closing:
-                said.add(problem)
+            if problem not in reported and not is_closing:
+                reported.add(problem)
                 self._report_problem(name, problem, is_final=code == EXIT_WRONG_USE)
             if code == EXIT_WRONG_USE or is_last_try:
                 break
@@ -415,21 +415,24 @@ class Trackers:
                 stderr=output,
                 start_new_session=True,
             )
-        ended = None
-        # Without reaping it: its number stays its own until its group is killed.
+        end_info = None
+        # The process is not reaped yet: nobody else gets its id until its group is killed.
         peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
         try:
-            while (ended := os.waitid(os.P_PID, process.pid, peek)) is None and time.monotonic() < self._deadline:
+            while True:
+                end_info = os.waitid(os.P_PID, process.pid, peek)
+                if end_info is not None or time.monotonic() >= self._deadline:
+                    break
                 self._report_place(name)
                 if self._closing.wait(_POLL_S):
                     time.sleep(_CLOSING_POLL_S)
         finally:
-            if ended is None or ended.si_status != 0:
+            if end_info is None or end_info.si_status != 0:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILL_S)
-        return None if ended is None else process.returncode
+        return None if end_info is None else process.returncode
 
     def _report_place(self, name: str) -> None:
         state = None if name in self._placed else read_state(self._run, name)
