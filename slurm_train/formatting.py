@@ -90,8 +90,8 @@ def duration(seconds: float | None) -> str:
     whole = round(seconds)
     units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
     size, unit, part_size, part = next(unit for unit in units if whole >= unit[0])
-    rest = whole % size // part_size
-    return f"{whole // size:,} {unit}" + (f" {rest} {part}" if rest else "")
+    num_parts = whole % size // part_size
+    return f"{whole // size:,} {unit}" + (f" {num_parts} {part}" if num_parts else "")
 
 
 def clock(seconds: float) -> str:

@@ -669,13 +669,13 @@ def parse(name: str, words: Sequence[str]) -> Namespace:
     verb = VERBS[name]
     parser = build_parser(name)
     if verb.settings == "any":
-        arguments, rest = parser.parse_known_args(words)
-        arguments.settings = rest
+        arguments, remaining = parser.parse_known_args(words)
+        arguments.settings = remaining
     elif verb.settings == "after":
-        arguments, rest = parser.parse_known_intermixed_args(words)
-        if rest:
+        arguments, remaining = parser.parse_known_intermixed_args(words)
+        if remaining:
             parser.error(
-                f"unrecognized arguments: {' '.join(rest)} (settings are key=value, without dashes: optim.lr=3e-4)"
+                f"unrecognized arguments: {' '.join(remaining)} (settings are key=value, without dashes: optim.lr=3e-4)"
             )
         # A path may have an equals sign, too; no key begins like one.
         arguments.settings = [word for word in arguments.words if "=" in word and not word.startswith(("/", ".", "~/"))]

@@ -129,12 +129,12 @@ class Division:
 
     def _compare(self, held: Holdings) -> Agreement:
         digests = {part: _digest(leaves) for part, leaves in held.items()}
-        told = on_every_rank(self._group, lambda: (self._stage, digests))
-        parts = sorted({part for _, of_rank in told for part in of_rank})
+        answers = on_every_rank(self._group, lambda: (self._stage, digests))
+        parts = sorted({part for _, of_rank in answers for part in of_rank})
         variants = {
-            part: self._variants_of(part, held, [of_rank.get(part, "") for _, of_rank in told]) for part in parts
+            part: self._variants_of(part, held, [of_rank.get(part, "") for _, of_rank in answers]) for part in parts
         }
-        require_savable(variants, stages=[stage for stage, _ in told])
+        require_savable(variants, stages=[stage for stage, _ in answers])
         return divide(variants, rank=rank_in(self._group))
 
     def _variants_of(self, part: str, held: Holdings, digests: Sequence[str]) -> list[Variant]:
@@ -194,7 +194,7 @@ def divide(variants: Mapping[str, Sequence[Variant]], *, rank: int) -> Agreement
     optimizer's count of steps for each parameter.
     """
     kinds: dict[str, str] = {}
-    mine: set[str] = set()
+    written_here: set[str] = set()
     held: set[str] = set()
     large: defaultdict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
     for of_part in variants.values():
@@ -206,10 +206,10 @@ def divide(variants: Mapping[str, Sequence[Variant]], *, rank: int) -> Agreement
             held |= whole.keys()
             large[holders] |= {name: leaf.num_bytes for name, leaf in whole.items() if leaf.num_bytes > _SMALL}
             if rank == holders[0]:
-                mine |= {name for name, leaf in whole.items() if leaf.num_bytes <= _SMALL}
+                written_here |= {name for name, leaf in whole.items() if leaf.num_bytes <= _SMALL}
     for holders, sizes in large.items():
-        mine |= share_of(sizes, rank=holders.index(rank), num_ranks=len(holders))
-    return Agreement(frozenset(held - mine), kinds)
+        written_here |= share_of(sizes, rank=holders.index(rank), num_ranks=len(holders))
+    return Agreement(frozenset(held - written_here), kinds)
 
 
 def share_of(sizes: Mapping[str, int], *, rank: int, num_ranks: int) -> set[str]:

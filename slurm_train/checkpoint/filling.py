@@ -94,11 +94,15 @@ class Filling:
 
         group = self.group
         assert group is not None and not isinstance(group, Peers), "copies travel through torch's group"
-        if not (keeper_of := keepers(self.nodes)):
+        keeper_of = keepers(self.nodes)
+        if not keeper_of:
             return set()
         on_every_rank(group, lambda: exchange_files(self.staging, records, keeper_of, group=group))
-        mine = (rank for rank, to in keeper_of.items() if self.nodes[to] == self.place.node)
-        return {name for rank in mine for name in records[rank]}
+        kept: set[str] = set()
+        for rank, keeper in keeper_of.items():
+            if self.nodes[keeper] == self.place.node:
+                kept |= records[rank].keys()
+        return kept
 
 
 def begin_filling(
@@ -122,13 +126,13 @@ def begin_filling(
         # What is gathered takes the room of the longest on each rank, times ranks; the weights are known everywhere.
         return place.node, name, replace(header, weights={}) if rank_in(group) == 0 else None
 
-    begun = on_every_rank(group, begin)
+    openings = on_every_rank(group, begin)
     return Filling(
         place=place,
-        header=replace(begun[0][2] or header, weights=header.weights),
+        header=replace(openings[0][2] or header, weights=header.weights),
         group=group,
-        staging=place.root / next(name for node, name, _ in begun if name and node == place.node),
-        nodes=[node for node, *_ in begun],
+        staging=place.root / next(name for node, name, _ in openings if name and node == place.node),
+        nodes=[node for node, *_ in openings],
         protect=protect,
     )
 

@@ -64,8 +64,8 @@ def main(words: Sequence[str]) -> int:
     findings = find_site_facts(replace(view, mount=_mount_here()))
     table, sentences = (site_table(view), in_words(view)) if view.settings else ({}, [])
     if arguments.json:
-        told = {"site": table, "in_words": sentences} if table else {}
-        print(json.dumps({**told, "findings": [finding.as_json() for finding in findings]}, indent=2))
+        document = {"site": table, "in_words": sentences} if table else {}
+        print(json.dumps({**document, "findings": [finding.as_json() for finding in findings]}, indent=2))
     else:
         for name, value in table.items():
             print(f"  {name:<14} {value}")
@@ -162,10 +162,10 @@ def _wait(job_id: str, commands: SlurmCommands) -> None:
             state = commands.job_states([job_id]).get(job_id)
             if state is None or not state.is_active:
                 return
-            now = f"{state.phase.value} {state.reason or state.nodelist}".strip()
-            if now != printed:
-                printed = now
-                note(f"job {job_id} is {now}")
+            state_text = f"{state.phase.value} {state.reason or state.nodelist}".strip()
+            if state_text != printed:
+                printed = state_text
+                note(f"job {job_id} is {state_text}")
         time.sleep(_ASK_EVERY_S)
 
 

@@ -14,18 +14,21 @@ from slurm_train.verbs import parse
 
 def main(words: Sequence[str]) -> int:
     """Prepares text, prints the directory of the shards on stdout and returns 0."""
-    asked = parse("prepare", words)
+    arguments = parse("prepare", words)
     tokenizer: Path | None = None
-    if asked.tokenizer:
+    if arguments.tokenizer:
         pinned: list[HubFiles] = []
-        tokenizer = Path(pin_path("--tokenizer", asked.tokenizer, "tokenizer", Path.cwd(), pinned))
+        tokenizer = Path(pin_path("--tokenizer", arguments.tokenizer, "tokenizer", Path.cwd(), pinned))
         for files in pinned:
             note(f"--tokenizer: {files.words}")
         fetch_hub_files(pinned)
     options = PrepareOptions(
-        held_out=asked.held_out, suffixes=tuple(asked.suffix), text_column=asked.text_column, tokenizer=tokenizer
+        held_out=arguments.held_out,
+        suffixes=tuple(arguments.suffix),
+        text_column=arguments.text_column,
+        tokenizer=tokenizer,
     )
-    index = prepare([Path(name) for name in asked.inputs], out=Path(asked.out), options=options)
+    index = prepare([Path(name) for name in arguments.inputs], out=Path(arguments.out), options=options)
     note(f"{index.source}: {index.vocab_size} token ids ({index.tokenizer}), {index.end_of_document} ends a document")
     for name, split in index.splits.items():
         note(
@@ -34,5 +37,5 @@ def main(words: Sequence[str]) -> int:
         )
     for line in notes_of(index):
         note(line)
-    print(asked.out)
+    print(arguments.out)
     return EXIT_DONE

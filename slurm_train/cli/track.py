@@ -48,12 +48,12 @@ def main(words: Sequence[str]) -> int:
         )
     track = configured(run, arguments.settings).track
     require_installed(track)
-    asked = track.tracker_names
-    names = asked if arguments.only is None else read_names(arguments.only)
-    if not names or not set(names) <= set(asked):
+    available = track.tracker_names
+    names = available if arguments.only is None else read_names(arguments.only)
+    if not names or not set(names) <= set(available):
         raise ConfigError(
             f"{run.name}/{run.run_id} has no tracker {arguments.only or 'at all'}",
-            hint=f"it has: {', '.join(asked) or 'none'}; add one: track {run.run_id} track.wandb.project=NAME",
+            hint=f"it has: {', '.join(available) or 'none'}; add one: track {run.run_id} track.wandb.project=NAME",
         )
     ended = [_send(run, name, track, arguments.settings, os.environ) for name in names]
     return EXIT_DONE if all(ended) else EXIT_FAILURE

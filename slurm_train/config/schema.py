@@ -811,22 +811,22 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return float(value)
     elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    asked, example = _describe(hint)
+    expected, example = _describe(hint)
     typed = f"{path}={example}"
-    if asked.startswith("a text") and isinstance(value, (list, tuple)) and value:
+    if expected.startswith("a text") and isinstance(value, (list, tuple)) and value:
         typed = f"{path}={','.join(map(str, value))}"
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
         # A text that only lacks what makes it a list or a target, or is another spelling of a choice.
-        if asked.startswith("a list"):
+        if expected.startswith("a list"):
             typed = f"{path}=[{value}]"
-        elif (asked.startswith("a mapping") and path in ("task", "model", "data")) or (
+        elif (expected.startswith("a mapping") and path in ("task", "model", "data")) or (
             path == "optim.schedule" and "." in value
         ):
             typed = f"{path}._target_={value}"
-        elif near := difflib.get_close_matches(value, asked.replace(",", "").split(" or "), n=1, cutoff=0.5):
+        elif near := difflib.get_close_matches(value, expected.replace(",", "").split(" or "), n=1, cutoff=0.5):
             typed = f"{path}={near[0]}"
     hint_text = REMOVED_VALUES.get((path, str(value)), f'for example "{typed}"')
-    raise ConfigError(f"{path} must be {asked}, got {value!r}", hint=hint_text)
+    raise ConfigError(f"{path} must be {expected}, got {value!r}", hint=hint_text)
 
 
 def _describe(hint: Any) -> tuple[str, str]:
@@ -834,11 +834,11 @@ def _describe(hint: Any) -> tuple[str, str]:
     origin = get_origin(hint)
     options = get_args(hint)
     if origin is Annotated:
-        asked, example = _describe(options[0])
-        return f"{asked}, {options[1]}", example
+        expected, example = _describe(options[0])
+        return f"{expected}, {options[1]}", example
     if origin is Literal:
         return " or ".join(map(str, options)), str(options[0])
     if origin in (Union, types.UnionType):
         described = [_describe(option) for option in options]
-        return ", or ".join(asked for asked, _ in described), described[0][1]
+        return ", or ".join(expected for expected, _ in described), described[0][1]
     return _TYPES.get(origin or hint, _TYPES[dict])

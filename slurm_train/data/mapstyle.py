@@ -115,9 +115,9 @@ class MapStyleSource:
             # One of its own: a loader draws a seed from it, and the global one belongs to dropout.
             generator=torch.Generator(),
         )
-        others = set(multiprocessing.active_children())
+        earlier_children = set(multiprocessing.active_children())
         batches = iter(loader)
-        workers = [child for child in multiprocessing.active_children() if child not in others]
+        workers = [child for child in multiprocessing.active_children() if child not in earlier_children]
         end = partial(_end_workers, batches, workers)
         atexit.register(end)
         try:

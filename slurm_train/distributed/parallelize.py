@@ -433,11 +433,12 @@ def require_dimensions(model: nn.Module, *, layout: ParallelLayout, offloads: bo
     """
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     degrees = (("tp", layout.tp), ("pp", layout.pp))
-    asked = [f"parallel.{axis}={degree}" for axis, degree in degrees if degree > 1]
-    asked += ["parallel.cpu_offload=true"] if offloads else []
-    if scalars and asked:
+    conflicts = [f"parallel.{axis}={degree}" for axis, degree in degrees if degree > 1]
+    conflicts += ["parallel.cpu_offload=true"] if offloads else []
+    if scalars and conflicts:
         raise ConfigError(
-            f"{scalars[0]} of {type(model).__name__} is a scalar parameter, and does not work with {', '.join(asked)}",
+            f"{scalars[0]} of {type(model).__name__} is a scalar parameter, and does not work with "
+            f"{', '.join(conflicts)}",
             hint="scalars work with parallel.dp_replicate, dp_shard and cp; make it a vector of one number, "
             "nn.Parameter(torch.tensor([1.0])), or leave out what does not work",
         )

@@ -61,10 +61,10 @@ def settle_parallel(config: RunConfig, world: World, env: Mapping[str, str]) -> 
     typed = _way(config, world, half=half)
     if card is None or typed is None or typed.memory_bytes <= USABLE * card.memory_bytes:
         return config, ""
-    asked = config.parallel
-    shown = solve_layout(asked, world_size=world.size)
+    section = config.parallel
+    shown = solve_layout(section, world_size=world.size)
     needed = f"a layout of {shown} needs {byte_size(typed.memory_bytes)} per rank, more than fit into {card}"
-    if asked.dp_shard != AUTO or asked.dp_replicate != -1:
+    if section.dp_shard != AUTO or section.dp_replicate != -1:
         return config, f"does not fit: {needed}; leave parallel.dp_replicate and dp_shard out, or see `plan --suggest`"
     ways = list(_ways(config, world, shown, half=half, is_range=is_range))
     fitting = [way for way in ways if way.memory_bytes <= USABLE * card.memory_bytes]

@@ -254,10 +254,10 @@ def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:
 
 def in_half(config: RunConfig, *, on_gpu: bool) -> bool:
     """Returns whether matrix products will be in a type of two bytes."""
-    asked = config.train.precision
+    precision = config.train.precision
     return (
-        asked in ("bfloat16", "float16", "fp8")
-        or (asked == "auto" and on_gpu)
+        precision in ("bfloat16", "float16", "fp8")
+        or (precision == "auto" and on_gpu)
         or config.train.param_dtype == "bfloat16"
     )
 
@@ -417,8 +417,8 @@ def measured_speeds(plan: RunPlan) -> dict[int, Speed]:
 
 def _runs_like(plan: RunPlan) -> list[RunDirectory]:
     """Returns this run and the newest ones of its name."""
-    others = (run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name)
-    return [plan.run, *list(others)[:_MOST_RUNS]]
+    same_name = (run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name)
+    return [plan.run, *list(same_name)[:_MOST_RUNS]]
 
 
 def _step_times(run: RunDirectory) -> dict[int, list[float]]:

@@ -194,8 +194,8 @@ class LayoutFacts:
     @property
     def gathered_size(self) -> int:
         """Bytes of a number of a shard's parameters once they are gathered."""
-        asked = self.settings.gather_dtype
-        is_half = asked == "bfloat16" or (asked == "auto" and self.half and not self.is_float16)
+        gather_dtype = self.settings.gather_dtype
+        is_half = gather_dtype == "bfloat16" or (gather_dtype == "auto" and self.half and not self.is_float16)
         return HALF if is_half and self.layout.shard_size > 1 else self.param_size
 
     @property

@@ -223,9 +223,9 @@ class Objective(nn.Module):
                 hint="let labels be a copy of input_ids (-100 where a token does not count), or give tuples "
                 "(tokens[:-1], tokens[1:])",
             )
-        told = [answer for answer in repeats if answer is not None]
-        if told:
-            self._repeats = all(told)
+        known_answers = [answer for answer in repeats if answer is not None]
+        if known_answers:
+            self._repeats = all(known_answers)
         own_loss = self.own_loss
         is_guessed = own_loss.shifts is None and not own_loss.takes_labels and not hasattr(self.model, "training_loss")
         if not self._repeats or not is_guessed:
@@ -456,17 +456,17 @@ class Objective(nn.Module):
             )
         return scores
 
-    def _sum_and_count(self, made: Any) -> tuple[Tensor, Tensor]:
+    def _sum_and_count(self, result: Any) -> tuple[Tensor, Tensor]:
         """Returns what the model's own loss gave; a count that is a plain number as a tensor."""
-        is_pair = isinstance(made, (tuple, list)) and len(made) == 2
-        has_loss = is_pair and isinstance(made[0], Tensor) and made[0].dim() == 0
-        if not has_loss or not isinstance(made[1], (Tensor, int, float)):
+        is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+        has_loss = is_pair and isinstance(result[0], Tensor) and result[0].dim() == 0
+        if not has_loss or not isinstance(result[1], (Tensor, int, float)):
             raise ConfigError(
-                f"{type(self.model).__name__}.training_loss gave {_kind(made)}, not the sum of the loss as a scalar "
+                f"{type(self.model).__name__}.training_loss gave {_kind(result)}, not the sum of the loss as a scalar "
                 "tensor and the number of items",
                 hint="return losses.sum(), losses.numel(); of a mean over n items mean * n, n",
             )
-        loss, count = made
+        loss, count = result
         if not isinstance(count, Tensor):
             count = torch.full((), count, device=loss.device)
         return loss, count

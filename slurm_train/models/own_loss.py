@@ -94,16 +94,16 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     library = next((module for module in model.modules() if "loss_type" in vars(module)), None)
     words = inspect.signature(model.forward).parameters
     takes_any = any(word.kind is inspect.Parameter.VAR_KEYWORD for word in words.values())
-    asked = model if library is None else library
-    config = getattr(asked, "config", None)
+    owner = model if library is None else library
+    config = getattr(owner, "config", None)
     accepts_count = library is not None and _accepts_count(library)
     ignored = getattr(config, "semantic_loss_ignore_index", None)
     return OwnLoss(
-        name=type(asked).__name__,
+        name=type(owner).__name__,
         takes_labels=LABELS in words or takes_any,
         takes_count=accepts_count and takes_any if _COUNT not in words else library is None or accepts_count,
         shifts=_shifts(model, library),
-        router_scale=_router_scale(asked, config),
+        router_scale=_router_scale(owner, config),
         context=None if library is None else _table_of_positions(library),
         ignored_in_images=ignored if isinstance(ignored, int) else IGNORED,
     )
@@ -138,8 +138,8 @@ def scores_in(outputs: Any) -> Any:
 
 
 def _shifts(model: nn.Module, library: nn.Module | None) -> bool | None:
-    asked = model if library is None else library
-    if getattr(getattr(asked, "config", None), "is_encoder_decoder", False):
+    owner = model if library is None else library
+    if getattr(getattr(owner, "config", None), "is_encoder_decoder", False):
         return False
     if library is None:
         return None
@@ -179,7 +179,7 @@ def _table_of_positions(library: nn.Module) -> int | None:
     return context if fits else None
 
 
-def _router_scale(asked: nn.Module, config: Any) -> float:
-    places = (asked, config, getattr(config, "text_config", None))
+def _router_scale(owner: nn.Module, config: Any) -> float:
+    places = (owner, config, getattr(config, "text_config", None))
     scales = (getattr(place, name, None) for place in places for name in _ROUTER_SCALES)
     return next((float(scale) for scale in scales if isinstance(scale, (int, float))), 0.0)

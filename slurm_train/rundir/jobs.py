@@ -125,8 +125,8 @@ def left_jobs(run: RunDirectory, record: JobRecord | None, ledger: Sequence[Mapp
             left.add(job_id)
         # The next start of the job obeys the file.
         elif last is None or "end_time_unix_s" in last:
-            asked = read_json(run.stop_file) or {}
-            left.update({job_id} & set(asked.get("jobs", ())))
+            request = read_json(run.stop_file) or {}
+            left.update({job_id} & set(request.get("jobs", ())))
     return frozenset(left)
 
 
@@ -170,10 +170,12 @@ def obey_stop(
     """
     if not is_there(run.stop_file):
         return ""
-    asked = read_json(run.stop_file)
-    if asked is not None and job_id is not None and number_of(continues or job_id) > int(asked.get("newest_job", 0)):
-        run.stop_file.unlink(missing_ok=True)
-        return ""
+    request = read_json(run.stop_file)
+    if request is not None and job_id is not None:
+        newest_stopped = int(request.get("newest_job", 0))
+        if number_of(continues or job_id) > newest_stopped:
+            run.stop_file.unlink(missing_ok=True)
+            return ""
     if job_id is not None:
         complete_stop(run, job_id, newest_job=newest_job)
     return f"{run.stop_file} is there, so nothing is started; `resume {run.run_id}` continues the run"

@@ -162,12 +162,12 @@ def compile_obstacles(env: Mapping[str, str], *, on_gpu: bool) -> list[str]:
     import tempfile
 
     variable, language, usual = ("CC", "C", ["gcc", "clang"]) if on_gpu else ("CXX", "C++", ["g++"])
-    asked = env.get(variable)
+    named_compiler = env.get(variable)
     # A compiler may be named with its options.
-    programs = usual if asked is None else asked.split()[:1]
+    programs = usual if named_compiler is None else named_compiler.split()[:1]
     obstacles = []
     if not any(shutil.which(program, path=env.get("PATH")) for program in programs):
-        tried = " or ".join(usual) if asked is None else f"{variable}={asked}"
+        tried = " or ".join(usual) if named_compiler is None else f"{variable}={named_compiler}"
         obstacles.append(f"no {language} compiler ({tried})")
     headers = Path(sysconfig.get_paths()["include"])
     if not (headers / "Python.h").is_file():

@@ -146,17 +146,17 @@ def exported(env: Mapping[str, str], patterns: Iterable[str] = ()) -> set[str]:
         env: environment of the submitting shell.
         patterns: further names, or patterns as in a shell ("MY_*"); a secret is matched by its full name only.
     """
-    asked = set(patterns)
+    requested = set(patterns)
 
     def is_exported(name: str) -> bool:
         if is_job_variable(name):
             return False
-        if name in asked:
+        if name in requested:
             return True
         if is_secret_name(name) or is_secret_value(env[name]):
             return False
         is_listed = name in _EXPORTED_NAMES or name.startswith(_EXPORTED_PREFIXES)
-        return is_listed or any(fnmatch.fnmatchcase(name, pattern) for pattern in asked)
+        return is_listed or any(fnmatch.fnmatchcase(name, pattern) for pattern in requested)
 
     return {name for name in env if is_exported(name)}
 

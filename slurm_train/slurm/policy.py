@@ -375,8 +375,8 @@ _REQUEUE_DELAYS = (
 
 def requeue_delay_s(settings: Mapping[str, str]) -> float:
     """Returns how long a requeued job waits at least, by default until the credential of its earlier start expires."""
-    found = (pattern.search(settings.get(name, "")) for name, pattern in _REQUEUE_DELAYS)
-    match = next(filter(None, found), None)
+    matches = (pattern.search(settings.get(name, "")) for name, pattern in _REQUEUE_DELAYS)
+    match = next(filter(None, matches), None)
     return _DEFAULT_REQUEUE_DELAY_S if match is None else float(match[1])
 
 

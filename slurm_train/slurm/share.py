@@ -45,9 +45,9 @@ class Share:
             env: the job's environment.
             gpus: the flag by which the run asks for its GPUs, empty without any.
         """
-        asked = dict(gpus) if self.num_gpus is None else times_gpus(gpus, self.num_gpus)
+        gpu_flags = dict(gpus) if self.num_gpus is None else times_gpus(gpus, self.num_gpus)
         # Without a number a step takes all that the job has, and the next one waits for it.
-        flags = ["--exact", *(f"--{name}={value}" for name, value in asked.items())]
+        flags = ["--exact", *(f"--{name}={value}" for name, value in gpu_flags.items())]
         memory_mb = env.get("SLURM_MEM_PER_NODE", "")
         if memory_mb.isdigit():
             # 0: all of the node's, for each.
@@ -112,12 +112,12 @@ def times_gpus(gpus: Mapping[str, str], num_gpus: int) -> dict[str, str]:
         gpus: e.g. {"gres": "gpu:a100:1"}; empty where none is asked for.
         num_gpus: of the node.
     """
-    asked: dict[str, str] = {}
+    gpu_flags: dict[str, str] = {}
     for name, value in gpus.items():
         kind, colon, _ = value.rpartition(":")
         # Several tasks, or one, cannot have a part of a GPU each.
-        asked["gpus-per-node" if name == "gpus-per-task" else name] = f"{kind}{colon}{num_gpus}"
-    return asked
+        gpu_flags["gpus-per-node" if name == "gpus-per-task" else name] = f"{kind}{colon}{num_gpus}"
+    return gpu_flags
 
 
 def enter_share(env: Mapping[str, str], *, sys: Path = Path("/sys")) -> dict[str, str]:

@@ -139,12 +139,12 @@ def default_qos(facts: SiteFacts, partition: str, *, account: str | None = None)
         account: the account that it is charged to; None or "" for the one that is charged where none is named.
     """
     account = account or default_account(facts.associations)
-    mine = [
+    own_associations = [
         association
         for association in facts.associations
         if association.account == account and association.partition in (partition, "")
     ]
-    association = max(mine, key=lambda record: bool(record.partition), default=None)
+    association = max(own_associations, key=lambda record: bool(record.partition), default=None)
     if association is not None and (association.default_qos or len(association.qos) == 1):
         return association.default_qos or association.qos[0]
     may_be_normal = association is None or not association.qos or "normal" in association.qos

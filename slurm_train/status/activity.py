@@ -77,8 +77,8 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
         ]
         for run in runs
     }
-    asked = [job_id for run in runs for job_id in ids[run]]
-    states = commands.job_states(asked, ended=False) if asked and has_slurm else {}
+    all_ids = [job_id for run in runs for job_id in ids[run]]
+    states = commands.job_states(all_ids, ended=False) if all_ids and has_slurm else {}
     if may_have_jobs:
         idle = [run for run in runs if not any(_is_active(job_id, states) for job_id in ids[run])]
         copies = jobs_by_name(idle, commands, scripts)

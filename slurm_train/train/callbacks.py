@@ -139,14 +139,14 @@ def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback
     """
     callbacks: dict[str, Callback] = {}
     for number, mapping in enumerate(mappings):
-        made = instantiate(mapping)
+        built = instantiate(mapping)
         target = str(mapping[TARGET])
-        if not isinstance(made, Callback):
+        if not isinstance(built, Callback):
             raise ConfigError(
-                f"callbacks[{number}].{TARGET}={target} gave a {type(made).__name__}, not a callback",
+                f"callbacks[{number}].{TARGET}={target} gave a {type(built).__name__}, not a callback",
                 hint="derive the class from slurm_train.train.callbacks.Callback",
             )
-        callbacks[f"{sum(key.endswith(f' {target}') for key in callbacks)} {target}"] = made
+        callbacks[f"{sum(key.endswith(f' {target}') for key in callbacks)} {target}"] = built
     return callbacks
 
 
@@ -172,8 +172,8 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
         for callback in config.callbacks
         if str(callback.get(TARGET, "slurm_train.")).startswith("slurm_train.")
     ]
-    made = build_callbacks(shipped).values()
-    compares = any(isinstance(callback, Monitor) and not callback.follower for callback in made)
+    built = build_callbacks(shipped).values()
+    compares = any(isinstance(callback, Monitor) and not callback.follower for callback in built)
     if not compares:
         return
     if not (config.train.evaluate and config.train.eval_every_steps):
@@ -335,8 +335,8 @@ class BestCheckpoint(Monitor):
         step = trainer.position.step
         if not math.isfinite(value):
             return
-        others = [entry for entry in self.steps if entry[0] != step]
-        self.steps = sorted([*others, [step, value]], key=lambda entry: self.sign * entry[1])
+        other_steps = [entry for entry in self.steps if entry[0] != step]
+        self.steps = sorted([*other_steps, [step, value]], key=lambda entry: self.sign * entry[1])
         del self.steps[self.keep + _NUM_SPARE :]
         if [step, value] in self.steps[: self.keep]:
             trainer.ask_to_save()

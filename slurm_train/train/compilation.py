@@ -108,8 +108,8 @@ def _chooses_graphs(parts: Parts) -> bool:
         chosen = False
         reason = "the run has callbacks"
     if rank.place.is_first:
-        said = "used" if chosen else "left out"
-        print(f"train.cuda_graphs=auto: CUDA graphs are {said}, since {reason}", file=sys.stderr, flush=True)
+        use = "used" if chosen else "left out"
+        print(f"train.cuda_graphs=auto: CUDA graphs are {use}, since {reason}", file=sys.stderr, flush=True)
     return chosen
 
 
@@ -135,14 +135,14 @@ def compile_in_place(parts: Parts, objective: Objective) -> None:
     if not parts.rank.compiles:
         return
     mark_compilations(parts.rank)
-    asked = parts.rank.config.train.cuda_graphs
+    setting = parts.rank.config.train.cuda_graphs
     if parts.rank.layout.is_replicated and not is_deep(parts.model):
-        parts.rank.uses_graphs = _chooses_graphs(parts) if asked == "auto" else asked
+        parts.rank.uses_graphs = _chooses_graphs(parts) if setting == "auto" else setting
         objective.compile(options=_WITH_GRAPHS if parts.rank.uses_graphs else None)
         # Evaluation calls the model by itself.
         parts.model.compile()
         return
-    if asked is True:
+    if setting is True:
         raise _graphs_error("the model is so deep that it is compiled block by block", "a model of fewer blocks")
     objective.default_loss = torch.compile(default_loss)
     for module in parts.model.modules():

@@ -183,7 +183,7 @@ def test_the_best_way_of_exchanging_is_named_and_the_page_has_every_run_and_need
     assert ["2.4", "MiB", "350", "ms"] in [row[-6:-2] for row in rows if row[1] == "bf16"]
     page = render_page(study, title="gpt <1>: from 1 rank to 4 nodes")
     assert "http" not in page and "<script" not in page and "gpt &lt;1&gt;" in page
-    assert page.count('<div class="row">') == len(study.local) + len(study.others)
+    assert page.count('<div class="row">') == len(study.local) + len(study.other_exchanges)
     assert Page(page).problems == []
 
 
