@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy
 
 from slurm_train.errors import ConfigError
@@ -71,7 +72,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         """
         self._saved_step = state.global_step
         self._is_training = True
-        # The Trainer takes a step more from the end of a training that ended within an epoch.
+        # The Trainer takes a step more from where a training has ended.
         self._has_reached_end = 0 < state.max_steps <= state.global_step
         self._has_to_evaluate = _lacks_evaluation(args, state)
         self._leaves = False
@@ -103,7 +104,9 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
                 hint="pass callbacks=[callback] to the Trainer instead of calling add_callback, or set it to True",
             )
         if self._resumed_from is not None and state.global_step > 0:
-            _require_same_batch(args, state, read_json(self._resumed_from / _FACTS) or {})
+            facts = read_json(self._resumed_from / _FACTS) or {}
+            _require_same_batch(args, state, facts)
+            self._has_reached_end |= _has_ended_early(self._resumed_from, facts)
         # A second training of the same program begins by itself.
         self._resumed_from = None
 
@@ -202,7 +205,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             return
         # The Trainer writes into a folder of its output directory, and calls `on_save` when it has.
         folder = self._save.enter_context(self.session.save(state.global_step))
-        (folder / _FACTS).write_text(json.dumps({"global_batch": _global_batch(args)}))
+        (folder / _FACTS).write_text(json.dumps({"global_batch": _global_batch(args), "leaves": self._leaves}))
         self._output_dir, args.output_dir = str(args.output_dir), str(folder)
 
 
@@ -218,6 +221,15 @@ def _lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
     else:
         return False
     return bool(due > 0 and due >= args.eval_delay and newest < due)
+
+
+def _has_ended_early(checkpoint: Path, facts: dict[str, Any]) -> bool:
+    """Returns whether a callback had ended the training where it was saved, as early stopping does before the save."""
+    saved = read_json(checkpoint / TRAINER_STATE_NAME) or {}
+    control = (saved.get("stateful_callbacks") or {}).get("TrainerControl") or {}
+    has_stopped = bool((control.get("args") or {}).get("should_training_stop"))
+    # At the last step and at a stop of the ranks it says so, too.
+    return has_stopped and facts.get("leaves") is False and saved["global_step"] < saved["max_steps"]
 
 
 def _is_number(value: Any) -> bool:

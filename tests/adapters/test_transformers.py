@@ -124,6 +124,14 @@ def test_patience_is_not_renewed_by_a_resume(start: Program, stop_at: int | None
     assert start.evaluated == evaluated
 
 
+def test_what_early_stopping_has_ended_is_trained_no_further(start: Program) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 4}
+    assert start(**saves) == 0
+    # What came after the training went wrong, say, and the ranks are started again.
+    assert start(**saves) == 0
+    assert start.evaluated == [4, 8, 12, 16]
+
+
 @pytest.mark.parametrize(
     ("stop_at", "evaluated"),
     [
