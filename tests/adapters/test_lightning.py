@@ -104,6 +104,18 @@ def test_other_ranks_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
             callback.setup(trainer, None, "fit")
 
 
+class Stopping(pl.Callback):  # type: ignore[misc]  # Any: of an extra
+    """Asks the ranks to stop in a step."""
+
+    def __init__(self, stop: StopFlag, stop_at: int | None) -> None:
+        self._stop = stop
+        self._stop_at = stop_at
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step + 1 == self._stop_at:
+            self._stop.request("TERM")
+
+
 class Training(pl.LightningModule):  # type: ignore[misc]  # Any: of an extra
     """Notes each step; its validation is never better than the first.
 
@@ -197,13 +209,8 @@ def test_a_stop_changes_no_step_and_no_validation(
     def train(run: Any, stop_at: int | None = None) -> tuple[int, list[tuple[float, ...]]]:
         stop = StopFlag()
 
-        class Stopping(pl.Callback):  # type: ignore[misc]  # Any: of an extra
-            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-                if trainer.global_step + 1 == stop_at:
-                    stop.request("TERM")
-
         module = Training(schedule)
-        callbacks: list[Any] = [Stopping()]
+        callbacks: list[Any] = [Stopping(stop, stop_at)]
         if settings is not NO_VALIDATION:
             callbacks.append(pl.callbacks.EarlyStopping("val_loss", patience=4))
         with joined(run, stop):
@@ -295,15 +302,10 @@ def test_each_rank_continues_where_its_own_loaders_were(kind: type[Looking], sto
     def seen(run: Any, stop_at: int = 0) -> list[list[float]]:
         stop = StopFlag()
 
-        class Stopping(pl.Callback):  # type: ignore[misc]  # Any: of an extra
-            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-                if trainer.global_step + 1 == stop_at:
-                    stop.request("TERM")
-
         module = kind()
         with joined(run, stop):
             callback = adapter.SessionCallback()
-            trainer = pl.Trainer(max_epochs=3, callbacks=[Stopping(), callback], **QUIET)
+            trainer = pl.Trainer(max_epochs=3, callbacks=[Stopping(stop, stop_at), callback], **QUIET)
             loader = stateful(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=1, rank=0))
             try:
                 trainer.fit(module, loader, ckpt_path=callback.newest())

@@ -24,6 +24,18 @@ STEPS_PER_EPOCH = 4
 PATIENCE = 3
 
 
+def stopping(stop: StopFlag, stop_at: int | None) -> Any:
+    """Returns a callback that asks the ranks to stop in a step."""
+    from transformers import TrainerCallback
+
+    class Stopping(TrainerCallback):  # type: ignore[misc]  # Any: of an extra
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step + 1 == stop_at:
+                stop.request("TERM")
+
+    return Stopping()
+
+
 class Program:
     """A program that a person might have; each call is a start of it in the same run.
 
@@ -43,7 +55,6 @@ class Program:
             LlamaConfig,
             LlamaForCausalLM,
             Trainer,
-            TrainerCallback,
             TrainingArguments,
             set_seed,
         )
@@ -51,13 +62,6 @@ class Program:
         from slurm_train.adapters.transformers import SessionCallback
 
         stop = StopFlag()
-
-        class Stops(TrainerCallback):  # type: ignore[misc]
-            """Asks the ranks to stop in a step."""
-
-            def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-                if state.global_step + 1 == stop_at:
-                    stop.request("TERM")
 
         set_seed(0)
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -78,7 +82,7 @@ class Program:
             "disable_tqdm": True,
             **settings,
         }
-        others = [Stops(), EarlyStoppingCallback(PATIENCE)]
+        others = [stopping(stop, stop_at), EarlyStoppingCallback(PATIENCE)]
         try:
             with joined(self.run, stop):
                 callback = SessionCallback()
@@ -189,7 +193,7 @@ class Numbers:
 def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, **settings: Any) -> Any:
     """Returns the Trainer of one attempt; ten steps are an epoch. `seen` of its model has the samples of each step."""
     import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from slurm_train.adapters.transformers import SessionCallback
 
@@ -208,11 +212,6 @@ def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, **sett
             if self.training:
                 self.seen.append(number.flatten().int().tolist())
             return {"loss": self.layer(number).mean()}
-
-    class Stops(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            if state.global_step + 1 == stop_at:
-                stop.request("TERM")
 
     class Weighted(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
@@ -243,7 +242,7 @@ def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, **sett
             train_dataset=Numbers(),
             eval_dataset=Numbers(),
             data_collator=collate,
-            callbacks=[Stops(), callback],
+            callbacks=[stopping(stop, stop_at), callback],
         )
         try:
             trainer.train(resume_from_checkpoint=callback.newest())
