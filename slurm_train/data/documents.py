@@ -153,7 +153,7 @@ def find_documents(
         skipped: names of folders that are not entered, and of links that may lead nowhere.
 
     Raises:
-        DataError: an input does not exist or cannot be read, a link leads nowhere, a file only stands for one that was
+        DataError: an input does not exist or cannot be read, a link leads nowhere, a file is a pointer to one that was
             not downloaded, a folder has files of rows to train on and others to test on, or there is no text at all.
     """
     documents: list[Document] = []
@@ -302,7 +302,7 @@ def _files_below(
                     yield path
                 elif name not in skipped:
                     _require_there(path, suffixes)
-        # One that leads up to where the search began would bring in what nobody has named.
+        # A link to a folder above the first one would add files that were not asked for.
         begin = Path(os.path.realpath(folder))
         waiting += sorted(link for link in links if Path(os.path.realpath(link)) not in begin.parents)
 

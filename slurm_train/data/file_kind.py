@@ -84,7 +84,7 @@ def kind_of(path: Path) -> FileKind:
     """Returns what a file holds.
 
     Raises:
-        DataError: it cannot be read, is an archive or a document of another program, or only stands for a file.
+        DataError: it cannot be read, is an archive, a document of another program, or a pointer to a file.
     """
     with readable(path), path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -118,7 +118,7 @@ def kind_of(path: Path) -> FileKind:
 
 
 def require_content(path: Path) -> None:
-    """Refuses a few lines that stand for a file that was not downloaded.
+    """Refuses a pointer in place of a file that was not downloaded.
 
     Raises:
         DataError: it is such a pointer, of Git LFS or git-annex, or cannot be read.
