@@ -56,8 +56,6 @@ NOT_IDENTITY = (
     "train.evaluate",
     "train.log_every_steps",
     "train.samples_digest",
-    # The same kernels, launched otherwise.
-    "train.cuda_graphs",
     "train.start_timeout_s",
     "train.steady_timeout_s",
     "train.threads",

@@ -212,10 +212,6 @@ class TrainSection:
     and computes in bfloat16 everywhere, but small updates are rounded away."""
     compile: bool | Literal["auto"] = "auto"
     """Compiles model and loss with torch.compile; auto: on GPUs. The first step of each attempt then takes longer."""
-    cuda_graphs: bool | Literal["auto"] = False
-    """Launches the kernels of a compiled forward or backward pass all at once, as CUDA graphs: for models so small that
-    a GPU waits for launches. One rank, one micro-batch per step, equal shapes; auto: where that holds and the model has
-    at most 10 million parameters. Not tried on a GPU yet."""
     deterministic: bool = False
     """Uses deterministic kernels, and one algorithm of NCCL: repeatable bit for bit on the same hardware and software,
     but slower. Without it, attention and additions in parallel may round differently on a GPU from run to run."""

@@ -261,12 +261,6 @@ def plan_layout(config: RunConfig, world: World) -> ParallelLayout:
                 "set parallel.sequence_parallel=true and leave train.compile at auto, or leave async_tp out",
             ),
             (
-                config.train.cuda_graphs is True and (world.size > 1 or config.train.compile is False),
-                f"train.cuda_graphs=true is for compiled training on one rank, got {world.size} ranks and "
-                f"train.compile={str(config.train.compile).lower()}",
-                "use one rank and leave train.compile at auto, or leave cuda_graphs out",
-            ),
-            (
                 settings.cpu_offload and layout.shard_size == 1,
                 f"parallel.cpu_offload=true keeps sharded parameters in host memory, and the layout is {layout}",
                 "set parallel.dp_shard=2 or more, or leave cpu_offload out",

@@ -24,7 +24,7 @@ from slurm_train.models.objective import Objective
 from slurm_train.rundir.timing import Spent
 from slurm_train.train.callbacks import Callback, build_callbacks
 from slurm_train.train.checkpointer import build_checkpointer
-from slurm_train.train.compilation import CompileCache, compile_in_place, require_compiler, require_graphs_fit
+from slurm_train.train.compilation import CompileCache, compile_in_place, require_compiler
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import end_training
 from slurm_train.train.evaluate import build_evaluator
@@ -59,7 +59,6 @@ def train(rank: Rank) -> int:
     sys.setswitchinterval(TURN_OF_A_THREAD_S)
     rank.enter_device()
     require_compiler(rank)
-    require_graphs_fit(rank)
     parts = build_parts(rank)
     callbacks = build_callbacks(rank.config.callbacks)
     spent = join(rank)

@@ -16,17 +16,12 @@ from typing import Any
 import torch
 
 from slurm_train.distributed.parallelize import is_deep
-from slurm_train.errors import ConfigError, PreflightError
+from slurm_train.errors import PreflightError
 from slurm_train.models.head import Head
 from slurm_train.models.objective import Objective, default_loss
 from slurm_train.rundir.files import make_folder, write_atomic
 from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.train.context import Parts, Rank
-
-# What torch.compile(mode="reduce-overhead") sets; and a shape that varies goes without, since each is recorded anew.
-_MOST_WITH_GRAPHS = 10_000_000
-"""Parameters of a model with kernels that are shorter than their launch."""
-_WITH_GRAPHS: dict[str, Any] = {"triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
 
 
 def require_compiler(rank: Rank) -> None:
@@ -51,75 +46,6 @@ def require_compiler(rank: Rank) -> None:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
 
 
-def require_graphs_fit(rank: Rank) -> None:
-    """Checks that a run that asks for CUDA graphs is one for which they are right; with auto they are left out else.
-
-    Raises:
-        ConfigError: nothing is compiled, there are several ranks or micro-batches, or shapes vary.
-    """
-    if rank.config.train.cuda_graphs is not True:
-        return
-    obstacle = _obstacle_to_graphs(rank)
-    if obstacle is not None:
-        raise _graphs_error(*obstacle)
-    if rank.device.type == "cpu":
-        print("train.cuda_graphs=true: this rank has a CPU, where torch makes no graphs", file=sys.stderr, flush=True)
-
-
-def _obstacle_to_graphs(rank: Rank) -> tuple[str, str] | None:
-    """Returns why CUDA graphs would be wrong for a run, whatever its model, and what to set instead.
-
-    The gradients that a graph gives lie in its own memory, which its next run overwrites: those of a second micro-batch
-    would be added to themselves (https://github.com/pytorch/pytorch/issues/96693). torch cuts compiled graphs under
-    DDP, and its hooks take gradients from that memory; nobody has tried this here.
-    """
-    config = rank.config
-    num_batches = rank.plan.accumulation * max(config.batch.growth.values(), default=1)
-    obstacles = {
-        "nothing is compiled": ("train.compile=true", not rank.compiles),
-        f"the run has {rank.place.world_size} ranks": ("one rank", rank.place.world_size > 1),
-        f"a step has up to {num_batches} micro-batches": (
-            "batch.accumulation=1, without batch.growth",
-            num_batches > 1,
-        ),
-        "batch.by_length=true gives batches of many shapes": ("batch.by_length=false", config.batch.by_length),
-    }
-    for problem, (remedy, is_met) in obstacles.items():
-        if is_met:
-            return problem, remedy
-    return None
-
-
-def _chooses_graphs(parts: Parts) -> bool:
-    """Returns what `train.cuda_graphs=auto` means for a run, and says it; for a compiled model that is one graph."""
-    rank = parts.rank
-    numbers = sum(parameter.numel() for parameter in parts.model.parameters())
-    obstacle = _obstacle_to_graphs(rank)
-    reason = f"the model has {numbers:,} parameters, of at most {_MOST_WITH_GRAPHS:,}"
-    chosen = numbers <= _MOST_WITH_GRAPHS
-    if rank.device.type != "cuda":
-        chosen = False
-        reason = "this rank has no GPU of CUDA"
-    elif obstacle is not None:
-        chosen = False
-        reason = obstacle[0]
-    elif rank.config.callbacks:
-        # A callback may keep outputs of the model, whose memory the next step overwrites.
-        chosen = False
-        reason = "the run has callbacks"
-    if rank.place.is_first:
-        use = "used" if chosen else "left out"
-        print(f"train.cuda_graphs=auto: CUDA graphs are {use}, since {reason}", file=sys.stderr, flush=True)
-    return chosen
-
-
-def _graphs_error(problem: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        f"train.cuda_graphs=true was asked, and {problem}",
-        hint=f"CUDA graphs are for small models: use {remedy}, or leave train.cuda_graphs out",
-    )
-
-
 def compile_in_place(parts: Parts, objective: Objective) -> None:
     """Compiles model and loss where the run does that; names of parameters stay.
 
@@ -128,22 +54,15 @@ def compile_in_place(parts: Parts, objective: Objective) -> None:
     Args:
         parts: has the model.
         objective: the loss around it.
-
-    Raises:
-        ConfigError: CUDA graphs were asked of a model that is compiled block by block.
     """
     if not parts.rank.compiles:
         return
     mark_compilations(parts.rank)
-    setting = parts.rank.config.train.cuda_graphs
     if parts.rank.layout.is_replicated and not is_deep(parts.model):
-        parts.rank.uses_graphs = _chooses_graphs(parts) if setting == "auto" else setting
-        objective.compile(options=_WITH_GRAPHS if parts.rank.uses_graphs else None)
+        objective.compile()
         # Evaluation calls the model by itself.
         parts.model.compile()
         return
-    if setting is True:
-        raise _graphs_error("the model is so deep that it is compiled block by block", "a model of fewer blocks")
     objective.default_loss = torch.compile(default_loss)
     for module in parts.model.modules():
         if isinstance(module, Head):

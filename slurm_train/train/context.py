@@ -88,8 +88,6 @@ class Rank:
     """What `train.precision=auto` means on the devices of all ranks; agreed on by `join`."""
     casts_shards: bool = False
     """Whether shards and all that goes into them are cast; set by `build.apply_parallelism`."""
-    uses_graphs: bool = False
-    """Whether passes are launched as CUDA graphs; set by `compilation.compile_in_place`."""
     image_format: torch.memory_format | None = None
     """How images are laid out on the device, None: as they come; set by `convolutions.tune_convolutions`."""
 

@@ -216,7 +216,6 @@ class ReplicaPasses(Passes):
         self._has_sparse = any(getattr(part, "sparse", False) is True for part in module.modules())
         settings = rank.config.ddp
         self._may_lack = settings.find_unused_parameters or settings.static_graph
-        self._uses_graphs = rank.uses_graphs
 
     @property
     def bucket_order(self) -> list[int]:
@@ -233,9 +232,6 @@ class ReplicaPasses(Passes):
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients; those of all micro-batches are sent with the last one."""
         self.buffers.take_first_ranks()
-        if self._uses_graphs:
-            # What graphs gave in the step before may be overwritten: nothing of it is used any more.
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch has no types here
         for _ in range(self._accumulation * num_batches - 1):
             with self._without_exchange():
                 self._module.backward(self._compute(self.take(batches)))

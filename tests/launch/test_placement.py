@@ -15,7 +15,6 @@ from slurm_train.config.schema import (
     DdpSection,
     ParallelSection,
     RunConfig,
-    TrainSection,
     build_config,
 )
 from slurm_train.errors import BatchError, ConfigError
@@ -138,7 +137,6 @@ def test_what_the_nodes_or_the_model_cannot_do_is_refused(
         ),
         ({"ddp": DdpSection(find_unused_parameters=True)}, "find_unused_parameters=true is a setting of DDP"),
         ({"batch": BatchSection(by_length=True)}, "parallel.cp=2 was asked with batch.by_length=true"),
-        ({"train": TrainSection(cuda_graphs=True)}, "cuda_graphs=true is for compiled training on one rank, got 4 ra"),
     ],
 )
 def test_a_cut_run_cannot_do_everything(change: dict[str, Any], message: str) -> None:
