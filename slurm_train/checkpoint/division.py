@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank, rank_in, size_of
 from slurm_train.checkpoint.manifest import MODEL, text_of_tensor
+from slurm_train.checkpoint.state import model_state
 from slurm_train.errors import RunError
 
 CALLBACKS = "callbacks"
@@ -253,7 +254,7 @@ def own_tensors(model: nn.Module, optimizer: Optimizer, *, rank: int, num_ranks:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names.get(id(parameter), str(id(parameter))): entry for parameter, entry in optimizer.state.items()}
-    whole = {"model": model.state_dict(), "optimizer": {"state": state}}
+    whole = {"model": model_state(model), "optimizer": {"state": state}}
     part = part_if_alike(whole, rank=rank, num_ranks=num_ranks)
     return [value for _, value in leaves_of(part) if isinstance(value, Tensor)]
 

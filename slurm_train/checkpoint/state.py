@@ -12,13 +12,14 @@ import io
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slurm_train.errors import CheckpointError
 
@@ -36,15 +37,11 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     Training stands still meanwhile, and torch's own function is slow: it looks each name up, module by module. It is
     called only where there is no state yet, or where something is wrapped around the model or a part of it.
     """
-    model_state = {name: _with_plain_part(tensor) for name, tensor in model.state_dict().items()}
-    names = {name for name, _ in model.named_parameters()}
-    is_wrapped = isinstance(model, DistributedDataParallel) or any("_orig_mod." in name for name in model_state)
-    if not optimizer.state or is_wrapped or not model_state.keys() >= names:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
+    weights = model_state(model)
+    if not optimizer.state or _is_wrapped(model):
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        model_state = {name: _with_plain_part(tensor) for name, tensor in model_state.items()}
-        return {"model": model_state, "optimizer": optimizer_state}
+        return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
     numbered = optimizer.state_dict()
     name_of = dict[Any, str]()
     groups = []
@@ -52,14 +49,101 @@ def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         name_of |= dict(zip(group["params"], group_names, strict=True))
         groups.append({**group, "params": group_names})
     states = {name_of[number]: kept for number, kept in numbered["state"].items()}
-    return {"model": model_state, "optimizer": {"state": states, "param_groups": groups}}
+    return {"model": weights, "optimizer": {"state": states, "param_groups": groups}}
 
 
 def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Puts a filled state back; hyperparameters of the parameter groups (learning rate, betas) come back too."""
-    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    restore_model_state(model, state["model"])
+    # An optimizer without state takes a step in there, which would change the tensors of its groups in place.
+    groups = [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in state["optimizer"]["param_groups"]
+    ]
+    # Not strict: an optimizer may keep something of some of its parameters only.
+    set_optimizer_state_dict(
+        model, optimizer, {**state["optimizer"], "param_groups": groups}, options=StateDictOptions(strict=False)
+    )
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Returns the live tensors of parameters and of buffers that are saved, and extra states, by their full names.
+
+    A model whose `state_dict` leaves some out, renames or converts them is saved by the names and values of its own:
+    what is written has to give every parameter back.
+    """
+    if not _gives_own_tensors(model):
+        tensors = {_plain_name(model, name): tensor.detach() for name, tensor in _own_tensors(model).items()}
+        state = {**tensors, **_extra_states(model)}
+    elif _is_wrapped(model):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        state = get_model_state_dict(model)
+    else:
+        state = model.state_dict()
+    return {name: _with_plain_part(value) for name, value in state.items()}
+
+
+def restore_model_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Puts a filled `model_state` back."""
+    if _gives_own_tensors(model):
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        set_model_state_dict(model, state)
+        return
+    with torch.no_grad():
+        for name, tensor in _own_tensors(model).items():
+            tensor.copy_(state[_plain_name(model, name)])
+    for name, module in _with_extra_state(model).items():
+        module.set_extra_state(state[name])
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and the buffers that are saved by their full names, whatever `state_dict` gives."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}".lstrip(".")] = buffer
+    return tensors
+
+
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules that save a state of their own, by its full name."""
+    return {
+        _plain_name(model, f"{prefix}.{_EXTRA_STATE}".lstrip(".")): module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    return {name: module.get_extra_state() for name, module in _with_extra_state(model).items()}
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    """Returns whether names have parts that belong to what is wrapped around the model or a part of it."""
+    return isinstance(model, DistributedDataParallel) or any(
+        "_orig_mod." in name for name, _ in model.named_parameters()
+    )
+
+
+def _plain_name(model: nn.Module, name: str) -> str:
+    """Returns a name without these parts."""
+    if isinstance(model, DistributedDataParallel):
+        name = name.removeprefix("module.")
+    return name.replace("_orig_mod.", "")
+
+
+def _gives_own_tensors(model: nn.Module) -> bool:
+    """Returns whether `state_dict` has each parameter and each saved buffer itself under its name."""
+    try:
+        given = model.state_dict(keep_vars=True)
+    except TypeError:  # it is the user's, and takes no arguments
+        return False
+    return all(given.get(name) is tensor for name, tensor in _own_tensors(model).items())
 
 
 def module_states(model: nn.Module) -> dict[str, Any]:
@@ -68,24 +152,133 @@ def module_states(model: nn.Module) -> dict[str, Any]:
     "extra" is what `get_extra_state` gives, by its name in the model's state; any structure, other ones at each save.
     "in_evaluation" has the names of the modules that are in evaluation mode.
     """
-    modules = dict(model.named_modules())
-    has_extra = any(type(module).get_extra_state is not nn.Module.get_extra_state for module in modules.values())
     return {
-        "extra": _on_host(take_extra_states(model.state_dict(keep_vars=True))) if has_extra else {},
-        "in_evaluation": [name for name, module in modules.items() if not module.training],
+        "extra": _on_host(_extra_states(model)),
+        "in_evaluation": [name for name, module in model.named_modules() if not module.training],
     }
 
 
 def require_loadable_states(model: nn.Module) -> None:
-    """Checks that a checkpoint can hold the extra states of a model.
+    """Checks that a checkpoint can hold the tensors and the extra states of a model.
 
     Raises:
-        CheckpointError: one of them has values that `torch.load(weights_only=True)` does not read.
+        CheckpointError: a tensor is of a kind that no checkpoint has, e.g. a quantized one, or an extra state has
+            values that `torch.load(weights_only=True)` does not read.
     """
+    for name, tensor in model_state(model).items():
+        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
+            raise CheckpointError(
+                f"{name} is a {type(tensor).__name__} of {type(tensor).__module__}, which checkpoints cannot have",
+                hint="train it as an ordinary tensor, and quantize the model that `checkpoint export` gives",
+            )
     for name, value in module_states(model)["extra"].items():
         data = io.BytesIO()
         torch.save(value, data)
         require_loadable(data, f"the {name} of {type(model).__name__}")
+
+
+def require_known_state(optimizer: Optimizer) -> None:
+    """Checks that all that an optimizer keeps belongs to its parameters or its groups.
+
+    Raises:
+        CheckpointError: it keeps something else, which no checkpoint has.
+    """
+    others = {str(key) for key in optimizer.state_dict().keys() - {"state", "param_groups"}}
+    others |= {f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)}
+    for kept in optimizer.state.values():
+        others |= {f"state[...][{key!r}]" for key in _keys_of(kept) if not isinstance(key, str)}
+    if others:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps {', '.join(sorted(others))} beside what belongs to a parameter or a "
+            "group, and no checkpoint has that: a resume would train otherwise",
+            hint="keep it in state[parameter] or in param_groups, under names",
+        )
+
+
+def _keys_of(value: Any) -> Iterator[Any]:
+    """Yields the keys of nested dictionaries."""
+    if isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _keys_of(item)
+
+
+def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the buffers that are saved, by full name."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        _plain_name(model, name): tuple(buffer.shape)
+        for name, buffer in _own_tensors(model).items()
+        if name not in parameters
+    }
+
+
+def make_buffers(model: nn.Module, names: Iterable[str], *, saved: Mapping[str, Tensor]) -> None:
+    """Makes the buffers that training has made, or given other shapes, so that they can be loaded.
+
+    Args:
+        model: as its constructor has made it.
+        names: of these buffers.
+        saved: tensors of the shapes and number types in the checkpoint, by full name.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    modules = {_plain_name(model, prefix): module for prefix, module in model.named_modules()}
+    for full in names:
+        prefix, _, name = full.rpartition(".")
+        module = modules.get(prefix)
+        if module is None or full not in saved:
+            continue  # the checkpoint will not fit, and it is named then
+        made = torch.empty(saved[full].shape, dtype=saved[full].dtype, device=device)
+        if name in module._buffers:
+            module._buffers[name] = made
+        elif not hasattr(module, name):
+            module.register_buffer(name, made)
+
+
+def add_later_state(
+    kept: dict[str, dict[str, Any]],
+    *,
+    parameters: Mapping[str, Tensor],
+    paths: Mapping[str, Sequence[Any]],
+    saved: Mapping[str, Tensor],
+) -> None:
+    """Adds to an optimizer's state what a checkpoint has and a new optimizer has not made yet, to be loaded.
+
+    An optimizer may make a part of its state in a later step, and what is not there is not loaded.
+
+    Args:
+        kept: state by parameter and name; an entry may be a dictionary or a list.
+        parameters: that the optimizer has here.
+        paths: path of everything in the checkpoint, by full name, e.g. ("optimizer", "state", "head.weight", "m").
+        saved: see `make_buffers`; by full names in the training state.
+    """
+    later = [path for path in paths.values() if path[:2] == ("optimizer", "state") and path[2] in parameters]
+    for path in sorted(later, key=lambda path: [(key, "") if isinstance(key, int) else (0, key) for key in path]):
+        parameter = parameters[path[2]]
+        shape = saved.get(".".join(map(str, path)))
+        value: Any = None
+        if shape is not None and shape.shape == parameter.shape:
+            value = torch.empty_like(parameter, dtype=shape.dtype, requires_grad=False)
+        elif shape is not None:
+            value = torch.empty(shape.shape, dtype=shape.dtype, device=parameter.device)
+        _add(kept.setdefault(path[2], {}), path[3:], value)
+
+
+def _add(state: Any, path: Sequence[Any], value: Any) -> None:
+    """Adds a value at a path in nested dictionaries and lists, where there is none; None stands for any value."""
+    key, *inner = path
+    if isinstance(state, list):
+        state.extend([None] * (key + 1 - len(state)))
+        present = state[key]
+    else:
+        present = state.get(key)
+    if inner:
+        if not isinstance(present, (dict, list)):
+            present = [] if isinstance(inner[0], int) else {}
+        _add(present, inner, value)
+        state[key] = present
+    elif not isinstance(present, Tensor) and (present is None or value is not None):
+        state[key] = value
 
 
 def take_extra_states(state: dict[str, Any]) -> dict[str, Any]:

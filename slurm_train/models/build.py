@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter as _Uninitialized
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import TARGET, callable_target, instantiate
@@ -87,7 +88,24 @@ def _instantiate_model(settings: Mapping[str, Any], seed: int) -> nn.Module:
             f"model.{TARGET}={settings[TARGET]} gave a {type(model).__name__}, not a torch.nn.Module",
             hint="name a class that derives from torch.nn.Module",
         )
+    without_shape = [name for name, parameter in model.named_parameters() if isinstance(parameter, _Uninitialized)]
+    if without_shape:
+        raise ConfigError(
+            f"{len(without_shape)} parameters of {settings[TARGET]} get their shapes in the first forward only, among "
+            f"them {without_shape[0]}: the optimizer, the exchange between ranks and a resume need them before",
+            hint="give the sizes, e.g. nn.Linear(64, 32) in place of nn.LazyLinear(32); or call the model once on a "
+            "sample in a function that returns it, and name that function as _target_",
+        )
+    _give_elements_memory(model)
     return model
+
+
+def _give_elements_memory(model: nn.Module) -> None:
+    """Copies buffers that `expand` has made: their elements share memory, and cannot be received nor loaded."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and 0 in buffer.stride():
+                module._buffers[name] = buffer.contiguous()
 
 
 def _lowered(model: nn.Module, config: RunConfig) -> nn.Module:

@@ -35,6 +35,13 @@ class SharedBuffers:
         """Adds buffers that are not saved and that training changes all the same, by their full names."""
         self._places += [self._unsaved.pop(name) for name in sorted(set(names)) if name in self._unsaved]
 
+    def add_new(self, model: nn.Module) -> None:
+        """Adds the buffers that the first step has made and that are saved."""
+        known = {(id(module), name) for module, name in self._places}
+        for module, name in _places(model, is_saved=True).values():
+            if (id(module), name) not in known:
+                self._places.append((module, name))
+
     def take_first_ranks(self) -> None:
         """Gives every rank rank 0's. Collective over all ranks; one exchange for each type of numbers."""
         if not self._places or dist.get_world_size() == 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,17 @@ from torch import Tensor
 from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part, own_tensors
 from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors, require_fit
-from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
+from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.resumption import Resumption
 from slurm_train.checkpoint.state import (
+    add_later_state,
+    buffer_shapes,
+    make_buffers,
     merge_state,
     module_states,
     number_groups,
+    require_known_state,
     require_loadable_states,
     restore_training_state,
     set_modes,
@@ -36,7 +41,7 @@ from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.data.build import ALLOW_WORLD_CHANGE
 from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.errors import DataError
+from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.callbacks import Callback
@@ -45,6 +50,10 @@ from slurm_train.train.continuity import Continuity, build_continuity
 from slurm_train.train.optimizer import settings_of_groups
 from slurm_train.train.position import Position
 from slurm_train.train.saves import Content, Saves, build_saves
+
+MADE_BUFFERS = "made_buffers"
+"""Key in a manifest's `extra`: buffers that training has made, or given other shapes than the constructor."""
+_NUM_NAMED = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +77,10 @@ class Checkpointer:
     """What training was loaded from."""
     stream_state: dict[str, Any] | None = None
     """Where this rank's stream of samples was at the checkpoint; None to begin anew."""
+    parameters: frozenset[str] = frozenset()
+    """Names of the parameters that the constructor has made."""
+    buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the buffers that the constructor has made, by name."""
 
     def resume(self) -> tuple[Position, list[str]]:
         """Restores the newest verified checkpoint; returns the position and notes for the user. Collective.
@@ -79,7 +92,11 @@ class Checkpointer:
             DataError: the data set is not the one that the checkpoint was trained on.
         """
         self.saves.finish()
-        require_loadable_states(self.parts.model)
+        model = self.parts.model
+        require_loadable_states(model)
+        require_known_state(self.parts.optimizer)
+        self.parameters = frozenset(name for name, _ in model.named_parameters())
+        self.buffers = buffer_shapes(model)
         choice, notes = self.saves.choose(reason_against=self.continuity.reason_against)
         self.resumption.take(choice)
         if choice is None:
@@ -95,6 +112,22 @@ class Checkpointer:
         if (manifest.batch_plan.get("global_size"), growth) != tuple(self._batch_sizes.values()):
             position.batch_since = [manifest.step, manifest.samples]
         return position, [*notes, *choice.warnings, *accepted, *restored, choice.resuming]
+
+    def require_savable(self) -> None:
+        """Checks after the first step that a save will have all that was trained, and that it will load.
+
+        Raises:
+            ConfigError: the step has made parameters, which the optimizer does not have.
+            CheckpointError: the optimizer keeps something that no checkpoint has.
+        """
+        require_known_state(self.parts.optimizer)
+        made = sorted({name for name, _ in self.parts.model.named_parameters()} - self.parameters)
+        if made:
+            raise ConfigError(
+                f"the first step has made {len(made)} parameters, among them {', '.join(made[:_NUM_NAMED])}: the "
+                "optimizer does not have them, so they would not be trained",
+                hint="make all parameters in the constructor of the model",
+            )
 
     def content(self, position: Position) -> Content:
         """Returns what this rank writes of the training as it is now. Collective.
@@ -146,7 +179,13 @@ class Checkpointer:
 
     def _restore(self, choice: Choice) -> list[str]:
         """Restores what a checkpoint holds; returns notes for the user."""
+        # Imported late, since it takes long.
+        from slurm_train.checkpoint.tensors import tensor_shapes
+
         parts = self.parts
+        described = read_metadata(choice.path)
+        saved = tensor_shapes(choice.path, described=described)
+        make_buffers(parts.model, choice.manifest.extra.get(MADE_BUFFERS, []), saved=of_model(saved))
         state = training_state(parts.model, parts.optimizer)
         groups: list[dict[str, Any]] = state["optimizer"].pop("param_groups")
         numbered = number_groups(groups, parts.group_names or [group["params"] for group in groups])
@@ -157,12 +196,17 @@ class Checkpointer:
         modules = self._saved_modules(choice)
         # Older checkpoints have extra states among the tensors.
         extra = {} if modules is None else take_extra_states(state["model"])
-        described = require_fit(
-            choice.path,
-            state["model"],
-            kept=state["optimizer"]["state"],
-            is_stage=parts.group_names is not None,
-        )
+        kept = state["optimizer"]["state"]
+        paths = described.planner_data or {}
+        if self._may_lack_gradients:
+            # What has had no gradient yet has no state.
+            with_state = {path[2] for path in paths.values() if path[:2] == ("optimizer", "state")}
+            for name in kept.keys() - with_state:
+                del kept[name]
+        optimized = {id(parameter) for group in parts.optimizer.param_groups for parameter in group["params"]}
+        trained = {name: tensor for name, tensor in parts.model.named_parameters() if id(tensor) in optimized}
+        add_later_state(kept, parameters=trained, paths=paths, saved=saved)
+        require_fit(choice.path, state["model"], kept=kept, is_stage=parts.group_names is not None, described=described)
         load = partial(load_tensors, choice.path, group=dist.group.WORLD, near=choice.near, described=described)
         load(state)
         state["optimizer"]["param_groups"] = [
@@ -277,6 +321,11 @@ class Checkpointer:
         ]
 
     @property
+    def _may_lack_gradients(self) -> bool:
+        ddp = self.parts.rank.config.ddp
+        return ddp.find_unused_parameters or ddp.static_graph
+
+    @property
     def _batch_sizes(self) -> dict[str, Any]:
         rank = self.parts.rank
         return {"global_size": rank.plan.global_size, "growth": rank.config.batch.growth}
@@ -286,6 +335,8 @@ class Checkpointer:
         place = rank.place
         rules = [callback.kept_steps() for callback in self.callbacks.values()]
         kept = [rule for rule in rules if rule is not None]
+        shapes = buffer_shapes(self.parts.model)
+        made = sorted(name for name, shape in shapes.items() if self.buffers.get(name) != shape)
         return CheckpointHeader(
             step=position.step,
             samples=position.samples,
@@ -302,9 +353,15 @@ class Checkpointer:
                 "lr": self.lr,
                 **self.continuity.as_extra(),
                 **({"kept": copy.deepcopy(kept)} if kept else {}),
+                **({MADE_BUFFERS: made} if made else {}),
                 **(tracker_ids(rank.run) if place.is_first else {}),
             },
         )
+
+
+def of_model(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of the model among those of a checkpoint, by their names in it."""
+    return {name.removeprefix(MODEL): tensor for name, tensor in saved.items() if name.startswith(MODEL)}
 
 
 def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:

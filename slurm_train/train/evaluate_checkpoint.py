@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.load import check_owners, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.metadata import read_metadata
-from slurm_train.checkpoint.state import take_extra_states
+from slurm_train.checkpoint.state import make_buffers, model_state, restore_model_state, take_extra_states
 from slurm_train.checkpoint.verify import share_of, verify
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.paths import find_save
 from slurm_train.train.build import build_parts, join
+from slurm_train.train.checkpointer import MADE_BUFFERS, of_model
 from slurm_train.train.compilation import require_compiler
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import write_result
@@ -113,8 +113,10 @@ def load_weights(parts: Parts, save: Path) -> tuple[Path, Manifest]:
 
 
 def _load(parts: Parts, path: Path) -> Manifest:
+    # Imported late, since it takes long.
+    from slurm_train.checkpoint.tensors import tensor_shapes
+
     group = dist.group.WORLD
-    state = get_model_state_dict(parts.model)
     manifest = on_rank_zero(group, lambda: verify(path))
     share = share_of(manifest, rank_in(group), size_of(group))
     files: dict[str, Any] = {}
@@ -127,11 +129,14 @@ def _load(parts: Parts, path: Path) -> Manifest:
     # The name may change at any moment, and it may be one rank alone that finds a file gone.
     on_every_rank(group, read_files)
     modules = files["rank state"].get("modules")
+    saved = of_model(tensor_shapes(path, described=files["metadata"]))
+    make_buffers(parts.model, manifest.extra.get(MADE_BUFFERS, []), saved=saved)
+    state = model_state(parts.model)
     # Older checkpoints have extra states among the tensors.
     extra = {} if modules is None else take_extra_states(state)
     described = require_fit(path, state, is_stage=parts.pipeline is not None, described=files["metadata"])
     load_tensors(path, {"model": state}, group=group, described=described)
     if modules is not None and extra:
-        saved = {name: modules["extra"].get(name, value) for name, value in extra.items()}
-        set_model_state_dict(parts.model, state | saved)
+        restored = {name: modules["extra"].get(name, value) for name, value in extra.items()}
+        restore_model_state(parts.model, state | restored)
     return manifest

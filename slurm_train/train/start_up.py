@@ -48,6 +48,7 @@ class StartUp:
         assert self._unsaved is not None
         changed = {name for names in gather(self._unsaved.changed_buffers()) for name in names}
         buffers.add(changed)
+        buffers.add_new(self._model)
         names = [*sorted(changed), *self._unsaved.changed_numbers()]
         self._compile_cache.keep()
         self._rank.heartbeat.settled = True

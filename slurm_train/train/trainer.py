@@ -197,6 +197,7 @@ class Trainer:
         passes = self.stepper.passes
         self.position.bucket_order = passes.bucket_order or self.position.bucket_order
         self.say(start_up.end(passes.buffers))
+        self.checkpointer.require_savable()
         if self.rank.config.checkpoint.every_steps is not None:
             self.saves.prepare(self.checkpointer.own_tensors())
         take_over_garbage()

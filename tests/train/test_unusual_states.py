@@ -1,0 +1,217 @@
+"""Models and optimizers that keep more, later or under other names than torch's own: a resume gives all of it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from slurm_train.checkpoint.state import (
+    add_later_state,
+    make_buffers,
+    model_state,
+    require_known_state,
+    require_loadable_states,
+    restore_model_state,
+)
+from slurm_train.config.schema import RunConfig
+from slurm_train.errors import CheckpointError, ConfigError
+from slurm_train.models.build import build_model
+from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
+from tests.train.small_training import FEATURES, Branches, Net
+
+
+class MakesBuffers(Net):
+    """Makes a buffer in its first step, registers another one there, and lets a third grow with each step."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(**faults)
+        self.register_buffer("centre", None)
+        self.register_buffer("memory", torch.zeros(0, FEATURES))
+        self.register_buffer("zeros", torch.zeros(1, FEATURES, dtype=torch.float64).expand(4, FEATURES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = inputs.detach().mean(0)
+        if self.training:
+            if self.centre is None:
+                self.centre = mean.clone()
+                self.register_buffer("scale", torch.ones(FEATURES, dtype=torch.float64))
+            self.centre = 0.9 * self.centre + 0.1 * mean
+            self.scale.mul_(1.01)
+            self.memory = torch.cat([self.memory, self.centre[None].float()])
+        return super().forward((inputs - self.centre + self.zeros[0]) * self.scale + self.memory.mean(0))
+
+
+class Selects(Branches):
+    """Gives a `state_dict` for others: without a layer, and with rounded values under other names."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(**faults)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # as it is written by many
+        weight = self.layers[0].weight
+        return {"encoder.weight": weight.detach().half(), "layers.0.weight": weight.detach().half().double()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        raise AssertionError("a checkpoint of the toolkit is not of this kind")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += self.training
+        return super().forward(inputs) * (1.0 + 0.01 * self.seen)
+
+
+class MakesParameters(Net):
+    """Makes a parameter in its first step, which no optimizer gets."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not hasattr(self, "gain"):
+            self.gain = nn.Parameter(torch.ones((), dtype=torch.float64))
+        return super().forward(inputs) * self.gain
+
+
+class LateState(torch.optim.Optimizer):
+    """Makes a part of its state in its third step; keeps a list, at one parameter only, and a tensor in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **_others: Any) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            group["count"] = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]["params"][0]
+        norms = self.state[first].setdefault("norms", [])
+        norms.append(first.grad.norm())
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                direction = parameter.grad * (1 + float(norms[len(norms) // 2]))
+                if group["count"] == 3:
+                    self.state[parameter]["late"] = {"mean": parameter.grad.clone(), "at": 3}
+                if group["count"] >= 3:
+                    direction += self.state[parameter]["late"]["mean"].lerp_(parameter.grad, 0.1)
+                parameter.add_(direction, alpha=-group["lr"] / float(group["count"]))
+
+
+class Lookahead(torch.optim.SGD):
+    """Has a number of its own in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow_steps": 3}
+
+
+def resumed_run(folder: Path, **sections: Any) -> None:
+    """Checks that a run that was interrupted ends with the bits of one that was not."""
+    run_to_end(folder / "whole", config_of(**sections))
+    model = {**sections.get("model", {}), "signal_at": 7, "only_in": str(folder / "sent")}
+    cut = config_of(**{**sections, "model": model})
+    run_to_end(folder / "cut", cut, code=75)
+    run_to_end(folder / "cut", cut, attempt=1)
+    assert digest_of(folder / "cut") == digest_of(folder / "whole")
+    assert_same_steps(folder / "cut", folder / "whole")
+
+
+@pytest.mark.distributed
+def test_what_a_model_and_an_optimizer_make_later_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    model = {"_target_": f"{__name__}.MakesBuffers"}
+    resumed_run(tmp_path, model=model, optim={"_target_": f"{__name__}.LateState"})
+
+
+@pytest.mark.distributed
+def test_what_a_state_dict_leaves_out_and_what_is_never_used_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    model = {"_target_": f"{__name__}.Selects"}
+    resumed_run(tmp_path, model=model, ddp={"find_unused_parameters": True})
+
+
+@pytest.mark.distributed
+def test_a_parameter_that_the_first_step_makes_is_refused(tmp_path: Path) -> None:
+    config = config_of(model={"_target_": f"{__name__}.MakesParameters"}, train={"max_steps": 2})
+    codes, text = finish(start(tmp_path / "run", config, ranks=1))
+    assert codes != [0]
+    assert "the first step has made 1 parameters, among them gain" in text
+
+
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    config = RunConfig(model={"_target_": "torch.nn.LazyLinear", "out_features": 3})
+    with pytest.raises(ConfigError, match=r"2 parameters of torch.nn.LazyLinear get their shapes in the first forward"):
+        build_model(config)
+
+
+class Packed(Tensor):
+    """A tensor that holds another one, as quantized weights do."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Packed:
+        packed: Packed = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        packed.inner = inner
+        return packed
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], *_others: Any) -> Packed:
+        return Packed(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*tree_map(lambda value: value.inner if isinstance(value, Packed) else value, args))
+        return Packed(result) if isinstance(result, Tensor) else result
+
+
+def test_a_quantized_weight_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(Packed(torch.ones(2, 2)), requires_grad=False)
+    with pytest.raises(CheckpointError, match=r"weight is a Packed of .*, which checkpoints cannot have"):
+        require_loadable_states(model)
+
+
+def test_what_belongs_to_no_parameter_or_has_no_name_is_refused() -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    require_known_state(torch.optim.SGD([weight]))
+    optimizer = Lookahead([weight])
+    optimizer.state["whole"] = 1
+    optimizer.state[weight] = {"parts": {0: 1}}
+    with pytest.raises(CheckpointError, match=r"keeps slow_steps, state\['whole'\], state\[...\]\[0\] beside"):
+        require_known_state(optimizer)
+
+
+def test_a_state_dict_of_a_users_own_takes_nothing_from_a_checkpoint() -> None:
+    model, other = Selects(), Selects()
+    state = model_state(model)
+    assert state.keys() == {"seen", *(name for name, _ in model.named_parameters())}
+    assert state["layers.0.weight"].data_ptr() == model.layers[0].weight.data_ptr()
+    restore_model_state(other, state)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_only_what_training_has_made_gets_another_shape() -> None:
+    model = nn.BatchNorm1d(3)
+    saved = {"running_mean": torch.zeros(5), "running_var": torch.zeros(5), "other.name": torch.zeros(1)}
+    make_buffers(model, ["running_mean", "other.name"], saved=saved)
+    assert (model.running_mean.shape, model.running_var.shape) == ((5,), (3,))
+
+
+def test_state_that_is_there_already_is_not_replaced() -> None:
+    weight = torch.zeros(2)
+    kept = {"w": {"mean": weight, "q": None, "step": 1}}
+    entries = {("mean",): (2,), ("q", 0): (3,), ("q", 1): (3,), ("step",): None, ("late",): None}
+    paths = {".".join(map(str, key)): ("optimizer", "state", "w", *key) for key in entries}
+    paths["others"] = ("optimizer", "state", "frozen", "mean")
+    saved = {
+        f"optimizer.state.w.{name}": torch.zeros(shape)
+        for name, shape in zip(paths, entries.values(), strict=False)
+        if shape
+    }
+    add_later_state(kept, parameters={"w": weight}, paths=paths, saved=saved)
+    assert kept["w"]["mean"] is weight
+    assert [part.shape for part in kept["w"]["q"]] == [(3,), (3,)]
+    assert {name: kept["w"][name] for name in ("step", "late")} == {"step": 1, "late": None}
+    assert kept.keys() == {"w"}
