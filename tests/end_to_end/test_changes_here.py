@@ -14,6 +14,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.small_checkpoints import checkpoint_of
+from tests.support.warm_commands import WarmPerson
 
 pytestmark = pytest.mark.distributed
 WORDS = (*TINY, "run.name=a", "train.threads=1", "run.processes=2", "train.samples_digest=true")
@@ -22,7 +23,7 @@ WORDS = (*TINY, "run.name=a", "train.threads=1", "run.processes=2", "train.sampl
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Person, RunDirectory]:
     """A run that has finished its twelve steps on two ranks."""
-    person = Person(new_project(tmp_path_factory.mktemp("changes") / "project"))
+    person = WarmPerson(new_project(tmp_path_factory.mktemp("changes") / "project"))
     done = person.types(*WORDS)
     assert done.code == 0, done.err
     (path,) = (person.folder / "runs" / "a").iterdir()

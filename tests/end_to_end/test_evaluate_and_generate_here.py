@@ -10,6 +10,7 @@ import pytest
 
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import Done, Person
+from tests.support.warm_commands import WarmPerson
 
 pytestmark = pytest.mark.distributed
 WORDS = (
@@ -21,7 +22,7 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory: pytest.TempPathFactory) -> Person:
-    person = Person(tmp_path_factory.mktemp("project"))
+    person = WarmPerson(tmp_path_factory.mktemp("project"))
     for name in ("shards", "other"):
         (person.folder / f"{name}.texts").mkdir()
         for number in range(20):
@@ -56,7 +57,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_weights_are_measured_as_in_the_run_and_the_run_stays_as_it_is(person: Person) -> None:
     run = run_of(person)
     before, trained = contents(run.path), json.loads(run.result.read_text())
-    found = evaluates(person, "a")
+    # From a cold interpreter once.
+    found = evaluates(Person(person.folder), "a")
     assert (found["step"], found["eval_loss"]) == (20, trained["eval_loss"])
     earlier = evaluates(person, "a@10", "parallel.dp_replicate=1", "parallel.dp_shard=2")
     assert earlier["step"] == 10 and earlier["eval_loss"] > found["eval_loss"]
@@ -68,10 +70,11 @@ def test_weights_are_measured_as_in_the_run_and_the_run_stays_as_it_is(person: P
 
 
 def test_a_model_continues_a_text_and_the_seed_decides_how(person: Person) -> None:
-    def text(*words: str) -> str:
+    def text(*words: str, person: Person = person) -> str:
         return succeeds(person, "generate", "a", "--prompt", "shards of", "--max-new-tokens", "30", *words).out
 
-    assert text() == text("--seed", "0") != text("--seed", "1")
+    from_cold = text(person=Person(person.folder))
+    assert from_cold == text("--seed", "0") != text("--seed", "1")
     likely = text("--temperature", "0")
     assert likely == text("--top-k", "1") and likely.startswith("shards of")
     assert len(likely) > len("shards of\n")

@@ -26,7 +26,7 @@ from slurm_train.metrics import read_metrics
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.ranks import LocalRanks
 from tests.support.command_line import REPOSITORY, Person
-from tests.support.warm_ranks import start_rank
+from tests.support.warm_ranks import LLAMA, start_rank
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 README = (REPOSITORY / "examples" / "README.md").read_text()
@@ -99,6 +99,7 @@ def has(words: Sequence[str], key: str) -> bool:
 
 def train(words: Sequence[str], *, stop_at: int, monkeypatch: pytest.MonkeyPatch, program: Path) -> int:
     """Types the words; returns the exit code."""
+    imports = LLAMA if "model=hf" in words else ()
 
     def start(
         command: Sequence[str], *, run: RunDirectory, attempt: int, num_ranks: int, env: Mapping[str, str]
@@ -109,7 +110,8 @@ def train(words: Sequence[str], *, stop_at: int, monkeypatch: pytest.MonkeyPatch
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             orders = (str(run.code), str(stop_at), str(run.path))
             log = run.rank_log(attempt, rank)
-            ranks.append(start_rank(program, *orders, env={**env, "GROUP_RANK": "0", **own}, log=log))
+            environment = {**env, "GROUP_RANK": "0", **own}
+            ranks.append(start_rank(program, *orders, env=environment, log=log, imports=imports))
         return LocalRanks(ranks)
 
     monkeypatch.setattr("slurm_train.worker.attempt.start_local", start)

@@ -14,8 +14,9 @@ import yaml
 from slurm_train.models.causal_lm import causal_lm
 from slurm_train.rundir.paths import RunDirectory
 from tests.fakes.hub import TOKENS_MODULE, Hub, Repository, serving
-from tests.support.command_line import Done, Person
+from tests.support.command_line import Done
 from tests.support.extras import NEEDS_TRANSFORMERS
+from tests.support.warm_commands import WarmPerson
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.slow]
 
@@ -48,7 +49,7 @@ class Typist:
     def __init__(self, folder: Path, url: str) -> None:
         folder.mkdir()
         (folder / "mine.py").write_text(TOKENS_MODULE)
-        self.person = Person(folder)
+        self.person = WarmPerson(folder)
         self.env = {"HF_ENDPOINT": url, "HF_HOME": str(folder.parent / "hf"), "HF_TOKEN": TOKEN}
 
     def types(self, *words: str) -> Done:

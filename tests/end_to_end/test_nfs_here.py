@@ -18,6 +18,7 @@ from tests.support import nfs_mounts
 from tests.support.command_line import TINY, Done, Person, new_project
 from tests.support.nfs_mounts import NOAC, clients
 from tests.support.waiting import wait_for
+from tests.support.warm_commands import WarmPerson
 
 WORDS = (*TINY, "train.threads=1", "run.name=here")
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def test_a_mount_that_caches_nothing_or_takes_root_for_nobody(settings: dict[str
 @on_nfs
 def test_a_quota_ends_the_attempt_and_the_run_goes_on_when_there_is_room(tmp_path: Path) -> None:
     with clients(tmp_path, 1) as (client,):
-        person = Person(new_project(client.path / "project"))
+        person = WarmPerson(new_project(client.path / "project"))
         with client.having(room=40_000.0):
             done = person.types(*WORDS)
         assert done.code == 1 and "Disk quota exceeded" in done.err, done.out + done.err
@@ -55,12 +56,12 @@ def run_in(folder: Path) -> RunDirectory | None:
 
 @on_nfs
 def test_stale_handles_while_it_trains_cost_no_step(tmp_path: Path) -> None:
-    golden = Person(new_project(tmp_path / "golden"))
+    golden = WarmPerson(new_project(tmp_path / "golden"))
     assert golden.types(*WORDS, "train.max_steps=40").code == 0
     # Slower, so that there is time for faults.
     words = (*WORDS, "train.max_steps=40", "model.step_s=0.1")
     with clients(tmp_path, 1) as (client,):
-        person = Person(new_project(client.path / "project"))
+        person = WarmPerson(new_project(client.path / "project"))
 
         def has_steps(number: int) -> bool:
             run = run_in(person.folder)
@@ -102,7 +103,7 @@ def test_in_a_groups_setgid_folder_a_run_is_its_owners(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_moved_between_attempts_goes_on_where_it_lies(tmp_path: Path) -> None:
-    person = Person(new_project(tmp_path / "project"))
+    person = WarmPerson(new_project(tmp_path / "project"))
     finished(person.types(*WORDS))
     (run,) = person.folder.glob("runs/here/*")
     moved = RunDirectory(tmp_path / "elsewhere" / run.name)

@@ -11,9 +11,10 @@ import torch
 from slurm_train.checkpoint.load import read_model
 from slurm_train.metrics import read_metrics
 from slurm_train.models.causal_lm import causal_lm
-from tests.support.command_line import Person
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.small_checkpoints import checkpoint_of
+from tests.support.warm_commands import WarmPerson
+from tests.support.warm_ranks import LLAMA
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.distributed, pytest.mark.slow]
 
@@ -30,7 +31,7 @@ TOKENS = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(
 def test_a_llama_is_trained_in_shards_exported_and_loaded_by_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    person = Person(tmp_path)
+    person = WarmPerson(tmp_path, imports=LLAMA)
     shards = ("run.processes=2", "parallel.dp_replicate=1", "parallel.dp_shard=2")
     done = person.types(*WORDS, *shards, timeout_s=280)
     assert done.code == 0, done.err

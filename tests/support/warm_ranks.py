@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from tests.support.ports import rank_environments
 
@@ -40,6 +40,10 @@ _WARM = (
     "slurm_train.checkpoint.tensors",
     "slurm_train.train.build",
 )
+
+
+# The Hub's variables are read when these are imported, so not for ranks that are to have others.
+LLAMA = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 
 
 class WarmRank:
@@ -95,7 +99,14 @@ class WarmRank:
         os.close(self._pidfd)
 
 
-def start_rank(program: Path, *words: str, env: Mapping[str, str], log: Path | None = None) -> WarmRank:
+def start_rank(
+    program: Path,
+    *words: str,
+    env: Mapping[str, str],
+    log: Path | None = None,
+    errors: Path | None = None,
+    imports: Sequence[str] = (),
+) -> WarmRank:
     """Starts `python PROGRAM WORDS...` and returns at once.
 
     Args:
@@ -103,10 +114,12 @@ def start_rank(program: Path, *words: str, env: Mapping[str, str], log: Path | N
         words: its command line.
         env: all of its environment.
         log: what it prints is appended there; None: to a file of its own.
+        errors: where its stderr is appended, if not to the log.
+        imports: modules that it finds imported as well, see `LLAMA`.
     """
-    server = _running_server()
-    said = log or Path(server.folder.name) / f"{next(server.count)}.log"
-    order = {"argv": [str(program), *words], "env": dict(env), "log": str(said)}
+    server = _running_server(tuple(imports))
+    said = log or Path(server.folder) / f"{next(server.count)}.log"
+    order = {"argv": [str(program), *words], "env": dict(env), "log": str(said), "errors": str(errors or said)}
     return WarmRank(server, int(server.ask(fork=order)["pid"]), said)
 
 
@@ -128,58 +141,98 @@ def run_pair(folder: Path, program: str, *words: str) -> list[Any]:
     return [json.loads(out.read_text()) for out in outs]
 
 
+def fork_server() -> None:
+    """Gives this process, which a server has forked, a server of its own: it forks what this process starts."""
+    order_reader, order_writer = os.pipe()
+    answer_reader, answer_writer = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        os.close(order_writer)
+        os.close(answer_reader)
+        with os.fdopen(order_reader) as orders, os.fdopen(answer_writer, "w") as answers:
+            _answer(orders, answers)
+        os._exit(0)
+    os.close(order_reader)
+    os.close(answer_writer)
+    # This process gives all logs a name.
+    _FORKED[:] = [_Server(os.fdopen(order_writer, "w"), os.fdopen(answer_reader), folder="")]
+
+
 class _Server:
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="warm-ranks-")
+    """The process that forks, as seen by who asks it.
+
+    Args:
+        orders: what it reads.
+        answers: what it writes.
+        folder: where logs without a name are put.
+    """
+
+    def __init__(self, orders: IO[str], answers: IO[str], *, folder: str) -> None:
+        self.orders = orders
+        self.answers = answers
+        self.folder = folder
         self.count = itertools.count()
         self.lock = threading.Lock()
-        argv = [sys.executable, "-m", "tests.support.warm_ranks"]
-        repository = Path(__file__).resolve().parents[2]
-        self.process = subprocess.Popen(
-            argv, cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
-        )
-
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.orders, self.answers = self.process.stdin, self.process.stdout
 
     def ask(self, **order: Any) -> dict[str, Any]:
         with self.lock:
             self.orders.write(json.dumps(order) + "\n")
             self.orders.flush()
             line = self.answers.readline()
-        assert line, f"the process that forks ranks has ended with {self.process.wait()}"
+        assert line, "the process that forks ranks has ended"
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def close(self) -> None:
-        self.orders.close()
-        self.answers.close()
-        self.process.wait()
-        self.folder.cleanup()
 
-
-_SERVERS: list[_Server] = []
+# By what they have imported beside `_WARM`.
+_SERVERS: dict[tuple[str, ...], _Server] = {}
+_FORKED: list[_Server] = []
 _STARTING = threading.Lock()
 
 
-def _running_server() -> _Server:
+def _running_server(imports: tuple[str, ...]) -> _Server:
+    if _FORKED:
+        return _FORKED[0]
     with _STARTING:
-        if not _SERVERS:
-            _SERVERS.append(_Server())
-            atexit.register(_SERVERS[0].close)
-    return _SERVERS[0]
+        if imports not in _SERVERS:
+            _SERVERS[imports] = _start_server(imports)
+    return _SERVERS[imports]
+
+
+def _start_server(imports: Sequence[str]) -> _Server:
+    argv = [sys.executable, "-m", "tests.support.warm_ranks", *imports]
+    repository = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        argv, cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+    )
+    orders, answers = process.stdin, process.stdout
+    assert orders is not None and answers is not None
+    folder = tempfile.TemporaryDirectory(prefix="warm-ranks-")
+
+    def close() -> None:
+        orders.close()
+        answers.close()
+        process.wait()
+        folder.cleanup()
+
+    atexit.register(close)
+    return _Server(orders, answers, folder=folder.name)
 
 
 def serve() -> None:
-    """The server's side: answers orders until stdin ends."""
+    """The server's side: imports what ranks need and answers orders until stdin ends."""
     import torch
 
     torch.set_num_threads(1)
-    for name in _WARM:
+    for name in (*_WARM, *sys.argv[1:]):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
+    _answer(sys.stdin, sys.stdout)
+
+
+def _answer(orders: IO[str], answers: IO[str]) -> None:
+    for line in orders:
         order = json.loads(line)
         if "fork" in order:
             answer = {"pid": os.fork()}
@@ -187,17 +240,16 @@ def serve() -> None:
                 _become_rank(order["fork"])
         else:
             answer = {"code": os.waitstatus_to_exitcode(os.waitpid(order["reap"], 0)[1])}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 def _become_rank(order: Mapping[str, Any]) -> NoReturn:
     code = 1
     try:
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        for descriptor, name in ((1, "log"), (2, "errors")):
+            os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
         os.environ.clear()
         os.environ.update(order["env"])
         argv: Sequence[str] = order["argv"]

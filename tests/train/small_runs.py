@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def start(
     attempt: int = 0,
     fault: dict[str, Any] | None = None,
     disks: Path | None = None,
+    imports: Sequence[str] = (),
 ) -> list[WarmRank]:
     """Starts the ranks of an attempt.
 
@@ -57,6 +59,7 @@ def start(
         attempt: its number.
         fault: see `rank_faults.install`.
         disks: $NODE_DISK of rank r is the folder "node<r>" in it.
+        imports: modules that the ranks find imported beside torch.
     """
     run.mkdir(parents=True, exist_ok=True)
     facts = {"run": str(run), "config": config, "port": free_port(), "attempt": attempt, "fault": fault or {}}
@@ -67,7 +70,7 @@ def start(
         if disks is not None:
             own["NODE_DISK"] = str(disks / f"node{rank}")
             Path(own["NODE_DISK"]).mkdir(parents=True, exist_ok=True)
-        started.append(start_rank(RANK_PROGRAM, json.dumps(facts), env={**env, **own}))
+        started.append(start_rank(RANK_PROGRAM, json.dumps(facts), env={**env, **own}, imports=imports))
     return started
 
 
