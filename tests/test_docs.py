@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 import yaml
 
 from slurm_train import __version__
-from slurm_train.config.compose import Point, compose, read_points
+from slurm_train.config.compose import Composer, Point, compose, read_points
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.paths import RunDirectory
@@ -86,7 +87,11 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
             (folder / flags.config_dir).mkdir(exist_ok=True)
         _write_sites(flags, monkeypatch, folder)
         for point in read_points(flags) if flags.multirun else [Point(tuple(flags.overrides), {})]:
-            compose(replace(flags, overrides=list(point.overrides)))
+            words = replace(flags, overrides=list(point.overrides))
+            if has_shipped_files_only(words):
+                composer_of_shipped_files().compose(words.overrides)
+            else:
+                compose(words)
         return
     if verb == "scaling":
         asked = parse(verb, rest)
@@ -96,6 +101,19 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
             parse(verb, rest)
     else:
         parse(verb, rest)
+
+
+def has_shipped_files_only(words: Words) -> bool:
+    """Tells whether the words name no place for configurations and no site."""
+    if words.config_dir or words.config_path or words.search_path or words.config_name != Words().config_name:
+        return False
+    return not any(word.lstrip("+").startswith("site=") for word in words.overrides)
+
+
+@functools.cache
+def composer_of_shipped_files() -> Composer:
+    """One for all command lines, as for all points of a sweep: it reads each choice of groups once."""
+    return Composer(Words())
 
 
 def _write_sites(flags: Words, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -348,6 +366,7 @@ def test_the_page_about_watching_has_every_state_and_every_key_of_the_json(tmp_p
     assert sorted(key for key, _ in rows_under("JSON", page)) == sorted(keys)
 
 
+@functools.cache
 def message_templates() -> list[str]:
     """Returns the texts in the package, values replaced by NUL."""
     found = []

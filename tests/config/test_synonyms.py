@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.config.compose import compose
+from slurm_train.config.compose import Composer
 from slurm_train.config.schema import RunConfig, all_keys
 from slurm_train.config.synonyms import OTHER_NAMES, advise
 from slurm_train.config.words import FLAGS, Words
@@ -29,14 +29,20 @@ def test_no_name_of_another_trainer_is_a_setting_or_a_verb_here() -> None:
     assert len(replaced) > 200 and not replaced & {*all_keys(RunConfig), *PUBLIC_VERBS}
 
 
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    """One for all answers, as for all points of a sweep: it reads each choice of groups once."""
+    return Composer(Words())
+
+
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_every_setting_that_is_proposed_composes_and_every_verb_exists(answer: str) -> None:
+def test_every_setting_that_is_proposed_composes_and_every_verb_exists(answer: str, composer: Composer) -> None:
     if answer.startswith("write "):
         setting = re.split(r", |; | for | in ", answer.removeprefix("write "))[0]
         words = shlex.split(setting)
         words += [] if "+cluster" in setting else ["+cluster=2x8"]
         words += ["data._target_=my_data.Mine", "model._target_=my_model.Mine"] if "data.num_workers" in setting else []
-        compose(Words(overrides=words))
+        composer.compose(words)
     for verb in re.findall(r"`([a-z]+)\b", answer):
         assert verb in PUBLIC_VERBS, answer
     for flag in re.findall(r"(?<!\S)(--[a-z-]+)", answer):
