@@ -15,3 +15,4 @@ def _needs(module: str, extra: str) -> pytest.MarkDecorator:
 NEEDS_TRANSFORMERS = _needs("transformers", "hf")
 NEEDS_TORCHAO = _needs("torchao", "fp8")
 NEEDS_PEFT = _needs("peft", "lora")
+NEEDS_LIGHTNING = _needs("lightning", "bench")

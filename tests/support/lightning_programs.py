@@ -1,0 +1,157 @@
+"""Modules, callbacks and data for trainings with Lightning, which takes seconds to import: import it in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from torch.utils.data import IterableDataset
+
+from slurm_train.session.signals import StopFlag
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Looking(lightning.LightningModule):  # type: ignore[misc]  # Any: of an extra
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        self.seen.append(batch[0].flatten().tolist())
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Saving(lightning.Callback):  # type: ignore[misc]  # Any: of an extra
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 11:
+            trainer.save_checkpoint(self.path)
+            if hasattr(trainer.train_dataloader, "state_dict"):
+                torch.save(([trainer.train_dataloader.state_dict()], []), self.path.with_name("loaders_0.pt"))
+
+
+class Stopping(lightning.Callback):  # type: ignore[misc]  # Any: of an extra
+    """Asks the ranks to stop in a step."""
+
+    def __init__(self, stop: StopFlag, stop_at: int | None) -> None:
+        self._stop = stop
+        self._stop_at = stop_at
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step + 1 == self._stop_at:
+            self._stop.request("TERM")
+
+
+class Training(lightning.LightningModule):  # type: ignore[misc]  # Any: of an extra
+    """Notes each step; its validation is never better than the first.
+
+    Args:
+        schedule: how the learning rate falls: at each "step", each "epoch", or after an epoch on a "plateau".
+    """
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        self.schedule = schedule
+        self.steps: list[tuple[float, ...]] = []
+        """Epoch, first sample, loss and learning rate."""
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(batch[0]).square().mean()
+        rate = self.optimizers().param_groups[0]["lr"]
+        self.steps.append((self.trainer.current_epoch, float(batch[0][0]), float(loss), rate))
+        return loss
+
+    def validation_step(self, *_: Any) -> None:
+        self.log("val_loss", torch.tensor(1.0))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.schedule == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+            scheduler: dict[str, Any] = {"scheduler": plateau, "monitor": "val_loss"}
+        else:
+            falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            scheduler = {"scheduler": falling, "interval": self.schedule}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class Numbers(Iterator[tuple[torch.Tensor]]):
+    """Knows where it is; a stream without that is run through again by its loader, which counts too far (torchdata)."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __next__(self) -> tuple[torch.Tensor]:
+        if self.next == 16:
+            raise StopIteration
+        self.next += 1
+        return (torch.tensor([float(self.next)]),)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Stream(IterableDataset[tuple[torch.Tensor]]):
+    """Samples without a number of them."""
+
+    def __iter__(self) -> Numbers:
+        return Numbers()
+
+
+class Adversaries(Looking):
+    """Two optimizers, the second one stepped twice per batch: three of Lightning's steps for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> None:
+        first, second = self.optimizers()
+        for optimizer in (first, second, second):
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch[0]).sum())
+            optimizer.step()
+
+    def validation_step(self, *_: Any) -> None:
+        self.log("val_loss", torch.tensor(1.0))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.0) for _ in range(2)]
+
+
+class Estimating(Looking):
+    """Asks how many steps there are, as a schedule does that ends with the training."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches == 24
+        return super().configure_optimizers()
+
+
+class OfAnotherRank(Looking):
+    """Is not where rank 0 is, whose loaders' states Lightning saves for all ranks."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        loops = checkpoint["loops"]["fit_loop"]["state_dict"]
+        place = {"_num_yielded": 1, "_sampler_iter_yielded": 1, "_sampler_iter_state": {"samples_yielded": 2}}
+        loops["combined_loader"] = [{**state, **place} for state in loops["combined_loader"]]
