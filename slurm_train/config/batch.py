@@ -72,7 +72,7 @@ def cut_equally(total: int, num_parts: int) -> tuple[int, ...]:
     return tuple((part + 1) * total // num_parts - part * total // num_parts for part in range(num_parts))
 
 
-def solve_batch(asked: BatchSection, *, ranks: int, stages: int = 1) -> BatchPlan:
+def solve_batch(section: BatchSection, *, ranks: int, stages: int = 1) -> BatchPlan:
     """Returns the plan for what was asked on so many data-parallel ranks.
 
     With only the global size given there is one micro-batch per step; with nothing given, the default global size is
@@ -84,8 +84,8 @@ def solve_batch(asked: BatchSection, *, ranks: int, stages: int = 1) -> BatchPla
         BatchError: numbers that do not multiply up, a micro-batch without a sample, or what does not fill a pipeline.
     """
     if stages > 1:
-        asked = _fill_pipeline(asked, ranks, stages)
-    plan = _solve(asked, ranks)
+        section = _fill_pipeline(section, ranks, stages)
+    plan = _solve(section, ranks)
     if stages > 1 and not plan.is_equal:
         raise _unequal_in_pipeline(plan, stages)
     if plan.accumulation < stages:
@@ -96,27 +96,27 @@ def solve_batch(asked: BatchSection, *, ranks: int, stages: int = 1) -> BatchPla
     return plan
 
 
-def _fill_pipeline(asked: BatchSection, ranks: int, stages: int) -> BatchSection:
+def _fill_pipeline(section: BatchSection, ranks: int, stages: int) -> BatchSection:
     wanted = _BATCHES_PER_STAGE * stages
-    if asked.accumulation is not None or (asked.global_size is not None and asked.local_size is not None):
-        return asked
-    if asked.global_size is None:
-        local = asked.local_size or max(1, round(asked.default_global_size / (ranks * wanted)))
-        return replace(asked, local_size=local, accumulation=wanted)
-    share = asked.global_size // ranks
+    if section.accumulation is not None or (section.global_size is not None and section.local_size is not None):
+        return section
+    if section.global_size is None:
+        local = section.local_size or max(1, round(section.default_global_size / (ranks * wanted)))
+        return replace(section, local_size=local, accumulation=wanted)
+    share = section.global_size // ranks
     fitting = [count for count in range(stages, share + 1) if share % count == 0]
-    if not fitting or asked.global_size % ranks:
-        return asked
-    return replace(asked, accumulation=min(fitting, key=lambda count: abs(count - wanted)))
+    if not fitting or section.global_size % ranks:
+        return section
+    return replace(section, accumulation=min(fitting, key=lambda count: abs(count - wanted)))
 
 
-def _solve(asked: BatchSection, ranks: int) -> BatchPlan:
-    local = asked.local_size
-    accumulation = asked.accumulation
-    total = asked.global_size
+def _solve(section: BatchSection, ranks: int) -> BatchPlan:
+    local = section.local_size
+    accumulation = section.accumulation
+    total = section.global_size
     if total is None:
         if local is accumulation is None:
-            local = max(1, round(asked.default_global_size / ranks))
+            local = max(1, round(section.default_global_size / ranks))
         return BatchPlan.equal(local_size=local or 1, ranks=ranks, accumulation=accumulation or 1)
     if local and accumulation:
         plan = BatchPlan.equal(local_size=local, ranks=ranks, accumulation=accumulation)
@@ -277,26 +277,27 @@ def _conflicts(config: RunConfig, plan: BatchPlan, layout: ParallelLayout) -> It
         )
     if isinstance(config.batch.shares, str):
         return
-    asked = f"batch.shares={_shown(config.batch.shares)} was asked with"
+    conflict = f"batch.shares={_shown(config.batch.shares)} was asked with"
     cluster = config.cluster
+    nodes = None if cluster is None else cluster.nodes
     yield (
         not layout.is_replicated,
-        f"{asked} a layout of {layout}",
+        f"{conflict} a layout of {layout}",
         "leave batch.shares at even, or use dp_replicate alone",
     )
     yield (
         config.batch.by_length,
-        f"{asked} batch.by_length=true, which shares out by length",
+        f"{conflict} batch.by_length=true, which shares out by length",
         "leave one of the two out",
     )
     yield (
         cluster is not None and cluster.launcher == "torchrun",
-        f"{asked} cluster.launcher=torchrun, which numbers the nodes anew at each start",
+        f"{conflict} cluster.launcher=torchrun, which numbers the nodes anew at each start",
         "use cluster.launcher=srun, or leave batch.shares at even",
     )
     yield (
-        cluster is not None and isinstance(cluster.nodes, str),
-        f"{asked} cluster.nodes={cluster.nodes if cluster is not None else ''}, of which each number has other ranks",
+        isinstance(nodes, str),
+        f"{conflict} cluster.nodes={nodes}, of which each number has other ranks",
         "give one number of nodes, or leave batch.shares at even",
     )
 

@@ -150,7 +150,7 @@ class ParallelLayout:
         return self.rank_at((0, replica, shard, 0, 0))
 
 
-def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
+def solve_layout(section: ParallelSection, *, world_size: int) -> ParallelLayout:
     """Returns the layout that was asked for on so many ranks; one degree may be -1: what is left.
 
     `dp_shard=auto` is what the plan has chosen (`estimate.choice`), on other ranks the largest part of it that fits.
@@ -158,9 +158,9 @@ def solve_layout(asked: ParallelSection, *, world_size: int) -> ParallelLayout:
     Raises:
         ConfigError: two degrees are -1, or degrees that do not multiply up to the world.
     """
-    degrees = {axis: getattr(asked, axis) for axis in AXES}
+    degrees = {axis: getattr(section, axis) for axis in AXES}
     if degrees["dp_shard"] == AUTO:
-        degrees["dp_shard"] = _automatic_shards(asked, world_size=world_size)
+        degrees["dp_shard"] = _automatic_shards(section, world_size=world_size)
     left = [axis for axis, degree in degrees.items() if degree == -1]
     given = math.prod(degree for degree in degrees.values() if degree != -1)
     if len(left) > 1 or (world_size % given if left else world_size != given):

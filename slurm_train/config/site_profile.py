@@ -79,12 +79,12 @@ def with_site(cluster: Mapping[str, Any], site: SiteFile, *, open_keys: Collecti
     return result
 
 
-def _of_partitions(site: SiteFile, asked: str) -> dict[str, Any]:
+def _of_partitions(site: SiteFile, partition: str) -> dict[str, Any]:
     """Returns the values of a partition; of several, "gpu,long", in one of which a job will start, what suits all.
 
     That is a value that all of them have, and of different numbers the smallest.
     """
-    names = [name.strip() for name in asked.split(",")]
+    names = [name.strip() for name in partition.split(",")]
     sections = [site.partitions.get(name, SitePartition()).cluster for name in names]
     suited: dict[str, Any] = {}
     for key, value in sections[0].items():

@@ -189,15 +189,15 @@ class SlurmCommands:
             job_ids: the jobs.
             ended: ask sacct about those that squeue does not know; whether a job is active, squeue alone can tell.
         """
-        asked = _checked_ids(job_ids)
+        checked_ids = _checked_ids(job_ids)
         try:
-            queued, _ = self.queue(asked)
+            queued, _ = self.queue(checked_ids)
         except ClusterError as unanswered:
             try:
-                return self.accounted(asked)
+                return self.accounted(checked_ids)
             except ClusterError:
                 raise unanswered from None
-        missing = [job_id for job_id in asked if job_id not in queued] if ended else []
+        missing = [job_id for job_id in checked_ids if job_id not in queued] if ended else []
         with contextlib.suppress(ClusterError):  # many sites keep no accounts
             queued = {**self.accounted(missing), **queued}
         return queued
@@ -210,25 +210,25 @@ class SlurmCommands:
             whole: read the whole queue, which the numbers need; without it they are empty. squeue gets all jobs from
                 the controller as soon as it is asked for more than one, so this costs the controller no more.
         """
-        asked = _checked_ids(job_ids)
-        if not asked:
+        checked_ids = _checked_ids(job_ids)
+        if not checked_ids:
             return {}, {}
         # All states: a job stays visible for MinJobAge after its end, which spares a look at accounting.
         argv = ["squeue", "-h", "-t", "all"]
         if whole:
-            return records.parse_queue(self._run([*argv, "-a", "-o", records.QUEUE_FORMAT]), asked)
-        text = self._run([*argv, "-r", "-o", records.SQUEUE_FORMAT, "-j", _by_array(asked)], gone_is_empty=True)
-        _require_readable("squeue", text, asked, num_fields=records.SQUEUE_FORMAT.count("|") + 1)
-        return records.only_asked(asked, records.parse_squeue(text)), {}
+            return records.parse_queue(self._run([*argv, "-a", "-o", records.QUEUE_FORMAT]), checked_ids)
+        text = self._run([*argv, "-r", "-o", records.SQUEUE_FORMAT, "-j", _by_array(checked_ids)], gone_is_empty=True)
+        _require_readable("squeue", text, checked_ids, num_fields=records.SQUEUE_FORMAT.count("|") + 1)
+        return records.select_jobs(checked_ids, records.parse_squeue(text)), {}
 
     def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
         """Returns what accounting knows about jobs, by id; many sites keep none, and sacct fails there."""
-        asked = _checked_ids(job_ids)
-        if not asked:
+        checked_ids = _checked_ids(job_ids)
+        if not checked_ids:
             return {}
-        text = self._run(["sacct", "-n", "-P", "-X", "-o", records.SACCT_FORMAT, "-j", _by_array(asked)])
-        _require_readable("sacct", text, asked, num_fields=records.SACCT_FORMAT.count(",") + 1)
-        return records.only_asked(asked, records.parse_sacct(text))
+        text = self._run(["sacct", "-n", "-P", "-X", "-o", records.SACCT_FORMAT, "-j", _by_array(checked_ids)])
+        _require_readable("sacct", text, checked_ids, num_fields=records.SACCT_FORMAT.count(",") + 1)
+        return records.select_jobs(checked_ids, records.parse_sacct(text))
 
     def waiting_jobs(self) -> list[JobState]:
         """Returns all jobs that wait for something, those of other users included as far as this one may see them."""
@@ -278,11 +278,11 @@ class SlurmCommands:
         Where a node has no scontrol, those that squeue knows. It fails where the controller does not know the job any
         more.
         """
-        asked = _checked_ids([job_id])
+        checked_ids = _checked_ids([job_id])
         try:
-            return records.parse_record(self._run(["scontrol", "show", "job", *asked]))
+            return records.parse_record(self._run(["scontrol", "show", "job", *checked_ids]))
         except MissingCommand:
-            argv = ["squeue", "-h", "-t", "all", "-O", records.RECORD_FORMAT, "-j", *asked]
+            argv = ["squeue", "-h", "-t", "all", "-O", records.RECORD_FORMAT, "-j", *checked_ids]
             return records.parse_queue_record(self._run(argv))
 
     def restarts(self, job_id: str) -> int:
@@ -340,8 +340,8 @@ class SlurmCommands:
 
     def associations(self, user: str) -> list[Association]:
         """Returns the accounts that a user may charge; it fails where there is no accounting."""
-        asked = ["where", f"name={user}", "withassoc", f"format={policy.ASSOCIATION_FORMAT}"]
-        return policy.parse_associations(self._run(["sacctmgr", "-n", "-P", "show", "user", *asked]))
+        query = ["where", f"name={user}", "withassoc", f"format={policy.ASSOCIATION_FORMAT}"]
+        return policy.parse_associations(self._run(["sacctmgr", "-n", "-P", "show", "user", *query]))
 
     def partitions(self) -> list[Partition]:
         """Returns the partitions that this user can see, from one sinfo call."""
@@ -479,9 +479,10 @@ def _checked_ids(job_ids: Iterable[str]) -> list[str]:
     return checked
 
 
-def _require_readable(command: str, text: str, asked: Sequence[str], *, num_fields: int) -> None:
+def _require_readable(command: str, text: str, job_ids: Sequence[str], *, num_fields: int) -> None:
     """Refuses an answer that names a job in columns of a site's own, which would make the job look gone."""
-    if line := records.unreadable_line(text, asked, num_fields=num_fields):
+    line = records.unreadable_line(text, job_ids, num_fields=num_fields)
+    if line:
         raise ClusterError(
             f"{command} prints other columns than it was asked for: {line.strip()[:200]!r}",
             hint=f"`which {command}` says whether it is a script of the site; put Slurm's own one first on the PATH",

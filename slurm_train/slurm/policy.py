@@ -140,14 +140,14 @@ def parse_sinfo(text: str) -> list[Partition]:
     return partitions
 
 
-def chosen_partitions(asked: str, partitions: Sequence[Partition]) -> list[Partition]:
+def chosen_partitions(partition: str, partitions: Sequence[Partition]) -> list[Partition]:
     """Returns the partitions that a job may start in.
 
     Args:
-        asked: what it asks for, as Slurm takes it: "gpu", "gpu,long"; "" for the default.
+        partition: what it asks for, as Slurm takes it: "gpu", "gpu,long"; "" for the default.
         partitions: those of the cluster.
     """
-    names = {name.strip() for name in asked.split(",")} - {""}
+    names = {name.strip() for name in partition.split(",")} - {""}
     return [part for part in partitions if (part.name in names if names else part.is_default)]
 
 

@@ -170,12 +170,12 @@ def _parse_jobs(text: str, *, source: str, num_fields: int) -> dict[str, JobStat
     return jobs
 
 
-def unreadable_line(text: str, asked: Sequence[str], *, num_fields: int) -> str:
+def unreadable_line(text: str, job_ids: Sequence[str], *, num_fields: int) -> str:
     """Returns a line about one of these jobs that is not of the form that was asked for; "" where there is none.
 
     A wrapper may print columns of its own. Such a job is not gone: nothing is known of it.
     """
-    numbers = {_array_number(job_id) for job_id in asked}
+    numbers = {_array_number(job_id) for job_id in job_ids}
     for line in text.splitlines():
         first = line.split(maxsplit=1)[0] if line.strip() else ""
         if line.count("|") != num_fields - 1 and _array_number(first.partition("|")[0]) in numbers:
@@ -183,7 +183,7 @@ def unreadable_line(text: str, asked: Sequence[str], *, num_fields: int) -> str:
     return ""
 
 
-def parse_queue(text: str, asked: Sequence[str]) -> tuple[dict[str, JobState], dict[str, int]]:
+def parse_queue(text: str, job_ids: Sequence[str]) -> tuple[dict[str, JobState], dict[str, int]]:
     """Returns jobs, and of those that wait for nodes how many jobs of their partitions are in line before them.
 
     Smaller numbers win among equal priorities, which is the order of submission; each element of an array is a job.
@@ -191,18 +191,18 @@ def parse_queue(text: str, asked: Sequence[str]) -> tuple[dict[str, JobState], d
 
     Args:
         text: output of `squeue -h -t all -o QUEUE_FORMAT`: the whole queue, arrays in brackets.
-        asked: ids of the jobs; an array's id means all of its elements.
+        job_ids: ids of the jobs; an array's id means all of its elements.
     """
     rows = split_rows(text, QUEUE_FORMAT.count("|") + 1)
-    numbers = {_array_number(job_id) for job_id in asked}
-    asked_lines = ("|".join(row) for _, *row in rows if _array_number(row[0]) in numbers)
-    jobs = only_asked(asked, parse_squeue("\n".join(asked_lines)))
+    numbers = {_array_number(job_id) for job_id in job_ids}
+    lines = ("|".join(row) for _, *row in rows if _array_number(row[0]) in numbers)
+    jobs = select_jobs(job_ids, parse_squeue("\n".join(lines)))
     line: list[tuple[tuple[int, int], set[str], str, int]] = []  # place, partitions, job or array, number of jobs
-    for priority, job_ids, word, reason, *_, partitions in rows:
-        number = _array_number(job_ids)
+    for priority, element_ids, word, reason, *_, partitions in rows:
+        number = _array_number(element_ids)
         if f"{priority}{number}".isdigit() and phase_of(word) is Phase.QUEUED and waits_for_nodes(reason):
             place = (-int(priority), int(number))
-            line.append((place, set(partitions.split(",")), number, _num_elements(job_ids)))
+            line.append((place, set(partitions.split(",")), number, _num_elements(element_ids)))
     ahead = {
         number: sum(count for before, others, _, count in line if before < place and others & partitions)
         for place, partitions, number, _ in line
@@ -224,9 +224,9 @@ def _num_elements(job_ids: str) -> int:
         return 1
 
 
-def only_asked(asked: Sequence[str], jobs: Mapping[str, T]) -> dict[str, T]:
+def select_jobs(job_ids: Sequence[str], jobs: Mapping[str, T]) -> dict[str, T]:
     """Returns those of the jobs that were asked for, also by the id of their array."""
-    wanted = set(asked)
+    wanted = set(job_ids)
     return {key: job for key, job in jobs.items() if key in wanted or key.partition("_")[0] in wanted}
 
 

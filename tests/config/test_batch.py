@@ -31,16 +31,16 @@ from slurm_train.config.schema import (
 from slurm_train.errors import BatchError
 from tests.support.refusals import refusal
 
-Asked = tuple[int | None, int | None, int | None]
+Numbers = tuple[int | None, int | None, int | None]
 
 
-def section(asked: Asked) -> BatchSection:
-    return BatchSection(local_size=asked[0], accumulation=asked[1], global_size=asked[2])
+def section(numbers: Numbers) -> BatchSection:
+    return BatchSection(local_size=numbers[0], accumulation=numbers[1], global_size=numbers[2])
 
 
 def test_what_is_not_given_is_solved() -> None:
-    def solved(*asked: int | None, ranks: int) -> tuple[int, int]:
-        plan = solve_batch(section(asked), ranks=ranks)
+    def solved(*numbers: int | None, ranks: int) -> tuple[int, int]:
+        plan = solve_batch(section(numbers), ranks=ranks)
         return plan.local_size, plan.accumulation
 
     assert solved(None, None, None, ranks=3) == (11, 1), "as near to the default as the ranks can share"
@@ -86,12 +86,12 @@ counts = st.none() | st.integers(1, 64)
 def test_a_plan_covers_the_global_batch_and_keeps_what_was_asked(
     local: int | None, accumulation: int | None, total: int | None, ranks: int
 ) -> None:
-    asked = section((local, accumulation, total))
+    batch = section((local, accumulation, total))
     try:
-        plan = solve_batch(asked, ranks=ranks)
+        plan = solve_batch(batch, ranks=ranks)
     except BatchError as err:
         (size, *_) = re.findall(r"batch\.global_size=(\d+)", err.hint)
-        assert solve_batch(replace(asked, global_size=int(size)), ranks=ranks), "what a refusal names works"
+        assert solve_batch(replace(batch, global_size=int(size)), ranks=ranks), "what a refusal names works"
         return
     assert plan.ranks == ranks and min(plan.local_size, plan.accumulation) >= 1
     micro_batches = [
@@ -137,9 +137,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "ranks", "message", "hint"), REFUSED)
-def test_what_does_not_multiply_up_is_refused_with_what_does(asked: Asked, ranks: int, message: str, hint: str) -> None:
-    error = refusal(BatchError, solve_batch, section(asked), ranks=ranks)
+@pytest.mark.parametrize(("numbers", "ranks", "message", "hint"), REFUSED)
+def test_what_does_not_multiply_up_is_refused_with_what_does(
+    numbers: Numbers, ranks: int, message: str, hint: str
+) -> None:
+    error = refusal(BatchError, solve_batch, section(numbers), ranks=ranks)
     assert (error.message, error.hint) == (message, hint)
 
 

@@ -16,12 +16,12 @@ def test_what_is_left_open_is_solved() -> None:
     assert solve_layout(ParallelSection(tp=2), world_size=8) == ParallelLayout(dp_replicate=4, tp=2)
     cube = ParallelSection(dp_replicate=1, dp_shard=-1, tp=4, pp=2)
     assert solve_layout(cube, world_size=64) == CUBE
-    for asked, text in (
+    for section, text in (
         (ParallelSection(dp_shard=-1), "dp_replicate -1 x dp_shard -1, and there are 4 ranks"),
         (ParallelSection(tp=3), "dp_replicate -1 x tp 3, and there are 4 ranks"),
         (ParallelSection(dp_replicate=1), "one rank, and there are 4 ranks"),
     ):
-        error = refusal(ConfigError, solve_layout, asked, world_size=4)
+        error = refusal(ConfigError, solve_layout, section, world_size=4)
         assert error.message.startswith(f"parallel asks for {text}")
 
 

@@ -73,7 +73,7 @@ def test_in_a_batch_script_what_sbatch_hands_on_to_srun_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "num_ranks", "asked"),
+    ("total", "num_ranks", "expected"),
     [
         ("8", 4, "4"),
         ("8", 8, "8"),
@@ -84,17 +84,17 @@ def test_in_a_batch_script_what_sbatch_hands_on_to_srun_stays() -> None:
     ],
 )
 def test_ranks_ask_for_a_gpu_each_where_an_allocation_was_given_a_total(
-    total: str | None, num_ranks: int, asked: str | None
+    total: str | None, num_ranks: int, expected: str | None
 ) -> None:
     env = {} if total is None else {"SLURM_GPUS": total}
-    assert with_gpus_for(env, num_ranks).get("SLURM_GPUS") == asked
+    assert with_gpus_for(env, num_ranks).get("SLURM_GPUS") == expected
 
 
 def test_an_allocations_cpus_per_task_are_no_option_of_the_ranks() -> None:
     """What salloc --cpus-per-task=4 of 24.11 sets: with it, two ranks would ask for eight of a node's four CPUs."""
     of_salloc = {"SLURM_JOB_ID": "44", "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "PATH": "/bin"}
-    asked = {"SLURM_CPUS_PER_TASK": "4", "SLURM_TRES_PER_TASK": "cpu=4"}
-    assert job_environment(of_salloc | asked) == of_salloc
+    cpus = {"SLURM_CPUS_PER_TASK": "4", "SLURM_TRES_PER_TASK": "cpu=4"}
+    assert job_environment(of_salloc | cpus) == of_salloc
 
 
 def test_a_command_sees_neither_the_users_formats_nor_cut_off_arrays() -> None:

@@ -10,7 +10,7 @@ from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
 ENDED = job_state("8", "COMPLETED", source="sacct")
 
 
-class Asked(FakeSlurmCommands):
+class NotedCommands(FakeSlurmCommands):
     """Notes what it is asked, and how long that takes on a clock of the test's own."""
 
     def __init__(self, *jobs: JobState, accounts: Iterable[JobState] = (), takes_s: float = 0.0) -> None:
@@ -25,23 +25,23 @@ class Asked(FakeSlurmCommands):
         return super().queue(job_ids, whole=whole)
 
     def accounted(self, job_ids: Iterable[str]) -> dict[str, JobState]:
-        asked = sorted(job_ids)
-        self.calls.append(("sacct", asked))
+        ids = sorted(job_ids)
+        self.calls.append(("sacct", ids))
         if self.accounts is None:
             raise ClusterError("no accounts")
-        return {job.job_id: job for job in self.accounts if job.job_id in asked}
+        return {job.job_id: job for job in self.accounts if job.job_id in ids}
 
     def told(self) -> list[tuple[str, list[str]]]:
         calls, self.calls = self.calls, []
         return calls
 
 
-def view_of(slurm: Asked) -> QueueView:
+def view_of(slurm: NotedCommands) -> QueueView:
     return QueueView(slurm, clock=lambda: slurm.now_s)
 
 
 def test_one_squeue_for_all_jobs_and_none_before_it_is_time() -> None:
-    slurm = Asked(job_state("7", "RUNNING"), job_state("9", "PENDING"))
+    slurm = NotedCommands(job_state("7", "RUNNING"), job_state("9", "PENDING"))
     view = view_of(slurm)
     look = view.look(Wanted(job_ids=["7", "9"]))
     assert set(look.jobs) == {"7", "9"} and look.age_s == 0 and look.problem == ""
@@ -55,7 +55,7 @@ def test_one_squeue_for_all_jobs_and_none_before_it_is_time() -> None:
 
 
 def test_a_job_that_was_not_asked_about_is_not_put_off_while_slurm_answers() -> None:
-    slurm = Asked(job_state("7"), job_state("9"))
+    slurm = NotedCommands(job_state("7"), job_state("9"))
     view = view_of(slurm)
     view.look(Wanted(job_ids=["7"]))
     slurm.now_s = 1.0
@@ -70,7 +70,7 @@ def test_a_job_that_was_not_asked_about_is_not_put_off_while_slurm_answers() -> 
 
 
 def test_scripts_are_asked_for_as_seldom_as_the_queue() -> None:
-    slurm = Asked()
+    slurm = NotedCommands()
     view = view_of(slurm)
 
     def search() -> dict[str, str] | None:
@@ -93,7 +93,7 @@ def test_scripts_are_asked_for_as_seldom_as_the_queue() -> None:
 
 
 def test_accounting_is_asked_once_about_an_end_and_not_about_what_is_settled() -> None:
-    slurm = Asked(accounts=[ENDED])
+    slurm = NotedCommands(accounts=[ENDED])
     view, wanted = view_of(slurm), Wanted(job_ids=["6", "8"], settled=["6"])
     for seconds in range(0, 1000, 100):
         slurm.now_s = float(seconds)
@@ -102,7 +102,7 @@ def test_accounting_is_asked_once_about_an_end_and_not_about_what_is_settled() -
 
 
 def test_a_job_that_comes_back_is_asked_about_again_when_it_has_ended() -> None:
-    slurm = Asked(accounts=[job_state("8", "PREEMPTED", source="sacct")])
+    slurm = NotedCommands(accounts=[job_state("8", "PREEMPTED", source="sacct")])
     view, wanted = view_of(slurm), Wanted(job_ids=["8"])
     assert view.look(wanted).jobs["8"].word == "PREEMPTED"
     slurm.now_s, slurm.jobs = 100.0, {"8": job_state("8", "RUNNING")}
@@ -112,7 +112,7 @@ def test_a_job_that_comes_back_is_asked_about_again_when_it_has_ended() -> None:
 
 
 def test_a_controller_that_is_silent_is_asked_ever_less_and_the_last_answer_counts() -> None:
-    slurm = Asked(job_state("7", "RUNNING"))
+    slurm = NotedCommands(job_state("7", "RUNNING"))
     slurm.accounts = None
     view, wanted = view_of(slurm), Wanted(job_ids=["7"])
     view.look(wanted)
