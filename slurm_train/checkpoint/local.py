@@ -311,7 +311,8 @@ class LocalSaves:
             step = manifest.step
             if step <= above or not is_on_line(line, attempt=manifest.attempt, parent=manifest.parent, step=step):
                 return False
-            if reason := reason_against(manifest):
+            reason = reason_against(manifest)
+            if reason:
                 notes[f"step {step} lies on the nodes, but the run does not go on from it: {reason}"] = None
             return not reason
 

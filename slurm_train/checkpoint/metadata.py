@@ -95,7 +95,8 @@ def _enum_member(owner: Any, name: Any) -> Any:
     if isinstance(owner, type) and owner.__name__ == _ENUM and isinstance(name, str):
         if issubclass(owner, _StandIn):
             return owner(name)
-        if name in (members := getattr(owner, "__members__", {})):
+        members = getattr(owner, "__members__", {})
+        if name in members:
             return members[name]
     raise CheckpointError(
         f"{METADATA_FILE} asks for builtins.getattr({owner!r}, {name!r}), which no checkpoint needs",

@@ -233,7 +233,8 @@ class Composer:
             try:
                 self._bases[key] = self._load(words, mode)
             except ConfigCompositionException:
-                if (fitting := self._with_fitting_plus(single, mode)) == words:
+                fitting = self._with_fitting_plus(single, mode)
+                if fitting == words:
                     raise
                 self._bases[key] = self._load(fitting, mode)
         return self._bases[key]
@@ -438,7 +439,8 @@ def _search_path(words: Words) -> ConfigSearchPathImpl:
         if place is not None:
             path.append(provider, place)
     path.append("main", f"file://{asset_dir('conf')}")
-    if (user := user_config_dir()).is_dir():
+    user = user_config_dir()
+    if user.is_dir():
         # Behind the shipped files: what lies there can be chosen by its name, and shadows nothing unasked.
         path.append("user", f"file://{user}")
     for place in words.search_path:
@@ -533,13 +535,16 @@ def _explain(err: Exception, *, config: DictConfig, words: Sequence[str]) -> Con
             hint = "these are no quotes to the shell: type plain ones, ' or \""
         return ConfigError(f"{err.override!r} cannot be read: {' '.join(reason.split())}", hint=hint)
     for pattern, (message, hint) in _SAID.items():
-        if (match := re.search(pattern, text, re.DOTALL)) is not None:
+        match = re.search(pattern, text, re.DOTALL)
+        if match is not None:
             return ConfigError(message.format(match[1]), hint=hint.replace("{0}", match[1]))
-    if (match := _NO_OPTION.search(text)) is not None:
+    match = _NO_OPTION.search(text)
+    if match is not None:
         group, _, option = match[1].partition("/")
         hints = [_CHOICES.get(group, "").replace("{0}", option), f"there are: {' '.join((match[2] or 'none').split())}"]
         return ConfigError(f"there is no configuration {match[1]!r}", hint="; ".join(filter(None, hints)))
-    if (match := _NO_KEY.search(text)) is not None:
+    match = _NO_KEY.search(text)
+    if match is not None:
         key = getattr(err, "full_key", None) or match[1] or match[2]
         if key in all_keys(RunConfig) and key.startswith(("cluster.", "container.")):
             return _unasked_section_error(key)

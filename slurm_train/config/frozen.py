@@ -371,7 +371,8 @@ def list_settings(config: Mapping[str, Any]) -> list[Setting]:
     values = flat(config)
     defaults = _read_shipped(conf / "config.yaml")
     for group in ("model", "data", "optim"):
-        target = chosen.get("_target_") if isinstance(chosen := config.get(group), Mapping) else None
+        chosen = config.get(group)
+        target = chosen.get("_target_") if isinstance(chosen, Mapping) else None
         files = {path.stem: _read_shipped(path) for path in sorted((conf / group).glob("*.yaml"))}
         defaults[group] = next((file for file in files.values() if file["_target_"] == target), files["custom"])
     # Of the schema's own keys a file may leave out what its class does not take.

@@ -789,7 +789,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
                 return _convert(option, value, path)
     elif origin is Annotated:
         with contextlib.suppress(ConfigError):
-            if options[1].holds(number := _convert(options[0], value, path)):
+            number = _convert(options[0], value, path)
+            if options[1].holds(number):
                 return number
     elif dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
         return build_config(hint, {str(key): item for key, item in value.items()}, path=f"{path}.")

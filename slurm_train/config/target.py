@@ -334,7 +334,10 @@ def _imported_from(tree: ast.Module, words: Sequence[str], *, is_package: bool) 
     """
     name = words[-1]
     binding = [node for node in tree.body if name in _names_bound(node)]
-    if len(binding) != 1 or not isinstance(node := binding[0], ast.ImportFrom):
+    if len(binding) != 1:
+        return []
+    node = binding[0]
+    if not isinstance(node, ast.ImportFrom):
         return []
     above = len(words) - 1 - node.level + is_package
     package = list(words[:above]) if node.level else []

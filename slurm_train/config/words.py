@@ -172,9 +172,11 @@ def _hint_for_flag(typed: str, value: str) -> str:
     """Returns what to type instead of a flag that there is not: a setting is written without dashes."""
     import difflib
 
-    if _is_setting(key := typed.lstrip("-").replace("-", "_")):
+    key = typed.lstrip("-").replace("-", "_")
+    if _is_setting(key):
         return f"a setting has no dashes: write {key}={value if _is_value(value) else 'VALUE'}"
-    if advice := advise(typed, value if _is_value(value) else None):
+    advice = advise(typed, value if _is_value(value) else None)
+    if advice:
         return advice
     near = difflib.get_close_matches(typed, FLAGS, n=1, cutoff=0.75)
     flags = f"did you mean {near[0]}?" if near else f"the flags are {', '.join(sorted(FLAGS))};"
@@ -290,7 +292,8 @@ def _with_time_limit(words: Sequence[str]) -> list[str]:
         ConfigError: it is none of Slurm's formats, or both are typed.
     """
     split = [split_word(word) for word in words]
-    if len(keys := {key for _, key, _ in split} & {"cluster.time", "cluster.time_limit_min"}) > 1:
+    keys = {key for _, key, _ in split} & {"cluster.time", "cluster.time_limit_min"}
+    if len(keys) > 1:
         raise ConfigError(f"{' and '.join(sorted(keys))} both give the time limit", hint="drop one of the two")
     for _, key, value in split:
         text = (value or "").strip("'\"")
@@ -332,14 +335,16 @@ def minutes(text: str) -> int:
 def _as_typed(key: str, value: str) -> str:
     """Returns a value in Hydra's spelling: quoted where the key holds a text, so that it arrives unchanged."""
     kind = _kind_of(key)
-    if key in _OPEN_TEXTS and (plain := _PLAIN_MAPPING.fullmatch(value)):
+    mapping = _PLAIN_MAPPING.fullmatch(value) if key in _OPEN_TEXTS else None
+    if mapping:
         # Hydra would make 1000.0 of 1e3.
-        pairs = (item.partition(":") for item in plain[1].split(","))
+        pairs = (item.partition(":") for item in mapping[1].split(","))
         words = (f"{name.strip()}: {_as_typed(f'{key}.x', word.strip())}" for name, _, word in pairs)
         return f"{{{', '.join(words)}}}"
-    if kind == "texts" and (plain := _PLAIN_LIST.fullmatch(value)):
+    texts = _PLAIN_LIST.fullmatch(value) if kind == "texts" else None
+    if texts:
         # Blanks around an item are no part of it, to Hydra; other white space is.
-        items = (quoted(item.strip(" \t")) for item in plain[1].split(","))
+        items = (quoted(item.strip(" \t")) for item in texts[1].split(","))
         return f"[{','.join(items)}]"
     keeps_meaning = value == "null" or (kind == "flag" and value.lower() in ("true", "false"))
     if kind not in ("text", "flag") or keeps_meaning or value.startswith(("'", '"')):
