@@ -166,17 +166,32 @@ def _require_follows(name: str, scorer: str | None, settings: Sequence[str], *, 
 # --- generate ---
 
 
-def generate(words: Sequence[str]) -> int:
-    """Lets a language model continue texts, and prints both; here, or by a run that is submitted."""
-    arguments = parse_runs("generate", words)
+def _read_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns how texts are continued.
+
+    Raises:
+        ConfigError: a number is too small.
+    """
     least = {"max_new_tokens": 1, "temperature": 0, "top_k": 1}
     for name, bound in least.items():
         value = getattr(arguments, name)
         flag = f"--{name.replace('_', '-')}"
         if value is not None and not value >= bound:
             raise ConfigError(f"{flag} must be at least {bound}, got {value}", hint=f"for example {flag} {bound}")
+    return {
+        "seed": arguments.seed,
+        "num_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+    }
+
+
+def generate(words: Sequence[str]) -> int:
+    """Lets a language model continue texts, and prints both; here, or by a run that is submitted."""
+    arguments = parse_runs("generate", words)
+    sampling = _read_sampling(arguments)
     settings = arguments.settings
-    is_submitted = is_for_slurm(arguments.settings)
+    is_submitted = is_for_slurm(settings)
     if settings and not is_submitted:
         raise ConfigError(
             f"{settings[0]} is a setting of a run that is submitted, and `generate` without a cluster works here",
@@ -185,8 +200,6 @@ def generate(words: Sequence[str]) -> int:
     if arguments.tokenizer is not None:
         arguments.tokenizer = str(Path(arguments.tokenizer).resolve())
     checkpoint, run = find_saved(arguments.run, root=arguments.root)
-    sampling = {"seed": arguments.seed, "num_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
-    sampling |= {"top_k": arguments.top_k}
     prompts = arguments.prompt or [""]
     plan = None
     if is_submitted:

@@ -22,7 +22,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.words import read_names
 from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.estimate.choice import settle_parallel
-from slurm_train.launch.drift import changed_code_notes, check_drift, check_names
+from slurm_train.launch.drift import changed_code_notes, check_drift, check_names, refuse_finished
 from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_hub_files
 from slurm_train.launch.plan import replan_run
 from slurm_train.launch.preview import plan_rows, source_notes
@@ -66,17 +66,7 @@ def main(words: Sequence[str]) -> int:
         from slurm_train.config.compose import apply_words
 
         config = apply_words(before, settings, config_dir=arguments.config_dir)
-    was = before.train
-    now = config.train
-    ended_early = (read_json(run.result) or {}).get("ended_early")
-    longer = now.max_steps > was.max_steps or now.max_epochs != was.max_epochs or (ended_early and accept)
-    if run.result.exists() and not longer:
-        why, key = (f" ({ended_early})", "callbacks=[] --accept callbacks; ") if ended_early else ("", "")
-        raise RunError(
-            f"{run.name}/{run.run_id} is finished{why}; there is nothing to resume",
-            hint=f"to train it longer: {key}train.max_steps=N --accept train.max_steps (or train.max_epochs); another "
-            "run of the same: the first command again with run.name=NAME, or seed=N",
-        )
+    refuse_finished(run, before, config, accept=accept)
     if not (settings or accept):
         _refuse_touched(run)
         for line in changed_code_notes(run, config, Path.cwd()):

@@ -42,6 +42,34 @@ _MOST_SHOWN = 20
 _MOST_DIFFERENCES = 3
 
 
+def refuse_finished(run: RunDirectory, before: RunConfig, now: RunConfig, *, accept: Collection[str]) -> None:
+    """Refuses to resume a run that is finished, unless it is to be trained longer.
+
+    Args:
+        run: the run.
+        before: its configuration.
+        now: the configuration with which it is to continue.
+        accept: what the person accepts; of a run that a callback has ended, any change.
+
+    Raises:
+        RunError: there is nothing to resume.
+    """
+    if not run.result.exists():
+        return
+    ended_early = (read_json(run.result) or {}).get("ended_early")
+    has_more_steps = now.train.max_steps > before.train.max_steps
+    has_other_epochs = now.train.max_epochs != before.train.max_epochs
+    if has_more_steps or has_other_epochs or (ended_early and accept):
+        return
+    reason = f" ({ended_early})" if ended_early else ""
+    key = "callbacks=[] --accept callbacks; " if ended_early else ""
+    raise RunError(
+        f"{run.name}/{run.run_id} is finished{reason}; there is nothing to resume",
+        hint=f"to train it longer: {key}train.max_steps=N --accept train.max_steps (or train.max_epochs); another "
+        "run of the same: the first command again with run.name=NAME, or seed=N",
+    )
+
+
 def check_drift(
     plan: RunPlan, source: Source | None, *, accept: Collection[str], say: Callable[[str], None]
 ) -> AcceptedChange | None:
