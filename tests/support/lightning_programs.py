@@ -127,7 +127,8 @@ class Adversaries(Looking):
         self.automatic_optimization = False
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> None:
-        first, second = self.optimizers()
+        optimizers: Any = self.optimizers()
+        first, second = optimizers
         for optimizer in (first, second, second):
             optimizer.zero_grad()
             self.manual_backward(self.layer(batch[0]).sum())
