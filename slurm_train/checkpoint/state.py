@@ -66,6 +66,26 @@ def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[s
     set_optimizer_state_dict(
         model, optimizer, {**state["optimizer"], "param_groups": groups}, options=StateDictOptions(strict=False)
     )
+    for name, parameter in model.named_parameters():
+        if parameter in optimizer.state:
+            _keep_types(optimizer.state[parameter], state["optimizer"]["state"].get(_plain_name(model, name), {}))
+
+
+def _keep_types(loaded: Any, saved: Any) -> None:
+    """Puts tensors of another number type back as they were saved.
+
+    torch converts what it loads to the type of the parameter, e.g. moments in float32 of a parameter in bfloat16.
+
+    Args:
+        loaded: what an optimizer keeps of a parameter, nested.
+        saved: the same as in the checkpoint.
+    """
+    for key in saved if isinstance(saved, dict) else range(len(saved)):
+        value = saved[key]
+        if isinstance(value, (dict, list)):
+            _keep_types(loaded[key], value)
+        elif isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+            loaded[key] = value
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -166,7 +186,7 @@ def require_loadable_states(model: nn.Module) -> None:
             values that `torch.load(weights_only=True)` does not read.
     """
     for name, tensor in model_state(model).items():
-        if is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements"):
+        if _is_packed(tensor):
             raise CheckpointError(
                 f"{name} is a {type(tensor).__name__} of {type(tensor).__module__}, which checkpoints cannot have",
                 hint="train it as an ordinary tensor, and quantize the model that `checkpoint export` gives",
@@ -178,11 +198,19 @@ def require_loadable_states(model: nn.Module) -> None:
 
 
 def require_known_state(optimizer: Optimizer) -> None:
-    """Checks that all that an optimizer keeps belongs to its parameters or its groups.
+    """Checks that all that an optimizer keeps belongs to its parameters or its groups, and is of ordinary tensors.
 
     Raises:
         CheckpointError: it keeps something else, which no checkpoint has.
     """
+    for kept in optimizer.state.values():
+        packed = [key for key, value in kept.items() if _is_packed(value)] if isinstance(kept, dict) else []
+        if packed:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps {packed[0]} as a {type(kept[packed[0]]).__name__}, "
+                "which checkpoints cannot have",
+                hint="take an optimizer whose state is of ordinary tensors",
+            )
     others = {str(key) for key in optimizer.state_dict().keys() - {"state", "param_groups"}}
     others |= {f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)}
     for kept in optimizer.state.values():
@@ -193,6 +221,11 @@ def require_known_state(optimizer: Optimizer) -> None:
             "group, and no checkpoint has that: a resume would train otherwise",
             hint="keep it in state[parameter] or in param_groups, under names",
         )
+
+
+def _is_packed(value: Any) -> bool:
+    """Returns whether a tensor holds others, e.g. quantized ones; a DTensor counts by what it is cut from."""
+    return is_traceable_wrapper_subclass(value) and not hasattr(value, "placements")
 
 
 def _keys_of(value: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from slurm_train.checkpoint.state import (
     require_known_state,
     require_loadable_states,
     restore_model_state,
+    restore_training_state,
+    training_state,
 )
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import CheckpointError, ConfigError
@@ -142,6 +145,33 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
         build_model(config)
 
 
+class InFloat(torch.optim.Optimizer):
+    """Keeps moments in float32 of parameters in bfloat16."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter]
+            if not kept:
+                kept["mean"] = torch.zeros_like(parameter, dtype=torch.float32)
+                kept["parts"] = [torch.zeros(3)]
+            kept["mean"].lerp_(parameter.grad.float(), 0.3)
+
+
+def test_moments_keep_their_number_type() -> None:
+    model, other = nn.Linear(4, 3).bfloat16(), nn.Linear(4, 3).bfloat16()
+    optimizer, other_optimizer = InFloat(model.parameters()), InFloat(other.parameters())
+    model(torch.randn(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    restore_training_state(other, other_optimizer, copy.deepcopy(training_state(model, optimizer)))
+    for mine, theirs in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
+        assert theirs["parts"][0].dtype == theirs["mean"].dtype == torch.float32
+        assert torch.equal(mine["mean"], theirs["mean"])
+
+
 class Packed(Tensor):
     """A tensor that holds another one, as quantized weights do."""
 
@@ -171,6 +201,14 @@ def test_a_quantized_weight_is_refused_by_name() -> None:
     model.weight = nn.Parameter(Packed(torch.ones(2, 2)), requires_grad=False)
     with pytest.raises(CheckpointError, match=r"weight is a Packed of .*, which checkpoints cannot have"):
         require_loadable_states(model)
+
+
+def test_a_quantized_state_of_an_optimizer_is_refused_by_name() -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight] = {"momentum_buffer": Packed(torch.zeros(1))}
+    with pytest.raises(CheckpointError, match="SGD keeps momentum_buffer as a Packed, which checkpoints cannot have"):
+        require_known_state(optimizer)
 
 
 def test_what_belongs_to_no_parameter_or_has_no_name_is_refused() -> None:
