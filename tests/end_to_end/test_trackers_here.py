@@ -20,6 +20,7 @@ from tests.support.process_faults import kill
 from tests.support.slurm_runs import losses
 from tests.support.tracked_runs import trackio_points, wandb_points
 from tests.support.waiting import wait_for
+from tests.support.warm_commands import WarmPerson
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 WORDS = (*TINY, "run.name=a", "run.processes=1", "train.threads=1", "model.step_s=0.3", "track.wandb.project=p")
@@ -32,7 +33,7 @@ def only_run(person: Person) -> RunDirectory:
 def test_a_killed_and_a_finished_attempt_are_one_run_of_each_tracker(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("trackio")
-    person = Person(new_project(tmp_path / "project"))
+    person = WarmPerson(new_project(tmp_path / "project"))
     env = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     words = (*WORDS, "track.wandb.mode=offline", "track.trackio.project=p", "track.tensorboard=true")
     command = [sys.executable, "-m", "slurm_train", *words]
@@ -83,7 +84,7 @@ def init(**words):
     ],
 )
 def test_a_bad_tracker_changes_nothing_for_the_run(body: str, problem: str, tmp_path: Path) -> None:
-    person = Person(new_project(tmp_path / "project"))
+    person = WarmPerson(new_project(tmp_path / "project"))
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(BROKEN.format(body=body))
     env = {"PYTHONPATH": f"{tmp_path / 'packages'}:{person.environment()['PYTHONPATH']}", "WANDB_API_KEY": "x"}
