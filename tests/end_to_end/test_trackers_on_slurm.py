@@ -8,12 +8,12 @@ import pytest
 
 from slurm_train.rundir.attempts import read_ledger
 from tests.support.command_line import TINY, Person
+from tests.support.extras import NEEDS_WANDB
 from tests.support.slurm_runs import command, wait_for_state, wait_until_ended, wait_until_finished, wait_until_step
 from tests.support.tracked_runs import wandb_points
 from tests.support.waiting import wait_for
 
-pytest.importorskip("wandb")
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [NEEDS_WANDB, pytest.mark.slurm, pytest.mark.slow]
 WORDS = ("+cluster=2x1", *TINY, "model.step_s=0.5", "checkpoint.every_steps=2")
 
 

@@ -10,10 +10,11 @@ import pytest
 from slurm_train.errors import RunError
 from slurm_train.tools.report.page import Curve, plot
 from slurm_train.tools.report.pictures import write_pictures
+from tests.support.extras import NEEDS_MATPLOTLIB
 from tests.support.run_documents import document_of, full_document
 from tests.support.sweep_files import sweep_document_of
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+pytestmark = NEEDS_MATPLOTLIB
 
 
 def has_drawing(path: Path) -> bool:
