@@ -461,8 +461,16 @@ def check_path(key: str, value: str) -> None:
     """Refuses a path that Slurm would expand or a script could not carry.
 
     Raises:
-        ConfigError: it has a control character, or a percent sign or backslash (both are patterns in --output).
+        ConfigError: it has a control character, or a percent sign or backslash (both are patterns in --output), or
+            bytes that are no text under this locale.
     """
+    try:
+        value.encode()
+    except UnicodeEncodeError as err:
+        raise ConfigError(
+            f"{key}={value!r} has bytes that are no text under the locale of this shell, so the jobs could not find it",
+            hint="export LC_ALL=C.UTF-8",
+        ) from err
     # "{attempt}" is filled in when an attempt starts, in the names of its logs.
     if not value.isprintable() or "%" in value or "\\" in value or "{attempt}" in value:
         raise ConfigError(f"{key}={value!r} has a character that Slurm reads as a pattern", hint="use a plain path")

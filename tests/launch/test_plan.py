@@ -9,7 +9,7 @@ import pytest
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.compose import Composed, Point
 from slurm_train.errors import BatchError, ConfigError
-from slurm_train.launch.plan import RunPlan, SweepPlan, plan_sweep
+from slurm_train.launch.plan import RunPlan, SweepPlan, check_path, plan_sweep
 from tests.support.plans import DEFAULTS, composed, make_plan
 from tests.support.refusals import refusal
 
@@ -161,6 +161,12 @@ def test_what_could_not_arrive_as_it_was_given_is_refused(sections: dict[str, An
     (tmp_path / "train.py").touch()
     with pytest.raises(ConfigError):
         make_plan(tmp_path, **sections)
+
+
+def test_a_folder_that_the_locale_cannot_name_is_refused_with_the_locale_as_the_reason() -> None:
+    error = refusal(ConfigError, check_path, "run.root", "/home/\udcc3\udcbc/runs")
+    assert "no text under the locale of this shell" in error.message
+    assert error.hint == "export LC_ALL=C.UTF-8"
 
 
 def elastic(**sections: Any) -> RunPlan:
