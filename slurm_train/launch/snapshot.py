@@ -284,6 +284,9 @@ def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | No
         target: the snapshot.
         index: the file for the hashes; it also records the original folders, which the job's imports need.
         keep: the new path of the older snapshot; None: it is removed.
+
+    Raises:
+        ConfigError: a file has gone since the files were listed.
     """
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -294,7 +297,16 @@ def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | No
     for folder in sorted({os.path.dirname(name) for name in source.files}):  # noqa: PTH120  # as above
         os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
     for name, path in source.files.items():
-        shutil.copy2(path, fresh / name)
+        try:
+            shutil.copy2(path, fresh / name)
+        except FileNotFoundError as err:
+            # Without it the job might run other code than its index says.
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise ConfigError(
+                f"{path} has gone while the code was copied into the run",
+                hint="type it again when nothing changes the folder; what programs write belongs outside of the code, "
+                "or into .gitignore",
+            ) from err
         os.chmod(fresh / name, os.stat(fresh / name).st_mode & readable_bits & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
     for folder, _, _ in os.walk(fresh) if readable_bits == 0o750 else ():
         share_folder(Path(folder))

@@ -466,3 +466,14 @@ def test_changes_are_counted_in_lines_and_documents_do_not_matter(run: RunDirect
         "pkg/model.py: gone, +0 -3",
         "train.py: +3 -1",
     ]
+
+
+def test_a_file_that_goes_while_the_code_is_copied_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    write(tmp_path, train_py="stays", swap_py="goes")
+    source = Source({"": tmp_path}, files={name: tmp_path / name for name in ("train.py", "swap.py")})
+    (tmp_path / "swap.py").unlink()
+    run = tmp_path / "run"
+    run.mkdir()
+    error = refusal(ConfigError, write_snapshot, source, run / "code", index=run / "code.json")
+    assert error.message == f"{tmp_path / 'swap.py'} has gone while the code was copied into the run"
+    assert list(run.iterdir()) == []
