@@ -13,8 +13,7 @@ import time
 import lightning as L
 import torch
 from torch import nn
-from torch.utils.data import DistributedSampler, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from slurm_train.adapters.lightning import SessionCallback
 
@@ -43,15 +42,12 @@ L.seed_everything(42)
 callback = SessionCallback(every_steps=options.save_every, log_every_steps=1)
 x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
 data = TensorDataset(x, x @ torch.arange(8.0).unsqueeze(1))
-run = callback.session
-# The order of each epoch follows from its number; with shuffle=True it would be drawn anew after a resume.
-sampler = DistributedSampler(data, num_replicas=run.world_size, rank=run.rank)
-# A plain DataLoader begins an epoch anew when it is resumed in the middle; this one knows where it was.
-loader = StatefulDataLoader(data, batch_size=8, sampler=sampler)
+# Lightning divides it among the ranks; the callback continues an epoch where it was.
+loader = DataLoader(data, batch_size=8, shuffle=True)
 ranks_here = int(os.environ["LOCAL_WORLD_SIZE"])
 trainer = L.Trainer(
     devices=ranks_here,
-    num_nodes=run.world_size // ranks_here,
+    num_nodes=callback.session.world_size // ranks_here,
     accelerator="auto",
     strategy="ddp",
     max_steps=options.steps,

@@ -11,7 +11,9 @@ well, which Lightning leaves out.
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from slurm_train.distributed.seeds import rng_state, set_rng_state
+from slurm_train.distributed.seeds import mix, rng_state, set_rng_state
 from slurm_train.errors import ConfigError
 from slurm_train.session import Checkpoint, join
 
@@ -50,6 +53,12 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._saves_at_end_of_epoch = False
         self._stops = False
         self._is_training = False
+        self._order_seed: int | None = None
+        """What the orders follow from that samplers draw."""
+        self._batches: list[int | None] = []
+        """Samples of a batch of each loader on all ranks, None where that is not known."""
+        self._saved_batches: list[int | None] | None = None
+        """Those of the checkpoint."""
 
     def newest(self) -> str | None:
         """Returns what `fit(ckpt_path=...)` takes. All ranks call it.
@@ -74,12 +83,33 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 hint="pass num_nodes and devices as in the cluster: +cluster=2x4 is num_nodes=2, devices=4",
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what Lightning puts into each checkpoint for this callback."""
+        return {"order_seed": self._order_seed, "batches": self._batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned, before the training starts."""
+        self._order_seed = state_dict["order_seed"]
+        self._saved_batches = state_dict["batches"]
+
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Restores the random streams, and takes the stop signals back from Lightning's handlers."""
+        """Restores the random streams and the place in the data, and takes the stop signals back from Lightning.
+
+        Raises:
+            ConfigError: other ranks or batches than those of the checkpoint, and it is one from within an epoch.
+        """
         self._step = self._saved_step = trainer.global_step
         self._is_training = True
         self.session.take_signals()
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        self._batches = [_samples_of_batch(loader, trainer.world_size) for loader in loaders]
+        if self._order_seed is None:
+            self._order_seed = int(trainer.strategy.broadcast(torch.initial_seed()))
+        draws = self._set_orders(trainer)
         if self._checkpoint is None:
+            if draws:
+                # There are iterators already.
+                iter(trainer.fit_loop._data_fetcher)
             return
         folder = self._checkpoint.path
         streams = _load(folder / f"rng_{self.session.rank}.pt", weights_only=True)
@@ -89,10 +119,20 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             set_rng_state(streams)
         # States and samples of any types, written by this program.
         states, fetched = _load(folder / f"loaders_{self.session.rank}.pt", weights_only=False) or ([], [])
-        if trainer.current_epoch > 0 or states:
-            _begin_in_epoch(trainer, [] if is_at_end_of_epoch else states, fetched)
+        num_done = 0 if is_at_end_of_epoch else _num_batches_done(trainer)
+        if num_done > 0:
+            self._require_same_batches(trainer, loaders)
+        if is_at_end_of_epoch or len(states) < len(loaders) or self._checkpoint.world_size != trainer.world_size:
+            # The states are of other places than this rank's, or some loaders have none.
+            states = []
+            fetched = []
+        _begin_in_epoch(trainer, states, fetched, num_done=0 if states else num_done)
         if streams is not None and not is_at_end_of_epoch:
             set_rng_state(streams)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Makes the order of an epoch follow from its number, so that a resume has the same."""
+        self._set_orders(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any) -> None:
         """Reports a step; saves where that is due; leaves where all ranks are to stop."""
@@ -143,8 +183,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         for counts in (progress["epoch_loop.batch_progress"][name] for name in ("total", "current")):
             counts["completed"] += 1
         for counts in (progress["epoch_loop.val_loop.batch_progress"][name] for name in ("total", "current")):
-            counts["ready"] += 1
-            counts["started"] += 1
+            # Not one more than before: a batch that an earlier resume has begun is counted still.
+            counts["ready"] = counts["started"] = counts["processed"] + 1
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within an evaluation; after the training it may take as long as it wants."""
@@ -168,6 +208,54 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             self._save(trainer)
         self._is_training = False
         self.session.mark("end")
+
+    def _set_orders(self, trainer: pl.Trainer) -> bool:
+        """Gives the samplers that draw an order a generator of the present epoch, the same on all ranks.
+
+        Returns:
+            Whether there are any.
+        """
+        assert self._order_seed is not None
+        epoch = trainer.current_epoch
+        num_drawing = 0
+        for loader in CombinedLoader(trainer.train_dataloader).flattened:
+            for sampler in _samplers(loader):
+                # Lightning's `DistributedSamplerWrapper` has what it divides as the sampler of its data set.
+                divided = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+                seed = mix(self._order_seed, num_drawing)
+                if _draws(divided):
+                    sampler.dataset._sampler = _DrawnByEpoch(divided, seed)
+                    sampler.set_epoch(epoch)
+                elif _draws(sampler):
+                    sampler.generator = torch.Generator().manual_seed(mix(seed, epoch))
+                num_drawing += _draws(divided) or _draws(sampler)
+        return num_drawing > 0
+
+    def _require_same_batches(self, trainer: pl.Trainer, loaders: list[Any]) -> None:
+        """Refuses what would make the place in an epoch, which is a number of batches, another one.
+
+        Raises:
+            ConfigError: other batches, or other ranks that read a stream or batches of unknown size.
+        """
+        assert self._checkpoint is not None
+        before = self._saved_batches
+        ranks_before = self._checkpoint.world_size
+        has_same_ranks = ranks_before == trainer.world_size
+        if before is None or None in self._batches or any(_is_stream(loader) for loader in loaders):
+            if has_same_ranks:
+                return
+            raise ConfigError(
+                f"step {trainer.global_step} is within an epoch and was saved by {ranks_before} ranks, these are "
+                f"{trainer.world_size}: where they are in a stream, or in batches of unknown size, is not known",
+                hint=f"resume on {ranks_before} ranks, or start anew under another run.name",
+            )
+        if before == self._batches:
+            return
+        raise ConfigError(
+            f"step {trainer.global_step} is within an epoch whose batches have {before} samples on {ranks_before} "
+            f"ranks, this start has {self._batches} on {trainer.world_size}: samples would be used twice, others not",
+            hint="choose batch_size by the number of ranks: their product is to stay the same",
+        )
 
     def _save_and_leave(self, trainer: pl.Trainer) -> None:
         self._save(trainer)
@@ -216,31 +304,135 @@ def _fetched_batches(trainer: pl.Trainer) -> list[Any]:
     return list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
-def _begin_in_epoch(trainer: pl.Trainer, states: list[Any], fetched: list[Any]) -> None:
+def _samples_of_batch(loader: Any, world_size: int) -> int | None:
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        batch_size = getattr(holder, "batch_size", None)
+        if batch_size is not None:
+            return int(batch_size) * world_size
+    return None
+
+
+def _is_stream(loader: Any) -> bool:
+    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+
+
+def _num_batches_done(trainer: pl.Trainer) -> int:
+    """Returns the batches of the present epoch that were trained on, 0 if those are all."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_over = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+    return 0 if is_over else int(progress.current.ready)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Returns the samplers of a loader, each once."""
+    samplers: list[Any] = []
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        sampler = getattr(holder, "sampler", None)
+        if isinstance(sampler, _RestOfEpoch):
+            sampler = sampler.sampler
+        if sampler is not None and not any(sampler is other for other in samplers):
+            samplers.append(sampler)
+    return samplers
+
+
+def _draws(sampler: Any) -> bool:
+    """Returns whether the order of a sampler comes from a generator instead of the number of the epoch."""
+    return hasattr(sampler, "generator") and not hasattr(sampler, "set_epoch")
+
+
+class _DrawnByEpoch:
+    """A sampler whose order is drawn anew by each iterator, and is the same for all iterators of an epoch.
+
+    Args:
+        sampler: what draws.
+        seed: the same on all ranks.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._sampler.generator = torch.Generator().manual_seed(mix(self._seed, self._epoch))
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class _RestOfEpoch:
+    """A sampler that leaves out the samples that are done, once; after that it is the sampler that it stands for."""
+
+    def __init__(self, sampler: Any, num_samples: int) -> None:
+        self.sampler = sampler
+        self._num_samples = num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        num_done = self._num_samples
+        self._num_samples = 0
+        return itertools.islice(iter(self.sampler), num_done, None)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        # What Lightning or the program asks it for, such as `set_epoch`.
+        return getattr(self.sampler, name)
+
+
+def _leave_out_samples(loaders: list[Any], num_batches: int) -> bool:
+    """Makes the next iterators of loaders begin after so many batches, without loading those.
+
+    Returns:
+        Whether they do; False if any of them has no sampler, or is run through more than once in an epoch.
+    """
+    for loader in loaders:
+        # Only of torch's own class is it known that a batch is the next `batch_size` of the sampler.
+        if _is_stream(loader) or type(loader.batch_sampler) is not BatchSampler or len(loader) <= num_batches:
+            return False
+    for loader in loaders:
+        batches = loader.batch_sampler
+        batches.sampler = _RestOfEpoch(batches.sampler, num_batches * batches.batch_size)
+    return True
+
+
+def _begin_in_epoch(trainer: pl.Trainer, states: list[Any], fetched: list[Any], *, num_done: int) -> None:
     """Makes the loaders continue in the order of the present epoch, at the same place.
 
     Lightning makes their iterators before it tells the samplers which epoch it is (2.6), so after a resume they would
-    continue in the order of the first one.
+    continue in the order of the first one. Loaders without a state would begin the epoch anew.
 
     Args:
         trainer: at the start of its training.
-        states: of the loaders that have one, in order.
+        states: of the loaders, in order; empty if they have none.
         fetched: what was taken from them before that, and not trained on.
+        num_done: batches that are left out without states.
     """
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     for loader in loaders:
-        for holder in (loader, getattr(loader, "batch_sampler", None)):
-            sampler = getattr(holder, "sampler", None)
-            if sampler is not None and hasattr(sampler, "set_epoch"):
+        for sampler in _samplers(loader):
+            if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(trainer.current_epoch)
-    for loader, state in zip(_stateful(trainer), states, strict=False):
+    for loader, state in zip(loaders, states, strict=False):
         loader.load_state_dict(state)
     # There is no public name for it.
     fetcher = trainer.fit_loop._data_fetcher
     num_ahead = getattr(fetcher, "prefetch_batches", 0)
     if fetched:
         fetcher.prefetch_batches = 0
+    is_left_out = num_done == 0 or _leave_out_samples(loaders, num_done)
     iter(fetcher)
+    if not is_left_out:
+        # In a step that takes an iterator it is that of the fetcher.
+        batches = getattr(fetcher, "iterator_wrapper", fetcher)
+        for _ in range(num_done):
+            next(batches)
+        # Lightning adds them itself.
+        fetcher.fetched -= num_done
     if fetched:
         fetcher.prefetch_batches = num_ahead
         fetcher.batches = fetched

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher, SkipBatchSampler
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy, has_length
 
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.files import read_json
@@ -28,6 +30,8 @@ from slurm_train.session import join
 
 _NAMES = {"learning_rate": "lr"}
 """Numbers of the Trainer that have another name in metrics.jsonl."""
+_BY_BATCHES = ("group_by_length", "batch_rebalance")
+"""Sampling strategies whose order depends on how the global batch is divided."""
 _FACTS = "slurm_train.json"
 """What a checkpoint says beside what the Trainer writes."""
 
@@ -46,6 +50,11 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._is_training = False
         self._has_reached_end = False
         self._order = torch.Generator()
+        self._is_resumed = False
+        """Whether the first epoch of this training has not begun, and batches of it are done."""
+        self._num_passes = 0
+        """Epochs that this training has begun."""
+        self._evaluates_on_start = False
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Has the Trainer restore the states of other callbacks at a resume, which it saves anyway."""
@@ -76,6 +85,12 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._has_reached_end = 0 < state.max_steps <= state.global_step
         self._has_to_evaluate = _lacks_evaluation(args, state)
         self._leaves = False
+        self._is_resumed = state.global_step > 0
+        self._num_passes = 0
+        self._evaluates_on_start = args.eval_on_start
+        if self._is_resumed:
+            # It was made at the start of the run; another one would count for the patience of early stopping.
+            args.eval_on_start = False
         if not self.session.is_active:
             return
         for name, is_set in (
@@ -119,12 +134,32 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self.session.mark("evaluate" if self._is_training else "end")
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **objects: Any) -> None:
-        """Makes the order of an epoch follow from its number, so that a resume has the same."""
-        sampler = _drawing_sampler(objects.get("train_dataloader"))
-        if sampler is None or sampler.generator not in (None, self._order):
+        """Makes the order of an epoch follow from its number, so that a resume has the same.
+
+        Raises:
+            ConfigError: the data set has no length, and has ended before the training.
+        """
+        loader = objects.get("train_dataloader")
+        args.eval_on_start = self._evaluates_on_start
+        self._num_passes += 1
+        is_second = self._num_passes > 1 and not self._has_reached_end
+        if self.session.is_active and is_second and not has_length(loader):
+            raise ConfigError(
+                f"the data set has no length and has ended before step {state.max_steps}, at {state.global_step}: the "
+                "Trainer begins it again, and would not find its place in it after a resume",
+                hint="give the data set a __len__, its number of samples, or let it go on without an end",
+            )
+        epoch = int(state.epoch or 0)
+        self._leave_out_dispatched(args, state, loader)
+        for sampler in _samplers(loader):
+            if hasattr(sampler, "set_epoch"):
+                # In a resumed epoch accelerate (1.15) does not reach it below what leaves out the first batches.
+                sampler.set_epoch(epoch)
+        sampler = _drawing_sampler(loader)
+        if sampler is None:
             return
         seed = args.seed if args.data_seed is None else args.data_seed
-        self._order.manual_seed(seed + int(state.epoch or 0))
+        self._order.manual_seed(seed + epoch)
         sampler.generator = self._order
 
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
@@ -197,6 +232,24 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._is_training = False
         self.session.mark("end")
 
+    def _leave_out_dispatched(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
+        """Leaves out the batches of other ranks, where rank 0 reads for all and the present epoch is resumed.
+
+        There accelerate (1.15) leaves out so many batches as one rank has taken.
+        """
+        is_resumed = self._is_resumed
+        self._is_resumed = False
+        if not isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDataset):
+            return
+        # Of this object alone; the loader below has its own.
+        vars(loader).pop("batch_sampler", None)
+        if not is_resumed or args.ignore_data_skip or loader.split_batches:
+            return
+        num_done = state.global_step % math.ceil(len(loader) / args.gradient_accumulation_steps)
+        num_others = num_done * args.gradient_accumulation_steps * (args.world_size - 1)
+        if num_others > 0:
+            loader.batch_sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=num_others)
+
     def _begin_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if not (control.should_save and self.session.is_active) or self._output_dir:
             return
@@ -205,7 +258,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             return
         # The Trainer writes into a folder of its output directory, and calls `on_save` when it has.
         folder = self._save.enter_context(self.session.save(state.global_step))
-        (folder / _FACTS).write_text(json.dumps({"global_batch": _global_batch(args), "leaves": self._leaves}))
+        facts = {"global_batch": _global_batch(args), "batches": _batches(args), "leaves": self._leaves}
+        (folder / _FACTS).write_text(json.dumps(facts))
         self._output_dir, args.output_dir = str(args.output_dir), str(folder)
 
 
@@ -237,20 +291,35 @@ def _is_number(value: Any) -> bool:
 
 
 def _global_batch(args: TrainingArguments) -> int:
-    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    return math.prod(_batches(args))
+
+
+def _batches(args: TrainingArguments) -> list[int]:
+    return [args.train_batch_size, args.gradient_accumulation_steps, args.world_size]
+
+
+def _size(per_device: int, accumulated: int, ranks: int) -> str:
+    return f"{per_device} per device x {accumulated} x {ranks} ranks"
 
 
 def _require_same_batch(args: TrainingArguments, state: TrainerState, saved: dict[str, Any]) -> None:
     """Refuses another global batch: the Trainer finds its place in the data and the schedule by the number of steps.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: it is another one; or it is divided in another way, and the order follows from that.
     """
     before = saved.get("global_batch")
     now = _global_batch(args)
     if before in (None, now):
+        strategy = args.train_sampling_strategy
+        if strategy in _BY_BATCHES and saved.get("batches", _batches(args)) != _batches(args):
+            raise ConfigError(
+                f"step {state.global_step} was trained with batches of {_size(*saved['batches'])}, this start has "
+                f"{_size(*_batches(args))}: the order of train_sampling_strategy={strategy!r} would be another one",
+                hint="resume on the same number of ranks, with the same sizes",
+            )
         return
-    size = f"{args.train_batch_size} per device x {args.gradient_accumulation_steps} x {args.world_size} ranks"
+    size = _size(*_batches(args))
     raise ConfigError(
         f"step {state.global_step} was trained with a global batch of {before}, this start has {now} = {size}: the "
         "Trainer would use samples twice and leave others out",
@@ -259,10 +328,19 @@ def _require_same_batch(args: TrainingArguments, state: TrainerState, saved: dic
     )
 
 
-def _drawing_sampler(loader: Any) -> Any:
-    """Returns the sampler that draws an order from torch's generator, None where the order follows from the epoch."""
+def _samplers(loader: Any) -> list[Any]:
+    """Returns the samplers of a loader: of batches, from the outermost one, and that of samples."""
+    samplers = []
     holder = loader
     while getattr(holder, "batch_sampler", None) is not None:
         holder = holder.batch_sampler
-    sampler = getattr(holder, "sampler", None)
+        samplers.append(holder)
+    if getattr(holder, "sampler", None) is not None:
+        samplers.append(holder.sampler)
+    return samplers
+
+
+def _drawing_sampler(loader: Any) -> Any:
+    """Returns the sampler that draws an order from a generator, None where the order follows from the epoch."""
+    sampler = next(reversed(_samplers(loader)), None)
     return sampler if hasattr(sampler, "generator") and not hasattr(sampler, "set_epoch") else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import read_saves
@@ -46,34 +48,106 @@ def test_the_measures_of_a_validation_are_told_by_one_name() -> None:
     assert told == [(7, {"eval_loss": 1, "eval_accuracy": 2, "eval_f1": 3})]
 
 
-@pytest.mark.parametrize("is_stateful", [True, False], ids=["goes on where it was", "begins the epoch anew"])
-def test_a_resumed_epoch_has_its_own_order(is_stateful: bool, tmp_path: Path) -> None:
+class Drawing(Sampler[list[int]]):
+    """Batches of two, in an order that follows from the epoch; Lightning takes it as it is."""
+
+    epoch = 0
+    batch_size = 2
+
+    @property
+    def sampler(self) -> Drawing:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(16, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return (order[first : first + 2] for first in range(0, 16, 2))
+
+
+def by_sampler(kind: Any, data: Any) -> Any:
+    return kind(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+
+
+def with_own_generator(kind: Any, data: Any) -> Any:
+    return kind(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+LOADERS: dict[str, Callable[[Any, Any], Any]] = {
+    "sampler": by_sampler,
+    "shuffled": lambda kind, data: kind(data, batch_size=2, shuffle=True),
+    "own generator": with_own_generator,
+    "own batches": lambda kind, data: kind(data, batch_sampler=Drawing()),
+    # The shorter one is run through again and again.
+    "two": lambda kind, data: [kind(data, batch_size=2), kind(data, batch_size=6, shuffle=True)],
+}
+
+
+@pytest.mark.parametrize("name", list(LOADERS))
+@pytest.mark.parametrize("is_stateful", [True, False], ids=["with a state", "without"])
+def test_a_resumed_epoch_goes_on_in_its_own_order(is_stateful: bool, name: str, tmp_path: Path) -> None:
     from lightning import pytorch as lightning
 
     from slurm_train.adapters import lightning as adapter
     from tests.support import lightning_programs as programs
 
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    if is_stateful and name in ("own batches", "two"):
+        pytest.skip("torchdata does that")
     data = TensorDataset(torch.arange(16.0).unsqueeze(1))
 
-    def seen(resumed_from: Path | None) -> list[list[float]]:
+    def seen(run: Any, stop_at: int = 0) -> list[list[float]]:
+        stop = StopFlag()
         module = programs.Looking()
-        callback = adapter.SessionCallback()
-        if resumed_from is not None:
-            callback._checkpoint = SimpleNamespace(path=tmp_path)
-        trainer = lightning.Trainer(
-            max_epochs=3, callbacks=[programs.Saving(tmp_path / "saved.ckpt"), callback], **programs.QUIET
-        )
-        loader = stateful if is_stateful else DataLoader
-        sampler = DistributedSampler(data, num_replicas=1, rank=0)
-        trainer.fit(module, loader(data, batch_size=2, sampler=sampler), ckpt_path=resumed_from)
+        with joined(run, stop):
+            callback = adapter.SessionCallback()
+            callbacks = [programs.Stopping(stop, stop_at), callback]
+            trainer = lightning.Trainer(max_epochs=3, callbacks=callbacks, **programs.QUIET)
+            loaders = LOADERS[name](stateful if is_stateful else DataLoader, data)
+            try:
+                trainer.fit(module, loaders, ckpt_path=callback.newest())
+            except SystemExit as ended:
+                assert ended.code == 75 and stop_at
         return module.seen
 
-    whole = seen(None)
-    resumed = seen(tmp_path / "saved.ckpt")
-    # Eight steps are an epoch; a plain loader takes as many as are left of it.
-    assert resumed[:5] == (whole[11:16] if is_stateful else whole[8:13])
-    assert resumed[5:] == whole[16:]
+    torch.manual_seed(0)
+    expected = seen(new_run(tmp_path / "undisturbed"))
+    # Eight steps are an epoch.
+    for stop_at in (3, 11):
+        torch.manual_seed(0)
+        run = new_run(tmp_path / str(stop_at))
+        before = seen(run, stop_at)
+        # Another start has drawn other numbers.
+        torch.manual_seed(1)
+        assert before + seen(run) == expected
+    assert name == "two" or sorted(itertools.chain(*expected[8:16])) == list(range(16))
+
+
+def test_other_batches_within_an_epoch_are_refused(tmp_path: Path) -> None:
+    from lightning import pytorch as lightning
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    data = TensorDataset(torch.arange(16.0).unsqueeze(1))
+    run = new_run(tmp_path)
+
+    def train(batch_size: int, stop_at: int = 0) -> None:
+        stop = StopFlag()
+        with joined(run, stop):
+            callback = adapter.SessionCallback()
+            callbacks = [programs.Stopping(stop, stop_at), callback]
+            trainer = lightning.Trainer(max_epochs=2, callbacks=callbacks, **programs.QUIET)
+            trainer.fit(programs.Looking(), DataLoader(data, batch_size=batch_size), ckpt_path=callback.newest())
+
+    with pytest.raises(SystemExit):
+        train(2, stop_at=3)
+    with pytest.raises(ConfigError, match=r"batches have \[2\] samples on 1 ranks, this start has \[4\] on 1"):
+        train(4)
 
 
 def test_other_ranks_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
@@ -98,6 +172,7 @@ STREAM: dict[str, Any] = {"limit_val_batches": 1.0}
     ("schedule", "settings", "stops"),
     [
         pytest.param("step", EVERY_3, [3], id="where a validation is due"),
+        pytest.param("step", EVERY_3, [3, 6], id="where two validations of an epoch are due"),
         pytest.param("step", EVERY_3, [8], id="at the end of an epoch after its validations"),
         pytest.param("step", {}, [8], id="at the end of an epoch where a validation is due"),
         pytest.param("epoch", {}, [16], id="where a rate falls by the epoch"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +190,7 @@ class Numbers:
         return {"input_ids": [index] * (index % 10 + 1), "number": index}
 
 
-def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, **settings: Any) -> Any:
+def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, data: Any = None, **settings: Any) -> Any:
     """Returns the Trainer of one attempt; ten steps are an epoch. `seen` of its model has the samples of each step."""
     import torch
     from transformers import Trainer, TrainingArguments
@@ -239,7 +239,7 @@ def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, **sett
         trainer = (Weighted if weighted else Trainer)(
             model=Network(),
             args=TrainingArguments(str(run.path / "output"), **arguments),
-            train_dataset=Numbers(),
+            train_dataset=Numbers() if data is None else data,
             eval_dataset=Numbers(),
             data_collator=collate,
             callbacks=[stopping(stop, stop_at), callback],
@@ -286,3 +286,24 @@ def test_another_global_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trained with a global batch of 4, this start has 2 = 2 per device x 1 x 1"):
         train(run)
     assert train(run, max_steps=7, per_device_train_batch_size=4).state.global_step == 7
+
+
+def test_batches_that_are_divided_otherwise_are_refused_where_the_order_follows_from_them(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    by_length = {"train_sampling_strategy": "group_by_length"}
+    train(run, stop_at=4, gradient_accumulation_steps=2, **by_length)
+    with pytest.raises(ConfigError, match="of 2 per device x 2 x 1 ranks, this start has 4 per device x 1 x 1"):
+        train(run, per_device_train_batch_size=4, **by_length)
+
+
+def test_a_stream_that_ends_is_not_begun_again(tmp_path: Path) -> None:
+    from torch.utils.data import IterableDataset
+
+    class Stream(IterableDataset[dict[str, Any]]):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter([{"number": index} for index in range(20)])
+
+    # What has been trained on is enough.
+    assert train(new_run(tmp_path / "enough"), data=Stream(), max_steps=10).state.global_step == 10
+    with pytest.raises(ConfigError, match="has no length and has ended before step 23, at 10: the Trainer begins it"):
+        train(new_run(tmp_path / "too short"), data=Stream())

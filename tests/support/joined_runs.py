@@ -1,10 +1,12 @@
-"""A run that this process joins, as a program of its only rank does; each time is another attempt."""
+"""A run that this process joins, as its only rank or as one of several; each time is another attempt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch.distributed as dist
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
@@ -31,11 +33,35 @@ def joined(run: RunDirectory, stop: StopFlag | None = None) -> Iterator[client.J
         run: the run.
         stop: what asks its rank to stop.
     """
-    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
     place = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")
+    with _entered(run, place, _open(run, world_size=1), stop) as session:
+        yield session
+
+
+@contextmanager
+def joined_rank(run: RunDirectory, stop: StopFlag) -> Iterator[client.JoinedSession]:
+    """Has `session.join` return this rank's session while the body runs. All ranks of the process group call it."""
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    box = [_open(run, world_size=ranks) if rank == 0 else -1]
+    dist.broadcast_object_list(box)
+    place = RankPlace(rank=rank, local_rank=rank, node_rank=0, world_size=ranks, local_world_size=ranks, host="here")
+    with _entered(run, place, box[0], stop) as session:
+        yield session
+
+
+def _open(run: RunDirectory, *, world_size: int) -> int:
+    return open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=world_size))
+
+
+@contextmanager
+def _entered(
+    run: RunDirectory, place: RankPlace, attempt: int, stop: StopFlag | None
+) -> Iterator[client.JoinedSession]:
     heartbeat = Heartbeat()
     before = list(client._joined)
-    session = client.enter(run, RunConfig(), place, {}, attempt=attempt, stop=stop or StopFlag(), heartbeat=heartbeat)
+    stop = stop or StopFlag()
+    session = client.enter(run, RunConfig(), place, {}, attempt=attempt, stop=stop, heartbeat=heartbeat)
     try:
         yield session
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -28,22 +27,13 @@ class Looking(lightning.LightningModule):  # type: ignore[misc]  # Any: of an ex
         self.seen: list[list[float]] = []
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        self.seen.append(batch[0].flatten().tolist())
-        return self.layer(batch[0]).sum()
+        # Two loaders give a list of lists.
+        parts = batch if isinstance(batch[0], list) else [batch]
+        self.seen.append(torch.cat([part[0] for part in parts]).flatten().tolist())
+        return self.layer(parts[0][0]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-class Saving(lightning.Callback):  # type: ignore[misc]  # Any: of an extra
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 11:
-            trainer.save_checkpoint(self.path)
-            if hasattr(trainer.train_dataloader, "state_dict"):
-                torch.save(([trainer.train_dataloader.state_dict()], []), self.path.with_name("loaders_0.pt"))
 
 
 class Stopping(lightning.Callback):  # type: ignore[misc]  # Any: of an extra
