@@ -55,6 +55,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._num_passes = 0
         """Epochs that this training has begun."""
         self._evaluates_on_start = False
+        """Whether the arguments say so, and it is left out at this start."""
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Has the Trainer restore the states of other callbacks at a resume, which it saves anyway."""
@@ -87,10 +88,6 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._leaves = False
         self._is_resumed = state.global_step > 0
         self._num_passes = 0
-        self._evaluates_on_start = args.eval_on_start
-        if self._is_resumed:
-            # It was made at the start of the run; another one would count for the patience of early stopping.
-            args.eval_on_start = False
         if not self.session.is_active:
             return
         for name, is_set in (
@@ -122,6 +119,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             facts = read_json(self._resumed_from / _FACTS) or {}
             _require_same_batch(args, state, facts)
             self._has_reached_end |= _has_ended_early(self._resumed_from, facts)
+        if self._is_resumed and args.eval_on_start:
+            # It was made at the start of the run; another one would count for the patience of early stopping.
+            args.eval_on_start = False
+            self._evaluates_on_start = True
         # A second training of the same program begins by itself.
         self._resumed_from = None
 
@@ -140,7 +141,9 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             ConfigError: the data set has no length, and has ended before the training.
         """
         loader = objects.get("train_dataloader")
-        args.eval_on_start = self._evaluates_on_start
+        if self._evaluates_on_start:
+            args.eval_on_start = True
+            self._evaluates_on_start = False
         self._num_passes += 1
         is_second = self._num_passes > 1 and not self._has_reached_end
         if self.session.is_active and is_second and not has_length(loader):
