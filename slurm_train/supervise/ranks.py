@@ -419,6 +419,7 @@ class RanksInWaiting:
 # --- processes of this machine ---
 
 _KILL_AFTER_S = 30.0
+_LOOK_EVERY_S = 0.05
 
 
 @dataclass(slots=True)
@@ -449,8 +450,10 @@ class LocalRanks:
         """
         first_failure: int | None = None
         deadline = float("inf")
-        while any(process.poll() is None for process in self.processes):
-            codes = [process.poll() for process in self.processes]
+        while True:
+            codes = self._exit_codes()
+            if None not in codes:
+                break
             failures = [code for code in codes if code not in (None, EXIT_DONE, EXIT_REQUEUE)]
             if failures and first_failure is None:
                 first_failure = failures[0]
@@ -459,7 +462,7 @@ class LocalRanks:
             if time.monotonic() > deadline:
                 self._signal(signal.SIGKILL)
             beside()
-            self._wait_briefly()
+            time.sleep(_LOOK_EVERY_S)
         exit_codes = [process.returncode for process in self.processes]
         if first_failure is None:
             # All ended between two looks; a failure has priority over a request to be requeued.
@@ -468,16 +471,23 @@ class LocalRanks:
             )
         return 128 - first_failure if first_failure < 0 else first_failure
 
-    def _wait_briefly(self) -> None:
-        running = next((process for process in self.processes if process.poll() is None), None)
-        if running is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                running.wait(timeout=0.1)
-
     def _signal(self, number: signal.Signals) -> None:
-        for process in self.processes:
-            if process.poll() is None:
+        for process, code in zip(self.processes, self._exit_codes(), strict=True):
+            if code is None:
                 process.send_signal(number)
+
+    def _exit_codes(self) -> list[int | None]:
+        """Returns the exit codes of the ranks that have ended; kills what such a rank has left, as Slurm does.
+
+        A shell script that starts the training without `exec` ends by a signal, and the training would go on beside
+        the next attempt.
+        """
+        for process in self.processes:
+            if process.returncode is None and process.poll() is not None:
+                # At once, while no other process can have this number.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return [process.returncode for process in self.processes]
 
 
 def start_local(

@@ -27,6 +27,7 @@ from slurm_train.supervise.ranks import (
     start_step,
 )
 from tests.fakes.slurm_commands import FakeSlurmCommands
+from tests.support.process_faults import wait_until_gone
 from tests.support.waiting import wait_for
 
 NODES = ("node1", "node2", "node3")
@@ -386,6 +387,19 @@ def test_a_rank_that_does_not_listen_is_killed(local: RunDirectory) -> None:
     started.kill_after_s = 0.2
     assert started.wait() == 5
     assert all(process.returncode is not None for process in started.processes)
+
+
+def test_what_a_rank_leaves_behind_is_killed(local: RunDirectory) -> None:
+    # A shell that waits for a program of its own: a signal ends the shell alone.
+    program = "sleep 600 & echo $! > $RUN/started; mv $RUN/started $RUN/pid; wait"
+    code = f"import os; os.execvp('sh', ['sh', '-c', {program!r}])"
+    started = start(local, code, num_ranks=1)
+    wait_for((local.path / "pid").exists, within_s=60, what="the program", poll_s=0.02)
+    left = int((local.path / "pid").read_text())
+    assert os.getpgid(left) == started.processes[0].pid
+    started.interrupt()
+    assert started.wait() == 128 + signal.SIGUSR2
+    wait_until_gone(left, within_s=60)
 
 
 def test_a_stop_request_reaches_every_rank(local: RunDirectory) -> None:
