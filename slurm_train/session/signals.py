@@ -106,6 +106,18 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, list(signals))
 
 
+def leave_to_program(flag: StopFlag) -> None:
+    """Gives the stop signals their usual effect, before a program takes the place of this process.
+
+    The program does not inherit handlers, so it would not know of a signal that has come before, and train on. Such a
+    signal ends this process now, as it would end the program, which has not begun.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    if flag.signal_number:
+        os.kill(os.getpid(), flag.signal_number)
+
+
 def hold_stop_signals() -> None:
     """Blocks the stop signals for `next_stop_signal`; called before any other thread or process exists.
 

@@ -262,7 +262,7 @@ def _work(run: RunDirectory, env: Mapping[str, str], stop: StopFlag, *, is_watch
     if config.script is not None:
         from slurm_train.worker.script import run_script
 
-        run_script(config.script, place=place, env=env, code_dir=code_dir, run=run)
+        run_script(config.script, place=place, env=env, code_dir=code_dir, run=run, stop=stop)
     from slurm_train.train.context import Rank, run_task
 
     rank = Rank(

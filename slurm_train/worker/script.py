@@ -17,15 +17,22 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import RUN_DIR
+from slurm_train.session.signals import StopFlag, leave_to_program
 
 _NUM_THREADS = "OMP_NUM_THREADS"
 _RUNNER = Path(__file__).with_name("script_main.py")
 
 
 def run_script(
-    words: Sequence[str], *, place: RankPlace, env: Mapping[str, str], code_dir: Path, run: RunDirectory
+    words: Sequence[str],
+    *,
+    place: RankPlace,
+    env: Mapping[str, str],
+    code_dir: Path,
+    run: RunDirectory,
+    stop: StopFlag,
 ) -> NoReturn:
-    """Replaces this process by the script.
+    """Replaces this process by the script; if a signal has asked for a stop before, the process ends by it instead.
 
     Args:
         words: the script and its arguments, e.g. ["train.py", "--epochs", "3"]; or a program on the PATH.
@@ -33,6 +40,7 @@ def run_script(
         env: environment; it has MASTER_ADDR and MASTER_PORT already.
         code_dir: directory of the code; a relative script is searched here first, then in the working directory.
         run: the run, whose copy of the code the script imports from.
+        stop: set by the handlers of this process.
 
     Raises:
         ConfigError: there is no such script, or MASTER_ADDR or MASTER_PORT is not set.
@@ -40,7 +48,9 @@ def run_script(
     command = script_command(words, code_dir=code_dir, run=run)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, script_env(place, env, code_dir=code_dir, run=run))
+    variables = script_env(place, env, code_dir=code_dir, run=run)
+    leave_to_program(stop)
+    os.execve(command[0], command, variables)
 
 
 def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run: RunDirectory) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -55,23 +56,45 @@ def test_what_is_not_there_is_said(tmp_path: Path, words: list[str], text: str) 
         script_command(words, code_dir=tmp_path, run=RunDirectory(tmp_path))
 
 
+WORKER = """
+import os, signal, sys
+from pathlib import Path
+from slurm_train.distributed.place import RankPlace
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.signals import StopFlag, install
+from slurm_train.worker.script import run_script
+
+folder = Path(sys.argv[1])
+stop = StopFlag()
+install(stop)
+for number in sys.argv[2:]:
+    os.kill(os.getpid(), int(number))
+assert "torch" not in sys.modules
+print(os.getpid())
+env = {"MASTER_ADDR": "x", "MASTER_PORT": "1"}
+run_script(
+    ["show.py", "a b"], place=RankPlace.from_env({}), env=env, code_dir=folder, run=RunDirectory(folder), stop=stop
+)
+"""
+
+
 def test_the_worker_becomes_the_script_without_torch(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(
         "import json, os, sys; e = os.environ;"
         "print(json.dumps([os.getpid(), e['RANK'], e['SLURM_TRAIN_RUN_DIR'], sys.argv[1:]])); sys.exit(3)"
     )
-    code = (
-        "import os, sys; from pathlib import Path; from slurm_train.distributed.place import RankPlace;"
-        "from slurm_train.rundir.paths import RunDirectory;"
-        "from slurm_train.worker.script import run_script; assert 'torch' not in sys.modules; print(os.getpid());"
-        "run_script(['show.py', 'a b'], place=RankPlace.from_env({}), code_dir=Path(sys.argv[1]),"
-        " run=RunDirectory(Path(sys.argv[1])),"
-        " env={'MASTER_ADDR': 'x', 'MASTER_PORT': '1'})"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", WORKER, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     pid, line = done.stdout.splitlines()
     assert json.loads(line) == [int(pid), "0", str(tmp_path), ["a b"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_script_does_not_begin_after_a_request_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "show.py").write_text("print('begun')")
+    words = [sys.executable, "-c", WORKER, str(tmp_path), str(int(number))]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == -number and "begun" not in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
