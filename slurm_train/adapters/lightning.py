@@ -365,7 +365,7 @@ class _DrawnByEpoch:
 
 
 class _RestOfEpoch:
-    """A sampler that leaves out the samples that are done, once; after that it is the sampler that it stands for."""
+    """A sampler whose first iterator leaves out the samples that are done; later iterators give all samples."""
 
     def __init__(self, sampler: Any, num_samples: int) -> None:
         self.sampler = sampler

@@ -298,7 +298,10 @@ def add_later_state(
 
 
 def _add(state: Any, path: Sequence[Any], value: Any) -> None:
-    """Adds a value at a path in nested dictionaries and lists, where there is none; None stands for any value."""
+    """Makes a place for a value at a path in nested dictionaries and lists; a tensor that is there stays.
+
+    A value of None is for what is no tensor: the checkpoint has it.
+    """
     key, *inner = path
     if isinstance(state, list):
         state.extend([None] * (key + 1 - len(state)))

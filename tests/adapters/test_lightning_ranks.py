@@ -11,7 +11,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.extras import NEEDS_LIGHTNING
 from tests.support.joined_runs import joined
-from tests.support.stopped_ranks import STOPPED
+from tests.support.stopped_ranks import STOPPED, require_undisturbed
 from tests.support.warm_ranks import run_pair
 
 # What Lightning itself warns of is not ours.
@@ -36,10 +36,7 @@ def trained(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [*ONCE, "by weights", "uneven"])
 def test_a_stop_of_one_rank_changes_nothing(name: str, trained: list[dict[str, Any]]) -> None:
-    for of_rank in trained:
-        assert of_rank[name]["steps"] == of_rank[name]["whole"]
-        undisturbed, stopped = of_rank[name]["evaluations"]
-        assert stopped == undisturbed
+    require_undisturbed(trained, name)
 
 
 @pytest.mark.parametrize("name", ONCE)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.extras import NEEDS_TRANSFORMERS
+from tests.support.stopped_ranks import require_undisturbed
 from tests.support.warm_ranks import run_pair
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -25,10 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [*ONCE, "rebalanced", "split by rank 0", "accumulated", "evaluated at the start"])
 def test_a_stop_of_one_rank_changes_nothing(name: str, trained: list[dict[str, Any]]) -> None:
-    for of_rank in trained:
-        assert of_rank[name]["steps"] == of_rank[name]["whole"]
-        undisturbed, stopped = of_rank[name]["evaluations"]
-        assert stopped == undisturbed
+    require_undisturbed(trained, name)
 
 
 @pytest.mark.parametrize("name", ONCE)

@@ -53,3 +53,17 @@ def leave_steps(folder: Path, stops: dict[str, list[int]], attempt: Attempt, *, 
         answer[name] = {"whole": whole, "steps": steps, "evaluations": evaluations}
     Path(os.environ["OUT"]).write_text(json.dumps(answer))
     os._exit(0)
+
+
+def require_undisturbed(left: list[dict[str, Any]], name: str) -> None:
+    """Checks that the stops of a training have changed no step and no evaluation on any rank.
+
+    Args:
+        left: by rank what `leave_steps` has written.
+        name: of the training.
+    """
+    for of_rank in left:
+        training = of_rank[name]
+        assert training["steps"] == training["whole"]
+        undisturbed, stopped = training["evaluations"]
+        assert stopped == undisturbed
