@@ -132,9 +132,10 @@ class Division:
         digests = {part: _digest(leaves) for part, leaves in held.items()}
         answers = on_every_rank(self._group, lambda: (self._stage, digests))
         parts = sorted({part for _, of_rank in answers for part in of_rank})
-        variants = {
-            part: self._variants_of(part, held, [of_rank.get(part, "") for _, of_rank in answers]) for part in parts
-        }
+        variants = {}
+        for part in parts:
+            digests_of_part = [of_rank.get(part, "") for _, of_rank in answers]
+            variants[part] = self._variants_of(part, held, digests_of_part)
         require_savable(variants, stages=[stage for stage, _ in answers])
         return divide(variants, rank=rank_in(self._group))
 
@@ -322,10 +323,11 @@ def _by_holders(variants: Sequence[Variant]) -> list[tuple[tuple[int, ...], dict
     by_holding: defaultdict[tuple[int, ...], dict[str, Leaf]] = defaultdict(dict)
     for name, holding in numbers.items():
         by_holding[tuple(holding)][name] = variants[holding[0]].leaves[name]
-    return [
-        (tuple(sorted(rank for number in holding for rank in variants[number].ranks)), leaves)
-        for holding, leaves in by_holding.items()
-    ]
+    by_holders = []
+    for holding, leaves in by_holding.items():
+        ranks = [rank for number in holding for rank in variants[number].ranks]
+        by_holders.append((tuple(sorted(ranks)), leaves))
+    return by_holders
 
 
 def _differences(part: str, variants: Sequence[Variant], stages: Sequence[int]) -> list[str]:

@@ -58,10 +58,7 @@ def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[s
 
     restore_model_state(model, state["model"])
     # An optimizer without state takes a step in there, which would change the tensors of its groups in place.
-    groups = [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        for group in state["optimizer"]["param_groups"]
-    ]
+    groups = [_with_own_tensors(group) for group in state["optimizer"]["param_groups"]]
     # Not strict: an optimizer may keep something of some of its parameters only.
     set_optimizer_state_dict(
         model, optimizer, {**state["optimizer"], "param_groups": groups}, options=StateDictOptions(strict=False)
@@ -69,6 +66,10 @@ def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[s
     for name, parameter in model.named_parameters():
         if parameter in optimizer.state:
             _keep_types(optimizer.state[parameter], state["optimizer"]["state"].get(_plain_name(model, name), {}))
+
+
+def _with_own_tensors(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 
 def _keep_types(loaded: Any, saved: Any) -> None:

@@ -60,9 +60,12 @@ def _name_of(given: str | None, facts: SiteFacts) -> str:
 
 def _ask_all(facts: SiteFacts) -> dict[str, str]:
     answers: dict[str, str] = {}
-    while left := [question for question in open_questions(facts, answers) if question.key not in answers]:
+    while True:
+        # An answer may open more questions.
+        left = [question for question in open_questions(facts, answers) if question.key not in answers]
+        if not left:
+            return answers
         answers[left[0].key] = _ask(left[0])
-    return answers
 
 
 def _ask(question: Question) -> str:

@@ -180,8 +180,12 @@ def plan_points(
 
 def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:
     """Returns the rows of the sweep's table: those of its runs, with the values that differ side by side."""
-    axes = " x ".join(f"{key} ({len({element.overrides[key] for element in plan.elements})})" for key in plan.keys)
-    rows = [("sweep", f"{len(plan.plans)} runs" + (f": {axes}" if axes else "")), ("directory", str(plan.sweep.path))]
+    axes = []
+    for key in plan.keys:
+        values = {element.overrides[key] for element in plan.elements}
+        axes.append(f"{key} ({len(values)})")
+    size = f"{len(plan.plans)} runs" + (f": {' x '.join(axes)}" if axes else "")
+    rows = [("sweep", size), ("directory", str(plan.sweep.path))]
     seen: dict[str, dict[str, None]] = {}
     for name, text in (row for run_plan in plan.plans for row in plan_rows(run_plan)):
         seen.setdefault(name, {})[text] = None

@@ -393,8 +393,9 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
             says = f"would refuse it: {verdict.message}{separator}{advice(verdict, commands, plan)}"
         elif waits is not None:
             says = f"would let it wait for ever: {waits.message}; {waits.hint}"
-        elif left_open := unchecked(plan, commands):
-            says = f"{says}; {left_open}"
+        else:
+            left_open = unchecked(plan, commands)
+            says = f"{says}; {left_open}" if left_open else says
     except ClusterError as err:
         return {"says": f"does not answer, so the script is not checked: {err.message}"}
     names = ("is_accepted", "start", "nodelist", "partition", "message")

@@ -34,8 +34,9 @@ def main(words: Sequence[str]) -> int:
         default = sweep.report
     else:
         run = find_run(root, arguments.what)
-        if arguments.what in (None, run.name) and (of := sweep_of(run)) is not None:
-            note(f"the newest run, one of a sweep; all of it: `report {of.sweep_id}`")
+        sweep = sweep_of(run) if arguments.what in (None, run.name) else None
+        if sweep is not None:
+            note(f"the newest run, one of a sweep; all of it: `report {sweep.sweep_id}`")
         from slurm_train.tools.report.run import run_document
 
         (status,) = look_once([Element(run=run)], os.environ)

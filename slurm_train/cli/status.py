@@ -212,7 +212,8 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
         # The table of a sweep also has what each run was given.
         runs = {status.run for status in statuses}
         for other in list_sweeps(selection.root)[:_MOST_SWEEPS]:
-            if (num := len({element.run for element in read_table(other)} & runs)) > 1:
+            num = len({element.run for element in read_table(other)} & runs)
+            if num > 1:
                 note(f"{num} of them are a sweep: `status {other.sweep_id}` shows the values of each")
 
 

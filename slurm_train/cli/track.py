@@ -41,7 +41,8 @@ def main(words: Sequence[str]) -> int:
         return follow_run(RunDirectory(Path(arguments.run)), arguments.only, arguments.settings, os.environ)
     run = find_run(Path(arguments.root), arguments.run)
     require_private(run)
-    if (holder := live_holder(run, SlurmCommands(os.environ))) is not None:
+    holder = live_holder(run, SlurmCommands(os.environ))
+    if holder is not None:
         raise RunError(
             f"{run.name}/{run.run_id} is being run by {holder}, which sends its metrics itself",
             hint="wait until it has ended",

@@ -685,8 +685,12 @@ def apply_words(config: RunConfig, words: Sequence[str], *, config_dir: str | No
             if cluster is not None:
                 size = (f"cluster.{name}={cluster[name]}" for name in ("nodes", "gpus_per_node"))
                 mapping["cluster"] = choose("cluster", "cluster=1x1", *size, f"site={value}")
-        elif key == "cluster" and cluster is not None and (sizes := cluster_sizes([f"cluster={value}"])):
-            _, cluster["nodes"], cluster["gpus_per_node"] = sizes[0]
+        elif key == "cluster":
+            sizes = cluster_sizes([f"cluster={value}"])
+            if cluster is not None and sizes:
+                _, cluster["nodes"], cluster["gpus_per_node"] = sizes[0]
+            else:
+                mapping["cluster"] = choose("cluster", f"cluster={value}")
         else:
             mapping[key] = choose(key, f"{key}={value}")
     _settle_launch(mapping)

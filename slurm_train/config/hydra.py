@@ -139,11 +139,15 @@ class HydraSettings:
         go into the same sweep.
         """
         carried = [name for name in NOT_IDENTITY if name != "run"]
-        parts = [split_word(word) for word in self.sweep_arguments]
-        words = sorted(f"{key}={value}" for _, key, value in parts if not any(is_below(key, name) for name in carried))
+        words = []
+        for word in self.sweep_arguments:
+            _, key, value = split_word(word)
+            if not any(is_below(key, name) for name in carried):
+                words.append(f"{key}={value}")
         sweeper = flat(cast(dict[str, Any], OmegaConf.to_container(self.config.hydra.sweeper, resolve=True)))
         settings = {key: value for key, value in sweeper.items() if key not in _NUMBERS_OF_POINTS}
-        return hashlib.sha256(json.dumps([words, settings], sort_keys=True, default=str).encode()).hexdigest()[:8]
+        identity = json.dumps([sorted(words), settings], sort_keys=True, default=str)
+        return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
     @property
     def sweep_words(self) -> Words:
@@ -213,11 +217,10 @@ def read_settings(words: Words) -> HydraSettings:
         file_settings = _set_in_files(composer, config, typed)
     _refuse(file_settings)
     _refuse_batches(config)
-    notes = [
-        f"hydra.{name} is not used: {reason}"
-        for name, reason in _IGNORED.items()
-        if any(is_below(key, name) for key in [*typed, *file_settings])
-    ]
+    notes = []
+    for name, reason in _IGNORED.items():
+        if any(is_below(key, name) for key in (*typed, *file_settings)):
+            notes.append(f"hydra.{name} is not used: {reason}")
     notes += _seed_sweeper(config, typed)
     overrides = list(words.overrides)
     job_name = _plain(config)["job.name"]

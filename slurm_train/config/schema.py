@@ -820,8 +820,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             path == "optim.schedule" and "." in value
         ):
             typed = f"{path}._target_={value}"
-        elif near := difflib.get_close_matches(value, expected.replace(",", "").split(" or "), n=1, cutoff=0.5):
-            typed = f"{path}={near[0]}"
+        else:
+            choices = expected.replace(",", "").split(" or ")
+            near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+            typed = f"{path}={near[0]}" if near else typed
     hint_text = REMOVED_VALUES.get((path, str(value)), f'for example "{typed}"')
     raise ConfigError(f"{path} must be {expected}, got {value!r}", hint=hint_text)
 

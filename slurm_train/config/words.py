@@ -205,6 +205,8 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
     following = [*after, ""][0]
     value = following.lstrip("=") or [*after, "", ""][1]
     key = word.rstrip("=:")
+    advised = advise(word, following if _is_value(following) else None)
+    near = difflib.get_close_matches(word, [*PUBLIC_VERBS, *OTHER_NAMES], n=1, cutoff=0.7)
     hint = "settings are written key=value, e.g. optim.lr=3e-4; `python -m slurm_train --help` lists the verbs"
     if before.endswith(("=", ",")) or before.count("[") > before.count("]") or before.count("{") > before.count("}"):
         hint = f'a blank ends a word: write {before}{word}, or with its blanks in quotes: "{before} {word}"'
@@ -225,9 +227,9 @@ def _unknown_word_error(word: str, before: str, after: Sequence[str]) -> ConfigE
         hint = f"write data=hf data.path={word}"
     elif _SIZE.fullmatch(word):
         hint = f"write +cluster={word}"
-    elif advice := advise(word, following if _is_value(following) else None):
-        hint = advice
-    elif near := difflib.get_close_matches(word, [*PUBLIC_VERBS, *OTHER_NAMES], n=1, cutoff=0.7):
+    elif advised:
+        hint = advised
+    elif near:
         hint = f"did you mean `{near[0]}`?" if near[0] in PUBLIC_VERBS else advise(near[0])
     elif "/" in word:
         hint = f"for a run: `status {word}`, `logs {word}`, `resume {word}`"

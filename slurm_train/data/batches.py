@@ -254,9 +254,11 @@ def cut_evenly(lengths: Int64Array, num_parts: int, *, least: int = 1) -> Int64A
     longest = lengths.tolist()
     low = max(int(lengths.sum()) // num_parts, 1)
     high = low
-    while (borders := _fill(longest, high, num_parts, least)) is None:
+    borders = _fill(longest, high, num_parts, least)
+    while borders is None:
         low = high
         high = 2 * high
+        borders = _fill(longest, high, num_parts, least)
     while high - low > max(1.0, _PRECISION * high):
         middle = (low + high) // 2
         tried = _fill(longest, middle, num_parts, least)

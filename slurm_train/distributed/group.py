@@ -76,7 +76,8 @@ def choose_device(
             'is written for "cuda" (NVIDIA and ROCm) and the CPU',
             hint=otherwise,
         )
-    if gpus := installed_gpus(devices=devices, sys=sys):
+    gpus = installed_gpus(devices=devices, sys=sys)
+    if gpus:
         named = ", ".join(gpu.file for gpu in gpus)
         vendor = gpus[0].vendor
         wheel, driver = _advise_build(vendor)

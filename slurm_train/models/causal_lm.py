@@ -126,7 +126,8 @@ class CausalLM(nn.Module):
         plan = dict(getattr(self.network.config, "base_model_tp_plan", None) or {})
         if not plan:
             raise _no_plan(kind, "transformers has no tensor parallel plan for it")
-        if other := sorted({str(way) for way in plan.values() if way not in _WAYS}):
+        other = sorted({str(way) for way in plan.values() if way not in _WAYS})
+        if other:
             raise _no_plan(kind, f"its plan in transformers has the ways {', '.join(other)}, which are not known here")
         ways = {f"{PREFIX}{self.network.base_model_prefix}.{pattern}": way for pattern, way in plan.items()}
         left = self._left_between(ways)

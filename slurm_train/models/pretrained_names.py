@@ -129,7 +129,8 @@ def gpt_form(settings: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]
     hidden = settings["hidden"] or 4 * settings["width"]
     if (norm, activation, positions) == ("rmsnorm", "swiglu", "rope"):
         rope: dict[str, Any] = {"rope_theta": float(settings["rope_theta"]), "rope_type": "default"}
-        if scaling := dict(settings["rope_scaling"] or {}):
+        scaling = dict(settings["rope_scaling"] or {})
+        if scaling:
             original = int(scaling.pop("original_context"))
             rope |= {"rope_type": "llama3", "original_max_position_embeddings": original}
             rope |= {name: float(value) for name, value in scaling.items()}

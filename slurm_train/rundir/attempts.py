@@ -182,7 +182,8 @@ def withdraw_result(run: RunDirectory, keep: Path) -> None:
 
     The caller makes the folder of `keep` durable.
     """
-    if attempts := existing_attempts(run):
+    attempts = existing_attempts(run)
+    if attempts:
         with contextlib.suppress(FileExistsError):
             write_durable(run.epochs / f"closed_{attempts[-1]}", "")
         fsync_directory(run.epochs)
@@ -334,7 +335,8 @@ def begin_round(run: RunDirectory, start: AttemptStart, *, first: int | None) ->
         if _claim(run, first, begun):
             return first
         previous = newest_round(run, first)
-        if (newest := max(existing_attempts(run))) > previous:
+        newest = max(existing_attempts(run))
+        if newest > previous:
             raise overtaken(run, previous, newest)
         _close_round(run, previous, start.first_committed)
         facts = read_json(run.epochs / f"attempt_{first}") or {}

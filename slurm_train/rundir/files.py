@@ -355,7 +355,8 @@ def to_record(kind: type[R], value: Any) -> R | None:
 
 def to_records(kind: type[R], values: Iterable[Any]) -> list[R]:
     """Returns those of some JSON values that are such records, see `to_record`."""
-    return [record for value in values if (record := to_record(kind, value)) is not None]
+    records = (to_record(kind, value) for value in values)
+    return [record for record in records if record is not None]
 
 
 _hints = functools.cache(get_type_hints)

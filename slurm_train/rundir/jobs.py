@@ -375,7 +375,8 @@ def has_stopped(ledger: Sequence[Mapping[str, Any]], record: JobRecord | None) -
 def has_ended(run: RunDirectory) -> bool:
     """Returns whether nothing more will be written, the last lines of logs included."""
     ledger = read_ledger(run)
-    if written := change_times([run.result]):
+    written = change_times([run.result])
+    if written:
         # Rank 0 prints its last lines after the result; the supervisor closes the attempt after those.
         is_closed = bool(ledger) and "action" in ledger[-1]
         return is_closed or time.time() - written[run.result] > _LAST_WORDS_S

@@ -66,11 +66,11 @@ def record_origin(run: RunDirectory, attempt: int, origin: Origin) -> None:
 def read_origins(run: RunDirectory) -> list[tuple[int, Origin]]:
     """Returns what the attempts went on from, oldest attempt first, each with the number of the attempt."""
     names = Origin.__dataclass_fields__
-    origins = [
-        (int(line["attempt"]), Origin(**{name: line[name] for name in names}))
-        for line in read_events(run, _EVENT)
-        if line.keys() >= {"attempt", *names}
-    ]
+    origins = []
+    for line in read_events(run, _EVENT):
+        if line.keys() >= {"attempt", *names}:
+            origin = Origin(**{name: line[name] for name in names})
+            origins.append((int(line["attempt"]), origin))
     # By attempt, not by clock: an overtaken one may write late. Within an attempt the order of the file counts.
     return sorted(origins, key=lambda pair: pair[0])
 

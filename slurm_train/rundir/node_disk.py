@@ -38,7 +38,8 @@ def open_private(base: Path, *parts: str, key: str) -> Path:
     """
     if not base.is_dir():
         raise RunError(f"{key}={base} is not a folder on this node", hint="name one that is")
-    if (open_folder := folder_without_names(str(base))) is not None:
+    open_folder = folder_without_names(str(base))
+    if open_folder is not None:
         mode = stat.filemode(os.stat(open_folder).st_mode)  # noqa: PTH116  # a string, see there
         raise RunError(
             f"{key}={base}: {open_folder} has mode {mode}, so anybody may put a folder in the place of yours",

@@ -239,7 +239,8 @@ def existing_attempts(run: RunDirectory) -> list[int]:
     numbers = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(run.epochs):  # noqa: PTH208  # names alone
-            if match := re.fullmatch(r"attempt_(\d+)", name):
+            match = re.fullmatch(r"attempt_(\d+)", name)
+            if match:
                 numbers.append(int(match[1]))
     return sorted(numbers)
 
@@ -307,10 +308,11 @@ def list_checkpoints(root: Path) -> list[Path]:
     """Lists the directories with a checkpoint's name, newest first, trusted or not."""
     try:
         with os.scandir(root) as entries:
-            names = [parse_name(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            parsed = [parse_name(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    return [root / str(name) for name in sorted((name for name in names if name is not None), reverse=True)]
+    names = [name for name in parsed if name is not None]
+    return [root / str(name) for name in sorted(names, reverse=True)]
 
 
 def require_private(run: RunDirectory) -> None:
@@ -324,15 +326,17 @@ def require_private(run: RunDirectory) -> None:
     """
     folders = [*_code(run), run.compile_cache, run.epochs, run.logs, run.checkpoints]
     entries = [run.path, *folders, run.config, run.plan, run.submit_script]
-    for path in (entry for entry in entries if os.path.lexists(entry)):
+    for path in filter(os.path.lexists, entries):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted_owners() or _is_open(status):
             raise _refusal(path, status, "another user could have written what would run in your name")
-    for path in (run.path.parent, run.path.parent.parent):
-        if os.path.lexists(path) and _others_may_replace(status := path.stat()):
+    for path in filter(os.path.lexists, (run.path.parent, run.path.parent.parent)):
+        status = path.stat()
+        if _others_may_replace(status):
             raise _refusal(path, status, "another user could replace your files")
-    for path in run.path.parent.parent.parents:
-        if os.path.lexists(path) and (status := path.stat()).st_mode & stat.S_IWOTH and not _is_sticky(status):
+    for path in filter(os.path.lexists, run.path.parent.parent.parents):
+        status = path.stat()
+        if status.st_mode & stat.S_IWOTH and not _is_sticky(status):
             raise _refusal(path, status, "anybody could replace your files")
 
 

@@ -168,7 +168,8 @@ def _layout(env: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def _first_set(env: Mapping[str, str], names: Sequence[str], hint: str) -> tuple[str, str]:
     """Returns name and value of the first variable that is set."""
     for name in names:
-        if value := env.get(name, ""):
+        value = env.get(name, "")
+        if value:
             return name, value
     raise ClusterError(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not set", hint=hint)
 

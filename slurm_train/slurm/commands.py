@@ -419,7 +419,8 @@ class SlurmCommands:
             job_ids: the jobs.
             cluster: where they are, if not on this machine's cluster.
         """
-        if checked := _checked_ids(job_ids):
+        checked = _checked_ids(job_ids)
+        if checked:
             self._scancel(*([f"--clusters={cluster}"] if cluster else []), *checked)
 
     def cancel_step(self, step_id: str, *, kill: bool = False) -> None:

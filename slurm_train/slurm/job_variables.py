@@ -94,7 +94,8 @@ def job_environment(env: Mapping[str, str]) -> dict[str, str]:
         kept = {name: value for name, value in slurm.items() if not name.startswith("SLURM_STEP_")}
         return scrubbed(env) | kept
     kept = {name: value for name, value in slurm.items() if _is_of_whole_job(name) or "_HET_GROUP_" in name}
-    if "SLURM_HET_SIZE" not in env and (nodes := env.get("SLURM_JOB_NODELIST")):
+    nodes = env.get("SLURM_JOB_NODELIST", "")
+    if nodes and "SLURM_HET_SIZE" not in env:
         # SLURM_TASKS_PER_NODE is the shell's. The number of tasks of a run is in its plan.
         kept["SLURM_TASKS_PER_NODE"] = f"1(x{len(parse_nodelist(nodes))})"
     # The shell's step holds the nodes itself, and the ranks would wait for its end.

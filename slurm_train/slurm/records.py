@@ -203,13 +203,17 @@ def parse_queue(text: str, job_ids: Sequence[str]) -> tuple[dict[str, JobState],
         if f"{priority}{number}".isdigit() and phase_of(word) is Phase.QUEUED and waits_for_nodes(reason):
             place = (-int(priority), int(number))
             line.append((place, set(partitions.split(",")), number, _num_elements(element_ids)))
-    ahead = {
-        number: sum(count for before, others, _, count in line if before < place and others & partitions)
-        for place, partitions, number, _ in line
-        if number in numbers
-    }
-    queued = [job_id for job_id, job in jobs.items() if job.phase is Phase.QUEUED and waits_for_nodes(job.reason)]
-    return jobs, {job_id: ahead[number] for job_id in queued if (number := _array_number(job_id)) in ahead}
+    num_ahead: dict[str, int] = {}
+    for place, partitions, number, _ in line:
+        if number in numbers:
+            counts = (count for other, others, _, count in line if other < place and others & partitions)
+            num_ahead[number] = sum(counts)
+    ahead: dict[str, int] = {}
+    for job_id, job in jobs.items():
+        number = _array_number(job_id)
+        if number in num_ahead and job.phase is Phase.QUEUED and waits_for_nodes(job.reason):
+            ahead[job_id] = num_ahead[number]
+    return jobs, ahead
 
 
 def _array_number(job_id: str) -> str:

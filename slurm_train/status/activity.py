@@ -69,14 +69,10 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
     may_have_jobs = has_slurm and any(run.submit_script.exists() for run in runs)
     scripts = commands.own_scripts() if may_have_jobs else {}
     by_script = jobs_by_script(runs, scripts)
-    ids = {
-        run: [
-            job_id
-            for job_id in _job_ids(run, holders[run], by_script.get(run, ()))
-            if not is_of_another_run(scripts.get(job_id, ""), run)
-        ]
-        for run in runs
-    }
+    ids: dict[RunDirectory, list[str]] = {}
+    for run in runs:
+        recorded = _job_ids(run, holders[run], by_script.get(run, ()))
+        ids[run] = [job_id for job_id in recorded if not is_of_another_run(scripts.get(job_id, ""), run)]
     all_ids = [job_id for run in runs for job_id in ids[run]]
     states = commands.job_states(all_ids, ended=False) if all_ids and has_slurm else {}
     if may_have_jobs:
@@ -173,7 +169,8 @@ def jobs_by_name(
     Raises:
         ClusterError: Slurm does not answer.
     """
-    unread = {run: script for run in runs if (script := unread_submission(run)) is not None}
+    submissions = {run: unread_submission(run) for run in runs}
+    unread = {run: script for run, script in submissions.items() if script is not None}
     names = commands.own_names() if unread else {}
     jobs: dict[RunDirectory, list[str]] = {}
     for run, script in unread.items():
@@ -242,7 +239,8 @@ def refuse_active(run: RunDirectory, commands: SlurmCommands, *, inside: str | N
         RunError: as said, with what to type.
     """
     active = find_active([run], commands).get(run, Active())
-    if jobs := [job_id for job_id in active.jobs if job_id != inside]:
+    jobs = [job_id for job_id in active.jobs if job_id != inside]
+    if jobs:
         raise RunError(
             f"{run.name}/{run.run_id} is active already: Slurm job {', '.join(jobs)}, {run.path}",
             hint=f"`status {run.run_id}` and `logs -f {run.run_id}` watch it, `cancel {run.run_id}` ends it; "

@@ -321,9 +321,9 @@ def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> No
     digests = [int(digest) for digest in torch.cat(gathered).tolist()]
     layout = rank.layout
     alike: Any = [range(len(digests))] if layout.is_replicated else layout.groups(("dp_replicate",))
-    divergent = [
-        ranks[number] for ranks in alike for number in find_divergent([digests[rank_row] for rank_row in ranks])
-    ]
+    divergent: list[int] = []
+    for ranks in alike:
+        divergent += [ranks[position] for position in find_divergent([digests[number] for number in ranks])]
     if not divergent:
         return
     hosts = gather(rank.place.host)

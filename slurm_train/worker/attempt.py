@@ -145,7 +145,8 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
 
 def _run_ranks_here(run: RunDirectory, config: RunConfig, world_size: int, env: Mapping[str, str], attempt: int) -> int:
     note_environment(run, attempt, slurm=lambda: None)
-    if (code := refused_code(run, attempt, env)) is not None:
+    code = refused_code(run, attempt, env)
+    if code is not None:
         return code
     rank_env = scrubbed(env) | {"SLURM_TRAIN_ATTEMPT": str(attempt), "MASTER_ADDR": "127.0.0.1"}
     # The ranks run the snapshot; what it does not hold (ignored by git, say) is found where the run was typed.

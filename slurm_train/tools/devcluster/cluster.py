@@ -396,7 +396,8 @@ def missing_packages(search_path: str = system.SYSTEM_PATH) -> list[str]:
 def missing_here() -> str:
     """Returns what this machine lacks for a cluster, in words; "" where nothing."""
     lacking = [] if os.geteuid() == 0 else ["root"]
-    if packages := missing_packages():
+    packages = missing_packages()
+    if packages:
         lacking.append(f"packages {', '.join(packages)}")
     return " and ".join(lacking)
 
@@ -516,7 +517,8 @@ def _build(plan: ClusterPlan, *, users: Sequence[str], say: Say) -> None:
         start_daemon(plan, name)
     wait_for_nodes(plan, plan.node_names)
     _run_lines(plan, "after.sh")
-    ended = [process for name in plan.habit.ended if (process := daemon_process(plan, name)) is not None]
+    processes = [daemon_process(plan, name) for name in plan.habit.ended]
+    ended = [process for process in processes if process is not None]
     system.end_processes(lambda: ended)
     # Every user's plain `sbatch` finds the cluster by this link.
     SYSTEM_SLURM_CONF.parent.mkdir(parents=True, exist_ok=True)
@@ -540,7 +542,8 @@ def _start_accounting(plan: ClusterPlan, *, users: Sequence[str]) -> None:
 
 def _run_lines(plan: ClusterPlan, name: str) -> None:
     """Runs the shell lines of a habit, which are a file of the configuration."""
-    if (script := plan.conf_dir / name).exists():
+    script = plan.conf_dir / name
+    if script.exists():
         run_command(["sh", "-e", str(script)], extra=plan.environment)
 
 

@@ -19,7 +19,7 @@ from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
 from slurm_train.rundir.events import Finding
 from slurm_train.slurm.allocation import compact_nodelist
-from slurm_train.tools.doctor.facts import GpuSpeed, Job, NodeFacts, error, merge, warning
+from slurm_train.tools.doctor.facts import Job, NodeFacts, error, merge, warning
 
 HINTS = {
     "RANK_MISMATCH": "look for RANK, WORLD_SIZE or SLURM_* set by a module, a prolog or a shell's start file there",
@@ -219,20 +219,22 @@ def _misleading_interfaces(job: Job) -> Iterator[Finding]:
     unreached = defaultdict(list)
     for node in job.nodes:
         interfaces = shorten([f"{name} ({address})" for name, address in node.addresses.items()]) or "none"
-        if missing := _missing_interface(node):
+        missing = _missing_interface(node)
+        name_problem = _own_name_problem(node)
+        if missing:
             # Without addresses, which differ: the same mistake on several nodes is one finding.
             names = shorten(list(node.addresses)) or "none"
             seen = f"{missing}: there is no such interface with an address, but {names}"
             hint = f"set cluster.network_interface={node.interface or 'NAME'}, or drop it"
             yield error("WRONG_INTERFACE", node.node, seen, hint=hint)
-        elif (code := _own_name_problem(node)) and not node.gloo_interface:
+        elif name_problem and not node.gloo_interface:
             own_addresses = shorten(node.own_addresses) or "nothing"
             seen = (
                 f"resolves its own name {node.own_name} to {own_addresses}, which gloo would announce; "
                 f"it has {interfaces}"
             )
             hint = f"correct /etc/hosts there; until then GLOO_SOCKET_IFNAME={node.interface} is set for the ranks"
-            yield warning(code, node.node, seen, hint=hint)
+            yield warning(name_problem, node.node, seen, hint=hint)
         elif node.node in callers:
             unreached[node.gloo_interface].append(node)
     for name, nodes in unreached.items():
@@ -322,11 +324,12 @@ def _between_nodes(job: Job) -> Iterator[Finding]:
 def _other_files(job: Job) -> Iterator[Finding]:
     seen_by_some = any(not node.data_missing for node in job.nodes)
     for node in job.nodes:
-        if changes := node.code_changes:
-            seen = f"sees other code than was submitted: {shorten(changes, most=3)}"
+        if node.code_changes:
+            seen = f"sees other code than was submitted: {shorten(node.code_changes, most=3)}"
             yield error("CODE_DRIFT", node.node, seen, blames=True)
-        if missing := node.data_missing:
-            yield error("DATA_MISSING", node.node, f"the data: {shorten(missing, most=3)}", blames=seen_by_some)
+        if node.data_missing:
+            seen = f"the data: {shorten(node.data_missing, most=3)}"
+            yield error("DATA_MISSING", node.node, seen, blames=seen_by_some)
         # A folder that is empty on every node may be meant so.
         empty = [path for path in node.data_empty if any(path not in other.data_empty for other in job.nodes)]
         if empty:
@@ -383,8 +386,8 @@ def _unwritable_places(job: Job) -> Iterator[Finding]:
 def _obstacles_to_compiling(job: Job) -> Iterator[Finding]:
     is_possible = any(not node.compile_obstacles for node in job.nodes)
     for node in job.nodes:
-        if obstacles := node.compile_obstacles:
-            seen = f"torch cannot compile kernels: {', '.join(obstacles)}; the first step would fail"
+        if node.compile_obstacles:
+            seen = f"torch cannot compile kernels: {', '.join(node.compile_obstacles)}; the first step would fail"
             if job.must_compile:
                 # Kernels that were compiled elsewhere may be in a folder that all nodes share.
                 yield warning("NO_COMPILER", node.node, seen)
@@ -400,7 +403,8 @@ def _faulty_gpus(job: Job) -> Iterator[Finding]:
             seen = f"the driver counts {node.num_gpus} GPUs, Slurm has given {len(gpus)}"
             hint = "a GPU has fallen off the bus: have the node drained and restarted"
             yield error("GPU_COUNT", name, seen, blames=True, hint=hint)
-        if busy := [gpu for gpu in gpus if gpu.used_mb >= _BUSY_MB]:
+        busy = [gpu for gpu in gpus if gpu.used_mb >= _BUSY_MB]
+        if busy:
             worst = max(busy, key=lambda gpu: gpu.used_mb)
             names = shorten([gpu.name for gpu in busy], most=8)
             holders = f" by {shorten(worst.holders, most=3)}" if worst.holders else ""
@@ -408,9 +412,11 @@ def _faulty_gpus(job: Job) -> Iterator[Finding]:
             is_most = 2 * worst.used_mb > worst.total_mb
             yield error("GPU_BUSY", name, seen, blames=True) if is_most else warning("GPU_BUSY", name, seen)
         errors = [f"GPU {gpu.name}: {text}" for gpu in gpus for text in gpu.errors]
-        if errors := [*errors, *(f"the driver has logged {text}" for text in node.gpu_errors)]:
+        errors += [f"the driver has logged {text}" for text in node.gpu_errors]
+        if errors:
             yield error("GPU_SICK", name, shorten(errors, most=3), blames=True)
-        if warnings := [f"GPU {gpu.name}: {text}" for gpu in gpus for text in gpu.warnings]:
+        warnings = [f"GPU {gpu.name}: {text}" for gpu in gpus for text in gpu.warnings]
+        if warnings:
             hint = "expect it to be slower; tell the administrators of the cluster"
             yield warning("GPU_SICK", name, shorten(warnings, most=3), hint=hint)
 
@@ -456,10 +462,11 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
             yield warning("GPU_SICK", speeds.node, f"DCGM: {speeds.diagnosis}")
     all_gpus = [(speeds.node, gpu) for speeds in job.gpu_speeds for gpu in speeds.gpus]
     for node, gpu in all_gpus:
-        peers = [node for _, node in all_gpus if node is not gpu and node.kind == gpu.kind]
+        peers = [peer for _, peer in all_gpus if peer is not gpu and peer.kind == gpu.kind]
         if len(peers) < _FEW_OTHERS:
             continue
-        tflops, copied = (statistics.median(values) for values in zip(*_speeds_of(peers), strict=True))
+        tflops = statistics.median(peer.tflops for peer in peers)
+        copied = statistics.median(peer.copy_gb_per_s for peer in peers)
         if gpu.tflops < _SLOW_GPU * tflops:
             seen = f"computes {gpu.tflops:.0f} TFLOP/s in bfloat16, the others {tflops:.0f}"
         elif gpu.copy_gb_per_s < _SLOW_GPU * copied:
@@ -467,23 +474,23 @@ def _slow_gpus(job: Job) -> Iterator[Finding]:
         else:
             continue
         yield warning("SLOW_GPU", node, f"GPU {gpu.name} ({gpu.kind}) {seen}")
+    yield from _slow_exchanges(job)
+
+
+def _slow_exchanges(job: Job) -> Iterator[Finding]:
+    """Yields nodes whose GPUs exchange more slowly than those of other nodes with the same GPUs."""
+    rates_of: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for speeds in job.gpu_speeds:
-        rate = speeds.all_reduce_gb_per_s
-        kinds = [gpu.kind for gpu in speeds.gpus]
-        rates = [
-            gpu_speed.all_reduce_gb_per_s
-            for gpu_speed in job.gpu_speeds
-            if gpu_speed is not speeds
-            and gpu_speed.all_reduce_gb_per_s is not None
-            and [gpu.kind for gpu in gpu_speed.gpus] == kinds
-        ]
-        if rate is not None and len(rates) >= _FEW_OTHERS and rate < _SLOW_ALL_REDUCE * statistics.median(rates):
-            seen = f"all_reduce between its {len(kinds)} GPUs moves {rate:.0f} GB/s, on the other nodes"
-            yield warning("SLOW_GPU", speeds.node, f"{seen} {statistics.median(rates):.0f}")
-
-
-def _speeds_of(gpus: Iterable[GpuSpeed]) -> list[tuple[float, float]]:
-    return [(gpu.tflops, gpu.copy_gb_per_s) for gpu in gpus]
+        if speeds.all_reduce_gb_per_s is not None:
+            kinds = tuple(gpu.kind for gpu in speeds.gpus)
+            rates_of[kinds][speeds.node] = speeds.all_reduce_gb_per_s
+    for kinds, rates in rates_of.items():
+        for node, rate in rates.items():
+            others = [other_rate for other, other_rate in rates.items() if other != node]
+            if len(others) >= _FEW_OTHERS and rate < _SLOW_ALL_REDUCE * statistics.median(others):
+                usual = f"on the other nodes {statistics.median(others):.0f}"
+                seen = f"all_reduce between its {len(kinds)} GPUs moves {rate:.0f} GB/s, {usual}"
+                yield warning("SLOW_GPU", node, seen)
 
 
 _RULES = (

@@ -291,12 +291,14 @@ class Preflight:
         try:
             with contextlib.closing(connection[0]) as channel:
                 channel.send_value(self.report, deadline=time.monotonic() + longest_s)
-                while "verdict" not in (value := channel.receive_value(deadline=time.monotonic() + longest_s)):
+                while True:
+                    value = channel.receive_value(deadline=time.monotonic() + longest_s)
+                    if "verdict" in value:
+                        verdict: Verdict = value["verdict"]
+                        return verdict
                     ((question, peers),) = value.items()
                     answer = self._answer(question, [Peer(**peer) for peer in peers])
                     channel.send_value(answer, deadline=time.monotonic() + longest_s)
-                verdict: Verdict = value["verdict"]
-                return verdict
         except (OSError, ValueError, TypeError, AttributeError):
             return None
 
@@ -312,14 +314,14 @@ class Preflight:
         error = ""
         search = Search(self.place, point)
         with contextlib.closing(search):
-            while (now_s := time.monotonic()) < ends_s:
+            while time.monotonic() < ends_s:
                 if not addresses:
                     addresses, error = gather.resolve(point.master_addr)
                 bound = int(self.read(0).get("listens", 0))
                 # The port that rank 0 has written down; while none is visible, any.
                 ports = [bound] if bound else point.ports
                 search.set_targets([(address, port) for port in ports for address in addresses])
-                connection = search.run(until=min(now_s + look_every_s, ends_s))
+                connection = search.run(until=min(time.monotonic() + look_every_s, ends_s))
                 if connection is not None:
                     return connection
                 now_s = time.monotonic()
@@ -423,7 +425,9 @@ class Preflight:
             )
             for node in nodes
         ]
-        peers = {node.node: [all_peers[other] for other in peers_of(at, len(nodes))] for at, node in enumerate(nodes)}
+        peers = {}
+        for position, node in enumerate(nodes):
+            peers[node.node] = [all_peers[other] for other in peers_of(position, len(nodes))]
         leaders = {rank.rank: rank.node for rank in job.ranks if rank.local_rank == 0 and rank.node in peers}
 
         def ask(question: str, names: Mapping[int, str], *, more_s: float = 0.0) -> Iterator[Any]:
@@ -577,5 +581,10 @@ def node_table(job: Job, findings: Iterable[Finding]) -> list[str]:
             "FOUND": ", ".join(codes) or "nothing",
         }
         rows.append({name: cell or "-" for name, cell in cells.items()})
-    shown = [name for name in (rows[0] if rows else ()) if any(row[name] != "-" for row in rows)]
-    return columns([shown, *([row[name] for name in shown] for row in rows)]).splitlines() if rows else []
+    if not rows:
+        return []
+    shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
+    lines = [shown]
+    for row in rows:
+        lines.append([row[name] for name in shown])
+    return columns(lines).splitlines()

@@ -292,8 +292,10 @@ def _seconds(action: Callable[..., object], *arguments: object) -> float:
 def _rate(line: BufferedRWPair) -> float:
     """Returns bytes a second of the slower direction; the amount grows until it takes long enough to be measured."""
     size = _FIRST_TRANSFER
-    while (took_s := _swap(line, size)) <= _LONG_ENOUGH_S and size < _LONGEST_TRANSFER:
+    took_s = _swap(line, size)
+    while took_s <= _LONG_ENOUGH_S and size < _LONGEST_TRANSFER:
         size *= 4
+        took_s = _swap(line, size)
     return size / took_s
 
 

@@ -238,13 +238,14 @@ def _settings(view: SiteView) -> Iterator[Finding]:
     if view.settings:
         delay = f"{requeue_delay_s(view.settings):g} s at the earliest (cred_expire of AuthInfo)"
         yield note("REQUEUE_DELAY", f"a requeued job may start again after {delay}")
+    host = view.settings.get("AccountingStorageHost", "")
     # Slurm 23.11 and later write "(null)" for none.
     if view.settings.get("AccountingStorageType", "").endswith(("/none", "(null)")):
         seen = f"no accounting: {view.settings.get('MinJobAge', '5 min')} after its end Slurm has forgotten a job"
         yield warning("NO_ACCOUNTING", "", seen)
     elif any(problem.startswith(("accounts", "QOS")) for problem in view.facts.problems):
         yield warning("NO_ACCOUNTING", "", f"accounting does not answer: {view.facts.problems[0]}")
-    elif (host := view.settings.get("AccountingStorageHost", "")) in ("localhost", "127.0.0.1", "::1"):
+    elif host in ("localhost", "127.0.0.1", "::1"):
         seen = f"AccountingStorageHost={host}: nodes cannot ask accounting for the grace of a preemption or a job's end"
         yield note("HIDDEN_ACCOUNTING", seen)
     age_s = duration_s(view.settings.get("MinJobAge", ""))
@@ -286,9 +287,10 @@ def _file_system(view: SiteView) -> Iterator[Finding]:
         yield warning("NFS_NOCTO", "", seen)
     if mount.option("nolock") is not None or mount.option("local_lock") not in (None, "none"):
         yield note("NFS_NOLOCK", f"{where} has locks within one node only")
-    long = {name: value for name in ("acregmax", "acdirmax") if float(value := mount.option(name) or 0) > _CACHED_S}
+    times_s = {name: float(mount.option(name) or 0) for name in ("acregmax", "acdirmax")}
+    long = [f"{name}={time_s:g}" for name, time_s in times_s.items() if time_s > _CACHED_S]
     if long:
-        times = ", ".join(f"{name}={value}" for name, value in long.items())
+        times = ", ".join(long)
         yield warning("NFS_CACHE", "", f"{where} has {times} (s): nodes see each other's files so much later")
     version = mount.option("vers") or mount.option("nfsvers") or ""
     if re.match(r"[23]|4(\.0)?$", version):

@@ -95,7 +95,8 @@ def as_csv(rows: Sequence[Cells]) -> str:
 def as_markdown(rows: Sequence[Cells]) -> str:
     """Returns the table as Markdown; floats in five digits."""
     columns = list(rows[0]) if rows else ["index"]
-    lines = [columns, ["---"] * len(columns), *([_shown(cells[name]) for name in columns] for cells in rows)]
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[_shown(cells[name]) for name in columns] for cells in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -107,7 +108,8 @@ def _shown(value: Any) -> str:
 
 def as_columns(rows: Sequence[Cells]) -> dict[str, list[Any]]:
     """Returns the table by columns, the values of each of one type: text where one is, else float where one is."""
-    columns = {name: [cells[name] for cells in rows] for name in (rows[0] if rows else ())}
+    names = list(rows[0]) if rows else []
+    columns = {name: [cells[name] for cells in rows] for name in names}
     for name, values in columns.items():
         kinds = {type(value) for value in values if value is not None}
         if len(kinds) > 1:

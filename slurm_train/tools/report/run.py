@@ -411,7 +411,8 @@ def _rank_plots(ranks: Sequence[Fact]) -> list[Block]:
         ("rank_step_time", "Step time by rank", "step_s"),
         ("rank_data_wait", "Wait for data by rank", "data_s"),
     ):
-        low, middle, high, late, longest = ([row[name][place] for row in ranks] for place in range(5))
+        quantiles = [row[name] for row in ranks]
+        low, middle, high, late, longest = zip(*quantiles, strict=True)
         curves = [
             Curve(name="longest", x=x, y=longest, kind="dots", colour="quiet"),
             Curve(name="99 %", x=x, y=late, kind="dots", colour="two"),

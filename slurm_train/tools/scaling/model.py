@@ -372,8 +372,10 @@ def _sizes(title: str, points: Sequence[Measured]) -> str:
     base = points[0]
     unit = points[0].unit
     head = (title, "ranks", "samples/step", "step", f"{unit}/s", "speed-up", "efficiency", "network", "uneven", "data")
-    rows = [
-        (
+    rows = []
+    for point in points:
+        step_s = max(point.step_s, 1e-12)
+        row = (
             str(point.size),
             str(point.size.ranks),
             str(point.point.global_size),
@@ -381,10 +383,11 @@ def _sizes(title: str, points: Sequence[Measured]) -> str:
             f"{point.per_s:,.0f}",
             f"{point.per_s / base.per_s:.2f}x",
             f"{point.efficiency(base):.0%}",
-            *(f"{seconds / max(point.step_s, 1e-12):.0%}" for seconds in (point.comm_s, point.uneven_s, point.data_s)),
+            f"{point.comm_s / step_s:.0%}",
+            f"{point.uneven_s / step_s:.0%}",
+            f"{point.data_s / step_s:.0%}",
         )
-        for point in points
-    ]
+        rows.append(row)
     return table(head, rows, right=True)
 
 
