@@ -95,21 +95,24 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     A model whose `state_dict` leaves some out, renames or converts them is saved by the names and values of its own:
     what is written has to give every parameter back.
     """
-    if not _gives_own_tensors(model):
-        tensors = {_plain_name(model, name): tensor.detach() for name, tensor in _own_tensors(model).items()}
+    state = _state_of_own_tensors(model)
+    if state is None:
+        tensors = {_plain_name(model, name): tensor for name, tensor in _own_tensors(model).items()}
         state = {**tensors, **_extra_states(model)}
     elif _is_wrapped(model):
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         state = get_model_state_dict(model)
-    else:
-        state = model.state_dict()
-    return {name: _with_plain_part(value) for name, value in state.items()}
+    return {name: _with_plain_part(_detached(value)) for name, value in state.items()}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def restore_model_state(model: nn.Module, state: dict[str, Any]) -> None:
     """Puts a filled `model_state` back."""
-    if _gives_own_tensors(model):
+    if _state_of_own_tensors(model) is not None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         set_model_state_dict(model, state)
@@ -123,12 +126,16 @@ def restore_model_state(model: nn.Module, state: dict[str, Any]) -> None:
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and the buffers that are saved by their full names, whatever `state_dict` gives."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return {**dict(model.named_parameters(remove_duplicate=False)), **_saved_buffers(model)}
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}".lstrip(".")] = buffer
-    return tensors
+                buffers[f"{prefix}.{name}".lstrip(".")] = buffer
+    return buffers
 
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
@@ -158,13 +165,14 @@ def _plain_name(model: nn.Module, name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _gives_own_tensors(model: nn.Module) -> bool:
-    """Returns whether `state_dict` has each parameter and each saved buffer itself under its name."""
+def _state_of_own_tensors(model: nn.Module) -> dict[str, Any] | None:
+    """Returns what `state_dict` gives, None unless it has each parameter and saved buffer itself under its name."""
     try:
-        given = model.state_dict(keep_vars=True)
+        given: dict[str, Any] = model.state_dict(keep_vars=True)
     except TypeError:  # it is the user's, and takes no arguments
-        return False
-    return all(given.get(name) is tensor for name, tensor in _own_tensors(model).items())
+        return None
+    has_all = all(given.get(name) is tensor for name, tensor in _own_tensors(model).items())
+    return given if has_all else None
 
 
 def module_states(model: nn.Module) -> dict[str, Any]:
@@ -239,12 +247,7 @@ def _keys_of(value: Any) -> Iterator[Any]:
 
 def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the buffers that are saved, by full name."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {
-        _plain_name(model, name): tuple(buffer.shape)
-        for name, buffer in _own_tensors(model).items()
-        if name not in parameters
-    }
+    return {_plain_name(model, name): tuple(buffer.shape) for name, buffer in _saved_buffers(model).items()}
 
 
 def make_buffers(model: nn.Module, names: Iterable[str], *, saved: Mapping[str, Tensor]) -> None:

@@ -52,12 +52,17 @@ def main() -> None:
     print(
         f"{'case':<22}{'estimate':>10}" + "".join(f"{name:>11}  ratio" for name in ("allocated", "process", "trimmed"))
     )
-    for measured in measure_layouts(CASES, ranks=1):
-        plain, trimmed = (json_of(__spec__.name, "--case", measured.case, env=env) for env in ({}, TRIMMED))
-        estimate, allocated = measured.estimated + plain["copies"], measured.peak + plain["copies"]
-        found = (allocated, plain["process"], trimmed["process"])
-        row = "".join(f"{one / MIB:>11.1f}{estimate / one:>7.3f}" for one in found)
-        print(f"{measured.case:<22}{estimate / MIB:>10.1f}{row}", flush=True)
+    # Case by case, so that each line is printed as soon as it is measured.
+    for name, case in CASES.items():
+        (measured,) = measure_layouts({name: case}, ranks=1)
+        plain = json_of(__spec__.name, "--case", name, env={})
+        trimmed = json_of(__spec__.name, "--case", name, env=TRIMMED)
+        estimate = measured.estimated + plain["copies"]
+        allocated = measured.peak + plain["copies"]
+        row = f"{name:<22}{estimate / MIB:>10.1f}"
+        for num_bytes in (allocated, plain["process"], trimmed["process"]):
+            row += f"{num_bytes / MIB:>11.1f}{estimate / num_bytes:>7.3f}"
+        print(row, flush=True)
 
 
 def run_case(case: dict[str, Any]) -> dict[str, float]:
