@@ -324,9 +324,9 @@ def _by_holders(variants: Sequence[Variant]) -> list[tuple[tuple[int, ...], dict
     for name, holding in numbers.items():
         by_holding[tuple(holding)][name] = variants[holding[0]].leaves[name]
     by_holders = []
-    for holding, leaves in by_holding.items():
-        ranks = [rank for number in holding for rank in variants[number].ranks]
-        by_holders.append((tuple(sorted(ranks)), leaves))
+    for members, leaves in by_holding.items():
+        holders = sorted(rank for number in members for rank in variants[number].ranks)
+        by_holders.append((tuple(holders), leaves))
     return by_holders
 
 

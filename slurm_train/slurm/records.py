@@ -204,9 +204,9 @@ def parse_queue(text: str, job_ids: Sequence[str]) -> tuple[dict[str, JobState],
             place = (-int(priority), int(number))
             line.append((place, set(partitions.split(",")), number, _num_elements(element_ids)))
     num_ahead: dict[str, int] = {}
-    for place, partitions, number, _ in line:
+    for place, wanted, number, _ in line:
         if number in numbers:
-            counts = (count for other, others, _, count in line if other < place and others & partitions)
+            counts = (count for other, others, _, count in line if other < place and others & wanted)
             num_ahead[number] = sum(counts)
     ahead: dict[str, int] = {}
     for job_id, job in jobs.items():
