@@ -19,7 +19,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -59,6 +63,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Samples of a batch of each loader on all ranks, None where that is not known."""
         self._saved_batches: list[int | None] | None = None
         """Those of the checkpoint."""
+        self._lacks_epoch_start = False
+        """Whether what the program does at the start of an epoch is due, in one that is resumed in its middle."""
 
     def newest(self) -> str | None:
         """Returns what `fit(ckpt_path=...)` takes. All ranks call it.
@@ -70,7 +76,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         return None if self._checkpoint is None else str(self._checkpoint.path / _FILE)
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Compares Lightning's ranks with those of the run.
+        """Compares Lightning's ranks with those of the run, and has the checkpoint read.
 
         Raises:
             ConfigError: they are not the same.
@@ -82,6 +88,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 f"{run.world_size} in the run",
                 hint="pass num_nodes and devices as in the cluster: +cluster=2x4 is num_nodes=2, devices=4",
             )
+        if self._checkpoint is not None:
+            trainer.strategy.checkpoint_io = _ReadsAnyTypes(trainer.strategy.checkpoint_io, self._checkpoint.path)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what Lightning puts into each checkpoint for this callback."""
@@ -101,6 +109,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._step = self._saved_step = trainer.global_step
         self._is_training = True
         self.session.take_signals()
+        if isinstance(trainer.strategy.checkpoint_io, _ReadsAnyTypes):
+            trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io.inner
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         self._batches = [_samples_of_batch(loader, trainer.world_size) for loader in loaders]
         if self._order_seed is None:
@@ -111,6 +121,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 # There are iterators already.
                 iter(trainer.fit_loop._data_fetcher)
             return
+        self._lacks_epoch_start = trainer.fit_loop.restarted_mid_epoch
         folder = self._checkpoint.path
         streams = _load(folder / f"rng_{self.session.rank}.pt", weights_only=True)
         is_at_end_of_epoch = trainer.fit_loop.resumed_on_epoch_end
@@ -133,6 +144,14 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Makes the order of an epoch follow from its number, so that a resume has the same."""
         self._set_orders(trainer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        """Begins an epoch that is resumed in its middle."""
+        self._start_epoch_again(trainer, module)
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Begins an epoch that is resumed in its middle, with a validation."""
+        self._start_epoch_again(trainer, module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any) -> None:
         """Reports a step; saves where that is due; leaves where all ranks are to stop."""
@@ -209,6 +228,20 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._is_training = False
         self.session.mark("end")
 
+    def _start_epoch_again(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Has the program do what it does at the start of an epoch, which Lightning leaves out within a resumed one.
+
+        What it sets by the number of the epoch is in no checkpoint.
+        """
+        if not self._lacks_epoch_start:
+            return
+        self._lacks_epoch_start = False
+        for callback in trainer.callbacks:
+            if callback is not self and _begins_epochs(callback):
+                callback.on_train_epoch_start(trainer, module)
+        # It says where `log` is called from.
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+
     def _set_orders(self, trainer: pl.Trainer) -> bool:
         """Gives the samplers that draw an order a generator of the present epoch, the same on all ranks.
 
@@ -265,8 +298,12 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
 
     def _save(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
+        _require_same_place(trainer)
         with self.session.save(step) as folder:
             trainer.save_checkpoint(folder / _FILE)
+            if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+                # It waits for its thread, and makes another one at the next save.
+                trainer.strategy.checkpoint_io.teardown()
             torch.save(rng_state(), folder / f"rng_{self.session.rank}.pt")
             # Lightning saves the states of rank 0's loaders for all ranks. It loads none where loaders were there
             # before, as with `trainer.estimated_stepping_batches`, and iterators that it makes meanwhile move them.
@@ -274,6 +311,40 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             if states:
                 torch.save((states, _fetched_batches(trainer)), folder / f"loaders_{self.session.rank}.pt")
         self._saved_step = step
+
+
+class _ReadsAnyTypes(CheckpointIO):  # type: ignore[misc]  # of an extra
+    """Reads a checkpoint of the run, which is verified and may have values of any types: torch reads numbers only.
+
+    Args:
+        inner: what reads and writes otherwise.
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, inner: CheckpointIO, folder: Path) -> None:
+        self.inner = inner
+        self._folder = folder
+
+    def load_checkpoint(self, path: Any, *others: Any, **settings: Any) -> Any:
+        if Path(path).parent == self._folder and settings.get("weights_only", True) is None:
+            settings["weights_only"] = False
+        return self.inner.load_checkpoint(path, *others, **settings)
+
+    def save_checkpoint(self, *values: Any, **settings: Any) -> None:
+        self.inner.save_checkpoint(*values, **settings)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.inner.remove_checkpoint(path)
+
+
+def _begins_epochs(callback: Any) -> bool:
+    """Returns whether a callback does something at the start of an epoch that may be done twice.
+
+    Of Lightning's own ones some would not come to the same: they keep what they have done in their state.
+    """
+    hook = callback.on_train_epoch_start
+    is_of_lightning = str(hook.__module__).partition(".")[0] in ("lightning", "pytorch_lightning")
+    return isinstance(callback, GradientAccumulationScheduler) or not is_of_lightning
 
 
 def _numbers(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:
@@ -302,6 +373,27 @@ def _fetched_batches(trainer: pl.Trainer) -> list[Any]:
     if len(_stateful(trainer)) < len(CombinedLoader(trainer.train_dataloader).flattened):
         return []
     return list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def _require_same_place(trainer: pl.Trainer) -> None:
+    """Refuses ranks in different places, as after a stream that had less batches on some of them. Collective.
+
+    Lightning saves rank 0's place for all.
+
+    Raises:
+        ConfigError: they are.
+    """
+    here = torch.tensor([trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready])
+    if trainer.world_size == 1:
+        return
+    places = trainer.strategy.all_gather(here.to(trainer.strategy.root_device)).tolist()
+    if any(place != places[0] for place in places):
+        words = "; ".join(f"rank {rank}: epoch {place[0]}, batch {place[1]}" for rank, place in enumerate(places))
+        raise ConfigError(
+            f"the ranks are in different places of their data at step {trainer.global_step}, and a resume would begin "
+            f"all of them where rank 0 is: {words}",
+            hint="give each rank as many batches in an epoch, e.g. with limit_train_batches=N",
+        )
 
 
 def _samples_of_batch(loader: Any, world_size: int) -> int | None:

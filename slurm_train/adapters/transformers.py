@@ -50,6 +50,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._is_training = False
         self._has_reached_end = False
         self._order = torch.Generator()
+        self._steps_per_epoch: int | None = None
+        """None for a data set that has no length."""
         self._is_resumed = False
         """Whether the first epoch of this training has not begun, and batches of it are done."""
         self._num_passes = 0
@@ -72,13 +74,13 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._resumed_from = None if checkpoint is None else checkpoint.path
         return None if checkpoint is None else str(checkpoint.path)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **objects: Any) -> None:
         """Refuses what cannot be resumed from, and what would look for checkpoints where there are none.
 
         Raises:
             ConfigError: the best checkpoint is to be kept or loaded, or each to be pushed; checkpoints are to have no
-                optimizer; the callback came too late to have the states of others restored; the global batch is not
-                what the checkpoint was trained with.
+                optimizer; the library is to handle SIGTERM; the callback came too late to have the states of others
+                restored; the global batch or the length of an epoch is not what the checkpoint was trained with.
         """
         self._saved_step = state.global_step
         self._is_training = True
@@ -88,6 +90,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._leaves = False
         self._is_resumed = state.global_step > 0
         self._num_passes = 0
+        loader = objects.get("train_dataloader")
+        self._steps_per_epoch = _steps_per_epoch(args, loader) if has_length(loader) else None
         if not self.session.is_active:
             return
         for name, is_set in (
@@ -104,6 +108,13 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
                 "push_to_hub=True pushes the output directory at each save, and a run's checkpoints are in its own",
                 hint="set hub_strategy='end', and call trainer.push_to_hub() after the training",
             )
+        # Of newer versions of the library.
+        if getattr(args, "enable_jit_checkpoint", False):
+            raise ConfigError(
+                "enable_jit_checkpoint=True saves into the output directory at SIGTERM and ends the training as if it "
+                "were over; this callback would not get the signal",
+                hint="leave it out: the callback saves at SIGTERM, and the run continues from there",
+            )
         if args.save_only_model:
             raise ConfigError(
                 "save_only_model=True: a run that is requeued would continue with a new optimizer and learning rate",
@@ -118,6 +129,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         if self._resumed_from is not None and state.global_step > 0:
             facts = read_json(self._resumed_from / _FACTS) or {}
             _require_same_batch(args, state, facts)
+            _require_same_epoch(state, facts.get("steps_per_epoch"), now=self._steps_per_epoch)
             self._has_reached_end |= _has_ended_early(self._resumed_from, facts)
         if self._is_resumed and args.eval_on_start:
             # It was made at the start of the run; another one would count for the patience of early stopping.
@@ -197,7 +209,19 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._begin_save(args, state, control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepares for a save of the Trainer's own."""
+        """Prepares for a save of the Trainer's own.
+
+        Raises:
+            ConfigError: a callback has ended the epoch before its last step, and the training goes on.
+        """
+        steps = self._steps_per_epoch
+        is_cut = control.should_epoch_stop and steps is not None and state.global_step % steps > 0
+        if self.session.is_active and is_cut and not control.should_training_stop:
+            raise ConfigError(
+                f"a callback has ended an epoch of {steps} steps after step {state.global_step} (should_epoch_stop): "
+                "the Trainer finds its place by the number of steps, and would not find it after a resume",
+                hint="give the data set the samples of such an epoch only, or end the training there",
+            )
         if self._leaves:
             # The Trainer comes here in the middle of an epoch as well, where it stops.
             control.should_evaluate = False
@@ -214,8 +238,18 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             self.session.mark("end")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Makes a checkpoint of the run of what the Trainer has just written."""
+        """Makes a checkpoint of the run of what the Trainer has just written.
+
+        Raises:
+            ConfigError: a callback that comes after this one has asked for the save.
+        """
         if not self._output_dir:
+            if self.session.is_active:
+                raise ConfigError(
+                    f"step {state.global_step} was saved in {args.output_dir}, where no resume looks: a callback that "
+                    "comes after the SessionCallback has asked for it",
+                    hint="name the SessionCallback last: callbacks=[..., callback]",
+                )
             return
         folder = Path(args.output_dir)
         args.output_dir = self._output_dir
@@ -248,7 +282,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         vars(loader).pop("batch_sampler", None)
         if not is_resumed or args.ignore_data_skip or loader.split_batches:
             return
-        num_done = state.global_step % math.ceil(len(loader) / args.gradient_accumulation_steps)
+        num_done = state.global_step % _steps_per_epoch(args, loader)
         num_others = num_done * args.gradient_accumulation_steps * (args.world_size - 1)
         if num_others > 0:
             loader.batch_sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=num_others)
@@ -261,7 +295,12 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             return
         # The Trainer writes into a folder of its output directory, and calls `on_save` when it has.
         folder = self._save.enter_context(self.session.save(state.global_step))
-        facts = {"global_batch": _global_batch(args), "batches": _batches(args), "leaves": self._leaves}
+        facts = {
+            "global_batch": _global_batch(args),
+            "batches": _batches(args),
+            "steps_per_epoch": self._steps_per_epoch,
+            "leaves": self._leaves,
+        }
         (folder / _FACTS).write_text(json.dumps(facts))
         self._output_dir, args.output_dir = str(args.output_dir), str(folder)
 
@@ -328,6 +367,26 @@ def _require_same_batch(args: TrainingArguments, state: TrainerState, saved: dic
         "Trainer would use samples twice and leave others out",
         hint="choose per_device_train_batch_size and gradient_accumulation_steps by the number of ranks: their product "
         f"is to stay {before}",
+    )
+
+
+def _steps_per_epoch(args: TrainingArguments, loader: Any) -> int:
+    accumulated: int = args.gradient_accumulation_steps
+    return math.ceil(len(loader) / accumulated)
+
+
+def _require_same_epoch(state: TrainerState, before: int | None, *, now: int | None) -> None:
+    """Refuses epochs of another length: the Trainer finds the epoch and the place in it by the number of steps.
+
+    Raises:
+        ConfigError: they have another number of steps than at the save.
+    """
+    if before in (None, now):
+        return
+    raise ConfigError(
+        f"an epoch had {before} steps when step {state.global_step} was saved, and has {now or 'no known number'} now: "
+        "the Trainer would go on at another place",
+        hint="take the same data set; with dataloader_drop_last, divide the global batch as before",
     )
 
 

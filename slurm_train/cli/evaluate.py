@@ -213,8 +213,8 @@ def generate(words: Sequence[str]) -> int:
         os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     import torch
 
-    from slurm_train.checkpoint.load import read_model, require_fit
     from slurm_train.models.build import build_filled_model, build_names_and_shapes
+    from slurm_train.train.evaluate_checkpoint import load_model, require_same_weights
     from slurm_train.train.texts import continue_text, encoding_of, require_generates
 
     config = load_config(run.config)
@@ -224,14 +224,13 @@ def generate(words: Sequence[str]) -> int:
         model = build_names_and_shapes(config)
     require_generates(model)
     encoding = encoding_of(config, arguments.tokenizer)
-    require_fit(checkpoint, model.state_dict())
     if plan is not None:
+        require_same_weights(model, checkpoint)
         code, result = _result_of(plan, run, words=["generate", *words])
         for prompt, text in zip(prompts, (result or {}).get("texts", ()), strict=False):
             answer(prompt + text)
         return code
-    _, tensors = read_model(checkpoint)
-    model.load_state_dict(tensors)
+    load_model(model, checkpoint)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     for prompt in prompts:
         answer(prompt + continue_text(model, encoding, prompt, **sampling))

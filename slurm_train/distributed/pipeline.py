@@ -222,7 +222,13 @@ def _refuse_shared_state(model: nn.Module) -> None:
                 f"parallel.pp was asked, but {first} and {name} are one weight, which two stages would need",
                 hint="give each its own: model.tied=false for the shipped GPT",
             )
-    saved = {name for name, _ in model.named_buffers()} & set(model.state_dict())
+    # Whatever its `state_dict` gives.
+    saved = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
     if saved:
         raise ConfigError(
             f"parallel.pp was asked, but {type(model).__name__} keeps statistics ({min(saved)}) that stages do not "

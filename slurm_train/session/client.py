@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import tempfile
@@ -33,7 +33,7 @@ from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import EXIT_REQUEUE, CheckpointError, SlurmTrainError
+from slurm_train.errors import EXIT_REQUEUE, CheckpointError, ConfigError, SlurmTrainError
 from slurm_train.metrics import MetricsWriter
 from slurm_train.rundir.attempts import note_saved
 from slurm_train.rundir.events import SaveLog
@@ -56,6 +56,8 @@ RUN_DIR = "SLURM_TRAIN_RUN_DIR"
 """Variable with the directory of the run, for scripts: a place for their files, the same at each attempt."""
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 _ACCOUNT_EVERY_S = 2.0
+_CALLS = ("should_stop", "save", "newest")
+"""What all ranks call together."""
 # Longer than a suspension of a job; the watchdog, which notices suspensions, ends ranks that hang.
 _WATCHED_TIMEOUT_S = 7 * 86400.0
 
@@ -159,6 +161,7 @@ class Session:
 
         Raises:
             SlurmTrainError: on every rank, if it fails on any; the previous checkpoint is unchanged.
+            ConfigError: another rank has called something else.
         """
         with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:
             yield Path(folder)
@@ -252,6 +255,7 @@ class JoinedSession(Session):
         """Measures this rank's own part of a step; from the second report on."""
         self._lock = threading.Lock()
         self._reason = ""
+        self._has_warned = False
         self._open_heartbeat(config)
 
     @property
@@ -314,7 +318,8 @@ class JoinedSession(Session):
         """See `Session.should_stop`."""
         if self._spent is not None:
             self._stopping.look()
-        if self._reason or not self._any_rank_is_asked():
+            self._warn_of_other_handlers()
+        if self._reason or not self._meet("should_stop", requested=self._stop.requested):
             return self._reason
         self._reason, left_s = self._stopping.announce(step=self._heartbeat.step)
         if self._place.is_first:
@@ -334,6 +339,7 @@ class JoinedSession(Session):
         error = ""
         num_bytes = 0
         try:
+            self._meet("save")
             folder = save.begin()
             try:
                 yield folder
@@ -361,6 +367,7 @@ class JoinedSession(Session):
         from slurm_train.checkpoint.load import choose_checkpoint
 
         start = self._heartbeat.clock()
+        self._meet("newest")
         place = self._checkpoints
         choice = choose_checkpoint(place.root, group=self._group(), attempt=place.attempt, fence=place.fence)
         self._resumption.take(choice)
@@ -404,6 +411,7 @@ class JoinedSession(Session):
         self._times.keep()
         if self._spent is not None:
             self._spent.write(self._run.account(self._attempt))
+        self._stop.let_children_end()
 
     def _open_heartbeat(self, config: RunConfig) -> None:
         heartbeat = self._heartbeat
@@ -421,26 +429,56 @@ class JoinedSession(Session):
             step_id=step_id(self._env),
         )
 
-    def _any_rank_is_asked(self) -> bool:
-        """Returns whether any rank was asked to stop. Collective."""
-        requested = self._stop.requested
+    def _warn_of_other_handlers(self) -> None:
+        """Says once that a library or the program has installed other handlers of the stop signals since `join`."""
+        replaced = [] if self._has_warned else self._stop.replaced()
+        if not replaced:
+            return
+        self._has_warned = True
+        print(
+            f"slurm_train: {' and '.join(replaced)} got another handler after `join()`, so `should_stop` does not see "
+            f"{'them' if len(replaced) > 1 else 'it'} and the ranks will not save before they are ended; call "
+            "`take_signals()` of the session afterwards",
+            file=sys.stderr,
+        )
+
+    def _meet(self, call: str, *, requested: int = 0) -> bool:
+        """Returns whether any rank passes a request. Collective; each exchange of the session begins with it.
+
+        Args:
+            call: what the program has called, one of `_CALLS`.
+            requested: 1 for a request to stop, else 0.
+
+        Raises:
+            ConfigError: another rank has called something else.
+        """
         group = self._group()
         self._heartbeat.marks += 1
         if group is None:
             return bool(requested)
         start = self._heartbeat.clock()
+        code = 2 * _CALLS.index(call) + requested
         try:
             if hasattr(group, "gather_values"):
-                return any(on_every_rank(group, lambda: requested))
-            import torch
-            import torch.distributed as dist
+                codes = on_every_rank(group, lambda: code)
+            else:
+                import torch
+                import torch.distributed as dist
 
-            box = torch.tensor(requested, dtype=torch.int32)
-            dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
-            return bool(box.item())
+                box = torch.tensor([code, -code], dtype=torch.int32)
+                dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
+                codes = [int(box[0]), -int(box[1])]
         finally:
             if self._pace is not None:
                 self._pace.exchange_s += self._heartbeat.clock() - start
+        others = {_CALLS[other // 2] for other in codes} - {call}
+        if others:
+            raise ConfigError(
+                f"rank {self._place.rank} has called {call}, and another rank {min(others)}: all ranks have to call "
+                "them alike, and as often",
+                hint="where rank 0 alone has something to write: `if run.rank == 0` inside of `with run.save(step)`",
+            )
+        return any(other % 2 for other in codes)
 
     def _probe_pace(self) -> PaceProbe | None:
         if self._place.world_size == 1 or "torch.distributed" not in sys.modules:
@@ -583,6 +621,7 @@ def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Joined
         heartbeat=Heartbeat(),
         is_under_agent=is_under_torchrun(env),
     )
+    # It comes before the exit function of `multiprocessing`, which is imported already, ends its children by TERM.
     atexit.register(session.close)
     return session
 

@@ -155,7 +155,10 @@ class GroupChooser:
             return None
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_available() and dist.is_initialized():
-            return self._side_group(dist)
+            place = self._place
+            # A program may have worlds of other ranks, e.g. one for each of them.
+            if (dist.get_rank(), dist.get_world_size()) == (place.rank, place.world_size):
+                return self._side_group(dist)
         if self._sockets is None:
             self._sockets = SocketPeers(self._place, self._meeting_point(), timeout_s=self._timeout_s)
         return self._sockets

@@ -12,11 +12,14 @@ a collective for ever ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import mmap
 import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +28,10 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """USR2: the warning before the time limit (NCCL may catch USR1). TERM: preemption, scancel, `kill`."""
+_IS_ASKED = 1
+_LETS_END = 2
+_PATIENCE_S = 5.0
+"""So long after a TERM a forked child looks whether its parent was asked to stop as well."""
 
 
 class StopFlag:
@@ -34,7 +41,16 @@ class StopFlag:
         clock: monotonic seconds, for the interval between two looks at the STOP file.
     """
 
-    __slots__ = ("_clock", "_next_look_s", "asked_by", "requested", "signal_at", "signal_number")
+    __slots__ = (
+        "_clock",
+        "_next_look_s",
+        "_seen_by_children",
+        "asked_by",
+        "handlers",
+        "requested",
+        "signal_at",
+        "signal_number",
+    )
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested = 0
@@ -44,8 +60,12 @@ class StopFlag:
         """When the first signal of this number came, by `time.monotonic`."""
         self.asked_by = ""
         """Who asked, if it was not by a signal."""
+        self.handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
+        """What `install` has installed, by the number of the signal."""
         self._clock = clock
         self._next_look_s = 0.0
+        # Memory that forked children share.
+        self._seen_by_children = mmap.mmap(-1, 1)
 
     def request(self, requester: str = "") -> None:
         """Asks for a stop; further requests change nothing.
@@ -63,6 +83,42 @@ class StopFlag:
             self.requested = 0
             # A signal may have come since the line above; it sets both attributes.
             self.requested = int(bool(self.signal_number))
+
+    def receive(self, number: int) -> None:
+        """Asks for a stop because of a signal; for the handler."""
+        self.requested = 1
+        # A warning may be followed by the TERM of the limit, which comes twice.
+        if self.signal_number != number:
+            self.signal_number = number
+            self.signal_at = time.monotonic()
+        if not self._seen_by_children[0]:
+            self._seen_by_children[0] = _IS_ASKED
+
+    def replaced(self) -> list[str]:
+        """Returns the signals that something else handles by now, which this flag does not get, e.g. ["SIGTERM"]."""
+        return [
+            signal.Signals(number).name
+            for number, handler in self.handlers.items()
+            if signal.getsignal(number) is not handler
+        ]
+
+    def let_children_end(self) -> None:
+        """Makes TERM end the forked children of this process again, as its exit does; they are needed no more."""
+        self._seen_by_children[0] = _LETS_END
+
+    def is_for_child(self) -> bool:
+        """Returns whether a TERM is meant for this forked child alone, and is to end it.
+
+        Slurm signals every process of a step, and `multiprocessing` ends a process by the same signal.
+        """
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while self._seen_by_children[0] != _LETS_END:
+            if self._seen_by_children[0] == _IS_ASKED or _is_loader_worker():
+                return False
+            if time.monotonic() >= deadline_s:
+                break
+            time.sleep(0.02)
+        return True
 
     def ask(self) -> tuple[str, float]:
         """Returns how this process was asked to stop, e.g. "TERM" or "file", and how many seconds ago.
@@ -85,25 +141,47 @@ class StopFlag:
 
 
 def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
-    """Makes these signals set the flag, in this process only; a forked child ignores them.
+    """Makes these signals set the flag, in this process only.
 
     A loader worker inherits the handler and gets the same TERM as its parent (Slurm signals every process of the
-    step), but the batch it is working on is still needed for the last step.
+    step), but the batch it is working on is still needed for the last step: a forked child ignores the signals that its
+    parent gets as well. Another TERM ends it, a loader worker only after `let_children_end`.
     """
     own_pid = os.getpid()
 
     def set_flag(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == own_pid:
-            flag.requested = 1
-            # A warning may be followed by the TERM of the limit, which comes twice.
-            if flag.signal_number != number:
-                flag.signal_number = number
-                flag.signal_at = time.monotonic()
+            flag.receive(number)
+        elif number == signal.SIGTERM and flag.is_for_child():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     for number in signals:
         signal.signal(number, set_flag)
+        flag.handlers[number] = set_flag
+    _hold_signals_at_forks()
     # A signal that came before this point is delivered now, if the parent had blocked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, list(signals))
+
+
+@functools.cache
+def _hold_signals_at_forks() -> None:
+    """Makes a signal that comes to a child while it is forked wait: Python forgets it, and it may be its only TERM."""
+    of_thread = threading.local()
+
+    def hold() -> None:
+        of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, list(STOP_SIGNALS))
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, of_thread.mask)
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release)
+
+
+def _is_loader_worker() -> bool:
+    """Returns whether this process is a worker of a loader of torch, without importing torch."""
+    loaders = sys.modules.get("torch.utils.data")
+    return loaders is not None and loaders.get_worker_info() is not None
 
 
 def leave_to_program(flag: StopFlag) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.load import check_owners, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.state import make_buffers, model_state, restore_model_state, take_extra_states
-from slurm_train.checkpoint.verify import share_of, verify
+from slurm_train.checkpoint.verify import read_manifest, share_of, verify
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
 from slurm_train.models.objective import Objective
@@ -113,9 +115,6 @@ def load_weights(parts: Parts, save: Path) -> tuple[Path, Manifest]:
 
 
 def _load(parts: Parts, path: Path) -> Manifest:
-    # Imported late, since it takes long.
-    from slurm_train.checkpoint.tensors import tensor_shapes
-
     group = dist.group.WORLD
     manifest = on_rank_zero(group, lambda: verify(path))
     share = share_of(manifest, rank_in(group), size_of(group))
@@ -129,14 +128,86 @@ def _load(parts: Parts, path: Path) -> Manifest:
     # The name may change at any moment, and it may be one rank alone that finds a file gone.
     on_every_rank(group, read_files)
     modules = files["rank state"].get("modules")
-    saved = of_model(tensor_shapes(path, described=files["metadata"]))
-    make_buffers(parts.model, manifest.extra.get(MADE_BUFFERS, []), saved=saved)
-    state = model_state(parts.model)
-    # Older checkpoints have extra states among the tensors.
-    extra = {} if modules is None else take_extra_states(state)
-    described = require_fit(path, state, is_stage=parts.pipeline is not None, described=files["metadata"])
+    is_stage = parts.pipeline is not None
+    described = files["metadata"]
+    fill_model(parts.model, path, manifest, modules=modules, group=group, is_stage=is_stage, described=described)
+    return manifest
+
+
+def load_model(model: nn.Module, path: Path) -> None:
+    """Fills a whole model with the weights of a checkpoint, in one process.
+
+    Raises:
+        CheckpointError: the checkpoint does not verify, or belongs to another user.
+        RunError: its weights do not fit the model.
+    """
+    manifest = verify(path)
+    check_owners(path, manifest.files)
+    modules = (load_rank_state(path, 0) or {}).get("modules")
+    fill_model(model, path, manifest, modules=modules)
+
+
+def require_same_weights(model: nn.Module, path: Path) -> None:
+    """Checks that a checkpoint holds the weights of a whole model; its tensors are not read.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        RunError: it does not.
+    """
+    modules = (load_rank_state(path, 0) or {}).get("modules")
+    _matching_state(model, path, read_manifest(path), modules=modules, described=read_metadata(path))
+
+
+def fill_model(
+    model: nn.Module,
+    path: Path,
+    manifest: Manifest,
+    *,
+    modules: Mapping[str, Any] | None,
+    group: dist.ProcessGroup | None = None,
+    is_stage: bool = False,
+    described: Any = None,
+) -> None:
+    """Fills a model with the weights of a verified checkpoint, and its modules with their own states. Collective.
+
+    Args:
+        model: whole, or what this rank has of it.
+        path: the checkpoint.
+        manifest: its manifest.
+        modules: what rank 0 has saved of `checkpoint.state.module_states`; None in an older checkpoint.
+        group: all ranks; None for one process.
+        is_stage: see `require_fit`.
+        described: what `read_metadata` has returned for it, where the caller has it.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        RunError: the weights do not fit the model.
+    """
+    described = described or read_metadata(path)
+    state, extra = _matching_state(model, path, manifest, modules=modules, is_stage=is_stage, described=described)
     load_tensors(path, {"model": state}, group=group, described=described)
     if modules is not None and extra:
         restored = {name: modules["extra"].get(name, value) for name, value in extra.items()}
-        restore_model_state(parts.model, state | restored)
-    return manifest
+        restore_model_state(model, state | restored)
+
+
+def _matching_state(
+    model: nn.Module,
+    path: Path,
+    manifest: Manifest,
+    *,
+    modules: Mapping[str, Any] | None,
+    is_stage: bool = False,
+    described: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Makes the buffers that the training has made; returns the tensors to be filled, and the modules' own states."""
+    # Imported late, since it takes long.
+    from slurm_train.checkpoint.tensors import tensor_shapes
+
+    saved = of_model(tensor_shapes(path, described=described))
+    make_buffers(model, manifest.extra.get(MADE_BUFFERS, []), saved=saved)
+    state = model_state(model)
+    # Older checkpoints have extra states among the tensors.
+    extra = {} if modules is None else take_extra_states(state)
+    require_fit(path, state, is_stage=is_stage, described=described)
+    return state, extra

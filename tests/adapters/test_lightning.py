@@ -16,7 +16,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import read_saves
 from slurm_train.session.signals import StopFlag
 from tests.support.extras import NEEDS_LIGHTNING
-from tests.support.joined_runs import evaluated_steps, joined, new_run
+from tests.support.joined_runs import evaluated_steps, evaluations, joined, new_run
 
 # What Lightning itself warns of is not ours.
 pytestmark = [NEEDS_LIGHTNING, pytest.mark.filterwarnings("ignore")]
@@ -229,6 +229,40 @@ def test_a_stop_changes_no_step_and_no_validation(
         steps += train(run)[1]
     assert steps == expected
     assert evaluated_steps(run) == evaluated_steps(undisturbed)
+
+
+@pytest.mark.parametrize("stop_at", [2, 10, 13])
+def test_what_begins_an_epoch_is_done_again_where_it_is_resumed(stop_at: int, tmp_path: Path) -> None:
+    """Lightning leaves it out; eight, four and two steps are an epoch, each with two validations."""
+    from lightning import pytorch as lightning
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    data = TensorDataset(torch.arange(16.0).unsqueeze(1))
+
+    def train(run: Any, stop_at: int | None = None) -> list[Any]:
+        stop = StopFlag()
+        module = programs.ByEpoch("step")
+        accumulation = lightning.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
+        callbacks = [programs.Stopping(stop, stop_at), programs.Noting(), accumulation]
+        with joined(run, stop):
+            callback = adapter.SessionCallback()
+            settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "val_check_interval": 0.5}
+            trainer = lightning.Trainer(
+                callbacks=[*callbacks, callback], plugins=[AsyncCheckpointIO()], **programs.QUIET, **settings
+            )
+            try:
+                trainer.fit(module, DataLoader(data, 2), DataLoader(data, 16), ckpt_path=callback.newest())
+            except SystemExit as ended:
+                assert ended.code == 75
+        return [*module.steps, *(measure["eval_loss"] for measure in evaluations(run))]
+
+    expected = train(new_run(tmp_path / "undisturbed"))
+    run = new_run(tmp_path / "stopped")
+    before = [step for step in train(run, stop_at) if isinstance(step, tuple)]
+    assert before + train(run) == expected
 
 
 def test_steps_of_several_optimizers_pass_no_save_and_what_follows_is_no_hang(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_a_stop_begins_no_evaluation(start: Program, stop_at: int, evaluated: li
         (lambda start: start(adds_callback=True), "would not restore the states of its callbacks"),
         (lambda start: start(load_best_model_at_end=True, save_strategy="steps", save_steps=4), "load_best_model"),
         (lambda start: start(save_strategy="best"), "save_strategy='best' needs checkpoints"),
+        (lambda start: start(enable_jit_checkpoint=True), "saves into the output directory at SIGTERM and ends"),
     ],
 )
 def test_what_would_be_another_run_after_a_resume_is_refused(
@@ -190,7 +191,28 @@ class Numbers:
         return {"input_ids": [index] * (index % 10 + 1), "number": index}
 
 
-def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, data: Any = None, **settings: Any) -> Any:
+def asking_at(step: int, wish: str) -> Any:
+    """Returns a callback that sets a wish of the control after a step, e.g. "should_save"."""
+    from transformers import TrainerCallback
+
+    class Asking(TrainerCallback):  # type: ignore[misc]  # Any: of an extra
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            if state.global_step == step:
+                setattr(control, wish, True)
+
+    return Asking()
+
+
+def train(
+    run: RunDirectory,
+    *,
+    stop_at: int = 0,
+    weighted: bool = False,
+    data: Any = None,
+    before: tuple[Any, ...] = (),
+    after: tuple[Any, ...] = (),
+    **settings: Any,
+) -> Any:
     """Returns the Trainer of one attempt; ten steps are an epoch. `seen` of its model has the samples of each step."""
     import torch
     from transformers import Trainer, TrainingArguments
@@ -242,7 +264,7 @@ def train(run: RunDirectory, *, stop_at: int = 0, weighted: bool = False, data: 
             train_dataset=Numbers() if data is None else data,
             eval_dataset=Numbers(),
             data_collator=collate,
-            callbacks=[stopping(stop, stop_at), callback],
+            callbacks=[stopping(stop, stop_at), *before, callback, *after],
         )
         try:
             trainer.train(resume_from_checkpoint=callback.newest())
@@ -294,6 +316,31 @@ def test_batches_that_are_divided_otherwise_are_refused_where_the_order_follows_
     train(run, stop_at=4, gradient_accumulation_steps=2, **by_length)
     with pytest.raises(ConfigError, match="of 2 per device x 2 x 1 ranks, this start has 4 per device x 1 x 1"):
         train(run, per_device_train_batch_size=4, **by_length)
+
+
+def test_another_number_of_steps_in_an_epoch_is_refused(tmp_path: Path) -> None:
+    """The global batch is the same, and what is left over is not."""
+    run = new_run(tmp_path)
+    leaves_out = {"dataloader_drop_last": True, "gradient_accumulation_steps": 3}
+    train(run, stop_at=4, **leaves_out)
+    with pytest.raises(ConfigError, match="an epoch had 4 steps when step 4 was saved, and has 3 now"):
+        train(run, per_device_train_batch_size=6, dataloader_drop_last=True)
+
+
+def test_an_epoch_that_a_callback_ends_is_refused_unless_the_training_ends(tmp_path: Path) -> None:
+    cut = asking_at(13, "should_epoch_stop")
+    with pytest.raises(ConfigError, match=r"ended an epoch of 10 steps after step 13 \(should_epoch_stop\)"):
+        train(new_run(tmp_path / "cut"), after=(cut,))
+    ended = (cut, asking_at(13, "should_training_stop"))
+    assert train(new_run(tmp_path / "ended"), before=ended).state.global_step == 13
+
+
+def test_a_save_that_a_callback_asks_for_is_the_runs_or_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "first")
+    train(run, max_steps=5, save_strategy="no", before=(asking_at(4, "should_save"),))
+    assert [name_of(path).step for path in list_checkpoints(run.checkpoints)] == [4]
+    with pytest.raises(ConfigError, match="comes after the SessionCallback has asked for it"):
+        train(new_run(tmp_path / "last"), after=(asking_at(4, "should_save"),))
 
 
 def test_a_stream_that_ends_is_not_begun_again(tmp_path: Path) -> None:

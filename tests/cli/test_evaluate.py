@@ -200,6 +200,27 @@ def test_what_cannot_be_measured_or_continued_is_refused(
     assert shell.left() == before
 
 
+class Rounded(GPT):
+    """Gives rounded weights as its `state_dict`, as a model for others may."""
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {name: parameter.detach().half() for name, parameter in self.named_parameters()}
+
+
+def test_a_text_is_written_by_the_weights_that_were_trained(shell: Shell, run: RunDirectory) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    tokenizer = shell.folder / "tokenizer.json"
+    vocabulary = {chr(ord("a") + number // 26) + chr(ord("a") + number % 26): number for number in range(256)}
+    tokenizer.write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}))
+    words = f"generate gpt-stdlib --max-new-tokens 12 --tokenizer {tokenizer}"
+    expected = shell.types(words).out
+    assert len(expected) > 12
+    config = load_config(run.config)
+    model = {**(config.model or {}), "_target_": f"{__name__}.Rounded"}
+    run.config.write_text(dump_config(replace(config, model=model)))
+    assert shell.types(words).out == expected
+
+
 def test_texts_are_a_run_of_their_own_too(shell: Shell, run: RunDirectory) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     tokenizer = shell.folder / "tokenizer.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import CheckpointError
+from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt
 from slurm_train.rundir.events import read_events, read_saves
@@ -24,9 +25,10 @@ from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, read_record
 from slurm_train.session.client import JoinedSession, Session
-from slurm_train.session.signals import StopFlag
+from slurm_train.session.signals import STOP_SIGNALS, StopFlag, install
 from slurm_train.status.run_status import read_files
 from slurm_train.supervise.hang import Observer
+from tests.fakes.thread_peers import ThreadPeers, on_threads
 from tests.support.waiting import wait_for
 
 ALONE = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")
@@ -218,6 +220,24 @@ def test_the_stop_file_asks(tmp_path: Path) -> None:
     mine.close()
 
 
+def test_another_handler_of_a_stop_signal_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    stop = StopFlag()
+    install(stop)
+    session = join(new_run(tmp_path), stop)
+    assert session.should_stop() == ""
+    assert capsys.readouterr().err == ""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    session.should_stop()
+    session.should_stop()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("slurm_train: SIGTERM got another handler after `join()`, so `should_stop` does not see it")
+    session.take_signals()
+    assert stop.replaced() == []
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 RANK = """
 import json, os, sys
 from slurm_train import session
@@ -260,6 +280,26 @@ def test_ranks_without_a_process_group_exchange_by_sockets(tmp_path: Path) -> No
     said = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
     names = ["0.txt", "1.txt", "2.txt", "COMPLETE", "manifest.json"]
     assert said == [[None, ["file"] * 3, 3, names]] * 3
+
+
+@pytest.mark.parametrize("others", ["should_stop", "newest"])
+def test_a_call_that_other_ranks_do_not_make_is_named(others: str, tmp_path: Path) -> None:
+    """Mostly it is `save`, within `if run.rank == 0`."""
+    sessions = [join(new_run(tmp_path / name)) for name in ("first", "second")]
+
+    def call(peers: ThreadPeers) -> None:
+        session = sessions[peers.rank()]
+        session._group = lambda: peers
+        if peers.rank() == 1:
+            getattr(session, others)()
+        else:
+            with session.save(1):
+                pass
+
+    first, second = on_threads(2, call)
+    assert isinstance(first, ConfigError) and isinstance(second, ConfigError)
+    assert f"has called save, and another rank {others}: all ranks have to call them alike" in first.message
+    assert f"has called {others}, and another rank save" in second.message
 
 
 def test_a_session_outside_gives_a_device() -> None:

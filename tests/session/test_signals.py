@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from slurm_train.session import signals
 from slurm_train.session.signals import (
     FENCE_EVERY_S,
     STOP_SIGNALS,
@@ -35,17 +38,60 @@ def restored_handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_three_signals_are_one_request_and_those_of_a_forked_child_are_none(number: signal.Signals) -> None:
+def test_three_signals_are_one_request(number: signal.Signals) -> None:
     flag = StopFlag()
     install(flag)
-    child = os.fork()
-    if child == 0:
-        os.kill(os.getpid(), number)
-        os._exit(flag.requested)
-    assert os.waitpid(child, 0)[1] == 0 and flag.requested == 0
     for _ in range(3):
         os.kill(os.getpid(), number)
     assert (flag.requested, flag.signal_number) == (1, number)
+
+
+def forked_child() -> int:
+    """Forks a child that waits for signals until this process has ended; returns its number."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        os._exit(0)
+    return child
+
+
+def ended_by(child: int) -> int:
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("is_loader_worker", [False, True])
+def test_a_forked_child_ignores_what_its_parent_gets_as_well(
+    is_loader_worker: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaders = SimpleNamespace(get_worker_info=lambda: is_loader_worker or None)
+    monkeypatch.setitem(sys.modules, "torch.utils.data", loaders)
+    flag = StopFlag()
+    install(flag)
+    child = forked_child()
+    for number in STOP_SIGNALS:
+        os.kill(child, number)
+    if not is_loader_worker:
+        os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(20):
+        time.sleep(0.01)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    flag.let_children_end()
+    os.kill(child, signal.SIGTERM)
+    assert ended_by(child) == signal.SIGTERM
+
+
+def test_a_forked_child_is_ended_by_a_signal_that_it_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_PATIENCE_S", 0.1)
+    flag = StopFlag()
+    install(flag)
+    # The signal comes while the child is forked, or soon after that.
+    for _ in range(20):
+        child = forked_child()
+        os.kill(child, signal.SIGTERM)
+        assert ended_by(child) == signal.SIGTERM
+    assert flag.requested == 0
 
 
 def test_stop_file_is_looked_at_once_a_second(tmp_path: Path) -> None:

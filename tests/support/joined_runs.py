@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -71,6 +72,11 @@ def _entered(
         client._joined[:] = before
 
 
+def evaluations(run: RunDirectory) -> list[dict[str, Any]]:
+    """Returns the lines of the evaluations that are on record, in order."""
+    return [line for line in last_lines(run.metrics) if "eval_loss" in line]
+
+
 def evaluated_steps(run: RunDirectory) -> list[int]:
     """Returns the steps whose evaluation is on record, in order."""
-    return [line["step"] for line in last_lines(run.metrics) if "eval_loss" in line]
+    return [line["step"] for line in evaluations(run)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -81,6 +82,32 @@ class Training(lightning.LightningModule):  # type: ignore[misc]  # Any: of an e
             falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
             scheduler = {"scheduler": falling, "interval": self.schedule}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class ByEpoch(Training):
+    """Sets at the start of an epoch what its steps and validations depend on; keeps a setting of a type of its own."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__(schedule)
+        self.factor = 0.0
+        self.save_hyperparameters({"folder": Path("data"), "loss": torch.nn.MSELoss()})
+
+    def on_train_epoch_start(self) -> None:
+        self.factor = 1.0 / (1 + self.current_epoch)
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        return super().training_step(batch, number) * self.factor
+
+    def validation_step(self, *_: Any) -> None:
+        self.log("val_loss", torch.tensor(self.factor))
+
+
+class Noting(lightning.Callback):  # type: ignore[misc]  # Any: of an extra
+    """A callback of the program's own, whose rate follows from the epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, _: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["weight_decay"] = 0.1 * trainer.current_epoch
 
 
 class Numbers(Iterator[tuple[torch.Tensor]]):

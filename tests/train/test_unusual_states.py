@@ -11,19 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.state import (
     add_later_state,
     make_buffers,
     model_state,
+    module_states,
     require_known_state,
     require_loadable_states,
     restore_model_state,
     restore_training_state,
+    take_extra_states,
     training_state,
 )
 from slurm_train.config.schema import RunConfig
-from slurm_train.errors import CheckpointError, ConfigError
+from slurm_train.errors import CheckpointError, ConfigError, RunError
 from slurm_train.models.build import build_model
+from slurm_train.train.checkpointer import MADE_BUFFERS
+from slurm_train.train.evaluate_checkpoint import load_model, require_same_weights
+from tests.support.small_checkpoints import make_header
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
 from tests.train.small_training import FEATURES, Branches, Net
 
@@ -228,6 +234,43 @@ def test_a_state_dict_of_a_users_own_takes_nothing_from_a_checkpoint() -> None:
     assert state["layers.0.weight"].data_ptr() == model.layers[0].weight.data_ptr()
     restore_model_state(other, state)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.parameters(), model.parameters(), strict=True))
+
+
+class Counts(Selects):
+    """Keeps a buffer that the training makes, and a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", None)
+        self.count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_the_weights_of_a_checkpoint_are_read_whatever_a_state_dict_gives(tmp_path: Path) -> None:
+    model = Counts()
+    model.centre = torch.arange(3.0)
+    model.count = 7
+    tensors = model_state(model)
+    take_extra_states(tensors)
+    header = make_header(1, extra={MADE_BUFFERS: ["centre"]})
+    rank_state = {"modules": module_states(model)}
+    saved = save_checkpoint(
+        tmp_path, tensors={"model": tensors}, rank_state=rank_state, header=header, group=None, keep=1
+    )
+    path = saved.path
+    torch.manual_seed(1)
+    other = Counts()
+    require_same_weights(other, path)
+    load_model(other, path)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.parameters(), model.parameters(), strict=True))
+    assert torch.equal(other.centre, model.centre) and other.count == 7
+    with pytest.raises(RunError, match="do not fit the model as it is now"):
+        require_same_weights(nn.Linear(2, 2), path)
 
 
 def test_only_what_training_has_made_gets_another_shape() -> None:
