@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from functools import partial, partialmethod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ from slurm_train.models.head import Head
 from slurm_train.train.context import require_float8
 from tests.support.extras import NEEDS_TORCHAO
 from tests.support.ranks import make_rank
+from tests.support.warm_ranks import run_alone
 
 # In a process of its own: a pretended world of 64 must not meet another test's group.
 PROGRAM = """
@@ -80,10 +82,8 @@ print("alike")
         ({"dp_replicate": 2, "dp_shard": 64, "cp": 2, "tp": 8, "pp": 8}, [9999]),
     ],
 )
-def test_groups_are_those_of_torch(degrees: dict[str, int], ranks: list[int]) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(degrees), json.dumps(ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "alike\n", done.stderr
+def test_groups_are_those_of_torch(tmp_path: Path, degrees: dict[str, int], ranks: list[int]) -> None:
+    assert run_alone(tmp_path, PROGRAM, json.dumps(degrees), json.dumps(ranks)) == "alike"
 
 
 def test_another_order_of_the_axes_would_be_seen() -> None:
@@ -161,10 +161,8 @@ print("right")
 """
 
 
-def test_ends_are_gathered_apart_and_angles_and_own_losses_stay_precise() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", SHARDED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "right\n", done.stderr
+def test_ends_are_gathered_apart_and_angles_and_own_losses_stay_precise(tmp_path: Path) -> None:
+    assert run_alone(tmp_path, SHARDED) == "right"
 
 
 LARGE = """
@@ -368,11 +366,8 @@ print("right")
 """
 
 
-def test_selective_checkpointing_repeats_no_exchange_of_sums() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SELECTIVE], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout == "right\n", done.stderr
+def test_selective_checkpointing_repeats_no_exchange_of_sums(tmp_path: Path) -> None:
+    assert run_alone(tmp_path, SELECTIVE) == "right"
 
 
 # torchao says at its import which of its kernels this machine has not.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from slurm_train.models import head
 from slurm_train.models.gpt import GPT
 from slurm_train.models.head import linear_cross_entropy
 from slurm_train.models.objective import IGNORED, Objective
+from tests.support.warm_ranks import start_rank
 
 NUM_TOKENS, WIDTH, NUM_IDS = 37, 16, 101
 
@@ -214,15 +214,9 @@ os._exit(0)
 
 @pytest.mark.distributed
 def test_ranks_that_have_a_part_of_the_ids_each_get_loss_and_gradients_of_all(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PARTS, str(rank), "3", str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+    program = tmp_path / "program.py"
+    program.write_text(PARTS)
+    ranks = [start_rank(program, str(rank), "3", str(tmp_path), env=os.environ) for rank in range(3)]
     for rank in ranks:
-        out, err = rank.communicate(timeout=300)
-        assert out == "alike\n", err
+        _, text = rank.communicate(timeout=300)
+        assert text.endswith("alike\n"), text

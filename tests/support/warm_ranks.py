@@ -141,6 +141,23 @@ def run_pair(folder: Path, program: str, *words: str) -> list[Any]:
     return [json.loads(out.read_text()) for out in outs]
 
 
+def run_alone(folder: Path, program: str, *words: str, timeout_s: float = 240.0) -> str:
+    """Runs a program that needs torch in one process and returns its last line, once it has ended well.
+
+    Args:
+        folder: where the program is put.
+        program: Python source.
+        words: its command line.
+        timeout_s: for all of it.
+    """
+    path = folder / "program.py"
+    path.write_text(program)
+    process = start_rank(path, *words, env=os.environ)
+    _, text = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, text
+    return text.rpartition("\n")[0].rpartition("\n")[2]
+
+
 def fork_server() -> None:
     """Gives this process, which a server has forked, a server of its own: it forks what this process starts."""
     order_reader, order_writer = os.pipe()

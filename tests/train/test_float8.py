@@ -13,6 +13,7 @@ import torch
 from slurm_train.checkpoint.tensors import tensor_shapes
 from tests.support.extras import NEEDS_TORCHAO
 from tests.support.small_checkpoints import checkpoint_of
+from tests.support.warm_ranks import run_alone
 from tests.train.small_runs import digest_of, run_to_end, steps_of, weights_of
 from tests.train.test_layouts import STEPS, layout_config, ranks_of
 
@@ -167,10 +168,8 @@ print("right")
 """
 
 
-def test_a_matrix_travels_as_a_byte_a_number_and_all_scales_in_one_exchange() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", GATHERS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.stdout == "right\n", done.stderr
+def test_a_matrix_travels_as_a_byte_a_number_and_all_scales_in_one_exchange(tmp_path: Path) -> None:
+    assert run_alone(tmp_path, GATHERS) == "right"
 
 
 COMPILED = """
