@@ -275,6 +275,7 @@ class JoinedSession(Session):
 
     def report(self, step: int, /, **numbers: Any) -> None:
         """See `Session.report`."""
+        step = _whole(step)
         heartbeat = self._heartbeat
         steps = self._steps
         now_s = heartbeat.clock()
@@ -331,6 +332,7 @@ class JoinedSession(Session):
     @contextlib.contextmanager
     def save(self, step: int, /) -> Iterator[Path]:
         """See `Session.save`."""
+        step = _whole(step)
         start = self._heartbeat.clock()
         phase = self._heartbeat.phase
         if phase != "joined":
@@ -499,7 +501,7 @@ class JoinedSession(Session):
         self._pace.begin()
 
     def _line(self, step: int, numbers: Mapping[str, Any], timing: Mapping[str, float]) -> dict[str, Any]:
-        values = {name: _number(value) for name, value in numbers.items()}
+        values = {name: _number(value) for name, value in numbers.items() if name != "step"}
         if "loss" not in values and not any(name.startswith("eval_") for name in values):
             # Readers recognize the line of a step by its loss.
             values["loss"] = None
@@ -632,6 +634,18 @@ def _newest_collectives() -> bytes | None:
     from slurm_train.distributed.group import newest_collectives
 
     return newest_collectives()
+
+
+def _whole(step: Any) -> int:
+    """Returns a number of steps as an int, which numpy, a tensor or a division may have made of another type.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    whole = int(step)
+    if whole != step:
+        raise ConfigError(f"{step!r} was given as a step", hint="a step is a whole number: how many steps are done")
+    return whole
 
 
 def _number(value: Any) -> float | int | None:

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from slurm_train.checkpoint.verify import newest_verified
@@ -304,3 +306,18 @@ def test_a_call_that_other_ranks_do_not_make_is_named(others: str, tmp_path: Pat
 
 def test_a_session_outside_gives_a_device() -> None:
     assert Session(ALONE, {}).device.type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize("kind", [int, float, np.int64, np.float32])
+def test_a_step_of_any_type_is_a_number_of_steps(kind: Callable[[int], Any], tmp_path: Path) -> None:
+    """Under another type its heartbeats would not be read, and the rank be taken for one that hangs."""
+    run = new_run(tmp_path)
+    mine = join(run)
+    mine.report(kind(3), loss=2.0, step=3.5)
+    with mine.save(kind(3)) as folder:
+        (folder / "x").touch()
+    wait_for(lambda: read_beats(run, 0)[0].step == 3, within_s=60, what="the heartbeat of step 3")
+    mine.close()
+    assert [line["step"] for line in read_metrics(run.metrics)] == [3]
+    with pytest.raises(ConfigError, match=r"2\.5 was given as a step"):
+        mine.report(2.5)  # type: ignore[arg-type]

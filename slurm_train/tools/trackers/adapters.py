@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import math
 import netrc
+import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +30,7 @@ Outcome = Literal["finished", "failed", "paused"]
 """State of a run when its tracker is closed; paused: it will be continued, by Slurm or by a person."""
 Line = Mapping[str, Any]
 """A line of metrics.jsonl; it has a "step"."""
+_LONGEST_MLFLOW_NAME = 250
 # Facts about a line rather than curves.
 _NOT_CURVES = frozenset({"step", "attempt", "world_size", "time_unix_s", "samples_digest"})
 
@@ -238,7 +241,7 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric
 
         metrics = (
-            Metric(key, value, round(1000 * float(line.get("time_unix_s", 0.0))), int(line["step"]))
+            Metric(mlflow_name(key), value, round(1000 * float(line.get("time_unix_s", 0.0))), int(line["step"]))
             for line in lines
             for key, value in numbers_of(line).items()
         )
@@ -253,7 +256,7 @@ class MlflowTracker(Tracker):
         """Adds the parameters; MLflow takes the same value twice, but no other one later."""
         from mlflow.entities import Param
 
-        params = (Param(key, str(value)[: self._LONGEST_VALUE]) for key, value in flat(config).items())
+        params = (Param(mlflow_name(key), str(value)[: self._LONGEST_VALUE]) for key, value in flat(config).items())
         self._send("params", params, self._MOST_PARAMS)
 
     def _send(self, kind: str, items: Iterator[Any], most: int) -> None:
@@ -272,6 +275,17 @@ class MlflowTracker(Tracker):
         facts = run.facts if run.group is None else {**run.facts, "sweep": run.group}
         tags = {self._KEY_TAG: run.key, **{f"slurm_train.{name}": value for name, value in facts.items()}}
         return str(self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id)
+
+
+def mlflow_name(name: str) -> str:
+    """Returns a name that MLflow takes for a metric or a parameter, e.g. "val/AR_100" for "val/AR@100".
+
+    MLflow refuses all of a request with one bad name, so one such metric would keep all others out. A name that is no
+    plain relative path, such as "/loss" or "a//b", is refused as well.
+    """
+    plain = re.sub(r"[^\w/. -]", "_", name)[:_LONGEST_MLFLOW_NAME]
+    is_path = posixpath.normpath(plain) == plain and plain != "." and not plain.startswith(("/", ".."))
+    return plain if is_path else re.sub(r"[/.]", "_", plain) or "_"
 
 
 class TrackioTracker(Tracker):

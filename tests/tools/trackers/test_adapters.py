@@ -16,7 +16,7 @@ from slurm_train.config.schema import MlflowSection, TrackSection, WandbSection
 from slurm_train.rundir.jobs import take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import Element, SweepDirectory, write_table
-from slurm_train.tools.trackers.adapters import numbers_of, wandb_mode
+from slurm_train.tools.trackers.adapters import mlflow_name, numbers_of, wandb_mode
 from tests.support.command_line import Person
 from tests.support.tracked_runs import (
     add_lines,
@@ -173,3 +173,24 @@ def test_wandb_is_online_where_there_is_a_key(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     assert (mode(), mode(WANDB_BASE_URL="https://wandb.example.org:80/x")) == ("online", "offline")
     assert mode(NETRC=str(tmp_path / "other")) == "offline"
+
+
+MLFLOW_NAMES = {
+    "train/loss": "train/loss",
+    "val/AR@100": "val/AR_100",
+    "timing(s)/gen": "timing_s_/gen",
+    "gpu_id: 0/memory.used (MB)": "gpu_id_ 0/memory.used _MB_",
+    "/loss": "_loss",
+    "a//b": "a__b",
+    "../x": "___x",
+    ".": "_",
+    "": "_",
+    "x" * 300: "x" * 250,
+}
+
+
+@pytest.mark.parametrize("name", MLFLOW_NAMES)
+def test_mlflow_takes_every_name(name: str) -> None:
+    validation = pytest.importorskip("mlflow.utils.validation")
+    assert mlflow_name(name) == MLFLOW_NAMES[name]
+    validation._validate_metric_name(mlflow_name(name))
