@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from array import array
 from bisect import bisect_right
@@ -41,13 +42,16 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            # Ends the line that a killed writer left half, so that the next one is not lost with it.
-            os.write(self._descriptor, b"\n")
+        # A killed writer has left its last line half.
+        self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Appends one line; keys keep their order."""
-        write_all(self._descriptor, (json.dumps(values, separators=(", ", ": ")) + "\n").encode())
+        """Appends one line; keys keep their order. A line that a full disk has cut off takes no other with it."""
+        line = json.dumps(values, separators=(", ", ": ")) + "\n"
+        data = (f"\n{line}" if self._is_torn else line).encode()
+        self._is_torn = True
+        write_all(self._descriptor, data)
+        self._is_torn = False
 
     def close(self) -> None:
         """Makes the lines durable and closes the file."""
@@ -150,16 +154,28 @@ def _newest_of(positions: Iterable[int], heads: Sequence[Head]) -> list[int]:
     return kept
 
 
-def last_numbers(path: Path) -> dict[str, float]:
-    """Returns the newest step, its loss and the newest evaluation in a metrics.jsonl; {} where it has no lines."""
+def last_numbers(path: Path) -> dict[str, float | None]:
+    """Returns the newest step, its loss and the newest evaluation in a metrics.jsonl; {} where it has no lines.
+
+    An evaluation that was not finite in the end is None: a run that has diverged has no value from before that.
+    """
     series = read_series(path)
     values = {key: series.last(key) for key in ("step", "loss", *series.evaluations)}
-    numbers = {key: value for key, value in values.items() if value is not None}
-    return numbers | ({"step": int(numbers["step"])} if "step" in numbers else {})
+    numbers: dict[str, float | None] = {key: value for key, value in values.items() if value is not None}
+    if "step" in numbers:
+        numbers["step"] = int(values["step"] or 0)
+    return numbers | dict.fromkeys(series.not_finite)
 
 
-# Of all others the smallest is the best.
-_LARGEST_IS_BEST = ("accuracy", "mfu", "_per_s", "score", "reward")
+# Measures of which more is better have such a word in their names, e.g. "eval_acc", "eval_rouge1", "val/AR@100". Of all
+# others the smallest is the best, and of "eval_dice_loss", too.
+_LARGEST_IS_BEST = re.compile(
+    r"accuracy|mfu|_per_s|score|reward|precision|recall"
+    r"|(?<![a-z])(?:acc|ap|ar|auc|auprc|auroc|bleu|chrf|dice|exact_match|f[12]|fbeta|hits?|iou|kappa|map|mcc|meteor|miou"
+    r"|mrr|ndcg|pearson|psnr|r2|rouge|rouge_?l|rouge_?lsum|spearman|ssim|success|top|win_rate)(?![a-z])",
+    re.IGNORECASE,
+)
+_SMALLEST_IS_BEST = re.compile(r"(?<![a-z])(?:loss|err|error|errors)(?![a-z])", re.IGNORECASE)
 
 Column = array  # of "d"; NaN where a line has no such number
 _CHUNK = 4096
@@ -174,6 +190,8 @@ class Series:
     columns: Mapping[str, Column[float]]
     num_superseded: int = 0
     """Lines that a newer attempt, or a rollback, has made void."""
+    not_finite: tuple[str, ...] = ()
+    """Names of what was evaluated and was not finite the last time."""
 
     def points(self, key: str) -> tuple[Column[float], Column[float]]:
         """Returns the steps and the values of a key, without the lines that lack one of them."""
@@ -200,8 +218,11 @@ def read_series(path: Path) -> Series:
     """
     heads: list[Head] = []
     columns: dict[str, Column[float]] = {}
+    newest: dict[str, Any] = {}
     lines = metric_lines(path)
     while chunk := list(islice(lines, _CHUNK)):
+        for line in chunk:
+            newest |= line
         for key in dict.fromkeys(chain(columns, *chunk)):
             # A column that is new starts with what the lines before it lack.
             column = columns.setdefault(key, array("d", [math.nan]) * len(heads))
@@ -211,7 +232,9 @@ def read_series(path: Path) -> Series:
     counted = {key: array("d", [column[place] for place in positions]) for key, column in columns.items()}
     _add_scores(counted, path)
     with_numbers = {key: column for key, column in counted.items() if not all(map(math.isnan, column))}
-    return Series(with_numbers, num_superseded=len(heads) - len(positions))
+    evaluated = {key: _number(value) for key, value in newest.items() if key.startswith("eval_")}
+    not_finite = tuple(key for key, value in evaluated.items() if not math.isfinite(value))
+    return Series(with_numbers, num_superseded=len(heads) - len(positions), not_finite=not_finite)
 
 
 def _add_scores(columns: dict[str, Column[float]], path: Path) -> None:
@@ -246,7 +269,7 @@ def _number(value: Any) -> float:
 
 def largest_is_best(name: str) -> bool:
     """Returns whether more is better: of "eval_accuracy" it is, of "eval_loss" it is not."""
-    return any(word in name for word in _LARGEST_IS_BEST)
+    return _LARGEST_IS_BEST.search(name) is not None and _SMALLEST_IS_BEST.search(name) is None
 
 
 _BAR_EVERY_S = 0.5

@@ -14,6 +14,7 @@ from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.lookup import closed_places
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, list_sweeps, read_table, sweeps_named
 from slurm_train.tools.report.collate import Cells, as_columns, as_csv, as_markdown, best_line, collate
+from slurm_train.tools.report.run import read_config
 
 # Formats of --out by the ending of the file.
 _FORMATS = {"csv": "csv", "md": "markdown", "parquet": "parquet"}
@@ -27,7 +28,10 @@ def main(words: Sequence[str]) -> int:
     statuses = look_once(read_table(sweep), os.environ)
     rows = collate(statuses)
     _put_out(rows, arguments.format, arguments.out)
-    line = best_line(rows, [status.subject.overrides for status in statuses])
+    # A run that was never written has no configuration.
+    config = next(filter(None, (read_config(status.run.config) for status in statuses)), {})
+    objective = config.get("sweep", {}).get("objective")
+    line = best_line(rows, [status.subject.overrides for status in statuses], objective=objective)
     if line:
         note(line)
     return 0

@@ -409,8 +409,8 @@ class Supervisor:
         # srun ends with 0 after a node failure, too; the job's state tells the two apart.
         is_running = job is None or job.get("JobState") == "RUNNING"
         if self._is_own_code and exit_code == EXIT_DONE and is_running:
-            result = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
-            result |= best_effort("the metrics", lambda: last_numbers(run.metrics), dict[str, float]())
+            result: dict[str, float | None] = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
+            result |= best_effort("the metrics", lambda: last_numbers(run.metrics), dict[str, float | None]())
             best_effort("the result", lambda: publish_result(run, attempt, result), None)
             return True
         return best_effort("the result", lambda: is_there(run.result), False)
@@ -572,8 +572,13 @@ def ignore_stop_signals() -> None:
 
 @contextlib.contextmanager
 def on_stop(act: Callable[[], object]) -> Iterator[None]:
-    """Calls `act` for each signal that asks for a stop while the body runs: Ctrl-C, `kill`, a closed terminal."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """Calls `act` for each signal that asks for a stop while the body runs: Ctrl-C, `kill`, a closed terminal.
+
+    Under `nohup` a closed terminal asks for nothing.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, lambda _number, _frame: act()) for number in numbers}
     try:
         yield

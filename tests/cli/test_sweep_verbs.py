@@ -137,7 +137,7 @@ def test_collate_has_a_row_per_run(sweep: SweepDirectory, shell: Shell) -> None:
     assert (first["optim.lr"], first["seed"], first["state"], first["attempts"]) == ("0.001", "0", "finished", "1")
     assert (first["last_loss"], first["best_loss"], first["best_loss_step"]) == ("3.0", "2.0", "10")
     assert (rows[3]["state"], rows[3]["last_loss"], rows[3]["attempts"]) == ("not_started", "", "0")
-    assert done.err == f"best loss: 2 at step 10 of run 0, {first['run']}: optim.lr=0.001 seed=0\n"
+    assert done.err == f"best eval_accuracy: 0.5 at step 20 of run 0, {first['run']}: optim.lr=0.001 seed=0\n"
 
 
 def test_a_run_name_leads_to_its_sweep(sweep: SweepDirectory, shell: Shell) -> None:

@@ -7,10 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.metrics import read_metrics, read_series
+from slurm_train.metrics import largest_is_best, last_numbers, read_metrics, read_series
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.scores import Score, append_score
 
@@ -69,3 +70,27 @@ def test_scores_of_a_follower_are_read_with_the_rest(tmp_path: Path) -> None:
     assert [*series.points("eval_wiki_loss")[0]] == [15.0, 20.0, 30.0]
     assert series.evaluations == ["eval_loss", "eval_wiki_loss"] and series.num_superseded == 0
     assert {*series.columns["attempt"]} == {0.0} and series.last("step") == 30.0
+
+
+def test_a_run_that_has_diverged_has_no_value_from_before(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "attempt": 0, "loss": 2.0},
+        {"step": 1, "attempt": 0, "eval_loss": 1.5, "eval_acc": 0.1},
+        {"step": 2, "attempt": 0, "loss": None, "eval_loss": None},
+        {"step": 3, "attempt": 0, "loss": None},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert last_numbers(path) == {"step": 3, "loss": 2.0, "eval_loss": None, "eval_acc": 0.1}
+
+
+MORE_IS_BETTER = {
+    True: "eval_accuracy eval_acc val/top5 eval_rouge1 eval_f1 val/AR@100 eval_mAP50 eval_score tokens_per_s mfu",
+    False: "loss eval_loss eval_dice_loss top1_error eval_bits_per_byte eval_wer eval_perplexity eval_space",
+}
+
+
+@pytest.mark.parametrize("is_largest", MORE_IS_BETTER)
+def test_of_what_more_is_better(is_largest: bool) -> None:
+    names = MORE_IS_BETTER[is_largest].split()
+    assert [name for name in names if largest_is_best(name) is is_largest] == names

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,24 @@ def test_a_line_torn_by_a_kill_takes_no_other_with_it(tmp_path: Path) -> None:
     path.write_text(json.dumps({"step": 1, "attempt": 0}) + '\n{"step": 2, "att')
     write(path, {"step": 2, "attempt": 1})
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_a_line_cut_off_by_a_full_disk_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write({"step": 1, "attempt": 0})
+    real = os.write
+
+    def fills(descriptor: int, data: bytes) -> int:
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data[:10])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fills)
+        with pytest.raises(OSError, match="No space left"):
+            writer.write({"step": 2, "attempt": 0})
+    writer.write({"step": 2, "attempt": 0})
+    writer.write({"step": 3, "attempt": 0})
+    writer.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]

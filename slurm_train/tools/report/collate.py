@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slurm_train.errors import ConfigError
 from slurm_train.metrics import largest_is_best, read_series
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
@@ -14,25 +15,57 @@ from slurm_train.rundir.timing import goodput, held_s
 from slurm_train.status.run_status import RunStatus
 
 Cells = dict[str, Any]
+BEST = "best_"
+"""Prefix of the columns with the best value of a metric."""
+STEP = "_step"
+"""Suffix of the columns with the step of a best value."""
 
 
-def best_line(rows: Sequence[Cells], given: Sequence[Mapping[str, str]]) -> str:
-    """Returns which run is the best so far, by held-out loss, or by training loss where nothing is evaluated.
+def best_line(rows: Sequence[Cells], given: Sequence[Mapping[str, str]], *, objective: str | None) -> str:
+    """Returns which run is the best so far by the metric that the sweep is judged by, "" where no run has a value.
 
     Args:
         rows: the table.
         given: what the sweep gave to each run.
+        objective: `sweep.objective` of the runs.
     """
-    for metric in ("eval_loss", "loss"):
-        key = f"best_{metric}"
-        valued = [(row[key], number) for number, row in enumerate(rows) if row.get(key) is not None]
-        if valued:
-            value, number = min(valued)
-            row = rows[number]
-            words = " ".join(f"{name}={setting}" for name, setting in given[number].items())
-            step = row[f"{key}_step"]
-            return f"best {metric}: {value:.5g} at step {step} of run {row['index']}, {row['run']}: {words}"
-    return ""
+    metric = choose_metric(rows, asked=None, configured=objective)
+    key = f"{BEST}{metric}"
+    valued = [(row[key], number) for number, row in enumerate(rows) if row.get(key) is not None]
+    if not valued:
+        return ""
+    choose = max if largest_is_best(metric) else min
+    value, number = choose(valued, key=lambda pair: pair[0])
+    row = rows[number]
+    words = " ".join(f"{name}={setting}" for name, setting in given[number].items())
+    return f"best {metric}: {value:.5g} at step {row[f'{key}{STEP}']} of run {row['index']}, {row['run']}: {words}"
+
+
+def choose_metric(rows: Sequence[Mapping[str, Any]], *, asked: str | None, configured: str | None) -> str:
+    """Returns the metric that a sweep is judged by: the one that is asked for, or held-out loss, or training loss.
+
+    Args:
+        rows: the collated table.
+        asked: by --metric.
+        configured: `sweep.objective` of the runs.
+
+    Raises:
+        ConfigError: no run has the metric that is asked for.
+    """
+    names: list[str] = []
+    for row in rows:
+        for key, value in row.items():
+            name = key.removeprefix(BEST)
+            is_metric = key.startswith(BEST) and not key.endswith(STEP)
+            if is_metric and name not in names and value is not None:
+                names.append(name)
+    if asked is not None and asked not in names:
+        raise ConfigError(f"--metric {asked}: no run has it", hint=f"there are {', '.join(names) or 'none yet'}")
+    measures = [name for name in names if name != "loss"]
+    for candidate in (asked, configured, "eval_loss", *measures):
+        if candidate in names:
+            return candidate
+    return "loss"
 
 
 def collate(statuses: Sequence[RunStatus]) -> list[Cells]:
@@ -63,14 +96,17 @@ def _metrics(run: RunDirectory) -> Cells:
     """Returns the last value of each metric, and the best of loss and evaluations with its step."""
     series = read_series(run.metrics)
     cells: Cells = {"step": int(series.last("step") or 0)}
-    for key in ("loss", *series.evaluations):
+    # Lightning logs "eval_loss_step" beside "eval_loss": of the last batch alone, under the name of a column here.
+    of_one_batch = {f"{key}{STEP}" for key in series.evaluations}
+    evaluations = [key for key in series.evaluations if key not in of_one_batch]
+    for key in ("loss", *evaluations):
         steps, values = series.points(key)
         if values:
             choose = max if largest_is_best(key) else min
             best = choose(range(len(values)), key=values.__getitem__)
             cells[f"last_{key}"] = values[-1]
-            cells[f"best_{key}"] = values[best]
-            cells[f"best_{key}_step"] = int(steps[best])
+            cells[f"{BEST}{key}"] = values[best]
+            cells[f"{BEST}{key}{STEP}"] = int(steps[best])
     return cells
 
 

@@ -8,11 +8,11 @@ from itertools import accumulate
 from typing import Any
 
 from slurm_train.config.schema import flat
-from slurm_train.errors import ConfigError
 from slurm_train.formatting import number
 from slurm_train.metrics import largest_is_best, read_series
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.sweep import Element, SweepDirectory
+from slurm_train.tools.report.collate import BEST, choose_metric
 from slurm_train.tools.report.page import Block, Curve, Document, as_float, drawn, line, plot
 from slurm_train.tools.report.run import Fact, provenance, read_attempts, read_config, read_settings, time_by_cause
 
@@ -21,8 +21,6 @@ _LEAST_PER_CURVE = 10
 _MOST_PER_CURVE = 300
 _MOST_MARKS = 100
 _MOST_AXES = 12
-_BEST = "best_"
-_STEP = "_step"
 # Shares of the runs that count as the best, the good, and so on.
 _GRADES = (0.1, 0.3, 0.6, 0.85)
 
@@ -118,38 +116,11 @@ def _without_attempts(run: Fact) -> Fact:
     return {key: value for key, value in run.items() if key != "attempts"}
 
 
-def choose_metric(rows: Sequence[Mapping[str, Any]], *, asked: str | None, configured: str | None) -> str:
-    """Returns the metric that a sweep is judged by: the one that is asked for, or held-out loss, or training loss.
-
-    Args:
-        rows: the collated table.
-        asked: by --metric.
-        configured: `sweep.objective` of the runs.
-
-    Raises:
-        ConfigError: no run has the metric that is asked for.
-    """
-    names: list[str] = []
-    for row in rows:
-        for key, value in row.items():
-            name = key.removeprefix(_BEST)
-            is_metric = key.startswith(_BEST) and not key.endswith(_STEP)
-            if is_metric and name not in names and as_float(value) is not None:
-                names.append(name)
-    if asked is not None and asked not in names:
-        raise ConfigError(f"--metric {asked}: no run has it", hint=f"there are {', '.join(names) or 'none yet'}")
-    measures = [name for name in names if name != "loss"]
-    for candidate in (asked, configured, "eval_loss", *measures):
-        if candidate in names:
-            return candidate
-    return "loss"
-
-
 def grade(trials: Sequence[Fact], metric: str) -> list[Fact]:
     """Returns the trials with "value", "place" (0: the best), and "colour": "q0" of the best tenth to "q4"."""
     values: dict[int, float] = {}
     for trial in trials:
-        value = as_float(trial["cells"].get(f"{_BEST}{metric}"))
+        value = as_float(trial["cells"].get(f"{BEST}{metric}"))
         if value is not None:
             values[trial["index"]] = value
     order = sorted(values, key=values.__getitem__, reverse=largest_is_best(metric))

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from slurm_train.tools.report.collate import choose_metric
 from slurm_train.tools.report.page import render
-from slurm_train.tools.report.sweep import choose_metric, grade
+from slurm_train.tools.report.sweep import grade
 from tests.support.documents import plots
 from tests.support.html_pages import Page
 from tests.support.sweep_files import RUNS, SweptRun, sweep_document_of
