@@ -8,6 +8,7 @@ trained again, so a driver that was killed catches up when the same words are ty
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,12 +226,18 @@ def objective(run: RunDirectory, key: str | None) -> float:
         key: which one; None: eval_loss, or loss where nothing was evaluated.
 
     Raises:
-        RunError: there is no result, or no such number in it.
+        RunError: there is no result, or no such number in it, or one that is not finite.
     """
     result: Mapping[str, Any] = read_json(run.result) or {}
     for name in (key,) if key is not None else ("eval_loss", "loss"):
-        if isinstance(result.get(name), (int, float)):
-            return float(result[name])
+        value = result.get(name, "")
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            raise RunError(
+                f"{name} of {run.path} is not finite: no value for a sweeper",
+                hint="hydra.sweeper.max_failure_rate=0.5 lets a study of Optuna go on without up to half of its runs",
+            )
+        if isinstance(value, (int, float)):
+            return float(value)
     numbers = ", ".join(name for name, value in result.items() if isinstance(value, float)) or "no number"
     raise RunError(
         f"{run.path} has no result {key or 'eval_loss'}",

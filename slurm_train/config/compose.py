@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, cast
 
 import yaml
@@ -57,6 +58,7 @@ from slurm_train.config.words import (
     prepare_overrides,
     quoted,
     split_word,
+    with_quoted_items,
 )
 from slurm_train.config.yaml_files import FaithfulLoader
 from slurm_train.errors import ConfigError
@@ -71,6 +73,7 @@ _MOST_POINTS = 100_000
 _GROUPS = ("optim", "model", "data", "cluster", "site", "container")
 _CLUSTER_DEFAULTS: Mapping[str, Any] = to_mapping(ClusterSection())
 _FIRST_GROUPS = ("cluster", "site", "container")
+_QUOTED_LIST = re.compile(r"\['[^'\",\\\[\]{}]*'(?:,'[^'\",\\\[\]{}]*')*\]")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
@@ -127,6 +130,9 @@ class Composer:
         # Whatever way a configuration spells it, the variable is asked for by name here.
         OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
         OmegaConf.register_new_resolver("hydra", _read_hydra, replace=True)
+        # One time for all runs of a sweep, as in Hydra: composing many of them takes seconds.
+        began = datetime.now()
+        OmegaConf.register_new_resolver("now", began.strftime, replace=True)
         self._bases: dict[tuple[RunMode, str], DictConfig] = {}
         self._parsed: dict[str, Override] = {}
         for source in self.hydra.config_loader.get_sources():
@@ -187,7 +193,11 @@ class Composer:
         shape = full.hydra.job.config.override_dirname
         full.hydra.overrides.task = [task.input_line for task in tasks]
         full.hydra.job.override_dirname = get_overrides_dirname(
-            tasks, kv_sep=shape.kv_sep, item_sep=shape.item_sep, exclude_keys=shape.exclude_keys
+            # A name that is made of the other words is no part of itself.
+            [task for task in tasks if task.key_or_group != "run.name"],
+            kv_sep=shape.kv_sep,
+            item_sep=shape.item_sep,
+            exclude_keys=shape.exclude_keys,
         )
         if number is not None:
             full.hydra.job.num = number
@@ -495,6 +505,14 @@ _SAID: Mapping[str, tuple[str, str]] = {
         "${{{0}}} refers to no key",
         "`--cfg job` prints every key",
     ),
+    r"Could not find 'hydra/sweeper/(\w+)'": (
+        "hydra/sweeper={0}: there is no such sweeper in this environment",
+        "install its plugin, e.g. pip install hydra-optuna-sweeper, for the Python of this command",
+    ),
+    r"Key '(\w+)' not in 'BasicLauncherConf'": (
+        "hydra.launcher.{0}: this program launches the runs, not a plugin of Hydra",
+        f"drop it: {_SIZE} goes through Slurm, and cluster.* are its settings",
+    ),
     r"Could not find 'hydra/launcher/(\w+)'": (
         "hydra/launcher={0}: this program launches the runs, not a plugin of Hydra",
         f"drop it: {_SIZE} goes through Slurm; without it the runs are trained here",
@@ -580,11 +598,11 @@ def read_points(words: Words) -> list[Point]:
     choices: dict[str, list[str]] = {}
     keys = set()
     for word in words.overrides:
-        _, key, value = split_word(word)
+        sign, key, value = split_word(word)
         if value is None or is_one_value(key, value):
             continue
         try:
-            (override,) = parser.parse_overrides([word])
+            (override,) = parser.parse_overrides([f"{sign}{key}={with_quoted_items(key, value)}"])
         except HydraException as err:
             raise ConfigError(
                 f"{word!r} cannot be read in a sweep: {' '.join(str(err).splitlines()[0].split())}",
@@ -607,7 +625,9 @@ def read_points(words: Words) -> list[Point]:
 
 
 def unquoted(value: str) -> str:
-    """Returns a value without the quotes of Hydra's spelling."""
+    """Returns a value without the quotes of Hydra's spelling, e.g. "[train.py,--lr=1]" for "['train.py','--lr=1']"."""
+    if _QUOTED_LIST.fullmatch(value):
+        return value.replace("'", "")
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value
 

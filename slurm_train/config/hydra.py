@@ -105,6 +105,8 @@ class HydraSettings:
     """The words, with what follows from Hydra's settings: several runs, the run's name."""
     notes: tuple[str, ...]
     """What is ignored or filled in, in words."""
+    in_files: Mapping[str, Any]
+    """What a person's own files set of Hydra, without "hydra." in the keys."""
 
     def compose(self) -> Composed:
         """Returns the configuration of the one run that the command line describes.
@@ -124,7 +126,28 @@ class HydraSettings:
         Raises:
             ConfigError: as `Composer.compose`.
         """
-        return (self.composer.compose(point, number=number) for number, point in enumerate(points, start=first))
+        seen = set[str]()
+        for number, point in enumerate(points, start=first):
+            composed = self.composer.compose(point, number=number)
+            choices = json.dumps(composed.choices, sort_keys=True)
+            if choices not in seen:
+                seen.add(choices)
+                self._refuse_in_chosen_files(point)
+            yield composed
+
+    def _refuse_in_chosen_files(self, point: Sequence[str]) -> None:
+        """Refuses what a file that the sweep itself chooses sets of Hydra, which is read before there is a sweep."""
+        with self.composer.explaining():
+            groups, _ = self.composer.split(self.composer.parse(prepare_overrides(point)))
+            settings = _set_in_files(self.composer, self.composer.base(groups), _typed_settings(self.words.overrides))
+        _refuse(settings)
+        for key, value in settings.items():
+            is_read = any(is_below(key, name) for name in ("mode", *_IGNORED)) or self.in_files.get(key) == value
+            if not is_read:
+                raise ConfigError(
+                    f"hydra.{key} is set in a file that the sweep chooses, and is read before the sweep begins",
+                    hint="choose that file alone (-m +experiment=NAME), or set it in the primary file or as a word",
+                )
 
     @property
     def sweeper_needs_values(self) -> bool:
@@ -208,8 +231,7 @@ def read_settings(words: Words) -> HydraSettings:
         ConfigError: a setting that cannot work here as it does under Hydra, with what to type instead.
     """
     composer = Composer(words)
-    parts = [split_word(word) for word in words.overrides if _is_to_hydra(word)]
-    typed = {key[len("hydra.") :]: value or "" for _, key, value in parts}
+    typed = _typed_settings(words.overrides)
     # Before Hydra composes: it does not know options of plugins that are not installed.
     _refuse(typed)
     with composer.explaining():
@@ -217,6 +239,7 @@ def read_settings(words: Words) -> HydraSettings:
         file_settings = _set_in_files(composer, config, typed)
     _refuse(file_settings)
     _refuse_batches(config)
+    _refuse_several_objectives(config)
     notes = []
     for name, reason in _IGNORED.items():
         if any(is_below(key, name) for key in (*typed, *file_settings)):
@@ -231,7 +254,14 @@ def read_settings(words: Words) -> HydraSettings:
         config=config,
         words=replace(words, overrides=overrides, multirun=is_multirun),
         notes=tuple(notes),
+        in_files=file_settings,
     )
+
+
+def _typed_settings(words: Sequence[str]) -> dict[str, str]:
+    """Returns what words set of Hydra itself, e.g. {"job.chdir": "true"}."""
+    parts = [split_word(word) for word in words if _is_to_hydra(word)]
+    return {key[len("hydra.") :]: value or "" for _, key, value in parts}
 
 
 def _is_to_hydra(word: str) -> bool:
@@ -263,6 +293,16 @@ def _refuse_batches(config: DictConfig) -> None:
         raise ConfigError(
             f"hydra.sweeper.max_batch_size={sweeper.max_batch_size} makes a sweep wait for batch after batch",
             hint=f"write sweep.max_parallel={sweeper.max_batch_size}: as many at once, with no waiting between",
+        )
+
+
+def _refuse_several_objectives(config: DictConfig) -> None:
+    """Refuses a study of several values: a run gives one."""
+    directions = config.hydra.sweeper.get("direction")
+    if isinstance(directions, Sequence) and not isinstance(directions, str) and len(directions) > 1:
+        raise ConfigError(
+            f"hydra.sweeper.direction={OmegaConf.to_container(directions)} asks for several values of a run",
+            hint="a run gives the one that sweep.objective names: give one direction",
         )
 
 

@@ -29,8 +29,8 @@ _OPTIONAL_GROUPS = ("cluster", "experiment", "site", "container")
 # A setting of Hydra that is a text, which may have an equals sign.
 _JOB_NAME = "hydra.job.name"
 _SIZE = re.compile(r"([1-9]\d{0,4}(?:-[1-9]\d{0,4})?)x([1-9]\d{0,2})")
-# A list whose items need no reading: no quotes, no brackets inside, no references.
-_PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]+)\]")
+# A list whose items need no reading: no quotes and no brackets inside; a reference such as ${seed} is part of an item.
+_PLAIN_LIST = re.compile(r"\[((?:[^\[\]{}'\"$]|\$\{[^\[\]{},'\"]+\}|\$(?!\{))+)\]")
 # A mapping of the same kind.
 _PLAIN_MAPPING = re.compile(r"\{([^\[\]{}'\"]+)\}")
 _OPEN_TEXTS = ("cluster.env", "cluster.sbatch", "cluster.srun")
@@ -343,15 +343,28 @@ def _as_typed(key: str, value: str) -> str:
         pairs = (item.partition(":") for item in mapping[1].split(","))
         words = (f"{name.strip()}: {_as_typed(f'{key}.x', word.strip())}" for name, _, word in pairs)
         return f"{{{', '.join(words)}}}"
-    texts = _PLAIN_LIST.fullmatch(value) if kind == "texts" else None
-    if texts:
-        # Blanks around an item are no part of it, to Hydra; other white space is.
-        items = (quoted(item.strip(" \t")) for item in texts[1].split(","))
-        return f"[{','.join(items)}]"
+    if kind == "texts":
+        return with_quoted_items(key, value)
     keeps_meaning = value == "null" or (kind == "flag" and value.lower() in ("true", "false"))
     if kind not in ("text", "flag") or keeps_meaning or value.startswith(("'", '"')):
         return value
     return quoted(value)
+
+
+def with_quoted_items(key: str, value: str) -> str:
+    """Returns a value in Hydra's spelling: the items of lists of texts are quoted, so that they arrive unchanged.
+
+    Also those of several lists, as a sweep has them: Hydra would make 1000.0 of 1e3, and cannot read --lr=1 without.
+    """
+    if _kind_of(key) != "texts" or re.search(r"['\"]", value):
+        return value
+
+    def with_quotes(match: re.Match[str]) -> str:
+        # Blanks around an item are no part of it, to Hydra; other white space is.
+        items = (quoted(item.strip(" \t")) for item in match[1].split(","))
+        return f"[{','.join(items)}]"
+
+    return _PLAIN_LIST.sub(with_quotes, value)
 
 
 def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:

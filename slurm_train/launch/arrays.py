@@ -271,10 +271,29 @@ def _require_all_acceptable(
         try:
             require_acceptable(script, commands, example if array is arrays[0] else None)
         except ClusterError as err:
+            if _are_too_many(array, sweep, commands):
+                raise ClusterError(err.message, hint=_hint_for_fewer(array)) from err
             if array.pack == 1:
                 raise
             request = f"a pack asks for {array.pack} runs' GPUs, CPUs and memory on one node"
             raise ClusterError(err.message, hint=f"{request}: lower sweep.pack; else {err.hint}") from err
+
+
+def _are_too_many(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmCommands) -> bool:
+    """Returns whether Slurm refuses an array, and would accept one of its elements: a limit counts them."""
+    if plan.num_elements == 1:
+        return False
+    first = replace(plan, runs=plan.runs[: plan.pack], throttle=None)
+    scripts = [render_array(array, sweep, next_number(sweep)) for array in (plan, first)]
+    return [slurm_verdict(script, commands).is_accepted for script in scripts] == [False, True]
+
+
+def _hint_for_fewer(plan: ArrayPlan) -> str:
+    return (
+        f"Slurm counts {plan.num_elements} jobs, waiting ones too, and would take fewer: sweep fewer values at a time "
+        "(with more values later, only the runs that are missing are submitted), or let several runs share a job with "
+        "sweep.pack=N"
+    )
 
 
 def refuses_arrays(plan: ArrayPlan, sweep: SweepDirectory, commands: SlurmCommands) -> bool:
@@ -336,6 +355,9 @@ def submit_arrays(
                 write_atomic(array.unread, f"{err.message}\n")
             else:
                 shutil.rmtree(array.path)
+            if not ids and plan.num_elements > 1 and not isinstance(err, UnreadAnswer):
+                hint = f"{err.hint}; where it is the number: {_hint_for_fewer(plan)}"
+                raise ClusterError(err.message, hint=hint) from err
             if not ids:
                 raise
             num_submitted = sum(len(submitted.runs) for submitted in plans[: len(ids)])

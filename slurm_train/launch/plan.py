@@ -679,9 +679,14 @@ def _refuse_same_runs(points: Sequence[Point], plans: Sequence[RunPlan]) -> None
     for index, plan in enumerate(plans):
         earlier = index_of_path.setdefault(plan.run.path, index)
         if earlier != index:
+            hint = (
+                "a key that says where or how a run is carried out does not make another run; drop it, "
+                "or sweep run.name as well"
+            )
+            if points[earlier].values == points[index].values:
+                hint = 'give each value once; to train it several times, sweep the seed: "seed=range(3)"'
             raise ConfigError(
                 f"runs {earlier} and {index} of the sweep have the same configuration: "
                 f"{describe(points[earlier].values)}, and {describe(points[index].values)}",
-                hint="a key that says where or how a run is carried out does not make another run; drop it, "
-                "or sweep run.name as well",
+                hint=hint,
             )

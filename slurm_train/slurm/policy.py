@@ -405,7 +405,10 @@ class Refusal(enum.Enum):
     )
     REQUEUE = "this site refuses --requeue: set requeue.enabled=false; such a run comes back by `resume` alone"
     TIME_LIMIT = "lower cluster.time_limit_min (`sinfo -o '%P %l'` shows the longest)"
-    POLICY = "your account or QOS allows less: ask for less, or for another QOS"
+    POLICY = (
+        "your account or QOS allows less: ask for less, or for another QOS; a limit on submitted jobs counts those "
+        "that wait as well (`squeue --me`), and the same command submits later what it refuses now"
+    )
     NODE_NAME = "see `sinfo -N` for the names and set cluster.nodelist or cluster.exclude"
     FEATURE = "see `sinfo -o '%N %f'` for the features and set cluster.constraint"
     RESERVATION = "see `scontrol show reservation` and set cluster.sbatch.reservation"
@@ -416,7 +419,7 @@ class Refusal(enum.Enum):
 # Searched in order, in text of any case: the first that occurs decides.
 _PATTERNS = {
     # First: its explanation mentions time limits too.
-    Refusal.POLICY: "accounting/qos policy",
+    Refusal.POLICY: r"accounting/qos policy|too many (\w+ )?jobs|max\w* (job limit|number of (\w+ )?jobs)",
     Refusal.REQUEUE: "requeue",
     Refusal.PARTITION: "partition name|invalid partition|not permitted to use this partition",
     Refusal.QOS: "invalid qos",

@@ -108,6 +108,14 @@ def test_a_run_without_the_value_that_is_asked_for_is_an_error(tmp_path: Path) -
     run.result.write_text('{"loss": 2.0, "eval_loss": 1.0}')
     assert (objective(run, None), objective(run, "loss")) == (1.0, 2.0)
     assert "has no result eval_f1" in refusal(RunError, objective, run, "eval_f1").message
+    for value in ("NaN", "Infinity", "null"):
+        run.result.write_text(f'{{"loss": 2.0, "eval_loss": {value}}}')
+        assert "eval_loss of " in refusal(RunError, objective, run, None).message, "not the loss in its place"
+
+
+def test_a_study_has_one_direction(shell: Shell, halving: str) -> None:
+    words = f"{halving} +hydra.sweeper.direction=[minimize,maximize]"
+    assert "sweep.objective" in shell.refuses("direction=['minimize', 'maximize'] asks for several values", words)
 
 
 def test_ctrl_c_ends_a_study_whose_runs_may_fail(halving: str, shell: Shell) -> None:

@@ -193,6 +193,30 @@ def test_the_texts_of_a_sweep_are_those_that_were_typed() -> None:
     ]
 
 
+SWEPT_SCRIPTS = {
+    "script=[t.py,--tag,007],[t.py,--tag,1e3]": [["t.py", "--tag", "007"], ["t.py", "--tag", "1e3"]],
+    "script=[t.py,--lr=1e-3],[t.py,optim.lr=3e-4, x ]": [["t.py", "--lr=1e-3"], ["t.py", "optim.lr=3e-4", "x"]],
+    "script=choice([t.py,true],[t.py,1_000])": [["t.py", "true"], ["t.py", "1_000"]],
+    "script=[t.py,'a,[b]'],[t.py]": [["t.py", "a,[b]"], ["t.py"]],
+    "script=[t.py,--seed=${seed},--n=${hydra:job.num}]": [["t.py", "--seed=8", "--n=0"]],
+}
+
+
+@pytest.mark.parametrize("word", SWEPT_SCRIPTS)
+def test_the_arguments_of_swept_scripts_are_those_that_were_typed(word: str) -> None:
+    """Hydra makes 1000.0 of 1e3, and cannot read --lr=1e-3 in a list."""
+    swept = points(word, "seed=8")
+    composer = Composer(Words())
+    scripts = [composer.compose(point.overrides, number=number).config.script for number, point in enumerate(swept)]
+    assert scripts == SWEPT_SCRIPTS[word]
+    assert len(swept) == 1 or swept[0].values["script"].startswith("[t.py,")
+
+
+def test_the_name_of_a_run_may_be_made_of_the_other_words() -> None:
+    words = ("run.name=${hydra.job.override_dirname}", "seed=3", "hydra.job.config.override_dirname.kv_sep=-")
+    assert composed(*words).config.run.name == "seed-3"
+
+
 def test_points_do_not_leak_into_each_other() -> None:
     sweep = [["optim.lr=0.5", "+model.extra=1"], [], ["~model.width"]]
     first, second, third = map(Composer(Words()).compose, sweep)

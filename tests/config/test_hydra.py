@@ -177,6 +177,9 @@ def test_hydras_own_references_are_resolved(tmp_path: Path, monkeypatch: pytest.
     settings = settings_of("-m", "seed=5,6", "run.name=run_${hydra.job.num}")
     points = [point.overrides for point in read_points(settings.sweep_words)]
     assert [one.config.run.name for one in settings.compose_points(points)] == ["run_0", "run_1"]
+    settings = settings_of("-m", "seed=5,6,7", "run.name=at-${now:%f}")
+    points = [point.overrides for point in read_points(settings.sweep_words)]
+    assert len({one.config.run.name for one in settings.compose_points(points)}) == 1, "the time of the command"
     message = "${hydra:runtime.output_dir} is not known when the configuration is composed"
     assert refusal("run.name=${hydra:runtime.output_dir}").message == message
 
@@ -238,6 +241,37 @@ def test_resolvers_and_search_path_plugins_of_ones_own_are_found(plugins: Path, 
 
 
 # Settings to Hydra
+
+
+IN_EXPERIMENTS = {
+    "{sweeper: {params: {seed: '1,2'}}}": "hydra.sweeper.params.seed is set in a file that the sweep chooses",
+    "{job: {name: x}}": "hydra.job.name is set in a file that the sweep chooses",
+    "{job: {chdir: true}}": "hydra.job.chdir=true",
+    "{launcher: {timeout_min: 60}}": "hydra.launcher.timeout_min: this program launches the runs",
+    "{mode: MULTIRUN, help: {app_name: x}}": "",
+    "{}": "",
+}
+
+
+@habit("Hydra's settings in a file that the sweep itself chooses (`+experiment=a,b`)")
+@pytest.mark.parametrize("text", IN_EXPERIMENTS)
+def test_what_a_swept_file_sets_of_hydra_is_not_lost(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        f"experiment/{name}.yaml": f"# @package _global_\nhydra: {text}\nseed: {len(name)}\n" for name in ("a", "bb")
+    }
+    write(tmp_path / "own", files)
+    monkeypatch.chdir(tmp_path)
+    settings = settings_of("-m", "--config-dir", "own", "+experiment=a,bb")
+    points = [point.overrides for point in read_points(settings.sweep_words)]
+    said = ""
+    try:
+        seeds = [composed.config.seed for composed in settings.compose_points(points)]
+    except ConfigError as err:
+        said = err.message
+    assert said.startswith(IN_EXPERIMENTS[text]) and bool(said) == bool(IN_EXPERIMENTS[text])
+    assert said or seeds == [1, 2]
 
 
 @habit("`hydra.mode=MULTIRUN`")

@@ -225,6 +225,13 @@ NO_SWEEPS: list[tuple[list[dict[str, Any]], str]] = [
 ]
 
 
+def test_a_value_that_is_given_twice_is_no_second_run() -> None:
+    points = [Point((), {"seed": "1"}), Point((), {"seed": "1"})]
+    err = refusal(ConfigError, plan_sweep, points, iter([composed(seed=1), composed(seed=1)]), cwd=CWD, env={})
+    assert err.message.endswith("have the same configuration: seed=1, and seed=1")
+    assert err.hint == 'give each value once; to train it several times, sweep the seed: "seed=range(3)"'
+
+
 @pytest.mark.parametrize(("sections", "message"), NO_SWEEPS)
 def test_what_cannot_be_one_sweep_is_refused(sections: list[dict[str, Any]], message: str) -> None:
     assert refusal(ConfigError, sweep_of, *sections).message.startswith(message)

@@ -267,6 +267,11 @@ def test_a_wrapper_that_loses_the_exit_code_makes_no_yes_of_a_no() -> None:
             Refusal.POLICY,
             "Job violates accounting/QOS policy (user's size and/or time limits)",
         ),
+        (
+            "    [*] Too many simultaneous jobs in queue.\n        --> Max job limits for normal =  50 jobs\n",
+            Refusal.POLICY,
+            "[*] Too many simultaneous jobs in queue.; --> Max job limits for normal =  50 jobs",
+        ),
         ("sbatch: error: the site says no\n", Refusal.OTHER, "the site says no"),
         ("", Refusal.OTHER, "sbatch gave no reason"),
     ],
@@ -280,7 +285,6 @@ def test_refusals_are_told_apart(text: str, refusal: Refusal, message: str) -> N
     ("words", "settings"),
     [
         ("You may use several accounts.\nName one:\n  lab-one, lab-two\nUse --account=NAME.", "cluster.account"),
-        ("    [*] Too many simultaneous jobs in queue.", "cluster.partition"),
         ("Please choose a QoS", "cluster.qos"),
         ("Wall time must not exceed 24 h", "cluster.time_limit_min"),
         ("You must request at least 1 GPU in this partition", "cluster.gpu_type"),
