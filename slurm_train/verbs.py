@@ -8,6 +8,7 @@ at a TAB: this module imports nothing slow.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import pwd
@@ -562,6 +563,9 @@ refused, with what to type instead
 """Of `--hydra-help`."""
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
 def run(words: Sequence[str]) -> int:
     """Runs a command line; returns its exit code (0 done, 1 failure, 2 wrong use, 75 must be started again)."""
     _stand_in_for_passwd()
@@ -585,6 +589,11 @@ def _run(words: Sequence[str]) -> int:
             raise
         message = f"{err.filename}: you may not read or write it, or not enter its folder"
         return _print_error(RunError(message, hint="ask its owner, or name another place: --root DIR, run.root=DIR"))
+    except OSError as err:
+        if err.errno not in _NO_ROOM or err.filename is None or words[:1] in (["worker"], ["supervise"]):
+            raise
+        hint = "make room there, or name another place (run.root=DIR); then type the same command again"
+        return _print_error(SlurmTrainError(f"{err.filename} cannot be written: {err.strerror}", hint=hint))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

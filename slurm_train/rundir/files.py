@@ -22,7 +22,8 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -108,11 +109,22 @@ def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
     return descriptor
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Gives an error of a descriptor the path: of a full disk one wants to know which."""
+    try:
+        yield
+    except OSError as err:
+        if err.filename is None:
+            err.filename = str(path)
+        raise
+
+
 def write_durable(path: Path, text: str, *, is_secret: bool = False) -> None:
     """Writes a new file and fsyncs it; the caller makes the directory entry durable."""
     opened = os.open if is_secret else open_file
     descriptor = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+    with _naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -130,7 +142,7 @@ def write_atomic(path: Path, text: str | bytes, *, durable: bool = True, mode: i
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as file:
+        with _naming(path), os.fdopen(descriptor, "wb") as file:
             file.write(text.encode() if isinstance(text, str) else text)
             file.flush()
             if durable:
@@ -419,22 +431,40 @@ def create_empty(path: Path) -> None:
 def for_each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Returns what a file operation gives for each item; of many several run at the same time, as each waits.
 
+    Where no more threads can be started (`ulimit -u`, `ulimit -v`), those that there are do the work.
+
     Raises:
         Exception: what one of them raised.
     """
     values = list(items)
-
-    def work_on(part: Sequence[T]) -> list[R]:
-        return [work(value) for value in part]
-
     if len(values) < _MANY_FILES:
-        return work_on(values)
-    from concurrent.futures import ThreadPoolExecutor
+        return [work(value) for value in values]
+    results: dict[int, R] = {}
+    errors: list[BaseException] = []
+    # Each position is taken by one thread: `next` on a range is a single step of the interpreter.
+    remaining = iter(range(len(values)))
 
-    size = -(-len(values) // _MANY_FILES)
-    parts = [values[start : start + size] for start in range(0, len(values), size)]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return list(itertools.chain.from_iterable(pool.map(work_on, parts)))
+    def work_on() -> None:
+        try:
+            for position in remaining:
+                results[position] = work(values[position])
+                if errors:
+                    return
+        except BaseException as err:
+            errors.append(err)
+
+    threads: list[threading.Thread] = []
+    with contextlib.suppress(RuntimeError):
+        for _ in range(_NUM_THREADS - 1):
+            thread = threading.Thread(target=work_on, daemon=True)
+            thread.start()
+            threads.append(thread)
+    work_on()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[position] for position in range(len(values))]
 
 
 # --- a node's file, of which each rank of the node overwrites a part ---

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +93,23 @@ def test_a_submission_that_fails_half_way_says_what_is_there_and_goes_on_later(s
     assert [element.job for element in elements(shell)] == [*first, "4712_0", "4712_1"]
 
 
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_more_runs_than_may_be_queued_are_refused_with_what_to_do(is_asked_first: bool, shell: Shell) -> None:
+    """The limit is that of QOSMaxSubmitJobPerUserLimit: four, of which an array takes one for each element."""
+    words = (
+        "QOSMaxSubmitJobPerUserLimit\\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
+    )
+    asks = "true" if is_asked_first else '[ "$1" != --test-only ]'
+    too_many = f"for script; do :; done; if {asks} && grep -q 'array=0-[45]' \"$script\"; then"
+    refusal = f"printf 'sbatch: error: {words}\\n' >&2; exit 1; fi"
+    shell.slurm.wrap("sbatch", f'{too_many} {refusal}; exec {{real}} "$@"')
+    err = shell.refuses("QOSMaxSubmitJobPerUserLimit", SWEEP)
+    assert "Slurm counts 6 jobs, waiting ones too, and would take fewer: sweep fewer values at a time" in err
+    assert shell.types(SWEEP.replace("range(3)", "range(2)")).code == 0
+    shell.slurm.queue_many([f"4711_{index}" for index in range(4)], "RUNNING")
+    assert "2 to submit" in shell.types(SWEEP).err
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_an_array_whose_id_was_lost_is_found_again_or_submitted_anew(is_known: bool, shell: Shell) -> None:
     """The submitter was killed between sbatch and the next line."""
@@ -106,6 +127,23 @@ def test_an_array_whose_id_was_lost_is_found_again_or_submitted_anew(is_known: b
     done = shell.types(SWEEP)
     assert (done.code, done.out) == (0, "" if is_known else f"5000 {sweep.path}\n")
     assert [element.job for element in elements(shell)] == [f"{4711 if is_known else 5000}_{i}" for i in range(6)]
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(shell: Shell) -> None:
+    """As with a quota; the error of a descriptor has no path of its own."""
+
+    def rename(source: Path, target: Path) -> None:
+        if target.name == "submit.sh":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(target))
+        source.rename(target)
+
+    with shell.patch.context() as patch:
+        patch.setattr("slurm_train.rundir.files.rename", rename)
+        done = shell.types(SWEEP)
+    assert (done.code, done.out) == (1, "")
+    assert re.search(r"/gpt-stdlib/\w+/submit.sh cannot be written: Disk quota exceeded\nhint: make room", done.err)
+    assert len(elements(shell)) == 6 and shell.types(SWEEP).code == 0
+    assert {element.job for element in elements(shell)} == {f"4711_{index}" for index in range(6)}
 
 
 def test_two_submitters_of_one_sweep_do_not_meet(shell: Shell) -> None:

@@ -245,6 +245,37 @@ def test_what_one_of_many_file_operations_raises_is_raised(number: int) -> None:
         for_each(work, range(number))
 
 
+@pytest.mark.parametrize("write", [write_atomic, write_durable])
+def test_the_error_of_a_full_disk_has_the_path(
+    write: Callable[[Path, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write(tmp_path / "x", "text")
+    assert caught.value.filename == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize("num_threads", [0, 3])
+def test_where_no_more_threads_can_be_started_those_that_there_are_do_it(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `ulimit -u`."""
+    real = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == num_threads:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert for_each(lambda item: 2 * item, range(1000)) == list(range(0, 2000, 2))
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[Client, Client]]:
     with clients(tmp_path) as (first, second):

@@ -22,7 +22,7 @@ from slurm_train.rundir.timing import last_step
 from slurm_train.supervise import scheduler as module
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import Scheduler
-from slurm_train.supervise.supervisor import Supervisor, close_lost, ignore_stop_signals
+from slurm_train.supervise.supervisor import Supervisor, close_lost, ignore_stop_signals, on_stop
 
 ME = Holder(job_id="7", host="node1", pid=1, started="1")
 OTHER = Holder(job_id="8", host="node2", pid=2, started="2")
@@ -583,3 +583,19 @@ def test_an_end_for_want_of_memory_is_called_so(words: str, oom_kills: int, note
     world.supervise(launch)
     said = str(newest(world)["note"])
     assert said.startswith(note) and ("memory" in said) == ("memory" in note)
+
+
+@pytest.mark.parametrize(("handler", "asked"), [(signal.SIG_DFL, ["HUP", "TERM"]), (signal.SIG_IGN, ["TERM"])])
+def test_a_closed_terminal_asks_for_a_stop_unless_it_is_ignored(handler: signal.Handlers, asked: list[str]) -> None:
+    """`nohup` has the programs that it starts ignore it."""
+    before = signal.signal(signal.SIGHUP, handler)
+    heard: list[str] = []
+    number = "HUP"
+    try:
+        with on_stop(lambda: heard.append(number)):
+            os.kill(os.getpid(), signal.SIGHUP)
+            number = "TERM"
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == asked and signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
