@@ -63,6 +63,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Samples of a batch of each loader on all ranks, None where that is not known."""
         self._saved_batches: list[int | None] | None = None
         """Those of the checkpoint."""
+        self._loaders_of_epoch: int | None = None
+        """The epoch in which the loaders were made."""
         self._lacks_epoch_start = False
         """Whether what the program does at the start of an epoch is due, in one that is resumed in its middle."""
 
@@ -93,12 +95,13 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what Lightning puts into each checkpoint for this callback."""
-        return {"order_seed": self._order_seed, "batches": self._batches}
+        return {"order_seed": self._order_seed, "batches": self._batches, "loaders_of_epoch": self._loaders_of_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned, before the training starts."""
         self._order_seed = state_dict["order_seed"]
         self._saved_batches = state_dict["batches"]
+        self._loaders_of_epoch = state_dict.get("loaders_of_epoch")
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Restores the random streams and the place in the data, and takes the stop signals back from Lightning.
@@ -111,6 +114,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self.session.take_signals()
         if isinstance(trainer.strategy.checkpoint_io, _ReadsAnyTypes):
             trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io.inner
+        self._make_loaders_again(trainer)
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         self._batches = [_samples_of_batch(loader, trainer.world_size) for loader in loaders]
         if self._order_seed is None:
@@ -201,9 +205,11 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         progress = checkpoint["loops"]["fit_loop"]
         for counts in (progress["epoch_loop.batch_progress"][name] for name in ("total", "current")):
             counts["completed"] += 1
-        for counts in (progress["epoch_loop.val_loop.batch_progress"][name] for name in ("total", "current")):
-            # Not one more than before: a batch that an earlier resume has begun is counted still.
-            counts["ready"] = counts["started"] = counts["processed"] + 1
+        validated = progress["epoch_loop.val_loop.batch_progress"]
+        # Not one more than before: a batch that an earlier resume has begun is counted still.
+        validated["total"]["ready"] = validated["total"]["started"] = validated["total"]["processed"] + 1
+        # Those of the validation before: Lightning would go on after its last batch.
+        validated["current"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within an evaluation; after the training it may take as long as it wants."""
@@ -241,6 +247,27 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 callback.on_train_epoch_start(trainer, module)
         # It says where `log` is called from.
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+
+    def _make_loaders_again(self, trainer: pl.Trainer) -> None:
+        """Has the loaders made in their epoch at a resume, with `reload_dataloaders_every_n_epochs`.
+
+        Lightning (2.6) makes them in the epoch of the resume, and counts anew until it makes the next ones.
+        """
+        fit_loop = trainer.fit_loop
+        made_in = self._loaders_of_epoch
+        every = trainer.reload_dataloaders_every_n_epochs
+        if self._checkpoint is None or made_in is None or not every:
+            return
+        if trainer.current_epoch - made_in >= every:
+            # It is time for the next ones, which Lightning makes now.
+            fit_loop._last_train_dl_reload_epoch = made_in
+        elif fit_loop._last_train_dl_reload_epoch != made_in:
+            progress = fit_loop.epoch_progress.current
+            present = progress.completed
+            progress.completed = made_in
+            fit_loop._combined_loader = None
+            fit_loop.setup_data()
+            progress.completed = present
 
     def _set_orders(self, trainer: pl.Trainer) -> bool:
         """Gives the samplers that draw an order a generator of the present epoch, the same on all ranks.
@@ -299,6 +326,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
     def _save(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
         _require_same_place(trainer)
+        self._loaders_of_epoch = trainer.fit_loop._last_train_dl_reload_epoch
         with self.session.save(step) as folder:
             trainer.save_checkpoint(folder / _FILE)
             if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):

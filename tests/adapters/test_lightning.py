@@ -210,20 +210,23 @@ def test_a_stop_changes_no_step_and_no_validation(
             samples = (
                 loader(programs.Stream(), batch_size=2) if is_stream else loader(data, batch_size=2, sampler=sampler)
             )
+            # Several batches of each: a validation that is made after a resume is a whole one.
+            held_out = [DataLoader(data, batch_size=8), DataLoader(data, batch_size=6)]
             try:
-                trainer.fit(module, samples, DataLoader(data, batch_size=16), ckpt_path=callback.newest())
+                trainer.fit(module, samples, held_out, ckpt_path=callback.newest())
             except SystemExit as ended:
                 return int(str(ended.code)), module.steps
         return 0, module.steps
 
     undisturbed = new_run(tmp_path / "undisturbed")
     _, expected = train(undisturbed)
+    num_steps = sum(step[0] >= 0 for step in expected)
     run = new_run(tmp_path / "stopped")
     steps = []
     for stop_at in stops:
         code, some = train(run, stop_at)
         # A stop in the very last step stops nothing.
-        assert code == (75 if stop_at < len(expected) else 0)
+        assert code == (75 if stop_at < num_steps else 0)
         steps += some
     if len(steps) < len(expected):
         steps += train(run)[1]
@@ -257,12 +260,41 @@ def test_what_begins_an_epoch_is_done_again_where_it_is_resumed(stop_at: int, tm
                 trainer.fit(module, DataLoader(data, 2), DataLoader(data, 16), ckpt_path=callback.newest())
             except SystemExit as ended:
                 assert ended.code == 75
-        return [*module.steps, *(measure["eval_loss"] for measure in evaluations(run))]
+        return [*module.steps, *(measure["eval_factor"] for measure in evaluations(run))]
 
     expected = train(new_run(tmp_path / "undisturbed"))
     run = new_run(tmp_path / "stopped")
     before = [step for step in train(run, stop_at) if isinstance(step, tuple)]
     assert before + train(run) == expected
+
+
+@pytest.mark.parametrize("stop_at", [6, 8, 13])
+def test_loaders_are_those_of_their_epoch(stop_at: int, tmp_path: Path) -> None:
+    """Made again every second epoch; four steps are one."""
+    from lightning import pytorch as lightning
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    def seen(run: Any, stop_at: int | None = None) -> list[list[float]]:
+        stop = StopFlag()
+        module = programs.OfItsEpoch()
+        with joined(run, stop):
+            callback = adapter.SessionCallback()
+            trainer = lightning.Trainer(
+                max_epochs=5,
+                callbacks=[programs.Stopping(stop, stop_at), callback],
+                reload_dataloaders_every_n_epochs=2,
+                **programs.QUIET,
+            )
+            try:
+                trainer.fit(module, ckpt_path=callback.newest())
+            except SystemExit as ended:
+                assert ended.code == 75
+        return module.seen
+
+    run = new_run(tmp_path / "stopped")
+    assert seen(run, stop_at) + seen(run) == seen(new_run(tmp_path / "undisturbed"))
 
 
 def test_steps_of_several_optimizers_pass_no_save_and_what_follows_is_no_hang(tmp_path: Path) -> None:

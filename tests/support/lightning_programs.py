@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from slurm_train.session.signals import StopFlag
 
@@ -62,7 +62,7 @@ class Training(lightning.LightningModule):  # type: ignore[misc]  # Any: of an e
         self.layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
         self.schedule = schedule
         self.steps: list[tuple[float, ...]] = []
-        """Epoch, first sample, loss and learning rate."""
+        """Epoch, first sample, loss and learning rate; of a batch of a validation -1, loader, number, first sample."""
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         loss: torch.Tensor = self.layers(batch[0]).square().mean()
@@ -70,8 +70,10 @@ class Training(lightning.LightningModule):  # type: ignore[misc]  # Any: of an e
         self.steps.append((self.trainer.current_epoch, float(batch[0][0]), float(loss), rate))
         return loss
 
-    def validation_step(self, *_: Any) -> None:
-        self.log("val_loss", torch.tensor(1.0))
+    def validation_step(self, batch: list[torch.Tensor], number: int, dataloader_idx: int = 0) -> None:
+        self.steps.append((-1.0, float(dataloader_idx), float(number), float(batch[0][0])))
+        if dataloader_idx == 0:
+            self.log("val_loss", torch.tensor(1.0), add_dataloader_idx=False)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -98,8 +100,9 @@ class ByEpoch(Training):
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         return super().training_step(batch, number) * self.factor
 
-    def validation_step(self, *_: Any) -> None:
-        self.log("val_loss", torch.tensor(self.factor))
+    def validation_step(self, batch: list[torch.Tensor], number: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, number, dataloader_idx)
+        self.log("val_factor", torch.tensor(self.factor))
 
 
 class Noting(lightning.Callback):  # type: ignore[misc]  # Any: of an extra
@@ -156,6 +159,15 @@ class Adversaries(Looking):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.0) for _ in range(2)]
+
+
+class OfItsEpoch(Looking):
+    """Makes loaders with samples of the present epoch."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(
+            TensorDataset(torch.arange(8.0).unsqueeze(1) + 100 * self.trainer.current_epoch), batch_size=2
+        )
 
 
 class Estimating(Looking):
