@@ -222,7 +222,18 @@ def _refuse_shared_state(model: nn.Module) -> None:
                 f"parallel.pp was asked, but {first} and {name} are one weight, which two stages would need",
                 hint="give each its own: model.tied=false for the shipped GPT",
             )
-    # Whatever its `state_dict` gives.
+    refuse_saved_buffers(model)
+
+
+def refuse_saved_buffers(model: nn.Module) -> None:
+    """Checks that a model or a stage of it keeps nothing but parameters, whatever its `state_dict` gives.
+
+    Args:
+        model: before or after training, which may have made buffers.
+
+    Raises:
+        ConfigError: it has a buffer that is saved; the stages do not share it.
+    """
     saved = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()

@@ -40,6 +40,7 @@ from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.data.build import ALLOW_WORLD_CHANGE
 from slurm_train.data.stream import StreamSource
+from slurm_train.distributed.pipeline import refuse_saved_buffers
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.files import read_json
@@ -117,10 +118,12 @@ class Checkpointer:
         """Checks after the first step that a save will have all that was trained, and that it will load.
 
         Raises:
-            ConfigError: the step has made parameters, which the optimizer does not have.
+            ConfigError: the step has made parameters, which the optimizer does not have, or buffers in a pipeline.
             CheckpointError: the optimizer keeps something that no checkpoint has.
         """
         require_known_state(self.parts.optimizer)
+        if self.parts.group_names is not None:
+            refuse_saved_buffers(self.parts.model)
         made = sorted({name for name, _ in self.parts.model.named_parameters()} - self.parameters)
         if made:
             raise ConfigError(

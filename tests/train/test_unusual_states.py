@@ -31,7 +31,8 @@ from slurm_train.train.checkpointer import MADE_BUFFERS
 from slurm_train.train.evaluate_checkpoint import load_model, require_same_weights
 from tests.support.small_checkpoints import make_header
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
-from tests.train.small_training import FEATURES, Branches, Net
+from tests.train.small_training import FEATURES, Branches, DoubleGPT, Net
+from tests.train.test_layouts import layout_config
 
 
 class MakesBuffers(Net):
@@ -81,6 +82,14 @@ class MakesParameters(Net):
         if not hasattr(self, "gain"):
             self.gain = nn.Parameter(torch.ones((), dtype=torch.float64))
         return super().forward(inputs) * self.gain
+
+
+class CountsInItsLastBlock(DoubleGPT):
+    """Makes a buffer in the last block, which only the last stage of a pipeline has."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        self.blocks[-1].register_forward_pre_hook(lambda block, _: block.register_buffer("seen", torch.ones(1)))
 
 
 class LateState(torch.optim.Optimizer):
@@ -143,6 +152,15 @@ def test_a_parameter_that_the_first_step_makes_is_refused(tmp_path: Path) -> Non
     codes, text = finish(start(tmp_path / "run", config, ranks=1))
     assert codes != [0]
     assert "the first step has made 1 parameters, among them gain" in text
+
+
+@pytest.mark.distributed
+def test_a_buffer_that_the_first_step_makes_in_one_stage_is_refused(tmp_path: Path) -> None:
+    config = layout_config({"pp": 2}, max_steps=3, tied=False)
+    config["model"]["_target_"] = f"{__name__}.CountsInItsLastBlock"
+    codes, text = finish(start(tmp_path / "run", config, ranks=2))
+    assert codes != [0, 0]
+    assert "CountsInItsLastBlock keeps statistics (blocks.3.seen) that stages do not share" in text
 
 
 def test_a_parameter_without_a_shape_is_refused() -> None:
