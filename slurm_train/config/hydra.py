@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +29,7 @@ from slurm_train.config.compose import TASK_NAME, Composed, Composer
 from slurm_train.config.frozen import NOT_IDENTITY, is_below
 from slurm_train.config.schema import flat
 from slurm_train.config.words import Words, prepare_overrides, split_word
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ConfigError, RunError
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _WORKING = ("mode", "sweeper", "searchpath", "job.name", "job.config")
@@ -195,6 +198,9 @@ class HydraSettings:
 
         Args:
             launch: carries out a batch of points, given by their words, and returns Hydra's JobReturn of each.
+
+        Raises:
+            RunError: what the sweeper has raised, e.g. that all points have failed.
         """
         loader = self.composer.hydra.config_loader
         context = HydraContext(config_loader=loader, callbacks=Callbacks(self.config))
@@ -209,7 +215,24 @@ class HydraSettings:
                     setattr(holder, name, _Batches(launch))
         # Where a sweeper leaves a file of its own, as under Hydra.
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        return sweeper.sweep(arguments=self.sweep_arguments)
+        with _showing_log():
+            try:
+                return sweeper.sweep(arguments=self.sweep_arguments)
+            except ValueError as err:
+                raise RunError(f"the sweeper gave up: {err}", hint="`status` shows how its runs have ended") from err
+
+
+@contextmanager
+def _showing_log() -> Iterator[None]:
+    """Prints to stderr what a sweeper has to say, the best point in the end; Hydra's own logging is not set up here."""
+    log = logging.getLogger("hydra_plugins")
+    handler = logging.StreamHandler(sys.stderr)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 class _Batches(Launcher):
@@ -259,9 +282,9 @@ def read_settings(words: Words) -> HydraSettings:
 
 
 def _typed_settings(words: Sequence[str]) -> dict[str, str]:
-    """Returns what words set of Hydra itself, e.g. {"job.chdir": "true"}."""
+    """Returns what words set of Hydra itself, e.g. {"job.chdir": "true"}; "sweeper.sampler" for a group below one."""
     parts = [split_word(word) for word in words if _is_to_hydra(word)]
-    return {key[len("hydra.") :]: value or "" for _, key, value in parts}
+    return {key[len("hydra.") :].replace("/", "."): value or "" for _, key, value in parts}
 
 
 def _is_to_hydra(word: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.cli.conftest import Shell
 from tests.support.refusals import refusal
 
 FOUND: list[float] = []
+GIVES_UP_AT = [0.0]
 
 
 class Halving(Sweeper):
@@ -40,6 +42,9 @@ class Halving(Sweeper):
             values = [one.return_value for one in self.launcher.launch(batch, initial_job_idx=0)]
             assert values[0] == values[2]
             FOUND.append(values[0])
+            logging.getLogger("hydra_plugins.halving").info("so far: %s", lr)
+            if lr == GIVES_UP_AT[0]:
+                raise ValueError("No trials are completed yet.")
             if values[0] >= best:
                 return
             lr, best = lr / 2, values[0]
@@ -92,6 +97,14 @@ def test_a_sweeper_that_needs_values_gets_them_from_the_results(shell: Shell, ha
     assert shell.types(f"{halving} sweep.objective=eval_loss").code == 0, "a driver that is started anew catches up"
     assert values * 2 == FOUND and shell.slurm.times_asked("sbatch") == 4
     assert len(list(sweep.parent.iterdir())) == 1 and len(read_table(SweepDirectory(sweep))) == 5
+
+
+def test_what_a_sweeper_says_is_shown_and_what_it_raises_is_an_error(shell: Shell, halving: str) -> None:
+    shell.patch.setattr(f"{__name__}.GIVES_UP_AT", [4.0])
+    done = shell.types(halving)
+    said = [line for line in done.err.splitlines() if line.startswith("so far")]
+    assert (done.code, said) == (2, ["so far: 8.0", "so far: 4.0"])
+    assert "error: the sweeper gave up: No trials are completed yet.\nhint: `status`" in done.err
 
 
 def test_a_sweep_may_stand_in_a_file_of_the_users_own_and_words_win(shell: Shell) -> None:

@@ -243,6 +243,12 @@ def test_resolvers_and_search_path_plugins_of_ones_own_are_found(plugins: Path, 
 # Settings to Hydra
 
 
+def test_the_parts_of_a_sweeper_are_chosen_as_groups_too() -> None:
+    """As in hydra/sweeper/sampler=grid; the sweeper here has none."""
+    message = refusal("-m", "hydra/sweeper/sampler=grid").message
+    assert "has no meaning here" not in message and "hydra/sweeper/sampler" in message
+
+
 IN_EXPERIMENTS = {
     "{sweeper: {params: {seed: '1,2'}}}": "hydra.sweeper.params.seed is set in a file that the sweep chooses",
     "{job: {name: x}}": "hydra.job.name is set in a file that the sweep chooses",
