@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
@@ -372,7 +372,7 @@ def _begins_epochs(callback: Any) -> bool:
     """
     hook = callback.on_train_epoch_start
     is_of_lightning = str(hook.__module__).partition(".")[0] in ("lightning", "pytorch_lightning")
-    return isinstance(callback, GradientAccumulationScheduler) or not is_of_lightning
+    return isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)) or not is_of_lightning
 
 
 def _numbers(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:

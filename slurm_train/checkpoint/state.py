@@ -278,6 +278,7 @@ def add_later_state(
     parameters: Mapping[str, Tensor],
     paths: Mapping[str, Sequence[Any]],
     saved: Mapping[str, Tensor],
+    cuts: Mapping[str, int],
 ) -> None:
     """Adds to an optimizer's state what a checkpoint has and a new optimizer has not made yet, to be loaded.
 
@@ -288,17 +289,31 @@ def add_later_state(
         parameters: that the optimizer has here.
         paths: path of everything in the checkpoint, by full name, e.g. ("optimizer", "state", "head.weight", "m").
         saved: see `make_buffers`; by full names in the training state.
+        cuts: the dimension along which ranks have saved parts of a tensor, by the same names.
     """
     later = [path for path in paths.values() if path[:2] == ("optimizer", "state") and path[2] in parameters]
     for path in sorted(later, key=lambda path: [(key, "") if isinstance(key, int) else (0, key) for key in path]):
         parameter = parameters[path[2]]
-        shape = saved.get(".".join(map(str, path)))
+        name = ".".join(map(str, path))
+        shape = saved.get(name)
         value: Any = None
         if shape is not None and shape.shape == parameter.shape:
             value = torch.empty_like(parameter, dtype=shape.dtype, requires_grad=False)
         elif shape is not None:
-            value = torch.empty(shape.shape, dtype=shape.dtype, device=parameter.device)
+            value = _empty_beside(parameter, shape, cut=cuts.get(name))
         _add(kept.setdefault(path[2], {}), path[3:], value)
+
+
+def _empty_beside(parameter: Tensor, like: Tensor, *, cut: int | None) -> Tensor:
+    """Returns memory for a state of another shape than its parameter, cut over the same ranks if it was cut."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None or cut is None:
+        return torch.empty(like.shape, dtype=like.dtype, device=parameter.device)
+    from torch.distributed.tensor import Replicate, Shard, empty
+
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    parts = [Shard(cut) if placement.is_shard() else Replicate() for placement in placements]
+    return empty(like.shape, dtype=like.dtype, device_mesh=mesh, placements=parts)
 
 
 def _add(state: Any, path: Sequence[Any], value: Any) -> None:

@@ -121,6 +121,19 @@ def tensor_shapes(path: Path, *, described: Metadata | None = None) -> dict[str,
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
 
 
+def cuts_of(described: Metadata) -> dict[str, int]:
+    """Returns the dimension along which tensors were written in parts, by flat name; of those that were."""
+    cuts = {}
+    for name, entry in described.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        starts = [{chunk.offsets[dim] for chunk in entry.chunks} for dim in range(len(entry.size))]
+        divided = [dim for dim, numbers in enumerate(starts) if len(numbers) > 1]
+        if len(divided) == 1:
+            cuts[name] = divided[0]
+    return cuts
+
+
 class _Files(FileSystem):
     """Renames as the rest does; torch's own fails where NFS repeats a request."""
 

@@ -183,7 +183,7 @@ class Checkpointer:
     def _restore(self, choice: Choice) -> list[str]:
         """Restores what a checkpoint holds; returns notes for the user."""
         # Imported late, since it takes long.
-        from slurm_train.checkpoint.tensors import tensor_shapes
+        from slurm_train.checkpoint.tensors import cuts_of, tensor_shapes
 
         parts = self.parts
         described = read_metadata(choice.path)
@@ -208,7 +208,7 @@ class Checkpointer:
                 del kept[name]
         optimized = {id(parameter) for group in parts.optimizer.param_groups for parameter in group["params"]}
         trained = {name: tensor for name, tensor in parts.model.named_parameters() if id(tensor) in optimized}
-        add_later_state(kept, parameters=trained, paths=paths, saved=saved)
+        add_later_state(kept, parameters=trained, paths=paths, saved=saved, cuts=cuts_of(described))
         require_fit(choice.path, state["model"], kept=kept, is_stage=parts.group_names is not None, described=described)
         load = partial(load_tensors, choice.path, group=dist.group.WORLD, near=choice.near, described=described)
         load(state)

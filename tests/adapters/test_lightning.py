@@ -247,9 +247,10 @@ def test_what_begins_an_epoch_is_done_again_where_it_is_resumed(stop_at: int, tm
 
     def train(run: Any, stop_at: int | None = None) -> list[Any]:
         stop = StopFlag()
-        module = programs.ByEpoch("step")
+        module = programs.ByEpoch("epoch")
         accumulation = lightning.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
-        callbacks = [programs.Stopping(stop, stop_at), programs.Noting(), accumulation]
+        averaging = lightning.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=2)
+        callbacks = [programs.Stopping(stop, stop_at), programs.Noting(), accumulation, averaging]
         with joined(run, stop):
             callback = adapter.SessionCallback()
             settings = {"max_epochs": 3, "num_sanity_val_steps": 0, "val_check_interval": 0.5}

@@ -116,6 +116,25 @@ class LateState(torch.optim.Optimizer):
                 parameter.add_(direction, alpha=-group["lr"] / float(group["count"]))
 
 
+class LateRows(torch.optim.Optimizer):
+    """Keeps a number for each row of a matrix from its third step on."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **_others: Any) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"] + self.param_groups[1]["params"]:
+            kept = self.state[parameter]
+            kept["count"] = kept.get("count", 0) + 1
+            direction = parameter.grad
+            if parameter.dim() == 2 and kept["count"] >= 3:
+                rows = direction.mean(dim=1)
+                kept["rows"] = kept["rows"].lerp(rows, 0.3) if "rows" in kept else rows
+                direction = direction + kept["rows"][:, None]
+            parameter.add_(direction, alpha=-0.1)
+
+
 class Lookahead(torch.optim.SGD):
     """Has a number of its own in its state."""
 
@@ -138,6 +157,11 @@ def resumed_run(folder: Path, **sections: Any) -> None:
 def test_what_a_model_and_an_optimizer_make_later_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     model = {"_target_": f"{__name__}.MakesBuffers"}
     resumed_run(tmp_path, model=model, optim={"_target_": f"{__name__}.LateState"})
+
+
+@pytest.mark.distributed
+def test_what_an_optimizer_makes_later_is_cut_as_its_parameters_are(tmp_path: Path) -> None:
+    resumed_run(tmp_path, optim={"_target_": f"{__name__}.LateRows"}, parallel={"dp_shard": 2})
 
 
 @pytest.mark.distributed
@@ -309,7 +333,7 @@ def test_state_that_is_there_already_is_not_replaced() -> None:
         for name, shape in zip(paths, entries.values(), strict=False)
         if shape
     }
-    add_later_state(kept, parameters={"w": weight}, paths=paths, saved=saved)
+    add_later_state(kept, parameters={"w": weight}, paths=paths, saved=saved, cuts={})
     assert kept["w"]["mean"] is weight
     assert [part.shape for part in kept["w"]["q"]] == [(3,), (3,)]
     assert {name: kept["w"][name] for name in ("step", "late")} == {"step": 1, "late": None}
