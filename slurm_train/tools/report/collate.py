@@ -82,7 +82,7 @@ def _cells(status: RunStatus) -> Cells:
     return {
         "index": status.subject.index,
         "run": status.label,
-        **{key: _number(value) for key, value in status.subject.overrides.items()},
+        **{key: number_or_text(value) for key, value in status.subject.overrides.items()},
         "state": status.state.value,
         **_metrics(status.run),
         "attempts": len(ledger),
@@ -110,12 +110,15 @@ def _metrics(run: RunDirectory) -> Cells:
     return cells
 
 
-def _number(value: str) -> Any:
+def number_or_text(value: str) -> float | str:
+    """Returns a value of a sweep as a number; a text that only looks like one stays as it is: "007", "1_000", "1e3"."""
     for kind in (int, float):
         try:
-            return kind(value)
+            number = kind(value)
         except ValueError:
             continue
+        if repr(number) == value:
+            return number
     return value
 
 

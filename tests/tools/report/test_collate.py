@@ -8,7 +8,7 @@ import pytest
 
 from slurm_train.rundir.sweep import Element
 from slurm_train.status.run_status import read_statuses
-from slurm_train.tools.report.collate import as_columns, as_csv, as_markdown, best_line, collate
+from slurm_train.tools.report.collate import as_columns, as_csv, as_markdown, best_line, collate, number_or_text
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.support.run_files import RunFiles, evaluated, run_in, steps
 
@@ -51,3 +51,8 @@ def test_the_value_of_one_batch_takes_no_column_of_another(tmp_path: Path) -> No
     RunFiles(metrics=[*steps(1, 4), evaluated(4, eval_loss=1.5, eval_loss_step=9.0, eval_per_step=2.0)]).write(run)
     (cells,) = collate(read_statuses([Element(run=run)], FakeSlurmCommands(is_available=False)))
     assert (cells["best_eval_loss"], cells["best_eval_loss_step"], cells["best_eval_per_step"]) == (1.5, 4, 2.0)
+
+
+def test_a_text_that_looks_like_a_number_keeps_its_spelling() -> None:
+    values = ["7", "-1", "0.001", "1e-05", "007", "1_000", "1e3", " 1", "abc"]
+    assert [number_or_text(value) for value in values] == [7, -1, 0.001, 1e-05, "007", "1_000", "1e3", " 1", "abc"]
