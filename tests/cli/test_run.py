@@ -121,3 +121,10 @@ def test_a_uid_without_an_entry_in_passwd_can_plan_submit_and_look() -> None:
         assert json.loads(record.read_text())["user"] == str(uid), "written last, when the job is submitted"
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_program_without_standard_streams_submits_all_the_same(shell: Shell) -> None:
+    command = f'exec "{sys.executable}" -m slurm_train +cluster=1x8 <&- >&- 2>&-'
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.run(["sh", "-c", command], cwd=shell.folder, env=env, check=False).returncode == 0
+    assert read_job(run_of(shell, "+cluster=1x8")).job_id == "4711"
