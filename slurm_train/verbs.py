@@ -589,11 +589,6 @@ def _run(words: Sequence[str]) -> int:
             raise
         message = f"{err.filename}: you may not read or write it, or not enter its folder"
         return _print_error(RunError(message, hint="ask its owner, or name another place: --root DIR, run.root=DIR"))
-    except OSError as err:
-        if err.errno not in _NO_ROOM or err.filename is None or words[:1] in (["worker"], ["supervise"]):
-            raise
-        hint = "make room there, or name another place (run.root=DIR); then type the same command again"
-        return _print_error(SlurmTrainError(f"{err.filename} cannot be written: {err.strerror}", hint=hint))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -601,6 +596,11 @@ def _run(words: Sequence[str]) -> int:
         # `... | head` closed the pipe; what is still buffered must go somewhere when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as err:
+        if err.errno not in _NO_ROOM or err.filename is None or words[:1] in (["worker"], ["supervise"]):
+            raise
+        hint = "make room there, or name another place (run.root=DIR); then type the same command again"
+        return _print_error(SlurmTrainError(f"{err.filename} cannot be written: {err.strerror}", hint=hint))
 
 
 def _print_error(err: SlurmTrainError) -> int:
