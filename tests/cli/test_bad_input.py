@@ -73,7 +73,7 @@ REFUSED = {
     "prepare none.txt --out out": "none.txt cannot be read",
     "+cluster=1x8 hydra.run.dir=out": "write run.root=DIR to keep runs elsewhere",
     "-m +cluster=1x8 hydra/launcher=joblib seed=5,6": "sweep.max_parallel=N of them at a time",
-    "-m hydra/sweeper=nowhere +cluster=1x8 seed=1,2": "hydra/sweeper=nowhere: there is no such sweeper in this environment",
+    "-m hydra/sweeper=nowhere +cluster=1x8 seed=1,2": "hydra/sweeper=nowhere: there is no such sweeper in this",
     # What a new user types who comes from another trainer, or from Slurm: each answer has the next step in it.
     "lr=3e-4": "write optim.lr=3e-4",
     "batch_size=64": "write batch.global_size=64, over all ranks; batch.local_size=8",
