@@ -228,6 +228,7 @@ class JoinedSession(Session):
     ) -> None:
         super().__init__(place, env)
         self._is_under_agent = is_under_agent
+        self._pid = os.getpid()
         self._run = run
         self._attempt = attempt
         self._stop = stop
@@ -408,6 +409,8 @@ class JoinedSession(Session):
 
     def close(self) -> None:
         """Writes all that is not written yet; the time from now on belongs to no step."""
+        if os.getpid() != self._pid:
+            return  # a child that was forked ends as the program does
         self._heartbeat.mark("end")
         self._write_lines()
         self._times.keep()

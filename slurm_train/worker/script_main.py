@@ -31,8 +31,10 @@ def main() -> None:
     answer_watcher(os.environ)
     script = sys.argv[0]
     sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120  # sys.path holds strings
+    rank = os.getpid()
     code, words = run(script)
-    if words and "RANK" in os.environ:
+    # What the script has forked may come here, too.
+    if words and "RANK" in os.environ and os.getpid() == rank:
         leave_failure_mark(run_directory, code, words)
     # The interpreter does the same at its end; both functions are private, and have existed since 3.4.
     threading._shutdown()  # type: ignore[attr-defined]

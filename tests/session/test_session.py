@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -220,6 +221,23 @@ def test_the_stop_file_asks(tmp_path: Path) -> None:
     run.stop_file.touch()
     assert mine.should_stop() == "file"
     mine.close()
+
+
+def test_the_end_of_a_forked_child_is_not_that_of_the_program(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    stop = StopFlag()
+    session = join(run, stop)
+    session.report(1, loss=0.5)
+    child = os.fork()
+    if child == 0:
+        session.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert session._heartbeat.phase == "step"
+    assert stop._seen_by_children[0] == 0
+    session.close()
+    assert [line["step"] for line in read_metrics(run.metrics)] == [1]
+    assert stop._seen_by_children[0] != 0
 
 
 def test_another_handler_of_a_stop_signal_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
