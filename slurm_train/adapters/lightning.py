@@ -325,9 +325,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
 
     def _save(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
-        _require_same_place(trainer)
         self._loaders_of_epoch = trainer.fit_loop._last_train_dl_reload_epoch
         with self.session.save(step) as folder:
+            _require_same_place(trainer)
             trainer.save_checkpoint(folder / _FILE)
             if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
                 # It waits for its thread, and makes another one at the next save.

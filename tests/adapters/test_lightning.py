@@ -160,6 +160,24 @@ def test_other_ranks_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
             callback.setup(trainer, None, "fit")
 
 
+@pytest.mark.parametrize("other", [[0, 5], [1, 1]])
+def test_ranks_in_different_places_of_their_data_are_refused(other: list[int]) -> None:
+    """A stream that ends earlier on a rank is begun again there, and Lightning saves rank 0's place for all."""
+    from slurm_train.adapters.lightning import _require_same_place
+
+    here = SimpleNamespace(current=SimpleNamespace(ready=5))
+    strategy = SimpleNamespace(
+        root_device=torch.device("cpu"), all_gather=lambda place: torch.stack([place, torch.tensor(other)])
+    )
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=here))
+    trainer = SimpleNamespace(current_epoch=0, global_step=5, world_size=2, strategy=strategy, fit_loop=loop)
+    if other == [0, 5]:
+        _require_same_place(trainer)
+        return
+    with pytest.raises(ConfigError, match=r"at step 5, and .*: rank 0: epoch 0, batch 5; rank 1: epoch 1, batch 1"):
+        _require_same_place(trainer)
+
+
 EVERY_3: dict[str, Any] = {"val_check_interval": 3}
 ACROSS_EPOCHS: dict[str, Any] = {"val_check_interval": 12, "check_val_every_n_epoch": None}
 EVERY_2_EPOCHS: dict[str, Any] = {"check_val_every_n_epoch": 2}
