@@ -76,8 +76,8 @@ def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapp
 def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]) -> None:
     """Gives a model the weights of a safetensors file or of a directory in the library's layout, in place.
 
-    A file has the model's own names, as `checkpoint export` writes it. So has a directory, but for the shipped GPT,
-    whose names are translated.
+    A file has the model's own names, as `checkpoint export` writes it, also those of buffers; a buffer that it lacks
+    stays as the constructor has made it. So has a directory, but for the shipped GPT, whose names are translated.
 
     Args:
         model: whole; on any device, or without memory: then each rank reads what it holds when it is filled.
@@ -102,6 +102,7 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
         tied = {"lm_head.weight"}
         ignored = architecture.ignored
     holders = stored_tensors(path)
+    buffers = _saved_buffers(model)
     stored = {}
     for place in places.values():
         # Some published files leave the first word of each name out.
@@ -109,7 +110,7 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
         is_short = is_theirs and place.name not in holders and short in holders
         stored[place.name] = short if is_short else place.name
     missing = sorted(name for name, stored_name in stored.items() if stored_name not in holders)
-    unused = holders.keys() - stored.values() - tied
+    unused = holders.keys() - stored.values() - tied - buffers.keys()
     unknown = sorted(name for name in unused if not name.endswith(ignored))
     if missing or unknown:
         parts = [
@@ -121,14 +122,28 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
             f"{path} does not hold this model's weights: it {' and '.join(parts)}",
             hint="configure the model with the same shape, or start from other weights",
         )
-    for name, parameter in model.named_parameters():
-        read, shape = _placed(holders[stored[places[name].name]], places[name])
-        if parameter.shape != shape:
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    reads = {name: _placed(holders[stored[place.name]], place) for name, place in places.items()}
+    for name in buffers.keys() & holders.keys():
+        tensors[name] = buffers[name]
+        reads[name] = _placed(holders[name], Place(name))
+    for name, (_, shape) in reads.items():
+        if tensors[name].shape != shape:
             raise ConfigError(
-                f"{name} is {shape} in {path}, and {tuple(parameter.shape)} in the model",
+                f"{name} is {shape} in {path}, and {tuple(tensors[name].shape)} in the model",
                 hint="configure the model with the same shape, or start from other weights",
             )
-        begin_with(parameter, read)
+    for name, (read, _) in reads.items():
+        begin_with(tensors[name], read)
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    buffers: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers[f"{prefix}.{name}".lstrip(".")] = buffer
+    return buffers
 
 
 def _placed(tensor: Stored, place: Place) -> tuple[Read, tuple[int, ...]]:

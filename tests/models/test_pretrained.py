@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from slurm_train.config.target import instantiate
 from slurm_train.errors import CheckpointError, ConfigError
@@ -89,6 +90,20 @@ def test_a_file_has_the_models_own_names(tmp_path: Path) -> None:
     assert_read_back(model, file, settings)
     with pytest.raises(ConfigError, match=r"it lacks blocks\.2\..* \.\.\.\n"):
         load_pretrained(model_of({**settings, "num_layers": 3}), file, settings=settings)
+
+
+def test_running_statistics_come_from_the_file_where_it_has_them(tmp_path: Path) -> None:
+    trained = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    trained(torch.randn(8, 2))
+    weights = tmp_path / "model.safetensors"
+    save_file(trained.state_dict(), weights)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    load_pretrained(model, weights, settings={})
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in trained.state_dict().items())
+    save_file({name: value for name, value in trained.state_dict().items() if "running" not in name}, weights)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    load_pretrained(model, weights, settings={})
+    assert torch.equal(model[1].running_mean, torch.zeros(3)) and torch.equal(model[0].weight, trained[0].weight)
 
 
 def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
