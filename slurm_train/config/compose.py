@@ -12,6 +12,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -450,7 +451,8 @@ def _search_path(words: Words) -> ConfigSearchPathImpl:
             path.append(provider, place)
     path.append("main", f"file://{asset_dir('conf')}")
     user = user_config_dir()
-    if user.is_dir():
+    # `Path.is_dir` raises where the home may not be entered, as in a shell of another user's.
+    if os.path.isdir(user):  # noqa: PTH112
         # Behind the shipped files: what lies there can be chosen by its name, and shadows nothing unasked.
         path.append("user", f"file://{user}")
     for place in words.search_path:

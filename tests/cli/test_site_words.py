@@ -104,8 +104,8 @@ def test_plan_and_submission_show_all_words_of_a_refusal(lines: list[str], strea
     refused = shell.refuses("Slurm would not take this job", "+cluster=1x1")
     for line in lines:
         assert line.strip() in shown and line.strip() in refused
-    setting = "cluster.account" if stream == 2 else "cluster.partition"
-    assert setting in shown and setting in refused
+    advice = "cluster.account" if stream == 2 else "squeue --me"
+    assert advice in shown and advice in refused
 
 
 STAMPEDE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import signal
 import sys
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def test_a_run_whose_terminal_is_closed_saves_before_it_ends(tmp_path: Path) -> 
     argv = [sys.executable, "-m", "slurm_train", *words, "run.processes=2", "train.threads=1"]
     pid, terminal = pty.fork()
     if pid == 0:
+        # Else a `nohup` around the tests would count.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.chdir(person.folder)
         os.execve(sys.executable, argv, {**person.environment(), "TERM": "xterm"})
     config = "runs/*/*/config.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,17 @@ def test_a_choice_that_is_proposed_has_no_comma_of_the_sentence() -> None:
     with pytest.raises(ConfigError) as err:
         compose(read_words(["optim.schedule=inv_sqrt"]))
     assert err.value.hint == 'for example "optim.schedule=inverse_sqrt"'
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user's rights for a moment")
+def test_a_home_that_may_not_be_entered_has_no_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "home" / ".config" / "slurm_train", {"optim/mine.yaml": "lr: 1.0"})
+    (tmp_path / "home").chmod(0o700)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    compose(read_words([]))  # what it imports lies where another user may not read
+    os.seteuid(65534)
+    try:
+        sources = [source.path for source in Composer(read_words([])).hydra.config_loader.get_sources()]
+    finally:
+        os.seteuid(0)
+    assert not any("home" in str(path) for path in sources)
