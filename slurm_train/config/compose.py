@@ -12,7 +12,6 @@ import copy
 import functools
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +48,7 @@ from slurm_train.config.schema import (
     unknown_key_error,
 )
 from slurm_train.config.secrets import is_secret_name, refuse_secrets
-from slurm_train.config.site_profile import settle_site, user_config_dir
+from slurm_train.config.site_profile import present_config_dir, settle_site
 from slurm_train.config.synonyms import advise
 from slurm_train.config.words import (
     Words,
@@ -450,9 +449,8 @@ def _search_path(words: Words) -> ConfigSearchPathImpl:
         if place is not None:
             path.append(provider, place)
     path.append("main", f"file://{asset_dir('conf')}")
-    user = user_config_dir()
-    # `Path.is_dir` raises where the home may not be entered, as in a shell of another user's.
-    if os.path.isdir(user):  # noqa: PTH112
+    user = present_config_dir()
+    if user is not None:
         # Behind the shipped files: what lies there can be chosen by its name, and shadows nothing unasked.
         path.append("user", f"file://{user}")
     for place in words.search_path:

@@ -8,6 +8,7 @@ the run: no later edit of the file changes a run that exists.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ _MEMORY = ("memory_gb_per_node", "memory_gb_per_gpu")
 def user_config_dir() -> Path:
     """Returns the folder of a person's own configurations."""
     return Path("~/.config/slurm_train").expanduser()
+
+
+def present_config_dir() -> Path | None:
+    """Returns that folder; None where there is none, or where the home may not be entered (`Path.is_dir` raises)."""
+    folder = user_config_dir()
+    return folder if os.path.isdir(folder) else None  # noqa: PTH112
 
 
 def read_site(mapping: Mapping[str, Any], *, name: str) -> SiteFile:
@@ -134,7 +141,8 @@ def settle_site(
 
 def _default_site() -> tuple[Any, str | None]:
     """Returns the content and the name of the site file that is used unless another is named; (None, None) for none."""
-    files = list((user_config_dir() / GROUP).glob("*.yaml"))
+    folder = present_config_dir()
+    files = [] if folder is None else list((folder / GROUP).glob("*.yaml"))
     chosen = [file for file in files if file.stem == "default"] or files
     if len(chosen) != 1:
         return None, None

@@ -232,12 +232,13 @@ def _group_words() -> Iterator[str]:
 
     from slurm_train.assets import asset_dir
     from slurm_train.config.schema import RunConfig, all_keys
-    from slurm_train.config.site_profile import user_config_dir
+    from slurm_train.config.site_profile import present_config_dir
 
     keys = all_keys(RunConfig)
     for group in _GROUPS:
         name = group.lstrip("+")
-        for folder in (asset_dir("conf") / name, user_config_dir() / name):
+        for place in filter(None, (asset_dir("conf"), present_config_dir())):
+            folder = place / name
             for path in sorted(folder.glob("*.yaml")):
                 if (name, path.stem) != ("cluster", "base"):
                     yield f"{group}={path.stem}"

@@ -281,6 +281,7 @@ def test_a_home_that_may_not_be_entered_has_no_configurations(tmp_path: Path, mo
     os.seteuid(65534)
     try:
         sources = [source.path for source in Composer(read_words([])).hydra.config_loader.get_sources()]
+        compose(read_words(["+cluster=1x1"]))
     finally:
         os.seteuid(0)
     assert not any("home" in str(path) for path in sources)
