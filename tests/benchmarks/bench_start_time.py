@@ -119,7 +119,8 @@ def srun_line(person: Person, size: str, *words: str) -> tuple[RunDirectory, lis
         size: of the cluster, e.g. "4x8".
         words: of the run.
     """
-    run = person.prepares(f"+cluster={size}", *words)
+    # As many CPUs as `salloc` gives: more would not fit into its allocation.
+    run = person.prepares(f"+cluster={size}", "cluster.cpus_per_gpu=1", *words)
     # A rank waits for the secret of its attempt, which the supervisor makes elsewhere.
     nodes, ranks = hosts(), math.prod(map(int, size.split("x")))
     job_id = os.environ["SLURM_JOB_ID"]
