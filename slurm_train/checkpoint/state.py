@@ -126,10 +126,11 @@ def restore_model_state(model: nn.Module, state: dict[str, Any]) -> None:
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and the buffers that are saved by their full names, whatever `state_dict` gives."""
-    return {**dict(model.named_parameters(remove_duplicate=False)), **_saved_buffers(model)}
+    return {**dict(model.named_parameters(remove_duplicate=False)), **saved_buffers(model)}
 
 
-def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that are saved, by full name, whatever `state_dict` gives."""
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -247,7 +248,7 @@ def _keys_of(value: Any) -> Iterator[Any]:
 
 def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the buffers that are saved, by full name."""
-    return {_plain_name(model, name): tuple(buffer.shape) for name, buffer in _saved_buffers(model).items()}
+    return {_plain_name(model, name): tuple(buffer.shape) for name, buffer in saved_buffers(model).items()}
 
 
 def make_buffers(model: nn.Module, names: Iterable[str], *, saved: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter as _Uninitialized
 
 from slurm_train.config.schema import RunConfig
@@ -125,8 +125,16 @@ def build_filled_model(config: RunConfig, *, device: torch.device) -> nn.Module:
     return model
 
 
-def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory) -> None:
+def load_start_weights(
+    model: nn.Module, config: RunConfig, *, run: RunDirectory, buffers: Mapping[str, Tensor]
+) -> None:
     """Lets a model begin with the weights of `train.init_from`, if it is set and no checkpoint has later ones.
+
+    Args:
+        model: see `load_pretrained`.
+        config: the run's.
+        run: where its checkpoints are.
+        buffers: those of the model that are saved, by full name.
 
     Raises:
         ConfigError: there are none, or they are another model's.
@@ -135,4 +143,4 @@ def load_start_weights(model: nn.Module, config: RunConfig, *, run: RunDirectory
     if path is not None and not list_checkpoints(run.checkpoints):
         from slurm_train.models.pretrained import load_pretrained
 
-        load_pretrained(model, Path(path).expanduser(), settings=config.model or {})
+        load_pretrained(model, Path(path).expanduser(), settings=config.model or {}, buffers=buffers)

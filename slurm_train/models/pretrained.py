@@ -73,7 +73,9 @@ def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapp
     network.save_pretrained(folder, max_shard_size=shard_size)
 
 
-def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]) -> None:
+def load_pretrained(
+    model: nn.Module, path: Path, *, settings: Mapping[str, Any], buffers: Mapping[str, Tensor]
+) -> None:
     """Gives a model the weights of a safetensors file or of a directory in the library's layout, in place.
 
     A file has the model's own names, as `checkpoint export` writes it, also those of buffers; a buffer that it lacks
@@ -83,6 +85,7 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
         model: whole; on any device, or without memory: then each rank reads what it holds when it is filled.
         path: the file or the directory.
         settings: the `model` part of the configuration.
+        buffers: those of the model that are saved, by full name.
 
     Raises:
         ConfigError: there is no such file, or it is of another model.
@@ -102,7 +105,6 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
         tied = {"lm_head.weight"}
         ignored = architecture.ignored
     holders = stored_tensors(path)
-    buffers = _saved_buffers(model)
     stored = {}
     for place in places.values():
         # Some published files leave the first word of each name out.
@@ -135,15 +137,6 @@ def load_pretrained(model: nn.Module, path: Path, *, settings: Mapping[str, Any]
             )
     for name, (read, _) in reads.items():
         begin_with(tensors[name], read)
-
-
-def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    buffers: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                buffers[f"{prefix}.{name}".lstrip(".")] = buffer
-    return buffers
 
 
 def _placed(tensor: Stored, place: Place) -> tuple[Read, tuple[int, ...]]:

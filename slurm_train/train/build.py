@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from slurm_train.checkpoint.state import saved_buffers
 from slurm_train.config.batch import planned_lr, total_steps
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
@@ -111,7 +112,7 @@ def build_parts(rank: Rank) -> Parts:
         note=_print if rank.place.is_first and not rank.layout.is_replicated else _ignore,
         ranks_on_node=rank.place.local_world_size,
     )
-    load_start_weights(model, config, run=rank.run)
+    load_start_weights(model, config, run=rank.run, buffers=saved_buffers(model))
     require_rules_fit(model, optim=config.optim)
     train_data = build_source(
         config.data,

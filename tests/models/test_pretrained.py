@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from slurm_train.checkpoint.state import saved_buffers
 from slurm_train.config.target import instantiate
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.models.pretrained import load_pretrained, write_pretrained
@@ -51,7 +52,7 @@ def written(folder: Path, settings: dict[str, Any], *, shard_size: str = "5GB") 
 
 def assert_read_back(model: Any, path: Path, settings: dict[str, Any]) -> None:
     back = model_of(settings, seed=1)
-    load_pretrained(back, path, settings=settings)
+    load_pretrained(back, path, settings=settings, buffers={})
     saved, found = model.state_dict(), back.state_dict()
     assert saved.keys() == found.keys() and all(found[name].equal(saved[name]) for name in saved)
 
@@ -89,7 +90,7 @@ def test_a_file_has_the_models_own_names(tmp_path: Path) -> None:
     save_file(model.state_dict(), file)
     assert_read_back(model, file, settings)
     with pytest.raises(ConfigError, match=r"it lacks blocks\.2\..* \.\.\.\n"):
-        load_pretrained(model_of({**settings, "num_layers": 3}), file, settings=settings)
+        load_pretrained(model_of({**settings, "num_layers": 3}), file, settings=settings, buffers={})
 
 
 def test_running_statistics_come_from_the_file_where_it_has_them(tmp_path: Path) -> None:
@@ -98,11 +99,11 @@ def test_running_statistics_come_from_the_file_where_it_has_them(tmp_path: Path)
     weights = tmp_path / "model.safetensors"
     save_file(trained.state_dict(), weights)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    load_pretrained(model, weights, settings={})
+    load_pretrained(model, weights, settings={}, buffers=saved_buffers(model))
     assert all(torch.equal(model.state_dict()[name], value) for name, value in trained.state_dict().items())
     save_file({name: value for name, value in trained.state_dict().items() if "running" not in name}, weights)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    load_pretrained(model, weights, settings={})
+    load_pretrained(model, weights, settings={}, buffers=saved_buffers(model))
     assert torch.equal(model[1].running_mean, torch.zeros(3)) and torch.equal(model[0].weight, trained[0].weight)
 
 
@@ -114,7 +115,7 @@ def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
         (GPT2, "holds a model of type llama; this GPT's form is that of gpt2"),
     ):
         with pytest.raises(ConfigError) as caught:
-            load_pretrained(model_of(settings), tmp_path / "llama", settings=settings)
+            load_pretrained(model_of(settings), tmp_path / "llama", settings=settings, buffers={})
         assert message in caught.value.message
 
 

@@ -53,7 +53,7 @@ def values_of(parallel: dict[str, Any], *, rank: int, ranks: int, orders: dict[s
     config = build_config(RunConfig, sections)
     model: Any = build_model(config)
     asked = make_rank(Path(orders["run"]), config, rank=rank, ranks=ranks)
-    load_start_weights(model, config, run=asked.run)
+    load_start_weights(model, config, run=asked.run, buffers={})
     unused: Any = None
     parts = Parts(
         rank=asked,
