@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args, get_origin
 
 import pytest
 import yaml
 
 from slurm_train import __version__
 from slurm_train.config.compose import Composer, Point, compose, read_points
+from slurm_train.config.schema import RunConfig, all_keys
+from slurm_train.config.synonyms import advise
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import SlurmTrainError
 from slurm_train.rundir.paths import RunDirectory
@@ -362,8 +364,52 @@ def test_the_page_about_watching_has_every_state_and_every_key_of_the_json(tmp_p
     page = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8")
     assert [word for word, _ in rows_under("States", page)] == [state.value for state in RunState]
     run = RunDirectory(tmp_path)
-    keys = status_of(Element(run=run), read_files(run), Look(), now_unix_s=0.0).as_json()
-    assert sorted(key for key, _ in rows_under("JSON", page)) == sorted(keys)
+    keys = {*status_of(Element(run=run), read_files(run), Look(), now_unix_s=0.0).as_json()}
+    rows = {key for key, _ in rows_under("JSON", page)}
+    assert (keys - rows, rows - keys) == (set(), set()), "keys without a row, rows without a key"
+
+
+def values_of_keys() -> dict[str, set[str]]:
+    """Returns the values of each key that has few, e.g. {"optim.lr_retune": {"none", "linear", "sqrt"}}."""
+    found = dict[str, set[str]]()
+    for key, kind in all_keys(RunConfig).items():
+        literals = [option for option in (kind, *get_args(kind)) if get_origin(option) is Literal]
+        if literals:
+            found[key] = {str(value) for literal in literals for value in get_args(literal)}
+    return found
+
+
+def wrong_remarks(text: str) -> list[str]:
+    """Returns the lines of a YAML file whose remark, e.g. "# none | linear | sqrt", is not all values of their key."""
+    wrong = []
+    for line in text.splitlines():
+        setting, _, remark = line.partition("#")
+        if " | " in remark:
+            listed = {re.split(r"[ ;]", value.strip())[0] for value in remark.split(" | ")}
+            names = re.findall(r"(\w+):", setting)
+            possible = [values for key, values in values_of_keys().items() if key.rpartition(".")[2] in names]
+            wrong += [] if listed in possible else [line]
+    return wrong
+
+
+def test_a_remark_beside_a_setting_names_all_of_its_values() -> None:
+    paths = [*(REPOSITORY / "conf").rglob("*.yaml")]
+    assert [line for path in paths for line in wrong_remarks(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_remark_that_lacks_a_value_is_found() -> None:
+    assert wrong_remarks("lr_retune: none  # none | linear\nshare: group  # private | group (readable)\n") == [
+        "lr_retune: none  # none | linear"
+    ]
+
+
+def test_every_list_of_schedules_has_all_of_them() -> None:
+    schedules = values_of_keys()["optim.schedule"]
+    optimizers = (REPOSITORY / "docs" / "optimizers.md").read_text(encoding="utf-8").partition("\n## Schedules\n")[2]
+    coming_from = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    (row,) = [line for line in coming_from.splitlines() if line.startswith("| `lr_scheduler_type` |")]
+    assert {*re.findall(r"^\| `(\w+)`", optimizers, re.MULTILINE)} == schedules
+    assert schedules <= {*re.findall(r"\w+", row)} & {*re.findall(r"\w+", advise("lr_scheduler_type"))}
 
 
 @functools.cache
@@ -405,7 +451,9 @@ def code_sections(text: str) -> list[str]:
 
 def test_every_code_has_a_section_that_its_line_links_to() -> None:
     page = REPOSITORY / "docs" / "troubleshooting.md"
-    assert sorted(code_sections(page.read_text(encoding="utf-8"))) == sorted(CODES)
+    sections = code_sections(page.read_text(encoding="utf-8"))
+    assert ({*CODES} - {*sections}, {*sections} - CODES) == (set(), set()), "without a section, without a rule"
+    assert len(sections) == len(CODES)
     assert {code.lower() for code in CODES} <= _anchors(page)
 
 

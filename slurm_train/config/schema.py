@@ -147,7 +147,7 @@ class OptimSection:
     decay_samples: Whole | None = None
     """Samples of the linear decay at the end of wsd; default 20 % of the run."""
     min_lr_ratio: Amount = 0.1
-    """Last learning rate of cosine, linear and wsd, and the least of inverse_sqrt, as a fraction of the peak."""
+    """Lowest learning rate after the warm-up, as a fraction of the peak."""
     betas: list[Amount] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of the two moments, for a class that takes `betas` and `eps`."""
     eps: Amount = 1e-8

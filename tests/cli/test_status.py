@@ -60,6 +60,13 @@ def test_a_file_gets_every_column_that_has_a_value() -> None:
     ]
 
 
+def test_a_narrow_terminal_does_without_every_column_but_these() -> None:
+    (head, *_) = lines_of(status(mfu=0.4, note="slow"), width=1)
+    assert head == "R"
+    (head, *_) = lines_of(status(mfu=0.4, note="slow"), width=len("gpt-stdlib/3f9a1c07  running  120/400"))
+    assert head.split() == ["RUN", "STATE", "STEP"], "add a new column to _LEAST_IMPORTANT"
+
+
 # The verb
 
 

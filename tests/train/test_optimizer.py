@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from slurm_train.checkpoint.load import require_fit
 from slurm_train.checkpoint.verify import newest_verified
-from slurm_train.config.schema import OptimSection, build_config
+from slurm_train.config.schema import OptimSection, all_keys, build_config
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.train.optimizer import (
     CombinedOptimizer,
@@ -139,23 +139,29 @@ def test_what_is_no_optimizer_of_these_parameters_is_refused(optim: dict[str, An
         build_optimizer(nn.Identity(), optim=OptimSection())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("cosine", {0: 0.0, 50: 1.0, 100: 2.0, 600: 1.1, 1100: 0.2, 5000: 0.2}),
-        ("linear", {50: 1.0, 100: 2.0, 600: 1.1, 1100: 0.2, 5000: 0.2}),
-        ("constant", {50: 1.0, 100: 2.0, 600: 2.0, 5000: 2.0}),
-        ("wsd", {50: 1.0, 100: 2.0, 900: 2.0, 1000: 1.1, 1100: 0.2, 5000: 0.2}),
-        ("inverse_sqrt", {50: 1.0, 100: 2.0, 400: 1.0, 10_000: 0.2, 10**7: 0.2}),
-        ({"_target_": f"{__name__}.own_schedule", "factor": 3}, {0: 6.0, 1100: 600.0}),
-    ],
-)
+SCHEDULES: list[tuple[Any, dict[int, float]]] = [
+    ("cosine", {0: 0.0, 50: 1.0, 100: 2.0, 600: 1.1, 1100: 0.2, 5000: 0.2}),
+    ("linear", {50: 1.0, 100: 2.0, 600: 1.1, 1100: 0.2, 5000: 0.2}),
+    ("constant", {50: 1.0, 100: 2.0, 600: 2.0, 5000: 2.0}),
+    ("wsd", {50: 1.0, 100: 2.0, 900: 2.0, 1000: 1.1, 1100: 0.2, 5000: 0.2}),
+    ("inverse_sqrt", {50: 1.0, 100: 2.0, 400: 1.0, 10_000: 0.2, 10**7: 0.2}),
+    ({"_target_": f"{__name__}.own_schedule", "factor": 3}, {0: 6.0, 1100: 600.0}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "expected"), SCHEDULES)
 def test_the_learning_rate_over_a_run(schedule: Any, expected: dict[int, float]) -> None:
     optim = section(warmup_samples=100, decay_samples=200, min_lr_ratio=0.1, schedule=schedule)
     built = build_schedule(optim, peak_lr=2.0, total_samples=1100)
     assert {samples: built.lr_at(samples) for samples in expected} == pytest.approx(expected)
     shares = build_schedule(OptimSection(schedule="wsd"), peak_lr=1.0, total_samples=2000)
     assert (shares.warmup_samples, shares.decay_samples) == (100, 400)
+
+
+def test_every_schedule_has_a_row() -> None:
+    kinds = get_args(all_keys(OptimSection)["schedule"])
+    names = {name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)}
+    assert {schedule for schedule, _ in SCHEDULES if isinstance(schedule, str)} == names
 
 
 def own_schedule(samples: int, *, warmup_samples: int, total_samples: int, factor: float) -> float:

@@ -22,6 +22,7 @@ from slurm_train.tools.doctor.facts import (
     warning,
 )
 from slurm_train.tools.doctor.node_rules import HINTS, OTHER_CODES, find_faults, interface_choices
+from tests.campaigns.preflight_faults import FAULTS
 
 Fault = Callable[[Job], Job]
 VERSIONS = {"slurm_train": "1.0", "python": "3.11.2", "torch": "2.13.0", "driver": "570.1"}
@@ -235,6 +236,12 @@ def test_a_fault_is_named_once(code: str, kind: tuple[str, bool], where: str, fa
 def test_every_code_has_a_row() -> None:
     assert {row[0] for row in ROWS} == {*HINTS} - {"SLOW_GPU"}, "test_gpu_speed has that one"
     assert not {*HINTS} & {*OTHER_CODES}
+
+
+def test_every_code_has_a_fault_of_the_campaign() -> None:
+    codes = {*HINTS, *OTHER_CODES}
+    faults = {fault.code for fault in FAULTS}
+    assert (codes - faults, faults - codes) == (set(), set()), "codes without a fault, faults without a code"
 
 
 TWO_CPUS = both(ranks(2, cpus=[5, 6]), ranks(3, cpus=[25, 26]))
