@@ -125,11 +125,13 @@ def count(num: int, noun: str) -> str:
     return f"{num:,} {noun}{'' if num == 1 else 's'}"
 
 
-def shorten(items: Iterable[str], most: int = 5) -> str:
+def shorten(items: Iterable[str], most: int = 5, *, separator: str = ", ") -> str:
     """Returns a list in one line, cut after a few: "a, b, c, d, e, and 7 more"."""
     texts = list(items)
-    more = f", and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    shown = texts[:most]
+    if len(texts) > most:
+        shown.append(f"and {len(texts) - most} more")
+    return separator.join(shown)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool = False) -> str:

@@ -28,13 +28,13 @@ from slurm_train.checkpoint.agreement import on_every_rank, on_rank, rank_in, si
 from slurm_train.checkpoint.manifest import MODEL, text_of_tensor
 from slurm_train.checkpoint.state import model_state
 from slurm_train.errors import RunError
+from slurm_train.formatting import shorten
 
 CALLBACKS = "callbacks"
 """Key of the callbacks' tensors in a training state."""
 
 _SMALL = 1024
 """A replicated tensor of up to so many bytes is written by the first rank that holds it."""
-_NUM_NAMED = 5
 
 
 class Leaf(NamedTuple):
@@ -180,9 +180,9 @@ def require_savable(variants: Mapping[str, Sequence[Variant]], *, stages: Sequen
     """
     problems = [text for part, of_part in variants.items() for text in _differences(part, of_part, stages)]
     if problems:
-        more = f"; and {len(problems) - _NUM_NAMED} more" if len(problems) > _NUM_NAMED else ""
+        shown = shorten(problems, separator="; ")
         raise RunError(
-            f"the ranks hold different states, which no checkpoint can keep: {'; '.join(problems[:_NUM_NAMED])}{more}",
+            f"the ranks hold different states, which no checkpoint can keep: {shown}",
             hint="of a model and an optimizer all ranks need the same names, shapes and types; what state_dict of a "
             "callback may give on some ranks only is in docs/callbacks.md",
         )

@@ -40,13 +40,13 @@ from slurm_train.checkpoint.verify import (
     wait_until_visible,
 )
 from slurm_train.errors import CheckpointError, RunError, SlurmTrainError
+from slurm_train.formatting import shorten
 from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server, fsync_directory, fsync_file, is_stale, rename
 from slurm_train.rundir.lineage import Origin
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, name_of
 
 _STATE = "optimizer.state."
 _AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
-_NUM_NAMED = 5
 
 
 class Choice(NamedTuple):
@@ -243,10 +243,9 @@ def require_fit(
     here = {name: tuple(value.shape) for name, value in model.items() if hasattr(value, "shape")}
     names = sorted(name for name in (here if is_stage else {*saved, *here}) if saved.get(name) != here.get(name))
     if names:
-        rows = [f"{name} {_shape(saved.get(name))} -> {_shape(here.get(name))}" for name in names[:_NUM_NAMED]]
-        more = f", and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+        changes = (f"{name} {_shape(saved.get(name))} -> {_shape(here.get(name))}" for name in names)
         raise RunError(
-            f"the weights in {path.name} do not fit the model as it is now: {', '.join(rows)}{more}",
+            f"the weights in {path.name} do not fit the model as it is now: {shorten(changes)}",
             hint="take the change of the model back, or start another run with run.name=NAME",
         )
     for parameter, values in (kept or {}).items():
@@ -345,9 +344,8 @@ def _require_trained(path: Path, tensors: Mapping[str, Tensor], described: Any) 
     missing = sorted(name.removeprefix(MODEL) for name in trained - tensors.keys())
     # Another trainer may number its parameters instead of naming them.
     if missing and trained & tensors.keys():
-        more = f", and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
         raise CheckpointError(
-            f"{path} lacks parameters that were trained: {', '.join(missing[:_NUM_NAMED])}{more}",
+            f"{path} lacks parameters that were trained: {shorten(missing)}",
             hint="an earlier version left them out beside a callback whose tensors only some ranks had; every "
             "checkpoint of that run may lack some: train it again",
         )

@@ -23,6 +23,7 @@ from typing import Any, get_origin, get_type_hints
 import xxhash
 
 from slurm_train.errors import CheckpointError
+from slurm_train.formatting import shorten
 from slurm_train.rundir.files import for_each, is_shared, open_file, write_all
 
 FORMAT_VERSION = 1
@@ -30,7 +31,6 @@ MODEL = "model."
 """Begin of the full names of the model's tensors in a training state."""
 # What to do about a checkpoint that is not as it was written; its loader and `verify` look for an older one themselves.
 DAMAGED_HINT = "`checkpoint verify RUN` shows which checkpoints are whole; take another one, or restore this one"
-_NUM_NAMED = 5
 _HEADER_HINT = "pass the facts of a checkpoint as CheckpointHeader describes them"
 DIRECTORY = "directory"
 """The kind, in `extra`, of a checkpoint that a user's own program has filled with its files."""
@@ -216,10 +216,9 @@ def require_tensors(expected: Mapping[str, str], described: Mapping[str, str]) -
     """
     wrong = sorted(name for name, kind in expected.items() if described.get(name) != kind)
     if wrong:
-        shown = ", ".join(f"{name} {expected[name]} (found: {described.get(name)})" for name in wrong[:_NUM_NAMED])
-        more = f", and {len(wrong) - _NUM_NAMED} more" if len(wrong) > _NUM_NAMED else ""
+        shown = shorten(f"{name} {expected[name]} (found: {described.get(name)})" for name in wrong)
         raise CheckpointError(
-            f"{len(wrong)} of {len(expected)} tensors are not in the files as they should be: {shown}{more}",
+            f"{len(wrong)} of {len(expected)} tensors are not in the files as they should be: {shown}",
             hint=DAMAGED_HINT,
         )
 

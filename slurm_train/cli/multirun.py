@@ -20,6 +20,7 @@ from slurm_train.config.compose import Point, read_points, unquoted
 from slurm_train.config.words import Words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, RunError
 from slurm_train.estimate.choice import settle_parallel
+from slurm_train.formatting import shorten
 from slurm_train.launch.plan import SweepPlan, plan_sweep
 from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import names_own_code, read_source
@@ -192,8 +193,7 @@ def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:
         seen.setdefault(name, {})[text] = None
     del seen["run"]
     for name, texts in seen.items():
-        more = f", and {len(texts) - _SHOWN_VALUES} more" if len(texts) > _SHOWN_VALUES else ""
-        rows.append((name, " | ".join(list(texts)[:_SHOWN_VALUES]) + more))
+        rows.append((name, shorten(texts, _SHOWN_VALUES, separator=" | ")))
     return rows
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_train.errors import CheckpointError, ConfigError
+from slurm_train.formatting import shorten
 from slurm_train.models.causal_lm import (
     PREFIX,
     CausalLM,
@@ -32,7 +33,6 @@ _GPT = f"{GPT.__module__}.{GPT.__qualname__}"
 _CAUSAL_LM = f"{causal_lm.__module__}.{causal_lm.__qualname__}"
 # Dropout and the ids of special tokens change no weight; rotary positions are computed as far as they are needed.
 _NOT_COMPARED = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout", "bos_token_id", "eos_token_id")
-_NUM_NAMED = 5
 
 
 def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapping[str, Any], shard_size: str) -> None:
@@ -61,7 +61,7 @@ def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapp
         network.tie_weights()
         missing = [name for name, parameter in network.named_parameters() if parameter.is_meta]
         if missing or unknown:
-            raise RuntimeError(f"missing {missing[:_NUM_NAMED]}, unknown {unknown[:_NUM_NAMED]}")
+            raise RuntimeError(f"missing: {shorten(missing)}; unknown: {shorten(unknown)}")
     except RuntimeError as err:
         raise CheckpointError(
             f"the checkpoint's weights are not those of a {config.model_type} of this shape: {str(err)[:300]}",
@@ -114,14 +114,14 @@ def load_pretrained(
     missing = sorted(name for name, stored_name in stored.items() if stored_name not in holders)
     unused = holders.keys() - stored.values() - tied - buffers.keys()
     unknown = sorted(name for name in unused if not name.endswith(ignored))
-    if missing or unknown:
-        parts = [
-            f"{word} {', '.join(names[:_NUM_NAMED])}" + (" ..." if len(names) > _NUM_NAMED else "")
-            for word, names in (("lacks", missing), ("has besides", unknown))
-            if names
-        ]
+    differences = []
+    if missing:
+        differences.append(f"lacks {shorten(missing)}")
+    if unknown:
+        differences.append(f"has tensors that the model lacks: {shorten(unknown)}")
+    if differences:
         raise ConfigError(
-            f"{path} does not hold this model's weights: it {' and '.join(parts)}",
+            f"{path} does not hold this model's weights: it {' and '.join(differences)}",
             hint="configure the model with the same shape, or start from other weights",
         )
     tensors: dict[str, Tensor] = dict(model.named_parameters())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from slurm_train.config.frozen import ID_DIGITS
 from slurm_train.errors import ConfigError, RunError
+from slurm_train.formatting import shorten
 from slurm_train.rundir.files import (
     append_line,
     change_times,
@@ -156,8 +157,7 @@ def closed_places(root: Path) -> str:
     names = [name for name in listed(root) if not name.name.startswith(".")]
     places = [nearest, *names, *(run for name in names for run in listed(name))]
     closed = [place for place in places if os.path.isdir(place) and not os.access(place, os.X_OK)]  # noqa: PTH112
-    shown = ", ".join(f"{place} of {owner_of(place)}" for place in closed[:3])
-    return shown + (f" and {len(closed) - 3} more" if len(closed) > 3 else "")
+    return shorten((f"{place} of {owner_of(place)}" for place in closed), 3)
 
 
 def owner_of(path: Path) -> str:

@@ -19,9 +19,8 @@ from slurm_train.checkpoint.commit import DIRECTORY_MODE, Place
 from slurm_train.checkpoint.filling import Filling, Records, Saved, begin_filling
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, check_file_name, seal_file
 from slurm_train.errors import CheckpointError, SlurmTrainError
+from slurm_train.formatting import shorten
 from slurm_train.rundir.files import for_each, fsync_directory, make_folder
-
-_NUM_NAMED = 5
 
 
 class DirectorySave:
@@ -174,10 +173,9 @@ def choose_writers(records: Sequence[Records]) -> list[Records]:
                 clashes.setdefault(name, (writers[name][0], rank))
         chosen.append(taken)
     if clashes:
-        parts = [f"{name} (ranks {ranks[0]} and {ranks[1]})" for name, ranks in clashes.items()]
-        shown = ", ".join(parts[:_NUM_NAMED])
+        parts = (f"{name} (ranks {ranks[0]} and {ranks[1]})" for name, ranks in clashes.items())
         raise CheckpointError(
-            f"several ranks have saved different files of the same name: {shown}",
+            f"several ranks have saved different files of the same name: {shorten(parts)}",
             hint="put the rank into the name of what differs from rank to rank; let rank 0 write what is the same",
         )
     if not writers:

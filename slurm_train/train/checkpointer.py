@@ -43,6 +43,7 @@ from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.pipeline import refuse_saved_buffers
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError, DataError
+from slurm_train.formatting import shorten
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.callbacks import Callback
@@ -54,7 +55,6 @@ from slurm_train.train.saves import Content, Saves, build_saves
 
 MADE_BUFFERS = "made_buffers"
 """Key in a manifest's `extra`: buffers that training has made, or given other shapes than the constructor."""
-_NUM_NAMED = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,8 +127,8 @@ class Checkpointer:
         made = sorted({name for name, _ in self.parts.model.named_parameters()} - self.parameters)
         if made:
             raise ConfigError(
-                f"the first step has made {len(made)} parameters, among them {', '.join(made[:_NUM_NAMED])}: the "
-                "optimizer does not have them, so they would not be trained",
+                f"the first step has made parameters that the optimizer does not have: {shorten(made)}; they would not "
+                "be trained",
                 hint="make all parameters in the constructor of the model",
             )
 

@@ -32,6 +32,7 @@ from slurm_train.distributed.float8 import ScalesOfStep
 from slurm_train.distributed.parallelize import own_positions, whole_parameters
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
+from slurm_train.formatting import shorten
 from slurm_train.models.head import group_named
 from slurm_train.train.buckets import BucketOrder
 from slurm_train.train.buffers import SharedBuffers
@@ -41,7 +42,6 @@ from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, Traini
 from slurm_train.train.device_copies import DeviceCopies, in_precision, to_device
 from slurm_train.train.preserve import preserved
 
-_NUM_NAMED = 5
 # Of so many samples at least, more than this share may not be longer than the model's context.
 _ENOUGH_SEEN = 100
 _MOST_CUT = 0.5
@@ -267,8 +267,8 @@ class ReplicaPasses(Passes):
                 trained = {id(parameter) for parameter in parameters}
                 raise changed_error([name for name, parameter in without if id(parameter) in trained], "is frozen")
             raise ConfigError(
-                f"the loss does not depend on {len(names)} parameters of the model, among them "
-                + ", ".join(name.removeprefix("objective.model.") for name in names[:_NUM_NAMED]),
+                f"the loss does not depend on {len(names)} parameters of the model: "
+                + shorten(name.removeprefix("objective.model.") for name in names),
                 hint="if that is meant, set ddp.find_unused_parameters=true, or freeze what is never used: "
                 "requires_grad_(False)",
             )
@@ -469,9 +469,9 @@ def build_passes(parts: Parts, objective: nn.Module, *, factor: torch.Tensor | N
 
 def changed_error(names: Sequence[str], change: str) -> ConfigError:
     """Returns the error for parameters that were frozen or unfrozen after the training began."""
-    shown = [name.removeprefix("objective.").removeprefix("model.") for name in names[:_NUM_NAMED]]
+    shown = shorten(name.removeprefix("objective.").removeprefix("model.") for name in names)
     return ConfigError(
-        f"{', '.join(shown)} {change} since the training began: {len(names)} parameters, and the optimizer and the "
+        f"{shown} {change} since the training began: {len(names)} parameters, and the optimizer and the "
         "exchange between ranks have those that required a gradient at the start",
         hint="choose the trained parameters in the constructor of the model; for another choice later start a second "
         "run with train.init_from",

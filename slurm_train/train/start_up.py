@@ -7,6 +7,7 @@ import gc
 from torch import nn
 
 from slurm_train.distributed.group import use_timeout
+from slurm_train.formatting import shorten
 from slurm_train.train.buffers import SharedBuffers, UnsavedState
 from slurm_train.train.compilation import CompileCache
 from slurm_train.train.context import Rank, gather
@@ -14,7 +15,6 @@ from slurm_train.train.context import Rank, gather
 _COLLECT_EVERY_STEPS = 100
 # What has lived through a collection of the young is freed by a full one only.
 _COLLECT_ALL_EVERY_STEPS = 1000
-_NUM_NAMED = 5
 
 
 class StartUp:
@@ -55,12 +55,9 @@ class StartUp:
         use_timeout(self._rank.collective_timeout_s(self._rank.config.train.steady_timeout_s))
         if not names:
             return None
-        text = ", ".join(names[:_NUM_NAMED])
-        if len(names) > _NUM_NAMED:
-            text += ", ..."
         return (
-            f"training changes {text} of the model, which no checkpoint has: a resume begins with the first value; "
-            "register_buffer (persistent) or get_extra_state saves it"
+            f"training changes {shorten(names)} of the model, which no checkpoint has: a resume begins with the first "
+            "value; register_buffer (persistent) or get_extra_state saves it"
         )
 
 

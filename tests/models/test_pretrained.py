@@ -89,7 +89,7 @@ def test_a_file_has_the_models_own_names(tmp_path: Path) -> None:
     model = model_of(settings)
     save_file(model.state_dict(), file)
     assert_read_back(model, file, settings)
-    with pytest.raises(ConfigError, match=r"it lacks blocks\.2\..* \.\.\.\n"):
+    with pytest.raises(ConfigError, match=r"it lacks blocks\.2\..*, and 3 more\n"):
         load_pretrained(model_of({**settings, "num_layers": 3}), file, settings=settings, buffers={})
 
 
