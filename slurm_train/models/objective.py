@@ -43,6 +43,8 @@ _TOLERANCE = 1e-3
 _LOW_TOLERANCE = 3e-2
 """The same in types of 16 bits."""
 _NUM_SHOWN = 3
+_LOSS_METHODS = ("loss", "compute_loss", "get_loss", "loss_fn", "criterion")
+"""What people call a method or function of a model that computes its loss."""
 # Pairs of tokens counted at once; a block of int64 codes is 8 MB.
 _BLOCK = 2**20
 
@@ -174,10 +176,17 @@ class Objective(nn.Module):
 
         Raises:
             ConfigError: the targets are the inputs, so that copying them would be learned; or the batch has tensors
-                that the model does not take.
+                that the model does not take; or the model has a training step of its own, which would not be called.
         """
         if hasattr(self.model, "training_loss"):
             return
+        if hasattr(self.model, "training_step"):
+            raise ConfigError(
+                f"{type(self.model).__name__} has a training_step, as a LightningModule, and nothing here calls it: "
+                "the model would be trained with another loss",
+                hint="run the program that trains it as script=[train.py], see docs/own-training-program.md; or define "
+                "training_loss(batch) on the model",
+            )
         if _has_lists(batch):
             self._images_and_targets(batch)
         if isinstance(batch, dict):
@@ -201,6 +210,33 @@ class Objective(nn.Module):
                 hint="give (tokens[:-1], tokens[1:]), or a dict with input_ids and labels, whose labels are shifted "
                 "as transformers does; define training_loss(batch) on a model that has to copy",
             )
+
+    def other_loss(self, batch: Batch) -> str | None:
+        """Returns a line about a loss that a person may have meant and that is not the one that is trained.
+
+        None where the model computes the trained loss itself, or nothing points to another one.
+        """
+        computes_loss = hasattr(self.model, "training_loss") or self.takes_targets or _has_lists(batch)
+        if computes_loss or self.own_loss.takes_labels:
+            return None
+        has_targets = isinstance(batch, dict) or len(batch) == 2
+        targets = labels_in(batch) if has_targets else None
+        if targets is None:
+            return None
+        kind = "mean squared error" if targets.is_floating_point() else "cross entropy"
+        names = _names_of_losses(self.model)
+        if names:
+            return (
+                f"the {kind} of the output is trained; {', '.join(names)} of {type(self.model).__name__} counts only "
+                "if its forward uses it: define training_loss(batch) on the model for another loss"
+            )
+        is_one = targets == 1
+        if targets.is_floating_point() and is_one.any() and not is_one.all() and (is_one | (targets == 0)).all():
+            return (
+                "the targets are 0 and 1 as floats, so the mean squared error of the output is trained: for a binary "
+                "cross entropy define training_loss(batch) on the model"
+            )
+        return None
 
     @property
     def repeats(self) -> bool | None:
@@ -494,6 +530,13 @@ def _sum_of_losses(outputs: Mapping[str, Any]) -> Tensor | None:
     if not losses or len(losses) != len(outputs):
         return None
     return torch.stack([_precise(loss) for loss in losses]).sum()
+
+
+def _names_of_losses(model: nn.Module) -> list[str]:
+    """Returns the modules of torch in a model that compute losses, and its methods that are called so."""
+    modules = [name for name, module in model.named_modules() if isinstance(module, nn.modules.loss._Loss)]
+    methods = [name for name in _LOSS_METHODS if name not in modules and callable(getattr(model, name, None))]
+    return modules + methods
 
 
 def labels_in(batch: Batch) -> Tensor | None:

@@ -108,6 +108,7 @@ class Passes:
         objective = self._objective
         notes: list[str | None] = []
         objective.look_at(batch)
+        notes.append(objective.other_loss(batch))
         if layout.pp * layout.cp == 1 and not is_nested(batch):
             samples = to_device(map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch), self._device)
             with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):

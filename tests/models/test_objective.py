@@ -219,6 +219,50 @@ def test_targets_that_are_the_inputs_are_refused_but_for_a_model_with_a_loss_of_
         Objective(Given()).look_at(other)
 
 
+def test_a_model_with_a_training_step_is_refused_but_for_one_that_says_what_is_trained_here() -> None:
+    batch = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ConfigError, match="Own has a training_step") as refused:
+        own(training_step=None).look_at(batch)
+    assert "own-training-program.md" in str(refused.value)
+    own(training_step=None, training_loss=None).look_at(batch)
+
+
+def weighted() -> Given:
+    """Returns a model with a loss that its forward does not use."""
+    model = Given()
+    model.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    return model
+
+
+CLASSES = (torch.randn(4, 3), torch.tensor([0, 1, 2, 1]))
+BITS = (torch.randn(4, 3), torch.eye(4)[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("objective", "batch", "words"),
+    [
+        (Objective(weighted()), CLASSES, ("cross entropy", "criterion of Given", "training_loss")),
+        (Objective(weighted()), {"inputs": CLASSES[0], "labels": CLASSES[1]}, ("cross entropy", "criterion of Given")),
+        (own(compute_loss=None, loss=None), CLASSES, ("cross entropy", "loss, compute_loss of Own")),
+        (Objective(weighted()), BITS, ("mean squared error", "criterion")),
+        (Objective(Given()), BITS, ("0 and 1", "mean squared error", "binary cross entropy")),
+    ],
+)
+def test_a_loss_that_a_person_may_have_meant_is_named(objective: Objective, batch: Any, words: tuple[str, ...]) -> None:
+    line = objective.other_loss(batch)
+    assert line is not None
+    assert [word for word in words if word not in line] == []
+
+
+def test_nothing_is_said_where_the_loss_is_plain_or_the_models_own() -> None:
+    plain = Objective(Given())
+    assert plain.other_loss(CLASSES) is None
+    assert plain.other_loss((torch.randn(4, 3), torch.randn(4, 3))) is None
+    assert plain.other_loss((torch.randn(4, 3),)) is None
+    assert plain.other_loss({"inputs": CLASSES[0]}) is None
+    assert own(training_loss=None, loss=None).other_loss(BITS) is None
+
+
 def test_a_dict_without_whole_number_labels_is_scored_by_the_models_own_mean() -> None:
     class Own(nn.Module):
         def forward(self, pixels: Tensor, labels: Tensor | None = None) -> Any:

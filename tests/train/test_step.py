@@ -213,6 +213,16 @@ def test_a_resumed_run_has_the_buckets_of_the_first_step_without_a_pass_of_the_m
     assert stepper.passes.bucket_order == order[::-1] and len(seen) == 1
 
 
+def test_what_is_said_before_the_first_step_names_a_loss_that_is_not_the_trained_one() -> None:
+    model = make_model()
+    assert make_stepper(model).passes.arrange(make_batch().tensors, bucket_order=[]) is None
+    model.append(nn.Module())
+    model[-1].criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    model[-1].forward = nn.Identity().forward
+    note = make_stepper(model).passes.arrange(make_batch().tensors, bucket_order=[])
+    assert note is not None and "3.criterion of Sequential" in note
+
+
 @pytest.mark.parametrize("numbers", [[], [0, 1, 2], [0, 1, 2, 3, 3], [0, 1, 2, 3, 9]])
 def test_an_order_of_other_parameters_is_not_repeated(numbers: list[int]) -> None:
     stepper = make_stepper(make_model(), world_size=3)
