@@ -53,6 +53,7 @@ from slurm_train.config.synonyms import advise
 from slurm_train.config.words import (
     Words,
     cluster_sizes,
+    is_list_of_texts,
     is_one_value,
     is_plain_texts,
     prepare_overrides,
@@ -73,7 +74,9 @@ _MOST_POINTS = 100_000
 _GROUPS = ("optim", "model", "data", "cluster", "site", "container")
 _CLUSTER_DEFAULTS: Mapping[str, Any] = to_mapping(ClusterSection())
 _FIRST_GROUPS = ("cluster", "site", "container")
-_QUOTED_LIST = re.compile(r"\['[^'\",\\\[\]{}]*'(?:,'[^'\",\\\[\]{}]*')*\]")
+# An item of a list in quotes; the group is there if it would mean the same without them.
+_QUOTED_ITEM = r"'([^'\",\\\[\]{}]*)'|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_QUOTED_LIST = re.compile(rf"\[(?:{_QUOTED_ITEM})(?:,(?:{_QUOTED_ITEM}))*\]")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
@@ -501,10 +504,6 @@ _SAID: Mapping[str, tuple[str, str]] = {
         "register one of your own in a module of a package hydra_plugins, beside your code or installed: "
         "every such module is imported when a configuration is composed",
     ),
-    r"Interpolation key '(.*?)' not found": (
-        "${{{0}}} refers to no key",
-        "`--cfg job` prints every key",
-    ),
     r"Could not find 'hydra/sweeper/(\w+)'": (
         "hydra/sweeper={0}: there is no such sweeper in this environment",
         "install its plugin, e.g. pip install hydra-optuna-sweeper, for the Python of this command",
@@ -518,6 +517,9 @@ _SAID: Mapping[str, tuple[str, str]] = {
         f"drop it: {_SIZE} goes through Slurm; without it the runs are trained here",
     ),
 }
+_NO_REFERENCE = re.compile(r"Interpolation key '(.*?)' not found")
+# What goes with data that the default model does not take.
+_MODEL_FOR = {"digits": "model=cnn; +experiment=digits chooses both"}
 # What word processors and web pages make of quotes.
 _CURLY = frozenset("\u2018\u2019\u201c\u201d")
 _NO_OPTION = re.compile(r"Could not find '([^']+)'(?:.*?Available options in '[^']+':\s*(.*?)\s*Config search)?", re.S)
@@ -549,9 +551,18 @@ def _explain(err: Exception, *, config: DictConfig, words: Sequence[str]) -> Con
         hint = (
             "quote a value with =, commas, brackets or ${a:${b}} once more inside the shell's quotes: \"key='value'\""
         )
+        key = split_word(str(err.override))[1]
+        if is_list_of_texts(key):
+            hint = (
+                "put an item that has quotes, brackets or braces in quotes of its own, inside the shell's: "
+                f"\"{key}=[a,'--x={{b: [1]}}']\""
+            )
         if not _CURLY.isdisjoint(str(err.override)):
             hint = "these are no quotes to the shell: type plain ones, ' or \""
         return ConfigError(f"{err.override!r} cannot be read: {' '.join(reason.split())}", hint=hint)
+    match = _NO_REFERENCE.search(text)
+    if match is not None:
+        return _no_reference_error(str(getattr(err, "full_key", "") or ""), match[1], words)
     for pattern, (message, hint) in _SAID.items():
         match = re.search(pattern, text, re.DOTALL)
         if match is not None:
@@ -574,6 +585,24 @@ def _explain(err: Exception, *, config: DictConfig, words: Sequence[str]) -> Con
         is_open = key.startswith(("model.", "data.")) or (key.startswith("optim.") and not advise(key))
         return ConfigError(error.message, hint=f"{error.hint.rstrip('?')}; +{key}=... adds one") if is_open else error
     return ConfigError(" ".join(text.split("\nConfig search path")[0].split()), hint="`--cfg job` prints every key")
+
+
+def _no_reference_error(key: str, reference: str, words: Sequence[str]) -> ConfigError:
+    """Returns the error for a value that refers to a key which is not there, e.g. a model of text with images.
+
+    Args:
+        key: the key of the value, e.g. "model.context"; "" where it is not known.
+        reference: what it refers to, e.g. "data.context".
+        words: as typed.
+    """
+    hint = "`--cfg job` prints every key"
+    if not key:
+        return ConfigError(f"${{{reference}}} refers to no key", hint=hint)
+    if key.startswith("model.") and reference.startswith("data."):
+        typed = {name: value or "" for _, name, value in map(split_word, words)}
+        model = _MODEL_FOR.get(typed.get("data", ""), "model=NAME or model._target_=CLASS")
+        hint = f"choose a model that fits these data ({model}), or set {key}=VALUE"
+    return ConfigError(f"{key} is ${{{reference}}}, and there is no {reference}", hint=hint)
 
 
 def _unasked_section_error(key: str) -> ConfigError:
@@ -627,7 +656,7 @@ def read_points(words: Words) -> list[Point]:
 def unquoted(value: str) -> str:
     """Returns a value without the quotes of Hydra's spelling, e.g. "[train.py,--lr=1]" for "['train.py','--lr=1']"."""
     if _QUOTED_LIST.fullmatch(value):
-        return value.replace("'", "")
+        return re.sub(_QUOTED_ITEM, lambda item: item[0] if item[1] is None else item[1], value)
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value
 

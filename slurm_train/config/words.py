@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -29,8 +29,14 @@ _OPTIONAL_GROUPS = ("cluster", "experiment", "site", "container")
 # A setting of Hydra that is a text, which may have an equals sign.
 _JOB_NAME = "hydra.job.name"
 _SIZE = re.compile(r"([1-9]\d{0,4}(?:-[1-9]\d{0,4})?)x([1-9]\d{0,2})")
-# A list whose items need no reading: no quotes and no brackets inside; a reference such as ${seed} is part of an item.
-_PLAIN_LIST = re.compile(r"\[((?:[^\[\]{}'\"$]|\$\{[^\[\]{},'\"]+\}|\$(?!\{))+)\]")
+# A text between quotes, as Hydra reads it.
+_QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+# An item of a list that needs no reading: without quotes and brackets; a reference such as ${seed} is part of it.
+_PLAIN_ITEM = r"(?:[^\[\]{}'\"$,]|\$\{[^\[\]{},'\"]+\}|\$(?!\{))*"
+_ITEM = re.compile(rf"\s*({_QUOTED})\s*(?=,|$)|({_PLAIN_ITEM})")
+# A list of such items, some of them in quotes.
+_LIST_OF_TEXTS = rf"\[(?!\])(?:\s*(?:{_QUOTED})\s*|{_PLAIN_ITEM})(?:,(?:\s*(?:{_QUOTED})\s*|{_PLAIN_ITEM}))*\]"
+_LISTS = re.compile(rf"{_QUOTED}|({_LIST_OF_TEXTS})")
 # A mapping of the same kind.
 _PLAIN_MAPPING = re.compile(r"\{([^\[\]{}'\"]+)\}")
 _OPEN_TEXTS = ("cluster.env", "cluster.sbatch", "cluster.srun")
@@ -355,16 +361,30 @@ def with_quoted_items(key: str, value: str) -> str:
     """Returns a value in Hydra's spelling: the items of lists of texts are quoted, so that they arrive unchanged.
 
     Also those of several lists, as a sweep has them: Hydra would make 1000.0 of 1e3, and cannot read --lr=1 without.
+    Items that are in quotes already stay as they are.
     """
-    if _kind_of(key) != "texts" or re.search(r"['\"]", value):
+    if _kind_of(key) != "texts":
         return value
 
     def with_quotes(match: re.Match[str]) -> str:
+        if match[1] is None:
+            # A text of the person's own in quotes, outside of a list.
+            return match[0]
         # Blanks around an item are no part of it, to Hydra; other white space is.
-        items = (quoted(item.strip(" \t")) for item in match[1].split(","))
+        items = [in_quotes or quoted(plain.strip(" \t")) for in_quotes, plain in _items(match[1][1:-1])]
         return f"[{','.join(items)}]"
 
-    return _PLAIN_LIST.sub(with_quotes, value)
+    return _LISTS.sub(with_quotes, value)
+
+
+def _items(text: str) -> Iterator[tuple[str, str]]:
+    """Yields the items of a list of texts, each as (in quotes, "") or ("", plain)."""
+    position = 0
+    while position <= len(text):
+        match = _ITEM.match(text, position)
+        assert match is not None
+        yield match[1] or "", match[2] or ""
+        position = match.end() + 1
 
 
 def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
@@ -378,6 +398,11 @@ def _kind_of(key: str) -> Literal["text", "texts", "flag", "other"]:
     return "texts" if hint in (list[str], list[str] | None) else "other"
 
 
+def is_list_of_texts(key: str) -> bool:
+    """Returns whether a key holds a list of texts, such as the words of a script."""
+    return _kind_of(key) == "texts"
+
+
 def is_one_value(key: str, value: str) -> bool:
     """Returns whether a value is one text even in a sweep, although it has commas or brackets.
 
@@ -386,7 +411,7 @@ def is_one_value(key: str, value: str) -> bool:
     """
     kind = _kind_of(key)
     if kind == "texts":
-        return _PLAIN_LIST.fullmatch(value) is not None
+        return re.fullmatch(_LIST_OF_TEXTS, value) is not None
     if kind == "other" or _SWEEP_CALL.match(value):
         return False
     return "," not in value or key.startswith("cluster.") or key == _JOB_NAME

@@ -102,6 +102,7 @@ REFUSED = {
     # Slips of the keyboard, and what the shell makes of blanks and quotes.
     "optim.lr=\u20183e-4\u2019": "type plain ones",
     "train.precision=bf16": '"train.precision=bfloat16"',
+    '"script=[t.py,--a,it\'s]"': "hint: put an item that has quotes, brackets or braces in quotes of its own",
     "script=train.py": '"script=[train.py]"',
     "seed=1 plan": "the verb is the first word: python -m slurm_train plan",
     "--config my.yaml": "--config-dir DIR",
@@ -115,6 +116,11 @@ REFUSED = {
     "optim.momentum=0.8": "write optim=sgd optim.momentum=0.8",
     "train.max_steps=1e3": 'for example "train.max_steps=8"',
     # Things that are not there.
+    "data=digits": (
+        "model.context is ${data.context}, and there is no data.context\nhint: choose a model that fits these data "
+        "(model=cnn; +experiment=digits chooses both), or set model.context=VALUE"
+    ),
+    "run.name='${data.place}'": "run.name is ${data.place}, and there is no data.place",
     "data=text data.path=corpus.txt": "make it with `python -m slurm_train prepare",
     "--config-dir conf": "name a folder with your YAML files",
     "site=mycluster +cluster=1x1": "init mycluster",

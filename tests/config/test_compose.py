@@ -179,6 +179,7 @@ def test_the_points_are_those_of_hydras_own_sweeper_in_its_order(words: list[str
 
 
 ONE_VALUE = ["cluster.nodelist=node[1-2],node5", "script=[train.py,--lr=1e-3,--tag,a]", "~data.context"]
+ONE_VALUE += ["script=[train.py,--lr=1e-3,'a, b']"]
 
 
 @pytest.mark.parametrize("word", ONE_VALUE)
@@ -199,6 +200,7 @@ SWEPT_SCRIPTS = {
     "script=[t.py,--lr=1e-3],[t.py,optim.lr=3e-4, x ]": [["t.py", "--lr=1e-3"], ["t.py", "optim.lr=3e-4", "x"]],
     "script=choice([t.py,true],[t.py,1_000])": [["t.py", "true"], ["t.py", "1_000"]],
     "script=[t.py,'a,[b]'],[t.py]": [["t.py", "a,[b]"], ["t.py"]],
+    "script=[t.py,'a,[b]',--x=1],[t.py,1e3]": [["t.py", "a,[b]", "--x=1"], ["t.py", "1e3"]],
     "script=[t.py,--seed=${seed},--n=${hydra:job.num}]": [["t.py", "--seed=8", "--n=0"]],
 }
 

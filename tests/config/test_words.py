@@ -50,6 +50,11 @@ OVERRIDES = [
     ("cluster.account=1e5", ["cluster.account='1e5'"]),
     ("cluster.partition='quoted'", ["cluster.partition='quoted'"]),
     ("script=[train.py,--lr,1e-3,--verbose,true]", ["script=['train.py','--lr','1e-3','--verbose','true']"]),
+    # Items that need quotes have them, the others do not.
+    ("script=[t.py,--x=1,'a b']", ["script=['t.py','--x=1','a b']"]),
+    ("script=[t.py,1e3, 'a,[b]' ,\"it's\"]", ["script=['t.py','1e3','a,[b]',\"it's\"]"]),
+    ("script='[t.py,--x=1]'", ["script='[t.py,--x=1]'"]),
+    ("script=[it's,'a b']", ["script=[it's,'a b']"]),
     ("cluster.env={A: 0123,B:1e3, C: 1:30}", ["++cluster.env={A: '0123', B: '1e3', C: '1:30'}"]),
     ("cluster.sbatch={exclusive: true, comment: 1e3}", ["++cluster.sbatch={exclusive: true, comment: '1e3'}"]),
     # A target of one's own does not inherit the arguments of the model that it replaces.
