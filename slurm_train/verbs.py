@@ -583,12 +583,16 @@ def _run(words: Sequence[str]) -> int:
         return code
     except SlurmTrainError as err:
         return _print_error(err)
-    except PermissionError as err:
+    except (PermissionError, NotADirectoryError) as err:
         # Where somebody's own code may be at work the traceback says more.
         if err.filename is None or words[:1] in (["worker"], ["supervise"]):
             raise
         message = f"{err.filename}: you may not read or write it, or not enter its folder"
-        return _print_error(RunError(message, hint="ask its owner, or name another place: --root DIR, run.root=DIR"))
+        hint = "ask its owner, or name another place: --root DIR, run.root=DIR"
+        if isinstance(err, NotADirectoryError):
+            message = f"{err.filename}: {_file_above(err.filename)} is a file, and no folder"
+            hint = "name another place: --root DIR, run.root=DIR; where it is your home, set HOME"
+        return _print_error(RunError(message, hint=hint))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -601,6 +605,16 @@ def _run(words: Sequence[str]) -> int:
             raise
         hint = "make room there, or name another place (run.root=DIR); then type the same command again"
         return _print_error(SlurmTrainError(f"{err.filename} cannot be written: {err.strerror}", hint=hint))
+
+
+def _file_above(path: str) -> str:
+    """Returns the part of a path that is a file although something lies below it; the whole path if there is none."""
+    folder = os.path.dirname(path)  # noqa: PTH120  # this module imports nothing slow
+    while folder not in ("", "/"):
+        if os.path.isfile(folder):  # noqa: PTH113  # as above
+            return folder
+        folder = os.path.dirname(folder)  # noqa: PTH120  # as above
+    return path
 
 
 def _print_error(err: SlurmTrainError) -> int:

@@ -150,7 +150,8 @@ def prepare_documents(documents: Sequence[Document], *, out: Path, options: Prep
             return index
         except OSError as err:
             if not _is_filled(out):  # else another process was faster
-                raise DataError(f"{out} cannot be made: {err.strerror}", hint="name another directory") from err
+                hint = "name another directory: data.path=DIR, or --out DIR of `prepare`"
+                raise DataError(f"{out} cannot be made: {err.strerror}", hint=hint) from err
         finally:
             shutil.rmtree(directory, ignore_errors=True)
     if not (out / INDEX).exists():

@@ -290,7 +290,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object of a file, or None where there is no such file or it is not whole."""
     try:
         value = json.loads(read_anew_if_stale(lambda: path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

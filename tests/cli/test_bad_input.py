@@ -188,6 +188,15 @@ def test_a_root_that_is_a_file(shell: Shell) -> None:
     (shell.folder / "runs").write_text("")
     shell.refuses("runs is not a directory", "+cluster=1x1")
     assert shell.left() == ["runs"]
+    shell.refuses(f"{shell.folder}/runs is a file, and no folder", "plan +cluster=1x1")
+
+
+def test_a_home_that_is_a_file(shell: Shell) -> None:
+    home = shell.folder / "home"
+    home.write_text("")
+    shell.patch.setenv("HOME", str(home))
+    assert shell.types("+cluster=1x1").code == 0
+    shell.refuses(f"{home} is a file, and no folder\nhint: name another place", "init here --yes")
 
 
 @pytest.mark.parametrize("words", ["plan -h", "checkpoint export -h", "-h train"])
