@@ -329,6 +329,26 @@ class Display:
         else:
             self.say(f"step {step}/{self.max_steps}  {words}")
 
+    def show_evaluation(self, num_done: int, num_batches: int, *, elapsed_s: float) -> None:
+        """Shows how far an evaluation is that takes long, e.g. "evaluating 1,200/50,000 batches  00:12:00 left".
+
+        Args:
+            num_done: batches that this rank has evaluated.
+            num_batches: those of the whole evaluation.
+            elapsed_s: seconds since it began.
+        """
+        if elapsed_s < _LINE_EVERY_S or self._clock() < self.due_s:
+            return
+        self.due_s = self._clock() + self._every_s
+        left = countdown((num_batches - num_done) * elapsed_s / max(num_done, 1))
+        text = f"evaluating {num_done:,}/{num_batches:,} batches  {left} left"
+        if self._bar is None:
+            self.say(text)
+        else:
+            bar, task = self._bar
+            bar.update(task, words=text)
+            bar.refresh()
+
     def say(self, text: str) -> None:
         """Writes a line that stays, above the bar if there is one."""
         if self._bar is None:

@@ -44,6 +44,8 @@ class Evaluator:
     source: SampleSource
     pipeline: Pipeline | None = None
     """This rank's stages; None where every rank computes all layers."""
+    display: Display | None = None
+    """Shows an evaluation that takes long; None on all ranks but the first."""
 
     def evaluate(self, *, within: Iterable[AbstractContextManager[Any]] = ()) -> dict[str, float] | None:
         """Returns "eval_loss" and what else the objective counts, the same on every rank. Collective.
@@ -80,8 +82,12 @@ class Evaluator:
         is_whole = self.rank.layout.is_replicated
         stop = self.rank.stop
         totals: dict[str, Tensor] = {}
-        for batch, counts in self._batches():
+        num_batches = self._num_batches()
+        start_s = self.rank.clock()
+        for num_done, (batch, counts) in enumerate(self._batches()):
             self.rank.heartbeat.mark("evaluate")
+            if self.display is not None:
+                self.display.show_evaluation(num_done, num_batches, elapsed_s=self.rank.clock() - start_s)
             if stop.requested if is_whole else _is_any_requested(stop):
                 return None
             batch = to_device(batch if part is None else part.cut(batch), device, image_format=self.rank.image_format)
@@ -145,10 +151,6 @@ class Evaluator:
         layout = self.rank.layout
         size = self.rank.plan.local_size
         source = self.source
-        max_batches = self.rank.config.train.eval_max_batches
-        num_samples = len(source)
-        if max_batches is not None:
-            num_samples = min(num_samples, max_batches * self.rank.plan.global_size)
         by_length = self.rank.config.batch.by_length and layout.is_replicated
         batches = evaluation_batches(
             source,
@@ -156,15 +158,27 @@ class Evaluator:
             size=layout.data_parallel_size,
             batch_size=size,
             lengths=lengths_of(source) if by_length else None,
-            most=num_samples,
+            most=self._num_samples(),
         )
-        num_batches = 0
+        num_yielded = 0
         for batch in batches:
-            num_batches += 1
+            num_yielded += 1
             yield batch, True
-        largest_share = 0 if layout.is_replicated else math.ceil(num_samples / layout.data_parallel_size)
-        for _ in range(num_batches, math.ceil(largest_share / size)):
+        if layout.is_replicated:
+            return
+        for _ in range(num_yielded, self._num_batches()):
             yield source.batch(np.zeros(1, dtype=np.int64)), False
+
+    def _num_samples(self) -> int:
+        """Returns how many samples all ranks evaluate."""
+        num_samples = len(self.source)
+        max_batches = self.rank.config.train.eval_max_batches
+        return num_samples if max_batches is None else min(num_samples, max_batches * self.rank.plan.global_size)
+
+    def _num_batches(self) -> int:
+        """Returns the most batches that a rank has."""
+        largest_share = math.ceil(self._num_samples() / self.rank.layout.data_parallel_size)
+        return math.ceil(largest_share / self.rank.plan.local_size)
 
 
 def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) -> dict[str, float]:
@@ -223,7 +237,13 @@ def build_evaluator(
     """
     evaluator = None
     if parts.heldout is not None and parts.rank.config.train.evaluate:
-        evaluator = Evaluator(rank=parts.rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline)
+        evaluator = Evaluator(
+            rank=parts.rank,
+            objective=objective,
+            source=parts.heldout,
+            pipeline=parts.pipeline,
+            display=display,
+        )
     check_measures(parts, callbacks, evaluator)
     if evaluator is None or evaluator.gives_loss():
         return evaluator

@@ -18,6 +18,7 @@ from slurm_train.checkpoint.state import make_buffers, model_state, restore_mode
 from slurm_train.checkpoint.verify import read_manifest, share_of, verify
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
+from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.paths import find_save
 from slurm_train.train.build import build_parts, join
@@ -88,8 +89,14 @@ def require_same_samples(parts: Parts) -> None:
 def measure(parts: Parts) -> dict[str, float] | None:
     """Returns the measures of the model as it is now, None where a rank was asked to stop. Collective."""
     assert parts.heldout is not None
-    objective = Objective(parts.model)
-    return Evaluator(rank=parts.rank, objective=objective, source=parts.heldout, pipeline=parts.pipeline).evaluate()
+    evaluator = Evaluator(
+        rank=parts.rank,
+        objective=Objective(parts.model),
+        source=parts.heldout,
+        pipeline=parts.pipeline,
+        display=Display(sys.stderr, max_steps=0) if parts.rank.place.is_first else None,
+    )
+    return evaluator.evaluate()
 
 
 def load_weights(parts: Parts, save: Path) -> tuple[Path, Manifest]:

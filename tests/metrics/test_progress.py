@@ -28,6 +28,32 @@ def test_a_log_gets_a_line_when_it_is_due() -> None:
     assert stream.getvalue() == "step 12/40  loss 2.3457  41,210 tokens/s  00:00:07 left\n"
 
 
+def test_an_evaluation_that_takes_long_is_shown_and_a_short_one_is_not() -> None:
+    now = [100.0]
+    stream = io.StringIO()
+    display = Display(stream, max_steps=40, every_s=10, clock=lambda: now[0])
+    now[0] = 105.0
+    display.show_evaluation(40, 100, elapsed_s=9.9)
+    assert stream.getvalue() == ""
+    now[0] = 120.0
+    for num_done in (1000, 1001):
+        display.show_evaluation(num_done, 5000, elapsed_s=20)
+    assert stream.getvalue() == "evaluating 1,000/5,000 batches  00:01:20 left\n"
+    now[0] = 130.0
+    display.show_evaluation(1500, 5000, elapsed_s=30)
+    assert stream.getvalue().count("\n") == 2
+
+
+def test_a_bar_shows_an_evaluation_in_its_place() -> None:
+    stream = Terminal()
+    display = open_display(stream, max_steps=40, env={})
+    show(display)
+    display.due_s = 0.0
+    display.show_evaluation(0, 5000, elapsed_s=20)
+    display.close()
+    assert "evaluating 0/5,000 batches" in stream.getvalue()
+
+
 def test_a_terminal_gets_a_bar_and_lines_that_stay() -> None:
     stream = Terminal()
     display = open_display(stream, max_steps=40, env={})
