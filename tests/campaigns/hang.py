@@ -31,13 +31,14 @@ SLACK_S = 10.0
 _LIMITS = Limits(START_S, HANG_S)
 STEPS = 24
 
-_SAVES_OFTEN = ("checkpoint.every_steps=2", "model.step_s=0.05")
+# Steps of a length with which the latest moment is before the end on a fast machine, too.
+_SAVES_OFTEN = ("checkpoint.every_steps=2", "model.step_s=0.15")
 PHASES: dict[str, tuple[str, ...]] = {
     "start": ("model.step_s=0.1",),
     "step": ("model.step_s=0.2",),
     "save": (*_SAVES_OFTEN, "checkpoint.background=false", "model.width=1536"),
     "save in the background": (*_SAVES_OFTEN, "model.width=1536"),
-    "evaluate": ("model.step_s=0.05", "train.eval_every_steps=2"),
+    "evaluate": ("model.step_s=0.15", "train.eval_every_steps=2"),
 }
 """What a run is given, so that it is in this phase often."""
 
