@@ -229,7 +229,10 @@ def objective(run: RunDirectory, key: str | None) -> float:
         RunError: there is no result, or no such number in it, or one that is not finite.
     """
     result: Mapping[str, Any] = read_json(run.result) or {}
-    for name in (key,) if key is not None else ("eval_loss", "loss"):
+    # The loss of a training says little where other things were evaluated.
+    has_evaluations = any(name.startswith("eval_") for name in result)
+    names = (key or "eval_loss", *(() if key or has_evaluations else ("loss",)))
+    for name in names:
         value = result.get(name, "")
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             raise RunError(

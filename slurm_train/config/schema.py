@@ -364,7 +364,7 @@ class SweepSection:
     runs_per_gpu: Count = 1
     """With `sweep.pack`, for runs of one GPU each: so many share a GPU and its memory, each with CPUs of its own."""
     objective: str | None = None
-    """Key of result.json that a sweeper optimizes; default: eval_loss, or loss without evaluation."""
+    """Key of result.json that a sweeper optimizes; default: eval_loss, or loss where nothing was evaluated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,11 @@ def test_a_run_without_the_value_that_is_asked_for_is_an_error(tmp_path: Path) -
     run.result.write_text('{"loss": 2.0, "eval_loss": 1.0}')
     assert (objective(run, None), objective(run, "loss")) == (1.0, 2.0)
     assert "has no result eval_f1" in refusal(RunError, objective, run, "eval_f1").message
+    run.result.write_text('{"loss": 2.0, "eval_loss/dataloader_idx_0": 1.0}')
+    refused = refusal(RunError, objective, run, None)
+    assert "has no result eval_loss" in refused.message and "eval_loss/dataloader_idx_0; set" in refused.hint
+    run.result.write_text('{"loss": 2.0}')
+    assert objective(run, None) == 2.0
     for value in ("NaN", "Infinity", "null"):
         run.result.write_text(f'{{"loss": 2.0, "eval_loss": {value}}}')
         assert "eval_loss of " in refusal(RunError, objective, run, None).message, "not the loss in its place"
