@@ -31,6 +31,11 @@ EXIT_REQUEUE = 75
 EXIT_ORPHANED = 71
 
 
+def exit_status(code: int) -> int:
+    """Returns the byte that the system keeps of an exit code; a failure stays one, where 256 would be a success."""
+    return code & 0xFF or (EXIT_FAILURE if code else EXIT_DONE)
+
+
 class SlurmTrainError(Exception):
     """A failure that a person can act on.
 

@@ -294,8 +294,10 @@ def run_task(rank: Rank) -> int:
         attempt=rank.attempt,
         session=session,
     )
-    code = instantiate(config.task, context=context)
-    session.close()
+    try:
+        code = instantiate(config.task, context=context)
+    finally:
+        session.close()
     if code is not None and type(code) is not int:
         raise ConfigError(
             f"task._target_={config.task.get('_target_')} returned {code!r}, which is no exit code",

@@ -29,7 +29,15 @@ from slurm_train.distributed.master import candidate_ports, is_under_torchrun, m
 from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import agree_on_attempt
-from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, RunError, SlurmTrainError
+from slurm_train.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_ORPHANED,
+    EXIT_REQUEUE,
+    RunError,
+    SlurmTrainError,
+    exit_status,
+)
 from slurm_train.launch.hub import OFFLINE, hub_snapshots, require_snapshots
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.snapshot import require_sealed
@@ -127,11 +135,8 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
             _watch_orphan(run, env, parent)
         try:
             code = _work(run, env, stop, is_watched=is_watched)
-        except SystemExit as err:
-            if err.code is None:
-                code = EXIT_DONE
-            else:
-                code = err.code if isinstance(err.code, int) else EXIT_FAILURE
+        except SystemExit as end:
+            code = _exit_code(run, env, end)
         if is_under_torchrun(env):
             code = _leave_restart(run, int(env[_ATTEMPT]), code, closes=closes)
         leave(code)
@@ -150,7 +155,7 @@ def leave(code: int) -> NoReturn:
     end_publishing(within_s=_COMMIT_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(exit_status(code))
 
 
 def message_of(err: BaseException) -> str:
@@ -181,6 +186,17 @@ def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *,
     with contextlib.suppress(OSError):
         leave_mark(run, int(env.get(_ATTEMPT, "0")), mark)
     leave(code)
+
+
+def _exit_code(run: RunDirectory, env: Mapping[str, str], end: SystemExit) -> int:
+    """Returns the exit code of a user's function that has called `sys.exit`; after a failure it ends the process."""
+    if end.code is not None and not isinstance(end.code, int):
+        print(end.code, file=sys.stderr, flush=True)
+        _fail(run, env, EXIT_FAILURE, str(end.code).partition("\n")[0])
+    code = exit_status(end.code or EXIT_DONE)
+    if code not in (EXIT_DONE, EXIT_REQUEUE):
+        _fail(run, env, code, f"the function ended with code {code}")
+    return code
 
 
 def _watch_orphan(run: RunDirectory, env: Mapping[str, str], parent: int) -> None:

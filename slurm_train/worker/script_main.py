@@ -88,7 +88,10 @@ def leave_failure_mark(run_directory: str, code: int, words: str) -> None:
 
 def _exit_code(end: SystemExit) -> tuple[int, str]:
     if end.code is None or isinstance(end.code, int):
-        code = end.code or 0
+        # After `import_from_copy`.
+        from slurm_train.errors import exit_status
+
+        code = exit_status(end.code or 0)
         return code, f"the script ended with code {code}" if code not in (0, _RUN_AGAIN) else ""
     print(end.code, file=sys.stderr)
     return 1, str(end.code)

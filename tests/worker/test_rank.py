@@ -64,6 +64,35 @@ def test_what_a_worker_of_a_data_loader_raised_is_named_and_not_the_worker() -> 
     assert message_of(KeyError("oops")) == "KeyError: 'oops'"
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        (SystemExit(), 0, None),
+        (SystemExit(75), 75, None),
+        (SystemExit(3), 3, "the function ended with code 3"),
+        (SystemExit(256), 1, "the function ended with code 1"),
+        (SystemExit("no data\nin x"), 1, "no data"),
+    ],
+)
+def test_how_a_function_has_ended_is_told(
+    end: SystemExit, code: int, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(0).mkdir(parents=True)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(rank, "leave", leave)
+    try:
+        ended_with = rank._exit_code(run, {}, end)
+    except SystemExit as ended:
+        ended_with = int(str(ended.code))
+    assert ended_with == code
+    mark = first_mark(run, 0)
+    assert (None if mark is None else mark.message) == words
+
+
 def test_segments_grow_unless_the_user_has_set_the_allocator() -> None:
     grow = "expandable_segments:True"
     assert allocator_environment("2.8.0+cu128", {}) == {"PYTORCH_CUDA_ALLOC_CONF": grow}

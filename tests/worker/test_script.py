@@ -103,6 +103,8 @@ def test_a_script_does_not_begin_after_a_request_to_stop(tmp_path: Path, number:
         ("", (0, "")),
         ("raise SystemExit(75)", (75, "")),
         ("raise SystemExit(2)", (2, "the script ended with code 2")),
+        # The system would keep the lowest byte.
+        ("raise SystemExit(256)", (1, "the script ended with code 1")),
         ("raise ValueError('odd')", (1, "ValueError: odd")),
     ],
 )
