@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, SkipBatchSampler
+from accelerate.utils import gather_object
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -80,7 +81,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         Raises:
             ConfigError: the best checkpoint is to be kept or loaded, or each to be pushed; checkpoints are to have no
                 optimizer; the library is to handle SIGTERM; the callback came too late to have the states of others
-                restored; the global batch or the length of an epoch is not what the checkpoint was trained with.
+                restored; the global batch or the length of an epoch is not what the checkpoint was trained with; the
+                ranks have epochs of different lengths; another training of this program is over.
         """
         self._saved_step = state.global_step
         self._is_training = True
@@ -120,6 +122,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
                 "save_only_model=True: a run that is requeued would continue with a new optimizer and learning rate",
                 hint="leave it out; checkpoint.keep says how many checkpoints are kept",
             )
+        _require_same_steps(self._steps_per_epoch)
         if not args.restore_callback_states_from_checkpoint:
             raise ConfigError(
                 "the Trainer would not restore the states of its callbacks at a resume (EarlyStoppingCallback counts "
@@ -388,6 +391,21 @@ def _require_same_epoch(state: TrainerState, before: int | None, *, now: int | N
         "the Trainer would go on at another place",
         hint="take the same data set; with dataloader_drop_last, divide the global batch as before",
     )
+
+
+def _require_same_steps(steps_per_epoch: int | None) -> None:
+    """Refuses ranks whose epochs have different numbers of steps: they would be in different epochs. Collective.
+
+    Raises:
+        ConfigError: they have.
+    """
+    of_ranks = gather_object([steps_per_epoch])
+    if len(set(of_ranks)) > 1:
+        raise ConfigError(
+            f"an epoch has {', '.join(map(str, of_ranks))} steps on the ranks: they would train in different epochs, "
+            "and each checkpoint would have the place of one of them",
+            hint="leave out even_batches=False, or set dataloader_drop_last=True",
+        )
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -327,6 +327,27 @@ def test_another_number_of_steps_in_an_epoch_is_refused(tmp_path: Path) -> None:
         train(run, per_device_train_batch_size=6, dataloader_drop_last=True)
 
 
+def test_epochs_of_other_lengths_on_other_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `even_batches=False` makes them."""
+    from slurm_train.adapters import transformers as adapter
+
+    monkeypatch.setattr(adapter, "gather_object", lambda steps: [*steps, 9])
+    with pytest.raises(
+        ConfigError, match="an epoch has 10, 9 steps on the ranks: they would train in different epochs"
+    ):
+        train(new_run(tmp_path))
+
+
+@pytest.mark.parametrize("is_at_end", [False, True], ids=["at the first start", "after a resume"])
+def test_a_second_training_is_refused(is_at_end: bool, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    if is_at_end:
+        train(run)
+    with pytest.raises(ConfigError, match="a training of this program is over, at step 23, and another begins"):
+        train(run, num_trainings=2)
+    assert [name_of(path).step for path in list_checkpoints(run.checkpoints)] == [23]
+
+
 def test_an_epoch_that_a_callback_ends_is_refused_unless_the_training_ends(tmp_path: Path) -> None:
     cut = asking_at(13, "should_epoch_stop")
     with pytest.raises(ConfigError, match=r"ended an epoch of 10 steps after step 13 \(should_epoch_stop\)"):
