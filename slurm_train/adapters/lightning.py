@@ -56,7 +56,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Whether what is being saved is followed by a validation."""
         self._saves_at_end_of_epoch = False
         self._stops = False
-        self._is_training = False
+        self._has_trained = False
+        self.best_model_path = ""
+        """The newest checkpoint of the run, where Lightning looks for what `test(ckpt_path="best")` loads."""
         self._order_seed: int | None = None
         """What the orders follow from that samplers draw."""
         self._batches: list[int | None] = []
@@ -77,13 +79,15 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._checkpoint = self.session.newest()
         return None if self._checkpoint is None else str(self._checkpoint.path / _FILE)
 
-    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+    def setup(self, trainer: pl.Trainer, _: pl.LightningModule, stage: str) -> None:
         """Compares Lightning's ranks with those of the run, and has the checkpoint read.
 
         Raises:
-            ConfigError: they are not the same.
+            ConfigError: they are not the same; or another training of this program is over.
         """
         run = self.session
+        if stage == "fit":
+            run.begin_training()
         if run.is_active and (trainer.global_rank, trainer.world_size) != (run.rank, run.world_size):
             raise ConfigError(
                 f"Lightning calls this rank {trainer.global_rank} of {trainer.world_size}; it is {run.rank} of "
@@ -110,7 +114,6 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             ConfigError: other ranks or batches than those of the checkpoint, and it is one from within an epoch.
         """
         self._step = self._saved_step = trainer.global_step
-        self._is_training = True
         self.session.take_signals()
         if isinstance(trainer.strategy.checkpoint_io, _ReadsAnyTypes):
             trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io.inner
@@ -213,7 +216,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within an evaluation; after the training it may take as long as it wants."""
-        self.session.mark("evaluate" if self._is_training else "end")
+        self.session.mark("end" if self._has_trained else "evaluate")
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Writes what the validation has logged, "val_loss" or "valid_loss" as "eval_loss"."""
@@ -224,14 +227,23 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 numbers[f"eval_{match[1]}"] = value
         if numbers and not trainer.sanity_checking:
             self.session.report(trainer.global_step, **numbers)
-        if not self._is_training:
+        if self._has_trained:
             self.session.mark("end")
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Saves the end; what a program does after its training is no hang."""
         if self._saved_step != trainer.global_step:
             self._save(trainer)
-        self._is_training = False
+        self._end()
+
+    def teardown(self, trainer: pl.Trainer, _: pl.LightningModule, stage: str) -> None:
+        """Says that the training is over where a resume has found it at its end, so that there was nothing to do."""
+        # A search for a learning rate or a batch size comes here before the first step.
+        if stage == "fit" and trainer.global_step > 0:
+            self._end()
+
+    def _end(self) -> None:
+        self._has_trained = True
         self.session.mark("end")
 
     def _start_epoch_again(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -48,7 +48,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._has_to_evaluate = False
         self._leaves = False
         self._resumed_from: Path | None = None
-        self._is_training = False
+        self._has_trained = False
         self._has_reached_end = False
         self._order = torch.Generator()
         self._steps_per_epoch: int | None = None
@@ -84,8 +84,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
                 restored; the global batch or the length of an epoch is not what the checkpoint was trained with; the
                 ranks have epochs of different lengths; another training of this program is over.
         """
+        self.session.begin_training()
         self._saved_step = state.global_step
-        self._is_training = True
         # The Trainer takes a step more from where a training has ended.
         self._has_reached_end = 0 < state.max_steps <= state.global_step
         self._has_to_evaluate = _lacks_evaluation(args, state)
@@ -138,8 +138,6 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             # It was made at the start of the run; another one would count for the patience of early stopping.
             args.eval_on_start = False
             self._evaluates_on_start = True
-        # A second training of the same program begins by itself.
-        self._resumed_from = None
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within a step."""
@@ -147,7 +145,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Reports progress within an evaluation; after the training it may take as long as it wants."""
-        self.session.mark("evaluate" if self._is_training else "end")
+        self.session.mark("end" if self._has_trained else "evaluate")
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **objects: Any) -> None:
         """Makes the order of an epoch follow from its number, so that a resume has the same.
@@ -237,7 +235,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         numbers = {_NAMES.get(name, name): value for name, value in logs.items() if _is_number(value)}
         if "train_runtime" not in numbers:
             self.session.report(state.global_step, **numbers, max_steps=state.max_steps)
-        if not self._is_training:
+        if self._has_trained:
             self.session.mark("end")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
@@ -269,7 +267,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         """Leaves where the ranks have stopped before the end; what comes after the training is no hang."""
         if self._leaves:
             self.session.leave()
-        self._is_training = False
+        self._has_trained = True
         self.session.mark("end")
 
     def _leave_out_dispatched(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:

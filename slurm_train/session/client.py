@@ -26,9 +26,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
 from slurm_train.checkpoint.manifest import DIRECTORY, CheckpointHeader
 from slurm_train.checkpoint.resumption import Resumption, run_place
+from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import is_under_torchrun
@@ -143,6 +144,13 @@ class Session:
             phase: "data", "step" or "evaluate"; "end" where the training is over, and nothing after it is a hang.
         """
 
+    def begin_training(self) -> None:
+        """Says that a training begins which resumes by `newest`; the callbacks for libraries call it, on all ranks.
+
+        Raises:
+            ConfigError: another one was over in this program (`mark("end")`).
+        """
+
     def should_stop(self) -> str:
         """Returns why all ranks must save and stop here, "" to go on. Collective.
 
@@ -161,7 +169,8 @@ class Session:
 
         Raises:
             SlurmTrainError: on every rank, if it fails on any; the previous checkpoint is unchanged.
-            ConfigError: another rank has called something else.
+            ConfigError: another rank has called something else; or the steps were counted anew since a save of this
+                or a later step, so that no resume would choose this one.
         """
         with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:
             yield Path(folder)
@@ -257,6 +266,12 @@ class JoinedSession(Session):
         self._lock = threading.Lock()
         self._reason = ""
         self._has_warned = False
+        self._has_ended = False
+        """Whether a training of the program is over."""
+        self._newest_step = 0
+        """Step of the newest checkpoint that this attempt has saved or loaded."""
+        self._is_behind = False
+        """Whether a step before that was reported since."""
         self._open_heartbeat(config)
 
     @property
@@ -283,6 +298,8 @@ class JoinedSession(Session):
         seconds = max(now_s - steps.since_s - steps.apart_s, 0.0)
         is_first_report = steps.step is None
         num_new_steps = 0 if steps.step is None else step - steps.step
+        is_new = num_new_steps != 0 or is_first_report
+        self._is_behind |= is_new and step < self._newest_step
         heartbeat.step = step
         heartbeat.phase = "step"
         heartbeat.marks += 1
@@ -313,8 +330,20 @@ class JoinedSession(Session):
 
     def mark(self, phase: str) -> None:
         """See `Session.mark`."""
+        self._has_ended |= phase == "end"
         if self._heartbeat.phase != "joined":
             self._heartbeat.mark(phase)
+
+    def begin_training(self) -> None:
+        """See `Session.begin_training`."""
+        if self._has_ended:
+            step = max(self._heartbeat.step, self._newest_step)
+            raise ConfigError(
+                f"a training of this program is over, at step {step}, and another begins: a run has the checkpoints of "
+                "one training, so a resume would give those of one to the other",
+                hint="make each training a run: a sweep for folds and seeds, another run.name for a second stage; or "
+                "leave the SessionCallback out of those that may be repeated",
+            )
 
     def should_stop(self) -> str:
         """See `Session.should_stop`."""
@@ -343,6 +372,7 @@ class JoinedSession(Session):
         num_bytes = 0
         try:
             self._meet("save")
+            on_rank_zero(self._group(), lambda: self._require_ahead(step))
             folder = save.begin()
             try:
                 yield folder
@@ -355,6 +385,7 @@ class JoinedSession(Session):
             self._make_metrics_durable()
             saved = save.end()
             num_bytes = saved.num_bytes
+            self._newest_step = step
             for problem in saved.problems if self._place.is_first else ():
                 print(f"slurm_train: {problem}", file=sys.stderr)
         except BaseException as err:
@@ -374,6 +405,8 @@ class JoinedSession(Session):
         place = self._checkpoints
         choice = choose_checkpoint(place.root, group=self._group(), attempt=place.attempt, fence=place.fence)
         self._resumption.take(choice)
+        self._newest_step = self._resumption.origin.step
+        self._is_behind = False
         self._set_apart(self._heartbeat.clock() - start, "load_s")
         if choice is None:
             return None
@@ -432,6 +465,28 @@ class JoinedSession(Session):
             host=place.host,
             limits=limits_of(config),
             step_id=step_id(self._env),
+        )
+
+    def _is_before_resume(self, step: int) -> bool:
+        """Returns whether an evaluation is that of a model into which no checkpoint was loaded yet, in a later attempt.
+
+        Its line would supersede the evaluations of all steps that the attempt goes on from.
+        """
+        return step == 0 and self._attempt > 0 and newest_committed_step(self._run.checkpoints) > 0
+
+    def _require_ahead(self, step: int) -> None:
+        """Refuses to save a step that a resume would not choose.
+
+        Raises:
+            ConfigError: the steps were counted anew since a save of this or a later step.
+        """
+        if not self._is_behind or step > self._newest_step:
+            return
+        raise ConfigError(
+            f"step {step} is to be saved, and step {self._newest_step} was before: a resume begins at the largest "
+            "step, so this save would be lost",
+            hint="a run is one training: count its steps on, make another training another run, and call `newest()` to "
+            "go back to a checkpoint",
         )
 
     def _warn_of_other_handlers(self) -> None:

@@ -48,6 +48,53 @@ def test_the_measures_of_a_validation_are_told_by_one_name() -> None:
     assert told == [(7, {"eval_loss": 1, "eval_accuracy": 2, "eval_f1": 3})]
 
 
+def test_a_second_training_is_refused_also_where_the_first_is_found_at_its_end(tmp_path: Path) -> None:
+    from lightning import pytorch as lightning
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    run = new_run(tmp_path)
+    loader = DataLoader(TensorDataset(torch.arange(16.0).unsqueeze(1)), batch_size=2)
+
+    def fit() -> None:
+        callback = adapter.SessionCallback()
+        trainer = lightning.Trainer(max_epochs=1, callbacks=[callback], **programs.QUIET)
+        trainer.validate(programs.Training("step"), loader, verbose=False)
+        trainer.fit(programs.Training("step"), loader, loader, ckpt_path=callback.newest())
+
+    for _ in range(2):
+        with joined(run):
+            fit()
+            with pytest.raises(ConfigError, match="a training of this program is over, at step 8, and another begins"):
+                fit()
+    # A model that no checkpoint was loaded into is evaluated at the first start alone; twice, since another was made.
+    assert evaluated_steps(run) == [0, 8, 0]
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["own", "none"])
+def test_the_best_model_is_that_of_the_own_callback_or_the_newest(is_own: bool, tmp_path: Path) -> None:
+    from lightning import pytorch as lightning
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    run = new_run(tmp_path)
+    loader = DataLoader(TensorDataset(torch.arange(16.0).unsqueeze(1)), batch_size=2)
+    own = lightning.callbacks.ModelCheckpoint(tmp_path / "own", monitor="val_loss", mode="max")
+    for _ in range(2):
+        with joined(run):
+            callback = adapter.SessionCallback()
+            callbacks = [callback, own] if is_own else [callback]
+            trainer = lightning.Trainer(max_epochs=2, callbacks=callbacks, **programs.QUIET)
+            module = programs.WithSettings()
+            trainer.fit(module, loader, loader, ckpt_path=callback.newest())
+            best = trainer.checkpoint_callback.best_model_path
+            if not is_own:
+                trainer.test(dataloaders=loader, verbose=False)
+        assert Path(best).parent.parent == (tmp_path if is_own else run.checkpoints)
+
+
 class Drawing(Sampler[list[int]]):
     """Batches of two, in an order that follows from the epoch; Lightning takes it as it is."""
 

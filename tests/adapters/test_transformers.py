@@ -209,6 +209,7 @@ def train(
     stop_at: int = 0,
     weighted: bool = False,
     data: Any = None,
+    num_trainings: int = 1,
     before: tuple[Any, ...] = (),
     after: tuple[Any, ...] = (),
     **settings: Any,
@@ -266,8 +267,10 @@ def train(
             data_collator=collate,
             callbacks=[stopping(stop, stop_at), *before, callback, *after],
         )
+        trainer.evaluate()
         try:
-            trainer.train(resume_from_checkpoint=callback.newest())
+            for _ in range(num_trainings):
+                trainer.train(resume_from_checkpoint=callback.newest())
         except SystemExit as ended:
             assert ended.code == 75 and stop_at
             return trainer

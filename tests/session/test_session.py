@@ -178,6 +178,79 @@ def test_a_save_is_durable_with_its_metrics_and_is_resumed_from(tmp_path: Path) 
     later.close()
 
 
+def test_a_save_that_no_resume_would_choose_is_refused(tmp_path: Path) -> None:
+    mine = join(new_run(tmp_path))
+
+    def save(step: int) -> None:
+        with mine.save(step) as folder:
+            (folder / "model.txt").touch()
+
+    mine.report(4)
+    save(4)
+    # At a stop after the last step.
+    save(4)
+    mine.report(1)
+    for step in (1, 4):
+        with pytest.raises(
+            ConfigError, match=rf"step {step} is to be saved, and step 4 was before: a resume begins at"
+        ):
+            save(step)
+    mine.report(5)
+    save(5)
+    mine.report(3)
+    # It goes back to what it has saved.
+    assert mine.newest().step == 5  # type: ignore[union-attr]
+    save(5)
+    mine.close()
+
+
+def test_a_training_after_another_one_is_refused(tmp_path: Path) -> None:
+    mine = join(new_run(tmp_path))
+    mine.begin_training()
+    mine.report(4)
+    mine.mark("end")
+    with pytest.raises(ConfigError, match="a training of this program is over, at step 4, and another begins"):
+        mine.begin_training()
+    mine.close()
+    Session(ALONE, {}).begin_training()
+
+
+@pytest.mark.parametrize("before", [{"eval_loss": 9.0}, {"test_f1": 0.1}], ids=["evaluation", "test"])
+def test_an_evaluation_before_a_resume_supersedes_nothing(before: dict[str, float], tmp_path: Path) -> None:
+    """A program evaluates its model at each start, before it loads a checkpoint."""
+    run = new_run(tmp_path)
+    for first in (1, 3):
+        mine = join(run)
+        mine.report(0, **before)
+        assert mine._heartbeat.phase == "joined"
+        mine.newest()
+        for step in (first, first + 1):
+            mine.report(step, loss=1.0)
+            mine.report(step, eval_loss=2.0)
+        with mine.save(first + 1) as folder:
+            (folder / "model.txt").touch()
+        mine.close()
+    lines = read_metrics(run.metrics)
+    assert [line["step"] for line in lines] == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+    spent = read_record(run.account(1), Spent)
+    assert spent is not None and (spent.first_step, spent.steps) == (2, 2)
+
+
+def test_more_numbers_of_a_step_are_added_to_it(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    mine.report(1, loss=1.0)
+    mine.report(1, eval_loss=2.0)
+    mine.report(1, test_loss=3.0)
+    mine.report(2)
+    # One that took long.
+    mine.report(1, eval_late_loss=4.0)
+    assert mine._heartbeat.step == 2
+    mine.close()
+    counted = [key for line in read_metrics(run.metrics) for key in line if key.endswith("loss")]
+    assert counted == ["loss", "eval_loss", "test_loss", "eval_late_loss"]
+
+
 def test_damage_means_the_checkpoint_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run(tmp_path)
     mine = join(run)
