@@ -294,6 +294,11 @@ class JoinedSession(Session):
         step = _whole(step)
         heartbeat = self._heartbeat
         steps = self._steps
+        if (steps.step is None or step < steps.step) and _is_no_step(step, numbers):
+            heartbeat.marks += 1
+            if self._spent is not None and not self._is_before_resume(step):
+                steps.lines.append(self._line(step, numbers, {}, is_new=False))
+            return
         now_s = heartbeat.clock()
         seconds = max(now_s - steps.since_s - steps.apart_s, 0.0)
         is_first_report = steps.step is None
@@ -311,7 +316,7 @@ class JoinedSession(Session):
             steps.step_s = seconds / num_new_steps
             self._times.add(steps.step_s, 0.0)
             self._sample_pace(num_new_steps)
-        if num_new_steps != 0 or is_first_report:
+        if is_new:
             steps.step = step
             steps.since_s = now_s
             steps.apart_s = 0.0
@@ -325,7 +330,7 @@ class JoinedSession(Session):
             self._spent.add_steps(num_new_steps, seconds=seconds, data_wait_s=0.0)
         if numbers:
             timing = {} if steps.step_s is None else {"step_time_s": steps.step_s}
-            steps.lines.append(self._line(step, numbers, timing))
+            steps.lines.append(self._line(step, numbers, timing, is_new=is_new))
         self._resumption.move_on()
 
     def mark(self, phase: str) -> None:
@@ -558,11 +563,13 @@ class JoinedSession(Session):
         self._pace.end()
         self._pace.begin()
 
-    def _line(self, step: int, numbers: Mapping[str, Any], timing: Mapping[str, float]) -> dict[str, Any]:
+    def _line(
+        self, step: int, numbers: Mapping[str, Any], timing: Mapping[str, float], *, is_new: bool
+    ) -> dict[str, Any]:
         values = {name: _number(value) for name, value in numbers.items() if name != "step"}
-        if "loss" not in values and not any(name.startswith("eval_") for name in values):
-            # Readers recognize the line of a step by its loss.
-            values["loss"] = None
+        if is_new and not any(name.startswith("eval_") for name in values):
+            # Readers recognize the line of a step by its loss, and let it supersede what the step has had before.
+            values.setdefault("loss", None)
         facts = {"attempt": self._attempt, "world_size": self._place.world_size, "time_unix_s": time.time()}
         return {"step": step, **values, **timing, **facts}
 
@@ -692,6 +699,12 @@ def _newest_collectives() -> bytes | None:
     from slurm_train.distributed.group import newest_collectives
 
     return newest_collectives()
+
+
+def _is_no_step(step: int, numbers: Mapping[str, Any]) -> bool:
+    """Returns whether a report is an evaluation, where no step is done or a later one is."""
+    is_evaluation = step == 0 or any(name.startswith("eval_") for name in numbers)
+    return bool(numbers) and "loss" not in numbers and is_evaluation
 
 
 def _whole(step: Any) -> int:
