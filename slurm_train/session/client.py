@@ -44,7 +44,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.session.peers import GroupChooser
 from slurm_train.session.saving import DirectorySave
-from slurm_train.session.signals import StopFlag, install
+from slurm_train.session.signals import StopFlag, handled, install
 from slurm_train.session.stopping import Stopping
 from slurm_train.slurm.job_variables import step_id
 
@@ -189,6 +189,31 @@ class Session:
     def leave(self) -> NoReturn:
         """Ends the program after a save at a stop: the run continues from there when it is started again."""
         raise SystemExit(EXIT_REQUEUE)
+
+
+class ChildSession(Session):
+    """A process that a rank of a run has started by `multiprocessing`: it is no rank, and nothing of it is saved."""
+
+    def should_stop(self) -> str:
+        """Refuses; no signal and no agreement would reach it."""
+        raise _no_rank("should_stop")
+
+    def save(self, step: int, /) -> NoReturn:  # noqa: ARG002
+        """Refuses; what is saved would go."""
+        raise _no_rank("save")
+
+    def newest(self) -> NoReturn:
+        """Refuses; the process would begin anew at each start of the run."""
+        raise _no_rank("newest")
+
+
+def _no_rank(call: str) -> ConfigError:
+    return ConfigError(
+        f"{call} was called in a process that a rank has started (multiprocessing, torch.multiprocessing.spawn): it is "
+        "no rank of the run, so nothing would be saved and no stop would reach it",
+        hint="let the launcher start the processes, e.g. +cluster=1x8, each with its RANK and LOCAL_RANK; or call the "
+        "session in the process that the launcher has started",
+    )
 
 
 @dataclass(slots=True)
@@ -367,6 +392,7 @@ class JoinedSession(Session):
     @contextlib.contextmanager
     def save(self, step: int, /) -> Iterator[Path]:
         """See `Session.save`."""
+        self._require_rank("save")
         step = _whole(step)
         start = self._heartbeat.clock()
         phase = self._heartbeat.phase
@@ -507,6 +533,15 @@ class JoinedSession(Session):
             file=sys.stderr,
         )
 
+    def _require_rank(self, call: str) -> None:
+        """Refuses a call in a process that was forked from this rank.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        if os.getpid() != self._pid:
+            raise _no_rank(call)
+
     def _meet(self, call: str, *, requested: int = 0) -> bool:
         """Returns whether any rank passes a request. Collective; each exchange of the session begins with it.
 
@@ -515,8 +550,9 @@ class JoinedSession(Session):
             requested: 1 for a request to stop, else 0.
 
         Raises:
-            ConfigError: another rank has called something else.
+            ConfigError: another rank has called something else; or this process was forked from a rank.
         """
+        self._require_rank(call)
         group = self._group()
         self._heartbeat.marks += 1
         if group is None:
@@ -643,7 +679,7 @@ def join() -> Session:
     """Returns this process's part in its run; the same object each time.
 
     Call it early: until then a stop signal ends the process. A process that a rank has started, such as a worker of a
-    data loader, is outside of the run.
+    data loader, is outside of the run; where it would save or stop, it is refused.
 
     Raises:
         SlurmTrainError: the run directory cannot be read.
@@ -651,11 +687,13 @@ def join() -> Session:
     if not _joined:
         env = dict(os.environ)
         place = RankPlace.from_env(env)
-        is_rank = multiprocessing.parent_process() is None and bool(env.get(RUN_DIR)) and _ATTEMPT in env
-        if is_rank:
-            _joined.append(_join(RunDirectory(Path(env[RUN_DIR])), place, env))
-        else:
+        is_in_run = bool(env.get(RUN_DIR)) and _ATTEMPT in env
+        if not is_in_run:
             _joined.append(Session(place, env))
+        elif multiprocessing.parent_process() is not None:
+            _joined.append(ChildSession(place, env))
+        else:
+            _joined.append(_join(RunDirectory(Path(env[RUN_DIR])), place, env))
     return _joined[0]
 
 
@@ -677,7 +715,14 @@ def enter(
 
 def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> JoinedSession:
     stop = StopFlag()
+    before = handled()
     install(stop)
+    if before and place.is_first:
+        print(
+            f"slurm_train: `join()` takes the place of the program's handler of {' and '.join(before)}, which is not "
+            "called any more; `should_stop` says when to save",
+            file=sys.stderr,
+        )
     session = JoinedSession(
         run,
         load_config(run.config),

@@ -140,6 +140,11 @@ class StopFlag:
             self.request("file")
 
 
+def handled() -> list[str]:
+    """Returns the stop signals that a handler in Python waits for, e.g. ["SIGTERM"]."""
+    return [number.name for number in STOP_SIGNALS if callable(signal.getsignal(number))]
+
+
 def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
     """Makes these signals set the flag, in this process only.
 

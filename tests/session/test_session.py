@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -82,12 +83,21 @@ run.leave()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_worker_of_a_loader_is_outside(tmp_path: Path) -> None:
+def test_a_process_that_a_rank_has_spawned_is_outside_and_may_not_save_or_stop(tmp_path: Path) -> None:
     code = """
 import multiprocessing, os
 from slurm_train import session
+from slurm_train.errors import ConfigError
 def look(queue):
-    queue.put(session.join().is_active)
+    run = session.join()
+    run.report(1, loss=0.5)
+    refused = []
+    for call in (run.newest, run.should_stop, lambda: run.save(1)):
+        try:
+            call()
+        except ConfigError as err:
+            refused.append(err.message.partition(" was called in a process that a rank has started")[0])
+    queue.put([run.is_active, refused])
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -98,7 +108,7 @@ if __name__ == "__main__":
     (tmp_path / "own.py").write_text(code)
     env = {"SLURM_TRAIN_RUN_DIR": "/nowhere", "SLURM_TRAIN_ATTEMPT": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout == "[False, ['newest', 'should_stop', 'save']]\n", done.stderr
 
 
 def test_reports_are_lines_of_metrics_and_heartbeats(tmp_path: Path) -> None:
@@ -303,6 +313,9 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_program(tmp_path: Path) ->
     session.report(1, loss=0.5)
     child = os.fork()
     if child == 0:
+        with contextlib.suppress(ConfigError):
+            session.should_stop()
+            os._exit(1)
         session.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -329,6 +342,16 @@ def test_another_handler_of_a_stop_signal_is_told_once(tmp_path: Path, capsys: p
     assert stop.replaced() == []
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_handler_that_join_replaces_is_told(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.config.write_text(dump_config(RunConfig()))
+    open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
+    code = "import signal; signal.signal(signal.SIGTERM, print); from slurm_train import session; session.join()"
+    env = {"PYTHONPATH": ":".join(sys.path), "SLURM_TRAIN_RUN_DIR": str(run.path), "SLURM_TRAIN_ATTEMPT": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "`join()` takes the place of the program's handler of SIGTERM, which is not called any more" in done.stderr
 
 
 RANK = """
