@@ -19,16 +19,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from slurm_train.distributed.seeds import mix, rng_state, set_rng_state
 from slurm_train.errors import ConfigError
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session import Checkpoint, join
 
 _FILE = "lightning.ckpt"
@@ -40,6 +41,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
 
     Lightning calls it after callbacks of other kinds, so that what they change in a step is in its checkpoint; and
     it makes none of its own beside it.
+
+    Wide because it keeps what a checkpoint of Lightning leaves out.
 
     Args:
         every_steps: optimizer steps between two checkpoints; None: only where the ranks stop, and at the end.
@@ -77,7 +80,10 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             CheckpointError: there are checkpoints, but none of them verifies.
         """
         self._checkpoint = self.session.newest()
-        return None if self._checkpoint is None else str(self._checkpoint.path / _FILE)
+        if self._checkpoint is None:
+            return None
+        self.best_model_path = str(self._checkpoint.path / _FILE)
+        return self.best_model_path
 
     def setup(self, trainer: pl.Trainer, _: pl.LightningModule, stage: str) -> None:
         """Compares Lightning's ranks with those of the run, and has the checkpoint read.
@@ -94,8 +100,10 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 f"{run.world_size} in the run",
                 hint="pass num_nodes and devices as in the cluster: +cluster=2x4 is num_nodes=2, devices=4",
             )
-        if self._checkpoint is not None:
-            trainer.strategy.checkpoint_io = _ReadsAnyTypes(trainer.strategy.checkpoint_io, self._checkpoint.path)
+        # The first one is taken for that which knows the best model.
+        trainer.callbacks = [*(other for other in trainer.callbacks if other is not self), self]
+        if self.best_model_path:
+            _read_any_types(trainer.strategy, Path(self.best_model_path).parent.parent)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what Lightning puts into each checkpoint for this callback."""
@@ -115,8 +123,6 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """
         self._step = self._saved_step = trainer.global_step
         self.session.take_signals()
-        if isinstance(trainer.strategy.checkpoint_io, _ReadsAnyTypes):
-            trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io.inner
         self._make_loaders_again(trainer)
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         self._batches = [_samples_of_batch(loader, trainer.world_size) for loader in loaders]
@@ -351,30 +357,31 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             if states:
                 torch.save((states, _fetched_batches(trainer)), folder / f"loaders_{self.session.rank}.pt")
         self._saved_step = step
+        if self.session.run_directory is not None:
+            checkpoints = RunDirectory(self.session.run_directory).checkpoints
+            # Other nodes may see it later.
+            newest = str(list_checkpoints(checkpoints)[0] / _FILE) if trainer.is_global_zero else ""
+            self.best_model_path = trainer.strategy.broadcast(newest)
 
 
-class _ReadsAnyTypes(CheckpointIO):  # type: ignore[misc]  # of an extra
-    """Reads a checkpoint of the run, which is verified and may have values of any types: torch reads numbers only.
+def _read_any_types(strategy: Strategy, checkpoints: Path) -> None:
+    """Has a strategy read checkpoints of the run, which may have values of any types: torch reads numbers only.
+
+    Strategies that save in parts read without a `CheckpointIO`.
 
     Args:
-        inner: what reads and writes otherwise.
-        folder: of the checkpoint.
+        strategy: what reads.
+        checkpoints: where those of the run are.
     """
+    vars(strategy).pop("load_checkpoint", None)
+    inner = strategy.load_checkpoint
 
-    def __init__(self, inner: CheckpointIO, folder: Path) -> None:
-        self.inner = inner
-        self._folder = folder
-
-    def load_checkpoint(self, path: Any, *others: Any, **settings: Any) -> Any:
-        if Path(path).parent == self._folder and settings.get("weights_only", True) is None:
+    def load_checkpoint(path: Any, *others: Any, **settings: Any) -> Any:
+        if checkpoints in Path(path).parents and settings.get("weights_only", True) is None:
             settings["weights_only"] = False
-        return self.inner.load_checkpoint(path, *others, **settings)
+        return inner(path, *others, **settings)
 
-    def save_checkpoint(self, *values: Any, **settings: Any) -> None:
-        self.inner.save_checkpoint(*values, **settings)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self.inner.remove_checkpoint(path)
+    strategy.load_checkpoint = load_checkpoint
 
 
 def _begins_epochs(callback: Any) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -72,6 +74,19 @@ class Training(pl.LightningModule):  # type: ignore[misc]  # Any: of an extra
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss", "strict": False}}
 
 
+class InParts(Training):
+    """Each rank has a part of each parameter, and saves it; a value is of a type that torch does not read by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"folder": Path("data")})
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.layers[0], self.layers):
+            fully_shard(layer, mesh=mesh)
+
+
 @dataclass(frozen=True)
 class Scene:
     """A training.
@@ -80,11 +95,15 @@ class Scene:
         make_loader: returns its loader.
         stops: the steps at which it is stopped, each in another attempt; four are an epoch, if not said otherwise.
         settings: of the Trainer.
+        make_strategy: returns the strategy.
+        kind: what is trained.
     """
 
     make_loader: Callable[[], Any]
     stops: list[int]
     settings: dict[str, Any] = field(default_factory=dict)
+    make_strategy: Callable[[], Any] = lambda: "ddp"
+    kind: type[Training] = Training
 
 
 def distributed(data: Any, kind: Any = DataLoader, **settings: Any) -> Any:
@@ -96,6 +115,10 @@ def distributed(data: Any, kind: Any = DataLoader, **settings: Any) -> Any:
 def weighted() -> Any:
     sampler = WeightedRandomSampler([1.0 + index for index in range(NUM_SAMPLES)], NUM_SAMPLES)
     return DataLoader(DATA, batch_size=4, sampler=sampler)
+
+
+def in_parts() -> Any:
+    return ModelParallelStrategy(process_group_backend="gloo")
 
 
 FOR_OTHER_RANKS = "for another number of ranks"
@@ -110,25 +133,29 @@ SCENES = {
     "uneven": Scene(
         lambda: distributed(UNEVEN), [1, 3], {"use_distributed_sampler": False, "accumulate_grad_batches": 3}
     ),
+    "in parts": Scene(lambda: distributed(DATA), [3, 6], make_strategy=in_parts, kind=InParts),
     "a stream": Scene(lambda: DataLoader(Stream(), batch_size=4), [2, 7], NO_VALIDATION),
     FOR_OTHER_RANKS: Scene(lambda: distributed(DATA), [6]),
 }
 
 
-def train(joining: Any, loader: Any, *, stop_at: int | None = None, **settings: Any) -> tuple[int, Training]:
+def train(
+    joining: Any, loader: Any, *, stop_at: int | None = None, kind: type[Training] = Training, **settings: Any
+) -> tuple[int, Training]:
     """Runs an attempt on the ranks that there are.
 
     Args:
         joining: a function that takes the flag of this rank and returns the context in which it is in the run.
         loader: of the training data.
         stop_at: the step in which this rank is asked to stop.
+        kind: what is trained.
         **settings: of the Trainer.
 
     Returns:
         The exit code, and what was trained.
     """
     stop = StopFlag()
-    module = Training()
+    module = kind()
     callbacks = [Stopping(stop, stop_at), pl.callbacks.EarlyStopping("val_loss", patience=5, strict=False)]
     facts: dict[str, Any] = {
         "accelerator": "cpu",
@@ -157,8 +184,9 @@ def main() -> None:
 
     def attempt(name: str, run: RunDirectory, stop_at: int | None) -> tuple[int, list[Any]]:
         scene = SCENES[name]
-        settings = {"devices": dist.get_world_size(), "strategy": "ddp", **scene.settings}
-        code, module = train(lambda stop: joined_rank(run, stop), scene.make_loader(), stop_at=stop_at, **settings)
+        settings = {"devices": dist.get_world_size(), "strategy": scene.make_strategy(), **scene.settings}
+        loader = scene.make_loader()
+        code, module = train(lambda stop: joined_rank(run, stop), loader, stop_at=stop_at, kind=scene.kind, **settings)
         return code, module.steps
 
     stops = {name: scene.stops for name, scene in SCENES.items()}

@@ -34,7 +34,7 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     return run_pair(folder, PROGRAM, str(folder))
 
 
-@pytest.mark.parametrize("name", [*ONCE, "by weights", "uneven"])
+@pytest.mark.parametrize("name", [*ONCE, "by weights", "uneven", "in parts"])
 def test_a_stop_of_one_rank_changes_nothing(name: str, trained: list[dict[str, Any]]) -> None:
     require_undisturbed(trained, name)
 

@@ -86,6 +86,16 @@ class Training(lightning.LightningModule):  # type: ignore[misc]  # Any: of an e
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
+class WithSettings(Training):
+    """Its checkpoints have a value of a type that torch does not read by itself."""
+
+    def __init__(self) -> None:
+        super().__init__("step")
+        self.save_hyperparameters({"folder": Path("data")})
+
+    def test_step(self, *_: Any) -> None: ...
+
+
 class ByEpoch(Training):
     """Sets at the start of an epoch what its steps and validations depend on; keeps a setting of a type of its own."""
 
