@@ -121,6 +121,17 @@ class Division:
         assert self._agreed is not None
         return self._agreed
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Finds early what `agree` would find in a part of a training state. Collective.
+
+        Args:
+            state: see `agree`.
+
+        Raises:
+            RunError: see `agree`.
+        """
+        self._compare(describe(state))
+
     def _is_same_everywhere(self, held: Holdings) -> bool:
         """Returns whether no rank holds anything else than when the ranks agreed last. Collective."""
         is_same = torch.tensor(int(self._agreed is not None and held == self._held))

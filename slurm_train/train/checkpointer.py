@@ -31,6 +31,7 @@ from slurm_train.checkpoint.state import (
     require_known_state,
     require_loadable_states,
     restore_training_state,
+    saved_buffers,
     set_modes,
     split_state,
     take_extra_states,
@@ -115,9 +116,10 @@ class Checkpointer:
         return position, [*notes, *choice.warnings, *accepted, *restored, choice.resuming]
 
     def require_savable(self) -> None:
-        """Checks after the first step that a save will have all that was trained, and that it will load.
+        """Checks after the first step that a save will have all that was trained, and that it will load. Collective.
 
         Raises:
+            RunError: on every rank: the step has made other buffers, or of other shapes, on some ranks.
             ConfigError: the step has made parameters, which the optimizer does not have, or buffers in a pipeline.
             CheckpointError: the optimizer keeps something that no checkpoint has.
         """
@@ -131,6 +133,8 @@ class Checkpointer:
                 "be trained",
                 hint="make all parameters in the constructor of the model",
             )
+        # At the next step each rank takes those of rank 0, of which it would take parts for other ones.
+        self.division.check({"model": saved_buffers(self.parts.model)})
 
     def content(self, position: Position) -> Content:
         """Returns what this rank writes of the training as it is now. Collective.

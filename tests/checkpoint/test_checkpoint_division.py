@@ -19,6 +19,7 @@ from slurm_train.checkpoint.division import (
 )
 from slurm_train.checkpoint.state import merge_state
 from slurm_train.errors import RunError
+from tests.fakes.thread_peers import ThreadPeers, on_threads
 from tests.support.divided_states import examples, problems_of
 
 BIG, SMALL, VALUE = Leaf("float32[400]", 1600), Leaf("int64[]", 8), Leaf("a value")
@@ -50,6 +51,36 @@ def test_what_one_rank_holds_alone_does_not_move_what_the_others_write() -> None
     assert writers.keys() == weights.keys() | lone.keys() and all(len(ranks) == 1 for ranks in writers.values())
     assert writers["callbacks.0 own.Mine.table"] == [0]
     assert {ranks[0] for name, ranks in writers.items() if name in weights} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "words"),
+    [
+        (
+            [{"queue": torch.zeros(2)}, {"queue": torch.zeros(3)}],
+            r"model\.queue is float32\[2\] on rank 0 and float32\[3\] on",
+        ),
+        ([{"queue": torch.zeros(2)}, {}], r"model\.queue \(float32\[2\]\) is on rank 0 and not on rank 1"),
+    ],
+    ids=["another shape", "none"],
+)
+def test_buffers_that_the_first_step_has_made_otherwise_on_a_rank_are_refused(
+    of_ranks: list[dict[str, torch.Tensor]], words: str
+) -> None:
+    def check(states: list[dict[str, torch.Tensor]], stages: tuple[int, int]) -> list[Exception | None]:
+        def on_rank(peers: ThreadPeers) -> None:
+            rank = peers.rank()
+            Division(group=peers, stage=stages[rank]).check({"model": states[rank]})  # type: ignore[arg-type]
+
+        return on_threads(2, on_rank)
+
+    for refused in check(of_ranks, (0, 0)):
+        assert isinstance(refused, RunError)
+        with pytest.raises(RunError, match=words):
+            raise refused
+    assert check([of_ranks[0]] * 2, (0, 0)) == [None, None]
+    # Stages of a pipeline have layers of their own.
+    assert check([{"queue": torch.zeros(2)}, {}], (0, 1)) == [None, None]
 
 
 @pytest.mark.parametrize("leaf", [BIG, SMALL])
