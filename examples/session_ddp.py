@@ -5,6 +5,8 @@ From this folder; stop it with Ctrl-C and type the same again:
     python -m slurm_train "script=[session_ddp.py,--steps,400]"
     python -m slurm_train +cluster=2x2 "script=[session_ddp.py,--steps,400]"
 
+On another number of ranks it goes on with the same samples in each step.
+
 The lines with `run` are all that was added. Without them, or under plain `python`, it is the same program.
 """
 
@@ -16,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from slurm_train import session
 
@@ -32,9 +33,6 @@ if run.world_size > 1:
 torch.manual_seed(run.rank)
 x = torch.linspace(-3, 3, 1024).unsqueeze(1)
 data = TensorDataset(x, x.sin())
-sampler = DistributedSampler(data, num_replicas=run.world_size, rank=run.rank, seed=1)
-# A generator of its own: a new iterator draws from it, and would else draw from the one that dropout uses.
-loader = DataLoader(data, batch_size=16, sampler=sampler, generator=torch.Generator())
 net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1)).to(run.device)
 model = DistributedDataParallel(net) if run.world_size > 1 else net
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -46,31 +44,29 @@ if checkpoint is not None:
     state = torch.load(checkpoint.path / "state.pt", weights_only=True, map_location=run.device)
     net.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(torch.load(checkpoint.path / f"rng_{run.rank}.pt", weights_only=True))
+    stream = checkpoint.path / f"rng_{run.rank}.pt"
+    if stream.exists():  # fewer ranks may have saved it
+        torch.set_rng_state(torch.load(stream, weights_only=True))
 
-while step < options.steps:
-    epoch, done = divmod(step, len(loader))
-    sampler.set_epoch(epoch)
-    for number, (inputs, targets) in enumerate(loader):
-        if number < done:
-            continue
-        loss = nn.functional.mse_loss(model(inputs.to(run.device)), targets.to(run.device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        step += 1
-        time.sleep(options.step_s)
-        run.report(step, loss=loss.item(), max_steps=options.steps)
-        stop = run.should_stop()
-        if stop or step % options.save_every == 0 or step == options.steps:
-            with run.save(step) as folder:
-                torch.save(torch.get_rng_state(), folder / f"rng_{run.rank}.pt")
-                if run.rank == 0:
-                    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
-        if stop and step < options.steps:
-            run.leave()
-        if step == options.steps:
-            break
+# Each step has its 64 samples, whoever reads them; the first step is the one after the checkpoint.
+batches = run.batches(len(data), global_size=64, steps=options.steps, seed=1)
+# A generator of its own: a new iterator draws from it, and would else draw from the one that dropout uses.
+loader = DataLoader(data, batch_sampler=batches, generator=torch.Generator())
+for step, (inputs, targets) in enumerate(loader, start=step + 1):
+    loss = nn.functional.mse_loss(model(inputs.to(run.device)), targets.to(run.device))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    time.sleep(options.step_s)
+    run.report(step, loss=loss.item(), max_steps=options.steps)
+    stop = run.should_stop()
+    if stop or step % options.save_every == 0 or step == options.steps:
+        with run.save(step) as folder:
+            torch.save(torch.get_rng_state(), folder / f"rng_{run.rank}.pt")
+            if run.rank == 0:
+                torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
+    if stop and step < options.steps:
+        run.leave()
 print(f"rank {run.rank} of {run.world_size}: {step} steps", flush=True)
 if run.world_size > 1:
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ import numpy as np
 from slurm_train.config.batch import LEAST_SHARE, cut_equally
 from slurm_train.data.order import Int64Array, KeyedPermutation, SampleOrder
 from slurm_train.data.source import Batch, Draw, Lengths, SampleSource, StreamingSource
-from slurm_train.errors import DataError
+from slurm_train.errors import ConfigError, DataError
 
 T = TypeVar("T")
 
@@ -115,6 +115,57 @@ class GlobalBatches:
                 yield Draw(indices[start:stop], positions[start:stop])
                 start = stop
             start_samples += num_steps * global_size
+
+
+class RankBatches:
+    """The sample numbers of one rank's micro-batches: what torch's DataLoader takes as `batch_sampler`.
+
+    Each iterator begins after the steps that were done and ends with the last step. It has no state, so what the
+    workers of a loader read ahead does not matter.
+
+    Args:
+        order: the order of the samples.
+        global_size: samples of a step over all ranks.
+        rank: this one among the ranks that read different samples.
+        num_ranks: number of those.
+        accumulation: micro-batches of a step.
+        steps: steps of the whole training.
+        done: of these, steps that are done.
+
+    Raises:
+        ConfigError: a micro-batch would have no sample.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        *,
+        global_size: int,
+        rank: int,
+        num_ranks: int,
+        accumulation: int,
+        steps: int,
+        done: int,
+    ) -> None:
+        if accumulation < 1 or global_size < num_ranks * accumulation:
+            raise ConfigError(
+                f"a step of {global_size} samples cannot be cut into {accumulation} micro-batches on each of "
+                f"{num_ranks} ranks",
+                hint=f"global_size has to be at least {num_ranks * max(accumulation, 1)}",
+            )
+        self._batches = GlobalBatches(order, global_size=global_size)
+        self._split = Split(rank=rank, accumulation=accumulation, shares=cut_equally(global_size, num_ranks))
+        self._start_samples = done * global_size
+        self._num_batches = max(steps - done, 0) * accumulation
+
+    def __len__(self) -> int:
+        """Returns the micro-batches that are left."""
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draws = self._batches.draws(self._split, start_samples=self._start_samples)
+        for draw in itertools.islice(draws, self._num_batches):
+            yield draw.indices.tolist()
 
 
 class LengthBatches(GlobalBatches):

@@ -51,12 +51,15 @@ from slurm_train.slurm.job_variables import step_id
 if TYPE_CHECKING:
     import torch
 
+    from slurm_train.data.batches import RankBatches
     from slurm_train.distributed.pace import PaceProbe
 
 RUN_DIR = "SLURM_TRAIN_RUN_DIR"
 """Variable with the directory of the run, for scripts: a place for their files, the same at each attempt."""
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 _ACCOUNT_EVERY_S = 2.0
+_ORDERS = "orders"
+"""Key of a checkpoint's header: what the orders of its program's samples follow from, in the order of the calls."""
 _CALLS = ("should_stop", "save", "newest")
 """What all ranks call together."""
 # Longer than a suspension of a job; the watchdog, which notices suspensions, ends ranks that hang.
@@ -183,6 +186,54 @@ class Session:
         """
         return None
 
+    def batches(
+        self,
+        num_samples: int,
+        /,
+        *,
+        global_size: int,
+        steps: int,
+        done: int | None = None,
+        accumulation: int = 1,
+        seed: int = 0,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+    ) -> RankBatches:
+        """Returns the sample numbers of this rank's batches, for `DataLoader(data, batch_sampler=...)`. Not collective.
+
+        Each step takes the next `global_size` samples of a shuffled order that follows from `seed` and the number of
+        the epoch alone. In each epoch every sample counts exactly once, on any number of ranks and after any stop. An
+        epoch may end within a step. Where the ranks cannot share a step equally, some have a sample more.
+
+        Args:
+            num_samples: samples of the data set.
+            global_size: samples of an optimizer step over all ranks.
+            steps: optimizer steps of the whole training, over all attempts.
+            done: of these, steps that are done; default: those of the checkpoint that `newest` has returned, or 0.
+            accumulation: batches of a step on each rank, which are so many times smaller.
+            seed: of the order.
+            rank: this rank among those that read different samples; default: among all.
+            num_ranks: number of those; default: all.
+
+        Raises:
+            ConfigError: a batch would have no sample; or the order is not that of the checkpoint, so that samples would
+                be used twice and others not.
+            DataError: there are no samples.
+        """
+        # Imported late: a program need not have numpy.
+        from slurm_train.data.batches import RankBatches
+        from slurm_train.data.order import SampleOrder
+
+        return RankBatches(
+            SampleOrder(num_samples, seed=seed),
+            global_size=global_size,
+            rank=self.rank if rank is None else rank,
+            num_ranks=self.world_size if num_ranks is None else num_ranks,
+            accumulation=accumulation,
+            steps=steps,
+            done=done or 0,
+        )
+
     def take_signals(self) -> None:
         """Installs the handlers of this session again, after a library has installed its own for the stop signals."""
 
@@ -230,6 +281,52 @@ class _Steps:
     account_due_s: float = 0.0
     lines: deque[dict[str, Any]] = field(default_factory=deque)
     """Lines of metrics.jsonl that are not written yet."""
+
+
+@dataclass(slots=True)
+class _Orders:
+    """What the orders of a program's samples follow from, by the calls of `batches`."""
+
+    done: int = 0
+    """Steps of the checkpoint that the program continues, 0 without one."""
+    saved: list[dict[str, int]] = field(default_factory=list)
+    """Those of that checkpoint."""
+    present: list[dict[str, int]] = field(default_factory=list)
+    knows_checkpoint: bool = False
+    """Whether the program has asked for the newest checkpoint."""
+
+    def take(self, step: int, saved: list[dict[str, int]]) -> None:
+        """Takes over the step and the orders of the first checkpoint that the program has asked for.
+
+        Raises:
+            ConfigError: there are batches already, of the steps that are done.
+        """
+        if self.knows_checkpoint:
+            return
+        self.knows_checkpoint = True
+        if step and self.present:
+            raise ConfigError(
+                f"`batches` was called before `newest`, and step {step} is done: its samples would be used again",
+                hint="call newest() first",
+            )
+        self.done = step
+        self.saved = saved
+
+    def add(self, order: dict[str, int], *, done: int) -> None:
+        """Adds an order.
+
+        Raises:
+            ConfigError: it is not that of the checkpoint.
+        """
+        number = len(self.present)
+        if done and number < len(self.saved) and self.saved[number] != order:
+            changes = (f"{name} {self.saved[number].get(name)} -> {value}" for name, value in order.items())
+            raise ConfigError(
+                f"step {self.done} was saved with another order of samples ({', '.join(changes)}): some would be used "
+                "twice, others not",
+                hint="keep the data set, global_size and seed; or start anew under another run.name",
+            )
+        self.present.append(order)
 
 
 class JoinedSession(Session):
@@ -289,6 +386,7 @@ class JoinedSession(Session):
         self._pace: PaceProbe | None = None
         """Measures this rank's own part of a step; from the second report on."""
         self._lock = threading.Lock()
+        self._orders = _Orders()
         self._reason = ""
         self._has_warned = False
         self._has_ended = False
@@ -440,23 +538,53 @@ class JoinedSession(Session):
         self._is_behind = False
         self._set_apart(self._heartbeat.clock() - start, "load_s")
         if choice is None:
+            self._orders.take(0, [])
             return None
         if not choice.manifest.is_directory:
             raise CheckpointError(
                 f"{choice.path} was saved by the built-in trainer, not by a program of its own",
                 hint="start the program under another run.name",
             )
+        self._orders.take(choice.manifest.step, choice.manifest.extra.get(_ORDERS, []))
         if self._place.is_first:
             for line in (*choice.warnings, choice.resuming):
                 print(f"slurm_train: {line}", file=sys.stderr)
             before = choice.manifest.world_size
-            if before != self._place.world_size:
+            if before != self._place.world_size and not self._orders.saved:
                 print(
                     f"slurm_train: {before} ranks have saved it, and these are {self._place.world_size}: the program "
                     "itself has to find its place in the data",
                     file=sys.stderr,
                 )
         return Checkpoint(path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size)
+
+    def batches(
+        self,
+        num_samples: int,
+        /,
+        *,
+        global_size: int,
+        steps: int,
+        done: int | None = None,
+        accumulation: int = 1,
+        seed: int = 0,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+    ) -> RankBatches:
+        """See `Session.batches`."""
+        done = self._orders.done if done is None else done
+        batches = super().batches(
+            num_samples,
+            global_size=global_size,
+            steps=steps,
+            done=done,
+            accumulation=accumulation,
+            seed=seed,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        self._orders.add({"num_samples": num_samples, "global_size": global_size, "seed": seed}, done=done)
+        return batches
 
     def take_signals(self) -> None:
         """See `Session.take_signals`."""
@@ -658,17 +786,20 @@ class JoinedSession(Session):
             torch_version = version("torch")
         except PackageNotFoundError:
             torch_version = ""
+        orders = self._orders.present
+        samples = step * orders[0]["global_size"] if orders else 0
+        epoch = samples // orders[0]["num_samples"] if orders else 0
         return CheckpointHeader(
             step=step,
-            samples=0,
-            epoch=0,
+            samples=samples,
+            epoch=epoch,
             mesh={"dp_replicate": place.world_size},
             batch_plan={},
             config_hash=str(plan.get("config_hash", self._run.run_id)),
             data_fingerprint="",
             torch_version=torch_version,
             **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),
-            extra={"kind": DIRECTORY},
+            extra={"kind": DIRECTORY, _ORDERS: orders},
         )
 
 

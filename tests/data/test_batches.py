@@ -20,6 +20,7 @@ from slurm_train.data.batches import (
     GlobalBatches,
     LengthBatches,
     Prefetch,
+    RankBatches,
     Split,
     cut_evenly,
     evaluation_batches,
@@ -28,7 +29,7 @@ from slurm_train.data.batches import (
 )
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import Draw
-from slurm_train.errors import DataError
+from slurm_train.errors import ConfigError, DataError
 from tests.support.waiting import wait_for
 
 
@@ -95,6 +96,62 @@ def test_resume_at_any_step_continues_the_stream_beyond_its_lookahead() -> None:
     for step in range(9):
         resumed = read_steps(1000, shares=(1024, 1024), accumulation=2, start=step * 2048, steps=9 - step)
         assert np.array_equal(resumed, whole[step:])
+
+
+def batches_of_ranks(ranks: int, *, done: int = 0, steps: int = 10, accumulation: int = 1) -> list[list[list[int]]]:
+    """Returns the batches of each rank, of steps of 12 samples of 50."""
+    order = SampleOrder(50, seed=3)
+    of_ranks = (
+        RankBatches(
+            order, global_size=12, rank=rank, num_ranks=ranks, accumulation=accumulation, steps=steps, done=done
+        )
+        for rank in range(ranks)
+    )
+    batches = [list(of_rank) for of_rank in of_ranks]
+    assert all(len(of_rank) == (steps - done) * accumulation for of_rank in batches)
+    return batches
+
+
+def samples_of_steps(of_ranks: list[list[list[int]]], *, accumulation: int = 1) -> list[list[int]]:
+    """Returns the samples of each step over all ranks, in their order."""
+    num_steps = len(of_ranks[0]) // accumulation
+    return [
+        [
+            number
+            for batches in of_ranks
+            for batch in batches[step * accumulation : (step + 1) * accumulation]
+            for number in batch
+        ]
+        for step in range(num_steps)
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 3), (3, 2), (5, 2), (12, 1)])
+def test_steps_have_the_same_samples_on_any_number_of_ranks_and_after_any_step(ranks: int, accumulation: int) -> None:
+    whole = samples_of_steps(batches_of_ranks(1))
+    assert samples_of_steps(batches_of_ranks(ranks, accumulation=accumulation), accumulation=accumulation) == whole
+    for done in range(11):
+        resumed = batches_of_ranks(ranks, done=done, accumulation=accumulation)
+        assert samples_of_steps(resumed, accumulation=accumulation) == whole[done:]
+    # Each epoch has every sample once, though it ends within a step.
+    used = [number for step in whole for number in step]
+    for epoch in range(2):
+        assert sorted(used[epoch * 50 : (epoch + 1) * 50]) == list(range(50))
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(13, 1), (4, 4), (1, 0)])
+def test_a_batch_without_a_sample_is_refused(ranks: int, accumulation: int) -> None:
+    with pytest.raises(ConfigError, match="at least"):
+        batches_of_ranks(ranks, accumulation=accumulation)
+
+
+def test_a_loader_of_torch_takes_the_batches_whatever_its_workers_read_ahead() -> None:
+    batches = RankBatches(SampleOrder(50, seed=3), global_size=12, rank=1, num_ranks=2, accumulation=2, steps=6, done=2)
+    expected = batches_of_ranks(2, done=2, steps=6, accumulation=2)[1]
+    for num_workers in (0, 2):
+        loader = torch.utils.data.DataLoader(range(50), batch_sampler=batches, num_workers=num_workers)
+        assert len(loader) == 8
+        assert [batch.tolist() for batch in loader] == expected
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_later_epochs_have_their_own_order_after_a_resume(
     def losses(run: RunDirectory) -> dict[int, float]:
         return {line["step"]: line["loss"] for line in parse_lines(run.metrics.read_text().splitlines())}
 
-    # An epoch has 64 steps.
+    # Of session_accelerate an epoch has 64 steps, of session_ddp 16.
     monkeypatch.setattr(sys, "argv", [name, "--steps", "80"])
     whole = new_run(tmp_path / "whole")
     train(whole)

@@ -75,6 +75,7 @@ with run.save(1) as folder:
     (folder / "a").write_text("x")
 assert not folder.exists() and run.run_directory is None
 assert (run.rank, run.local_rank, run.world_size, run.attempt) == (1, 1, 2, 0)
+assert len(run.batches(10, global_size=4, steps=3)) == 3
 run.leave()
 """
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -259,6 +260,50 @@ def test_more_numbers_of_a_step_are_added_to_it(tmp_path: Path) -> None:
     mine.close()
     counted = [key for line in read_metrics(run.metrics) for key in line if key.endswith("loss")]
     assert counted == ["loss", "eval_loss", "test_loss", "eval_late_loss"]
+
+
+def test_batches_go_on_after_the_steps_of_the_checkpoint_in_the_same_order(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    whole = list(mine.batches(100, global_size=8, steps=30, seed=5))
+    assert len(whole) == 30
+    with mine.save(13) as folder:
+        (folder / "model.txt").write_text("one")
+    mine.close()
+    newest = newest_verified(run.checkpoints).newest
+    assert newest is not None and (newest[1].samples, newest[1].epoch) == (104, 1)
+    for changed in ({"global_size": 16}, {"seed": 6}):
+        later = join(run)
+        assert later.newest() is not None
+        with pytest.raises(ConfigError, match="step 13 was saved with another order of samples") as refused:
+            later.batches(100, **{"global_size": 8, "steps": 30, "seed": 5, **changed})
+        assert all(f"{name} " in refused.value.message for name in changed)
+        with pytest.raises(ConfigError, match="num_samples 100 -> 99"):
+            later.batches(99, global_size=8, steps=30, seed=5)
+        later.close()
+    later = join(run)
+    assert later.newest() is not None
+    assert list(later.batches(100, global_size=8, steps=40, seed=5))[:17] == whole[13:]
+    # A second order is compared with the second one of the checkpoint, which has none.
+    assert list(later.batches(10, global_size=2, steps=1, done=0, seed=5))
+    later.close()
+
+
+def test_batches_that_are_made_before_the_checkpoint_is_known_are_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    mine.batches(100, global_size=8, steps=30)
+    assert mine.newest() is None
+    with mine.save(3) as folder:
+        (folder / "model.txt").write_text("one")
+    # What is asked after that is not where the program began.
+    assert mine.newest() is not None and len(mine.batches(100, global_size=8, steps=30)) == 30
+    mine.close()
+    later = join(run)
+    later.batches(100, global_size=8, steps=30)
+    with pytest.raises(ConfigError, match="before `newest`"):
+        later.newest()
+    later.close()
 
 
 def test_damage_means_the_checkpoint_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
