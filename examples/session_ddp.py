@@ -37,10 +37,10 @@ net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 
 model = DistributedDataParallel(net) if run.world_size > 1 else net
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
-step = 0
+done = 0
 checkpoint = run.newest()
 if checkpoint is not None:
-    step = checkpoint.step
+    done = checkpoint.step
     state = torch.load(checkpoint.path / "state.pt", weights_only=True, map_location=run.device)
     net.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -52,7 +52,7 @@ if checkpoint is not None:
 batches = run.batches(len(data), global_size=64, steps=options.steps, seed=1)
 # A generator of its own: a new iterator draws from it, and would else draw from the one that dropout uses.
 loader = DataLoader(data, batch_sampler=batches, generator=torch.Generator())
-for step, (inputs, targets) in enumerate(loader, start=step + 1):
+for step, (inputs, targets) in enumerate(loader, start=done + 1):
     loss = nn.functional.mse_loss(model(inputs.to(run.device)), targets.to(run.device))
     optimizer.zero_grad()
     loss.backward()
@@ -67,6 +67,6 @@ for step, (inputs, targets) in enumerate(loader, start=step + 1):
                 torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
     if stop and step < options.steps:
         run.leave()
-print(f"rank {run.rank} of {run.world_size}: {step} steps", flush=True)
+print(f"rank {run.rank} of {run.world_size}: {options.steps} steps", flush=True)
 if run.world_size > 1:
     dist.destroy_process_group()

@@ -292,19 +292,21 @@ class _Orders:
     saved: list[dict[str, int]] = field(default_factory=list)
     """Those of that checkpoint."""
     present: list[dict[str, int]] = field(default_factory=list)
+    num_calls: int = 0
+    """Calls of `batches` since the program has asked for that checkpoint."""
     knows_checkpoint: bool = False
     """Whether the program has asked for the newest checkpoint."""
 
     def take(self, step: int, saved: list[dict[str, int]]) -> None:
-        """Takes over the step and the orders of the first checkpoint that the program has asked for.
+        """Takes over the step and the orders of a checkpoint from which the program begins, or to which it goes back.
 
         Raises:
             ConfigError: there are batches already, of the steps that are done.
         """
-        if self.knows_checkpoint:
-            return
+        is_first = not self.knows_checkpoint
         self.knows_checkpoint = True
-        if step and self.present:
+        self.num_calls = 0
+        if is_first and step and self.present:
             raise ConfigError(
                 f"`batches` was called before `newest`, and step {step} is done: its samples would be used again",
                 hint="call newest() first",
@@ -318,7 +320,7 @@ class _Orders:
         Raises:
             ConfigError: it is not that of the checkpoint.
         """
-        number = len(self.present)
+        number = self.num_calls
         if done and number < len(self.saved) and self.saved[number] != order:
             changes = (f"{name} {self.saved[number].get(name)} -> {value}" for name, value in order.items())
             raise ConfigError(
@@ -326,7 +328,8 @@ class _Orders:
                 "twice, others not",
                 hint="keep the data set, global_size and seed; or start anew under another run.name",
             )
-        self.present.append(order)
+        self.num_calls += 1
+        self.present[number : number + 1] = [order]
 
 
 class JoinedSession(Session):

@@ -296,8 +296,8 @@ def test_batches_that_are_made_before_the_checkpoint_is_known_are_refused(tmp_pa
     assert mine.newest() is None
     with mine.save(3) as folder:
         (folder / "model.txt").write_text("one")
-    # What is asked after that is not where the program began.
-    assert mine.newest() is not None and len(mine.batches(100, global_size=8, steps=30)) == 30
+    # It may go back to what it has saved.
+    assert mine.newest() is not None and len(mine.batches(100, global_size=8, steps=30)) == 27
     mine.close()
     later = join(run)
     later.batches(100, global_size=8, steps=30)
