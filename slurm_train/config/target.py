@@ -213,7 +213,8 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
         search: directories in which Python would look, e.g. sys.path.
 
     Raises:
-        ConfigError: there is no such module, it has no such name, or that takes other keywords.
+        ConfigError: there is no such module, it has no such name, or that takes other keywords; or a model has a
+            training step of its own, which nothing here calls.
     """
     import difflib
 
@@ -251,13 +252,28 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
         tree = None if spec is None else _source_of(spec)
         if spec is None or tree is None:
             return
-    signature = _read_signature(tree, attributes[0]) if len(attributes) == 1 else None
+    if len(attributes) != 1:
+        return
+    methods = _methods_of(tree, attributes[0])
+    if key == "model" and "training_step" in methods and "training_loss" not in methods:
+        raise training_step_error(target)
+    signature = _read_signature(tree, attributes[0])
     if signature is not None:
         keywords = {name: None for name in mapping if name not in (*_TAKEN.get(key, ()), *_DIRECTIONS)}
         keywords |= {name: None for name in signature.parameters if name in _GIVEN.get(key, ())}
         positional = mapping.get("_args_") or ()
         is_partial = bool(mapping.get("_partial_"))
         _check_call(f"{key}.{TARGET}={target}", signature, positional, keywords, is_partial=is_partial)
+
+
+def training_step_error(name: str) -> ConfigError:
+    """Returns the error for a model that is trained by its own step, as a LightningModule."""
+    return ConfigError(
+        f"{name} has a training_step, as a LightningModule, and nothing here calls it: the model would be trained with "
+        "another loss",
+        hint="run the program that trains it as script=[train.py], see docs/own-training-program.md; or define "
+        "training_loss(batch) on the model",
+    )
 
 
 def keywords_in_source(target: str, *, search: Sequence[str]) -> set[str] | None:
@@ -343,6 +359,17 @@ def _imported_from(tree: ast.Module, words: Sequence[str], *, is_package: bool) 
     package = list(words[:above]) if node.level else []
     (first, *_) = [statement.name for statement in node.names if (statement.asname or statement.name) == name]
     return [*package, *(node.module.split(".") if node.module else ()), first]
+
+
+def _methods_of(tree: ast.Module, name: str) -> set[str]:
+    """Returns the methods that a class of that name defines itself."""
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return {
+        statement.name
+        for definition in classes
+        for statement in definition.body
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
 
 
 def _read_signature(tree: ast.Module, name: str) -> inspect.Signature | None:

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slurm_train.config.target import training_step_error
 from slurm_train.errors import ConfigError
 from slurm_train.models.own_loss import LABELS, loss_in, next_labels, own_loss_of, scores_in
 
@@ -181,12 +182,7 @@ class Objective(nn.Module):
         if hasattr(self.model, "training_loss"):
             return
         if hasattr(self.model, "training_step"):
-            raise ConfigError(
-                f"{type(self.model).__name__} has a training_step, as a LightningModule, and nothing here calls it: "
-                "the model would be trained with another loss",
-                hint="run the program that trains it as script=[train.py], see docs/own-training-program.md; or define "
-                "training_loss(batch) on the model",
-            )
+            raise training_step_error(type(self.model).__name__)
         if _has_lists(batch):
             self._images_and_targets(batch)
         if isinstance(batch, dict):

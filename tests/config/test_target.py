@@ -173,6 +173,11 @@ def main(context, *, rounds=3): ...
 def wrapped(context): ...
 if fast:
     def late(x): ...
+class Lit(LightningModule):
+    def training_step(self, batch, number): ...
+class Both(Lit):
+    def training_step(self, batch, number): ...
+    def training_loss(self, batch): ...
 """
 
 
@@ -182,6 +187,8 @@ KEYWORDS: list[tuple[str, str, dict[str, Any], str, str]] = [
     ("model", "Renamed", {"width": 1, "depht": 3}, "unexpected keyword argument 'depht'", TAKES),
     ("data", "Data", {"path": "x", "zzz": 1}, "unexpected keyword argument 'zzz'", "it takes path, split"),
     ("task", "main", {"round": 1}, "unexpected keyword argument 'round'", "it takes context, rounds"),
+    ("model", "Lit", {}, "signatures.Lit has a training_step", "script=[train.py]"),
+    ("model", "Both", {}, "", ""),
     ("model", "Net", {"_args_": [1]}, "", ""),
     ("data", "Data", {"path": "x", "num_workers": 2, "heldout": {"path": "y"}, "keyed_randomness": False}, "", ""),
     ("data", "Stream", {"path": "x", "prefetch": 2, "allow_world_change": True}, "", ""),
