@@ -33,6 +33,8 @@ from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session import Checkpoint, join
 
 _FILE = "lightning.ckpt"
+_ENDS = "slurm_train_should_stop"
+"""Key in a checkpoint of Lightning: whether something has asked the training to end."""
 _OF_VALIDATION = re.compile("val(?:id(?:ation)?)?[_/](.+)")
 
 
@@ -181,7 +183,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         is_due = self._every_steps is not None and step // self._every_steps > before // self._every_steps
         self._stops = bool(run.should_stop())
         # The end of the training comes without a stop, with its validation and a save.
-        if not (self._stops or is_due) or step == trainer.max_steps:
+        is_last = step == trainer.max_steps or (trainer.should_stop and trainer.fit_loop._can_stop_early)
+        if not (self._stops or is_due) or is_last:
             return
         loop = trainer.fit_loop.epoch_loop
         # There are no public names for either.
@@ -204,11 +207,12 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             self._save_and_leave(trainer)
         self._saves_at_end_of_epoch = False
 
-    def on_save_checkpoint(self, _: pl.Trainer, __: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Has the validation made after a resume that is due after the step of the save.
+    def on_save_checkpoint(self, trainer: pl.Trainer, _: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps whether the training was ended early, and has the validation made that is due after the save.
 
         Lightning takes it for done, unless its counters say that the step is over and a batch of validation has begun.
         """
+        checkpoint[_ENDS] = bool(trainer.should_stop)
         if not self._is_before_validation:
             return
         progress = checkpoint["loops"]["fit_loop"]
@@ -219,6 +223,10 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         validated["total"]["ready"] = validated["total"]["started"] = validated["total"]["processed"] + 1
         # Those of the validation before: Lightning would go on after its last batch.
         validated["current"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, _: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Ends a training again that was ended before its last step, as by `EarlyStopping`; Lightning would go on."""
+        trainer.should_stop |= checkpoint.get(_ENDS, False)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within an evaluation; after the training it may take as long as it wants."""

@@ -72,6 +72,39 @@ def test_a_second_training_is_refused_also_where_the_first_is_found_at_its_end(t
     assert evaluated_steps(run) == [0, 8, 0]
 
 
+@pytest.mark.parametrize("ended_by", ["EarlyStopping", "the program"])
+def test_what_was_ended_early_is_trained_no_further(ended_by: str, tmp_path: Path) -> None:
+    """What came after the training went wrong, say, and the ranks are started again."""
+    from lightning import pytorch as lightning
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    class Ending(lightning.Callback):  # type: ignore[misc]  # Any: of an extra
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop |= trainer.global_step == 11
+
+    run = new_run(tmp_path)
+    loader = DataLoader(TensorDataset(torch.arange(16.0).unsqueeze(1)), batch_size=2)
+    steps = []
+    for _ in range(2):
+        stop = StopFlag()
+        with joined(run, stop):
+            callback = adapter.SessionCallback(every_steps=11)
+            ending = Ending()
+            if ended_by == "EarlyStopping":
+                ending = lightning.callbacks.EarlyStopping("val_loss", patience=1)
+            # In the last step a stop has nothing to stop.
+            callbacks = [programs.Stopping(stop, 11 if ended_by == "the program" else None), ending, callback]
+            trainer = lightning.Trainer(max_epochs=5, callbacks=callbacks, **programs.QUIET)
+            module = programs.Training("step")
+            trainer.fit(module, loader, loader, ckpt_path=callback.newest())
+        steps.append((trainer.global_step, sum(step[0] >= 0 for step in module.steps)))
+    num_steps = 16 if ended_by == "EarlyStopping" else 11
+    assert steps == [(num_steps, num_steps), (num_steps, 0)]
+    assert evaluated_steps(run) == ([8, 16] if ended_by == "EarlyStopping" else [8, 11])
+
+
 @pytest.mark.parametrize("is_own", [True, False], ids=["own", "none"])
 def test_the_best_model_is_that_of_the_own_callback_or_the_newest(is_own: bool, tmp_path: Path) -> None:
     from lightning import pytorch as lightning
