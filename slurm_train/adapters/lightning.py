@@ -25,6 +25,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from slurm_train.distributed.seeds import mix, rng_state, set_rng_state
@@ -35,6 +36,8 @@ from slurm_train.session import Checkpoint, join
 _FILE = "lightning.ckpt"
 _ENDS = "slurm_train_should_stop"
 """Key in a checkpoint of Lightning: whether something has asked the training to end."""
+_SWITCHES = "slurm_train_switches"
+"""Key in a checkpoint of Lightning: what the training has frozen, unfrozen or put into another mode."""
 _OF_VALIDATION = re.compile("val(?:id(?:ation)?)?[_/](.+)")
 
 
@@ -72,6 +75,10 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Those of the checkpoint."""
         self._loaders_of_epoch: int | None = None
         """The epoch in which the loaders were made."""
+        self._switches_at_start: dict[str, bool] = {}
+        """What was frozen, and the modes, as the program has made its module."""
+        self._switched: dict[str, bool] = {}
+        """What the training that is resumed has changed of that."""
         self._lacks_epoch_start = False
         """Whether what the program does at the start of an epoch is due, in one that is resumed in its middle."""
 
@@ -117,7 +124,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._saved_batches = state_dict["batches"]
         self._loaders_of_epoch = state_dict.get("loaders_of_epoch")
 
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Restores the random streams and the place in the data, and takes the stop signals back from Lightning.
 
         Raises:
@@ -125,6 +132,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """
         self._step = self._saved_step = trainer.global_step
         self.session.take_signals()
+        self._switches_at_start = _switches(module)
+        _switch(module, self._switched)
         self._make_loaders_again(trainer)
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         self._batches = [_samples_of_batch(loader, trainer.world_size) for loader in loaders]
@@ -207,12 +216,15 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             self._save_and_leave(trainer)
         self._saves_at_end_of_epoch = False
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, _: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps whether the training was ended early, and has the validation made that is due after the save.
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keeps what Lightning does not, and has the validation made that is due after the save.
 
         Lightning takes it for done, unless its counters say that the step is over and a batch of validation has begun.
         """
         checkpoint[_ENDS] = bool(trainer.should_stop)
+        before = self._switches_at_start
+        # What the program makes otherwise at its next start is not overruled, unless the training has changed it.
+        checkpoint[_SWITCHES] = {name: now for name, now in _switches(module).items() if before.get(name) != now}
         if not self._is_before_validation:
             return
         progress = checkpoint["loops"]["fit_loop"]
@@ -226,7 +238,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
 
     def on_load_checkpoint(self, trainer: pl.Trainer, _: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Ends a training again that was ended before its last step, as by `EarlyStopping`; Lightning would go on."""
-        trainer.should_stop |= checkpoint.get(_ENDS, False)
+        if self._checkpoint is not None:
+            trainer.should_stop |= checkpoint.get(_ENDS, False)
+            self._switched = checkpoint.get(_SWITCHES, {})
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within an evaluation; after the training it may take as long as it wants."""
@@ -390,6 +404,25 @@ def _read_any_types(strategy: Strategy, checkpoints: Path) -> None:
         return inner(path, *others, **settings)
 
     strategy.load_checkpoint = load_checkpoint
+
+
+def _switches(module: torch.nn.Module) -> dict[str, bool]:
+    """Returns what is trained, modes, and what keeps statistics, e.g. {"net.weight.requires_grad": True}."""
+    switches = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()}
+    for name, part in module.named_modules():
+        switches[f"{name}.training"] = part.training
+        if isinstance(part, _BatchNorm):
+            switches[f"{name}.track_running_stats"] = part.track_running_stats
+    return switches
+
+
+def _switch(module: torch.nn.Module, switches: dict[str, bool]) -> None:
+    """Sets what `_switches` returns, of what the module has."""
+    parts: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_modules())}
+    for path, value in switches.items():
+        name, _, switch = path.rpartition(".")
+        if name in parts:
+            setattr(parts[name], switch, value)
 
 
 def _begins_epochs(callback: Any) -> bool:

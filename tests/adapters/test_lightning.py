@@ -367,6 +367,33 @@ def test_what_begins_an_epoch_is_done_again_where_it_is_resumed(stop_at: int, tm
     assert before + train(run) == expected
 
 
+@pytest.mark.parametrize("stop_at", [3, 11, 16, 19])
+def test_what_an_epoch_has_unfrozen_stays_so(stop_at: int, tmp_path: Path) -> None:
+    """As by `BackboneFinetuning`, which does it in one epoch alone, and freezes at each start."""
+    from lightning import pytorch as lightning
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    data = TensorDataset(torch.arange(16.0).unsqueeze(1))
+
+    def train(run: Any, stop_at: int | None = None) -> list[Any]:
+        stop = StopFlag()
+        module = programs.Unfreezing()
+        with joined(run, stop):
+            callback = adapter.SessionCallback()
+            callbacks = [programs.Stopping(stop, stop_at), callback]
+            trainer = lightning.Trainer(max_epochs=3, num_sanity_val_steps=0, callbacks=callbacks, **programs.QUIET)
+            try:
+                trainer.fit(module, DataLoader(data, 2), DataLoader(data, 16), ckpt_path=callback.newest())
+            except SystemExit as ended:
+                assert ended.code == 75
+        return module.steps
+
+    run = new_run(tmp_path / "stopped")
+    assert train(run, stop_at) + train(run) == train(new_run(tmp_path / "undisturbed"))
+
+
 @pytest.mark.parametrize("stop_at", [6, 8, 13])
 def test_loaders_are_those_of_their_epoch(stop_at: int, tmp_path: Path) -> None:
     """Made again every second epoch; four steps are one."""

@@ -96,6 +96,19 @@ class WithSettings(Training):
     def test_step(self, *_: Any) -> None: ...
 
 
+class Unfreezing(Training):
+    """Its first layer is trained from its second epoch on, and without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.layers[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
+            self.layers[1].eval()
+
+
 class ByEpoch(Training):
     """Sets at the start of an epoch what its steps and validations depend on; keeps a setting of a type of its own."""
 
