@@ -25,9 +25,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from slurm_train.adapters.switches import Switches
 from slurm_train.distributed.seeds import mix, rng_state, set_rng_state
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
@@ -75,10 +75,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Those of the checkpoint."""
         self._loaders_of_epoch: int | None = None
         """The epoch in which the loaders were made."""
-        self._switches_at_start: dict[str, bool] = {}
-        """What was frozen, and the modes, as the program has made its module."""
+        self._switches: Switches | None = None
         self._switched: dict[str, bool] = {}
-        """What the training that is resumed has changed of that."""
+        """What the training that is resumed had changed of them."""
         self._lacks_epoch_start = False
         """Whether what the program does at the start of an epoch is due, in one that is resumed in its middle."""
 
@@ -132,8 +131,8 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """
         self._step = self._saved_step = trainer.global_step
         self.session.take_signals()
-        self._switches_at_start = _switches(module)
-        _switch(module, self._switched)
+        self._switches = Switches(module, has_modes=True)
+        self._switches.set(self._switched)
         self._make_loaders_again(trainer)
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         self._batches = [_samples_of_batch(loader, trainer.world_size) for loader in loaders]
@@ -216,15 +215,13 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             self._save_and_leave(trainer)
         self._saves_at_end_of_epoch = False
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, _: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps what Lightning does not, and has the validation made that is due after the save.
 
         Lightning takes it for done, unless its counters say that the step is over and a batch of validation has begun.
         """
         checkpoint[_ENDS] = bool(trainer.should_stop)
-        before = self._switches_at_start
-        # What the program makes otherwise at its next start is not overruled, unless the training has changed it.
-        checkpoint[_SWITCHES] = {name: now for name, now in _switches(module).items() if before.get(name) != now}
+        checkpoint[_SWITCHES] = {} if self._switches is None else self._switches.changed()
         if not self._is_before_validation:
             return
         progress = checkpoint["loops"]["fit_loop"]
@@ -404,25 +401,6 @@ def _read_any_types(strategy: Strategy, checkpoints: Path) -> None:
         return inner(path, *others, **settings)
 
     strategy.load_checkpoint = load_checkpoint
-
-
-def _switches(module: torch.nn.Module) -> dict[str, bool]:
-    """Returns what is trained, modes, and what keeps statistics, e.g. {"net.weight.requires_grad": True}."""
-    switches = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()}
-    for name, part in module.named_modules():
-        switches[f"{name}.training"] = part.training
-        if isinstance(part, _BatchNorm):
-            switches[f"{name}.track_running_stats"] = part.track_running_stats
-    return switches
-
-
-def _switch(module: torch.nn.Module, switches: dict[str, bool]) -> None:
-    """Sets what `_switches` returns, of what the module has."""
-    parts: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_modules())}
-    for path, value in switches.items():
-        name, _, switch = path.rpartition(".")
-        if name in parts:
-            setattr(parts[name], switch, value)
 
 
 def _begins_epochs(callback: Any) -> bool:

@@ -25,6 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy, has_length
 
+from slurm_train.adapters.switches import Switches
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.files import read_json
 from slurm_train.session import join
@@ -57,6 +58,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         """Whether the first epoch of this training has not begun, and batches of it are done."""
         self._num_passes = 0
         """Epochs that this training has begun."""
+        self._switches: Switches | None = None
         self._evaluates_on_start = False
         """Whether the arguments say so, and it is left out at this start."""
 
@@ -92,6 +94,9 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._leaves = False
         self._is_resumed = state.global_step > 0
         self._num_passes = 0
+        model = objects.get("model")
+        # The Trainer sets modes at each step.
+        self._switches = None if model is None else Switches(model, has_modes=False)
         loader = objects.get("train_dataloader")
         self._steps_per_epoch = _steps_per_epoch(args, loader) if has_length(loader) else None
         if not self.session.is_active:
@@ -134,6 +139,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             _require_same_batch(args, state, facts)
             _require_same_epoch(state, facts.get("steps_per_epoch"), now=self._steps_per_epoch)
             self._has_reached_end |= _has_ended_early(self._resumed_from, facts)
+            if self._switches is not None:
+                self._switches.set(facts.get("switches", {}))
         if self._is_resumed and args.eval_on_start:
             # It was made at the start of the run; another one would count for the patience of early stopping.
             args.eval_on_start = False
@@ -301,6 +308,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             "batches": _batches(args),
             "steps_per_epoch": self._steps_per_epoch,
             "leaves": self._leaves,
+            "switches": {} if self._switches is None else self._switches.changed(),
         }
         (folder / _FACTS).write_text(json.dumps(facts))
         self._output_dir, args.output_dir = str(args.output_dir), str(folder)

@@ -351,6 +351,23 @@ def test_a_second_training_is_refused(is_at_end: bool, tmp_path: Path) -> None:
     assert [name_of(path).step for path in list_checkpoints(run.checkpoints)] == [23]
 
 
+@pytest.mark.parametrize("stop_at", [8, 12, 16])
+def test_what_the_training_has_frozen_stays_so(stop_at: int, tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Freezing(TrainerCallback):  # type: ignore[misc]  # Any: of an extra
+        def on_step_end(self, _: Any, state: Any, *__: Any, model: Any = None, **___: Any) -> None:
+            if state.global_step == 11:
+                model.layer.bias.requires_grad_(False)
+
+    whole = train(new_run(tmp_path / "whole"), before=(Freezing(),)).model
+    run = new_run(tmp_path / "stopped")
+    train(run, stop_at=stop_at, before=(Freezing(),))
+    resumed = train(run, before=(Freezing(),)).model
+    assert not resumed.layer.bias.requires_grad
+    assert resumed.layer.bias.equal(whole.layer.bias) and resumed.layer.weight.equal(whole.layer.weight)
+
+
 def test_an_epoch_that_a_callback_ends_is_refused_unless_the_training_ends(tmp_path: Path) -> None:
     cut = asking_at(13, "should_epoch_stop")
     with pytest.raises(ConfigError, match=r"ended an epoch of 10 steps after step 13 \(should_epoch_stop\)"):

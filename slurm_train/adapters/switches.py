@@ -1,0 +1,47 @@
+"""What a training freezes, unfreezes or puts into another mode: libraries leave it as the program has made its model.
+
+Only changes since the start of the training are kept, so what a person makes otherwise at the next start holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class Switches:
+    """The switches of a model as the program has made it, at the start of a training.
+
+    Args:
+        model: what is trained.
+        has_modes: whether the training may change modes; a library may set them by itself at each step.
+    """
+
+    def __init__(self, model: nn.Module, *, has_modes: bool) -> None:
+        self._model = model
+        self._has_modes = has_modes
+        self._at_start = self._read()
+
+    def changed(self) -> dict[str, bool]:
+        """Returns what is otherwise now than at the start, e.g. {"backbone.weight.requires_grad": True}."""
+        return {name: now for name, now in self._read().items() if self._at_start.get(name) != now}
+
+    def set(self, changed: Mapping[str, bool]) -> None:
+        """Makes what `changed` returned, where the model still has it."""
+        parts: dict[str, Any] = {**dict(self._model.named_parameters()), **dict(self._model.named_modules())}
+        for path, value in changed.items():
+            name, _, switch = path.rpartition(".")
+            if name in parts:
+                setattr(parts[name], switch, value)
+
+    def _read(self) -> dict[str, bool]:
+        switches = {f"{name}.requires_grad": weight.requires_grad for name, weight in self._model.named_parameters()}
+        for name, part in self._model.named_modules():
+            if self._has_modes:
+                switches[f"{name}.training"] = part.training
+            if isinstance(part, _BatchNorm):
+                switches[f"{name}.track_running_stats"] = part.track_running_stats
+        return switches
