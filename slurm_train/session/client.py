@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import multiprocessing
 import multiprocessing.util
 import os
 import sys
@@ -855,6 +856,14 @@ def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Joined
         print(
             f"slurm_train: `join()` takes the place of the program's handler of {' and '.join(before)}, which is not "
             "called any more; `should_stop` says when to save",
+            file=sys.stderr,
+        )
+    # `get_start_method` alone would settle it.
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method != "fork" and place.is_first:
+        print(
+            f"slurm_train: processes begin by {method} here, and a stop signal of Slurm ends those at once: let loaders "
+            'with workers have multiprocessing_context="fork", else the program fails before it saves',
             file=sys.stderr,
         )
     session = JoinedSession(

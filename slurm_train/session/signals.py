@@ -25,11 +25,14 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """USR2: the warning before the time limit (NCCL may catch USR1). TERM: preemption, scancel, `kill`."""
 _IS_ASKED = 1
 _LETS_END = 2
+_handlers: list[Callable[[int, FrameType | None], None]] = []
+"""What `install` has made in this process."""
 _PATIENCE_S = 5.0
 """So long after a TERM a forked child looks whether its parent was asked to stop as well."""
 
@@ -161,6 +164,7 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
+    _handlers.append(set_flag)
     for number in signals:
         signal.signal(number, set_flag)
         flag.handlers[number] = set_flag
@@ -180,7 +184,32 @@ def _hold_signals_at_forks() -> None:
     def release() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, of_thread.mask)
 
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release)
+    def begin_child() -> None:
+        _keep_handler_in_loader_workers()
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin_child)
+
+
+def _keep_handler_in_loader_workers() -> None:
+    """Has this forked child install its handler of TERM again where it becomes a worker of a loader of torch.
+
+    Such a worker begins with torch's handler, which ends it (`_set_worker_signal_handlers`, torch 2.13). The rank then
+    fails in the step at which it is to save, since Slurm signals every process of a step.
+    """
+    handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler not in _handlers or not hasattr(handling, "_set_worker_signal_handlers"):
+        return
+    set_handlers_of_torch = handling._set_worker_signal_handlers
+
+    def set_handlers() -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        set_handlers_of_torch()
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    handling._set_worker_signal_handlers = set_handlers
 
 
 def _is_loader_worker() -> bool:

@@ -389,14 +389,22 @@ def test_another_handler_of_a_stop_signal_is_told_once(tmp_path: Path, capsys: p
         signal.signal(number, handler)
 
 
-def test_a_handler_that_join_replaces_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("signal.signal(signal.SIGTERM, print)", "`join()` takes the place of the program's handler of SIGTERM"),
+        ("multiprocessing.set_start_method('forkserver')", "processes begin by forkserver here"),
+        ("pass", ""),
+    ],
+)
+def test_what_keeps_a_program_from_a_stop_is_told(before: str, said: str, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.config.write_text(dump_config(RunConfig()))
     open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
-    code = "import signal; signal.signal(signal.SIGTERM, print); from slurm_train import session; session.join()"
+    code = f"import multiprocessing, signal; {before}; from slurm_train import session; session.join()"
     env = {"PYTHONPATH": ":".join(sys.path), "SLURM_TRAIN_RUN_DIR": str(run.path), "SLURM_TRAIN_ATTEMPT": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert "`join()` takes the place of the program's handler of SIGTERM, which is not called any more" in done.stderr
+    assert said in done.stderr and bool(said) == bool(done.stderr)
 
 
 RANK = """

@@ -82,6 +82,43 @@ def test_a_forked_child_ignores_what_its_parent_gets_as_well(
     assert ended_by(child) == signal.SIGTERM
 
 
+WITH_WORKERS = """
+import os, signal, time
+from slurm_train.session.signals import StopFlag, install
+flag = StopFlag()
+install(flag)
+from torch.utils.data import DataLoader
+
+class Slow:
+    def __len__(self):
+        return 24
+    def __getitem__(self, number):
+        time.sleep(0.02)
+        return number
+
+loader = DataLoader(Slow(), batch_size=2, num_workers=2, persistent_workers=True)
+batches = iter(loader)
+read = [next(batches)]
+for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+    for worker in batches._workers:
+        os.kill(worker.pid, number)
+    os.kill(os.getpid(), number)
+read.extend(batches)
+assert all(worker.is_alive() for worker in batches._workers)
+print(flag.requested, sorted(number for batch in read for number in batch.tolist()) == list(range(24)))
+flag.let_children_end()
+for worker in batches._workers:
+    worker.terminate()
+    worker.join(5)
+    print(worker.exitcode)
+"""
+
+
+def test_workers_of_a_loader_of_torch_outlive_the_stop_signals_of_all_processes() -> None:
+    done = subprocess.run([sys.executable, "-c", WITH_WORKERS], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["1", "True", "-15", "-15"], done.stdout + done.stderr
+
+
 def test_a_forked_child_is_ended_by_a_signal_that_it_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_PATIENCE_S", 0.1)
     flag = StopFlag()
