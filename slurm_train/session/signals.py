@@ -161,6 +161,9 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
         if os.getpid() == own_pid:
             flag.receive(number)
         elif number == signal.SIGTERM and flag.is_for_child():
+            if _is_loader_worker():
+                # As torch's own handler does: of another end the loader would say that a worker has failed.
+                os._exit(0)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
