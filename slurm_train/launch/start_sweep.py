@@ -26,10 +26,14 @@ from slurm_train.launch.write import link_code, put_on_record, write_run, write_
 from slurm_train.rundir.files import for_each, read_json
 from slurm_train.rundir.lookup import remember_root
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, submitting
-from slurm_train.status.activity import find_active, writing
+from slurm_train.rundir.sweep import Element, SweepDirectory, choosing_runs, read_table, submitting
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.status.activity import are_being_submitted, find_active, writing
 from slurm_train.status.run_status import RunState, read_statuses
 from slurm_train.status.selection import filter_where, summary
+
+# Another sweep of thousands of runs may be under way, with an sbatch that is slow.
+_WAIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,8 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
         plan = _with_possible_cpus(start, plan)
         scripts = {run_plan.run: render_script(run_plan) for run_plan in plan.plans}
     with contextlib.ExitStack() as stack:
+        if plan.uses_cluster:
+            stack.enter_context(choosing_runs(sweep.root, wait_s=_WAIT_S, say=start.say))
         # A sweep that Slurm refuses must leave no directory, so a new sweep is created and held only after that.
         is_new = not sweep.table.exists()
         if not is_new:
@@ -154,7 +160,9 @@ def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
     finished = {run for run in runs if run.result.exists()}
     # In the order of the plan, so that each call asks Slurm in the same order.
     unfinished = [run_plan.run for run_plan in plan.plans if run_plan.run not in finished]
-    active = set(find_active(unfinished, start.commands))
+    # In this order: what is submitted between the two is active.
+    held = are_being_submitted(unfinished, start.commands)
+    active = held | set(find_active(unfinished, start.commands))
     missing = runs - finished - active
     if len(missing) < len(runs):
         start.say(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
@@ -196,22 +204,13 @@ def prepare_resumed_sweep(
         ClusterError: Slurm refuses.
     """
     commands = start.commands
-    with submitting(sweep):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(submitting(sweep))
         if commands.is_available():
+            stack.enter_context(choosing_runs(sweep.root, wait_s=_WAIT_S, say=start.say))
             find_lost_arrays(sweep, commands)
-        elements = read_table(sweep)
-        selected = filter_where(elements, where)
-        statuses = read_statuses(elements, commands)
-        runs: list[RunDirectory] = []
-        for status in statuses:
-            is_selected = status.subject in selected and (states is None or status.state in states)
-            if is_selected and not status.is_finished and not status.is_active:
-                runs.append(status.run)
-        if not runs:
-            raise RunError(
-                f"no run of sweep {sweep.sweep_id} is to be continued: {summary(statuses)}", hint="see `status`"
-            )
-        todo = [element for element in elements if element.run in runs]
+        todo = _ended_early(sweep, commands, states=states, where=where)
+        runs = [element.run for element in todo]
         unwritten = [element.index for element in todo if not element.run.config.is_file()]
         if unwritten:
             raise RunError(
@@ -246,6 +245,31 @@ def prepare_resumed_sweep(
         )
         prepared.open()
         yield prepared
+
+
+def _ended_early(
+    sweep: SweepDirectory, commands: SlurmCommands, *, states: Collection[RunState] | None, where: Sequence[str]
+) -> list[Element]:
+    """Returns the runs of a sweep that `resume` continues; see `prepare_resumed_sweep`.
+
+    Raises:
+        RunError: there is none.
+    """
+    elements = read_table(sweep)
+    selected = filter_where(elements, where)
+    # In this order: what is submitted between the two is active.
+    held = are_being_submitted([element.run for element in elements], commands)
+    statuses = read_statuses(elements, commands)
+    todo = [
+        status.subject
+        for status in statuses
+        if status.subject in selected
+        and (states is None or status.state in states)
+        and not (status.is_finished or status.is_active or status.run in held)
+    ]
+    if not todo:
+        raise RunError(f"no run of sweep {sweep.sweep_id} is to be continued: {summary(statuses)}", hint="see `status`")
+    return todo
 
 
 def _replace_code(start: Start, sweep: SweepDirectory, runs: Sequence[RunDirectory], source: Source) -> Path:

@@ -15,13 +15,18 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
 from slurm_train.rundir.paths import Below, RunDirectory, typed_root
+
+# In the root of the runs, while runs of a sweep are chosen and submitted.
+_LOCK_OF_SWEEPS = ".submitting_sweep"
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +178,86 @@ def submitting(sweep: SweepDirectory) -> Iterator[None]:
             pass
         yield
     finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def choosing_runs(root: Path, *, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Lets one command at a time choose and submit runs of sweeps below a root, since sweeps may share runs.
+
+    A command that submits one run holds that run, and waits for this lock (`wait_for_sweeps`).
+
+    Args:
+        root: of the runs; made if it is not there, and removed again if nothing comes into it.
+        wait_s: seconds to wait for another command.
+        say: prints a line for the person who waits.
+
+    Raises:
+        RunError: another command is at it for longer, or the root cannot be made.
+    """
+    made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as err:
+        hint = "name another place with run.root=DIR"
+        raise RunError(f"{root} cannot be made: {err.strerror or err}", hint=hint) from err
+    descriptor = None
+    try:
+        descriptor = _wait_for_lock(root, fcntl.LOCK_EX, wait_s=wait_s, say=say)
+        yield
+    finally:
+        if descriptor is not None:
+            # While it is locked: whoever gets the lock of a removed file looks for a newer one.
+            with contextlib.suppress(OSError):
+                (root / _LOCK_OF_SWEEPS).unlink()
+            os.close(descriptor)
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def wait_for_sweeps(root: Path, *, wait_s: float) -> None:
+    """Returns when no command chooses the runs of a sweep below a root.
+
+    Raises:
+        RunError: one does so for longer than `wait_s`.
+    """
+    if os.path.lexists(root / _LOCK_OF_SWEEPS):
+        descriptor = _wait_for_lock(root, fcntl.LOCK_SH, wait_s=wait_s, say=lambda _: None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _wait_for_lock(root: Path, kind: int, *, wait_s: float, say: Callable[[str], None]) -> int | None:
+    """Returns the descriptor of the locked file; None where it is gone, or another user's, whose runs are others."""
+    path = root / _LOCK_OF_SWEEPS
+    deadline_s = time.monotonic() + wait_s
+    has_said = False
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if kind == fcntl.LOCK_EX else 0), 0o600)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            if time.monotonic() > deadline_s:
+                raise RunError(
+                    f"another command has been submitting a sweep below {root} for more than {wait_s:g} s",
+                    hint=f"wait for it; if none is at work, remove {path}",
+                ) from None
+            if not has_said:
+                say(f"another command submits a sweep below {root}: waiting for it")
+                has_said = True
+            time.sleep(_LOOK_S)
+            continue
+        except OSError:
+            # A file system without locks: two submitters at once are unlikely, a sweep that cannot start is worse.
+            return descriptor
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
         os.close(descriptor)
 
 

@@ -36,11 +36,12 @@ from slurm_train.rundir.jobs import (
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.pins import lease_path, list_pins, read_leases
 from slurm_train.rundir.scores import follower_of
-from slurm_train.rundir.sweep import ArrayDirectory, element_jobs
+from slurm_train.rundir.sweep import ArrayDirectory, element_jobs, wait_for_sweeps
 from slurm_train.slurm.commands import SlurmCommands, is_job_id
 from slurm_train.slurm.records import JobState
 
-_SUBMITTER_WAIT_S = 30.0
+SUBMITTER_WAIT_S = 30.0
+"""How long a command waits for another one that submits the same run, or runs of a sweep in the same root."""
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -333,9 +334,21 @@ def submitting(run: RunDirectory, commands: SlurmCommands, *, inside: str | None
         RunError: another submitter holds it, or the run is active.
         ClusterError: Slurm does not answer.
     """
-    with _locked(run.submission_lock, commands, wait_s=_SUBMITTER_WAIT_S):
+    with _locked(run.submission_lock, commands, wait_s=SUBMITTER_WAIT_S):
+        # A sweep that begins now sees that this run is held.
+        wait_for_sweeps(run.path.parent.parent, wait_s=SUBMITTER_WAIT_S)
         refuse_active(run, commands, inside=inside)
         yield
+
+
+def are_being_submitted(runs: Sequence[RunDirectory], commands: SlurmCommands) -> set[RunDirectory]:
+    """Returns the runs that another command is submitting by themselves at this moment.
+
+    Raises:
+        ClusterError: Slurm is here and does not answer.
+    """
+    holders = {run: read_holder(run.submission_lock) for run in runs}
+    return {run for run, holder in holders.items() if holder is not None and holder_lives(holder, commands)}
 
 
 @contextlib.contextmanager
@@ -357,7 +370,7 @@ def no_submitter(run: RunDirectory, commands: SlurmCommands) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         # An administrator may cancel what they may not write to.
         with contextlib.suppress(RunError, OSError):
-            held.enter_context(_locked(run.submission_lock, commands, wait_s=_SUBMITTER_WAIT_S))
+            held.enter_context(_locked(run.submission_lock, commands, wait_s=SUBMITTER_WAIT_S))
         yield
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.jobs import Holder, read_job, take_lock
+from slurm_train.rundir.jobs import Holder, read_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.sweep import read_table
 from slurm_train.status.activity import find_active, writing
 from tests.cli.conftest import Shell
 from tests.fakes.slurm_commands import FakeSlurmCommands, job_state
@@ -20,7 +21,12 @@ from tests.support.command_line import Person
 SBATCH = """#!/bin/sh
 [ "$1" = --test-only ] && exit 0
 echo x >> {here}/calls; job=$((4710 + $(wc -l < {here}/calls)))
-echo "$job|PENDING|None||N/A|N/A|main" >> {here}/squeue.out
+for script; do :; done
+elements=$(sed -n 's/^#SBATCH --array=0-//p' "$script")
+for index in $([ -z "$elements" ] || seq 0 "$elements"); do
+  echo "${{job}}_$index|PENDING|None||N/A|N/A|main" >> {here}/squeue.out
+done
+[ -n "$elements" ] || echo "$job|PENDING|None||N/A|N/A|main" >> {here}/squeue.out
 sleep 0.5; echo $job
 """
 
@@ -42,6 +48,38 @@ def test_of_two_who_type_the_same_at_once_one_submits(words: tuple[str, ...], sh
     assert sum("is active already: Slurm job 4711" in err for _, err in said) == 1
     (run,) = (RunDirectory(path.parent) for path in shell.folder.glob("runs/*/*/config.yaml"))
     assert not run.submission_lock.exists() and not run.lock.exists()
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("-m +cluster=1x1 seed=1,2", "-m +cluster=1x1 seed=2,3"),
+        ("-m +cluster=1x1 seed=1,2", "-m +cluster=1x1 seed=1,2"),
+        ("-m +cluster=1x1 seed=1,2", "+cluster=1x1 seed=2"),
+    ],
+)
+def test_runs_that_two_commands_share_are_submitted_once(typed: tuple[str, str], shell: Shell) -> None:
+    (shell.slurm.folder / "sbatch").write_text(SBATCH.format(here=shell.slurm.folder))
+    env = Person(shell.folder).environment()
+    started = []
+    for words in typed:
+        argv = [sys.executable, "-m", "slurm_train", *words.split()]
+        started.append(
+            subprocess.Popen(argv, cwd=shell.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    said = [process.communicate(timeout=120) for process in started]
+    runs = [RunDirectory(path.parent) for path in shell.folder.glob("runs/gpt-stdlib/*/config.yaml")]
+    assert len(runs) == len({seed for words in typed for seed in words.rpartition("seed=")[2].split(",")}), said
+    assert {len(read_job(run).job_ids) for run in runs} == {1}, said
+    for process, (_, err) in zip(started, said, strict=True):
+        assert process.returncode == 0 or "is active already: Slurm job 4711_1" in err
+    assert not (shell.folder / "runs" / ".submitting_sweep").exists()
+
+
+def test_a_sweep_leaves_a_run_to_the_command_that_submits_it(shell: Shell) -> None:
+    run = read_table(shell.submits_sweep("-m +cluster=1x1 seed=1,2"))[0].run
+    take_lock(run.submission_lock, this_process(), is_alive=lambda _holder: True)
+    assert "0 runs are finished, 1 active; 1 to submit" in shell.types("-m +cluster=1x1 seed=1,2").err
 
 
 def test_nothing_is_written_under_live_ranks(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import (
     Element,
     SweepDirectory,
+    choosing_runs,
     existing_arrays,
     find_sweep,
     list_sweeps,
     read_table,
     record_array,
     submitting,
+    wait_for_sweeps,
     write_table,
 )
 
@@ -83,6 +86,27 @@ def test_a_run_name_means_the_sweep_that_has_all_runs_of_it(tmp_path: Path) -> N
     alone.path.mkdir()
     alone.config.touch()
     assert find_sweep(tmp_path, "gpt-stdlib") is None, "the name means a run of its own as well"
+
+
+def test_sweeps_below_a_root_are_submitted_one_after_the_other_and_leave_nothing_of_it(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "runs"
+    said = list[str]()
+    with choosing_runs(root, wait_s=0.0, say=said.append):
+        with pytest.raises(RunError, match="has been submitting a sweep below"):
+            wait_for_sweeps(root, wait_s=0.0)
+        with pytest.raises(RunError, match="for more than 0 s"), choosing_runs(root, wait_s=0.0, say=said.append):
+            raise AssertionError("two at once")
+        thread = threading.Thread(target=lambda: wait_for_sweeps(root, wait_s=60.0))
+        thread.start()
+    thread.join(60.0)
+    assert not (tmp_path / "new").exists()
+    # What a killed command has left is in nobody's way.
+    root.mkdir(parents=True)
+    (root / ".submitting_sweep").touch()
+    with choosing_runs(root, wait_s=0.0, say=said.append):
+        (root / "gpt").mkdir()
+    wait_for_sweeps(root, wait_s=0.0)
+    assert [path.name for path in root.iterdir()] == ["gpt"] and said == []
 
 
 def test_one_submitter_at_a_time(tmp_path: Path) -> None:
