@@ -6,6 +6,7 @@
     ├── ClusterError         Slurm is absent, refuses, or has not what was asked
     ├── RunError             a run directory is missing, active, finished or unusable
     │   ├── TimedOutError    a run has not ended in the time that somebody waited
+    │   ├── StudyError       a run has no value for the sweeper that waits for it
     │   └── NodesError       nodes of an allocation do not see or cannot write the run directory
     │       └── SilentNodesError  they do not answer, or not yet see what they should
     ├── DataError            a data set cannot be read or does not match
@@ -90,6 +91,12 @@ class RunError(SlurmTrainError):
 
 class TimedOutError(RunError, TimeoutError):
     """A run has not ended in the time that somebody waited; it goes on."""
+
+    exit_code = EXIT_FAILURE
+
+
+class StudyError(RunError):
+    """A study ended without its best point: one of its runs has failed, or has no value for the sweeper."""
 
     exit_code = EXIT_FAILURE
 

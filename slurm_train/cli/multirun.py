@@ -18,7 +18,7 @@ from slurm_train.cli.start import start_sweep, wait_for_sweep
 from slurm_train.cli.terminal import note
 from slurm_train.config.compose import Point, read_points, unquoted
 from slurm_train.config.words import Words, split_word
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, RunError
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, StudyError
 from slurm_train.estimate.choice import settle_parallel
 from slurm_train.formatting import shorten
 from slurm_train.launch.plan import SweepPlan, plan_sweep
@@ -26,6 +26,7 @@ from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import names_own_code, read_source
 from slurm_train.launch.start import Start
 from slurm_train.launch.write import require_writable
+from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 
@@ -208,11 +209,11 @@ def _point(words: Sequence[str], fixed: set[str]) -> Point:
 def _returned(words: Sequence[str], run: RunDirectory, key: str | None) -> Any:
     from hydra.core.utils import JobReturn, JobStatus
 
-    value: float | RunError
+    value: float | StudyError
     try:
         status = JobStatus.COMPLETED
         value = objective(run, key)
-    except RunError as err:
+    except StudyError as err:
         status = JobStatus.FAILED
         value = err
     return JobReturn(overrides=list(words), status=status, _return_value=value)
@@ -226,8 +227,10 @@ def objective(run: RunDirectory, key: str | None) -> float:
         key: which one; None: eval_loss, or loss where nothing was evaluated.
 
     Raises:
-        RunError: there is no result, or no such number in it, or one that is not finite.
+        StudyError: there is no result, or no such number in it, or one that is not finite.
     """
+    go_on = "hydra.sweeper.max_failure_rate=0.5 lets a study of Optuna go on without up to half of its runs"
+    again = f"correct it and type the same command again: what is finished is not trained again; {go_on}"
     result: Mapping[str, Any] = read_json(run.result) or {}
     # The loss of a training says little where other things were evaluated.
     has_evaluations = any(name.startswith("eval_") for name in result)
@@ -235,14 +238,18 @@ def objective(run: RunDirectory, key: str | None) -> float:
     for name in names:
         value = result.get(name, "")
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
-            raise RunError(
-                f"{name} of {run.path} is not finite: no value for a sweeper",
-                hint="hydra.sweeper.max_failure_rate=0.5 lets a study of Optuna go on without up to half of its runs",
-            )
+            raise StudyError(f"{name} of {run.path} is not finite: no value for a sweeper", hint=go_on)
         if isinstance(value, (int, float)):
             return float(value)
+    if not result:
+        ledger = read_ledger(run)
+        why = str(ledger[-1].get("note", "")) if ledger else ""
+        raise StudyError(
+            f"{run.path} has ended without a result for the sweeper{f': {why}' if why else ''}",
+            hint=f"`logs {run.run_id}` says more; {again}",
+        )
     numbers = ", ".join(name for name, value in result.items() if isinstance(value, float)) or "no number"
-    raise RunError(
+    raise StudyError(
         f"{run.path} has no result {key or 'eval_loss'}",
-        hint=f"it has {numbers}; set sweep.objective" if result else "`status` and `logs` say why it ended",
+        hint=f"it has {numbers}; set sweep.objective",
     )

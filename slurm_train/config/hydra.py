@@ -29,7 +29,7 @@ from slurm_train.config.compose import TASK_NAME, Composed, Composer
 from slurm_train.config.frozen import NOT_IDENTITY, is_below
 from slurm_train.config.schema import flat
 from slurm_train.config.words import Words, prepare_overrides, split_word
-from slurm_train.errors import ConfigError, RunError
+from slurm_train.errors import ConfigError, StudyError
 
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _WORKING = ("mode", "sweeper", "searchpath", "job.name", "job.config")
@@ -200,7 +200,7 @@ class HydraSettings:
             launch: carries out a batch of points, given by their words, and returns Hydra's JobReturn of each.
 
         Raises:
-            RunError: what the sweeper has raised, e.g. that all points have failed.
+            StudyError: what the sweeper has raised, e.g. that all points have failed.
         """
         loader = self.composer.hydra.config_loader
         context = HydraContext(config_loader=loader, callbacks=Callbacks(self.config))
@@ -219,7 +219,7 @@ class HydraSettings:
             try:
                 return sweeper.sweep(arguments=self.sweep_arguments)
             except ValueError as err:
-                raise RunError(f"the sweeper gave up: {err}", hint="`status` shows how its runs have ended") from err
+                raise StudyError(f"the sweeper gave up: {err}", hint="`status` shows how its runs have ended") from err
 
 
 @contextmanager

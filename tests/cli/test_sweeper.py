@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 
 from slurm_train.cli.multirun import objective
-from slurm_train.errors import EXIT_REQUEUE, RunError
+from slurm_train.errors import EXIT_REQUEUE, StudyError
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, read_table
 from tests.cli.conftest import Shell
@@ -103,7 +104,7 @@ def test_what_a_sweeper_says_is_shown_and_what_it_raises_is_an_error(shell: Shel
     shell.patch.setattr(f"{__name__}.GIVES_UP_AT", [4.0])
     done = shell.types(halving)
     said = [line for line in done.err.splitlines() if line.startswith("so far")]
-    assert (done.code, said) == (2, ["so far: 8.0", "so far: 4.0"])
+    assert (done.code, said) == (1, ["so far: 8.0", "so far: 4.0"])
     assert "error: the sweeper gave up: No trials are completed yet.\nhint: `status`" in done.err
 
 
@@ -120,15 +121,27 @@ def test_a_run_without_the_value_that_is_asked_for_is_an_error(tmp_path: Path) -
     run = RunDirectory(tmp_path)
     run.result.write_text('{"loss": 2.0, "eval_loss": 1.0}')
     assert (objective(run, None), objective(run, "loss")) == (1.0, 2.0)
-    assert "has no result eval_f1" in refusal(RunError, objective, run, "eval_f1").message
+    assert "has no result eval_f1" in refusal(StudyError, objective, run, "eval_f1").message
     run.result.write_text('{"loss": 2.0, "eval_loss/dataloader_idx_0": 1.0}')
-    refused = refusal(RunError, objective, run, None)
+    refused = refusal(StudyError, objective, run, None)
     assert "has no result eval_loss" in refused.message and "eval_loss/dataloader_idx_0; set" in refused.hint
     run.result.write_text('{"loss": 2.0}')
     assert objective(run, None) == 2.0
     for value in ("NaN", "Infinity", "null"):
         run.result.write_text(f'{{"loss": 2.0, "eval_loss": {value}}}')
-        assert "eval_loss of " in refusal(RunError, objective, run, None).message, "not the loss in its place"
+        assert "eval_loss of " in refusal(StudyError, objective, run, None).message, "not the loss in its place"
+
+
+def test_a_study_ends_with_the_reason_of_its_failed_run(shell: Shell, halving: str) -> None:
+    program = shell.slurm.folder / "sbatch"
+    fail = '{"event": "end", "attempt": 0, "reason": "failed", "note": "rank 3 on node2: ValueError: x"}'
+    start = '{"event": "start", "attempt": 0, "time_unix_s": 1.0}'
+    line = f"printf '%s\\n%s\\n' '{start}' '{fail}' > \"$r/attempts.jsonl\""
+    program.write_text(re.sub(r"echo .*result.json\"", lambda _: line, program.read_text()))
+    done = shell.types(halving)
+    assert done.code == 1 and FOUND == []
+    assert "ended without a result for the sweeper: rank 3 on node2: ValueError: x\nhint: `logs " in done.err
+    assert "what is finished is not trained again" in done.err
 
 
 def test_a_study_has_one_direction(shell: Shell, halving: str) -> None:
