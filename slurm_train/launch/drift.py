@@ -26,6 +26,7 @@ from slurm_train.launch.snapshot import (
     digest_code,
     live_code,
     matters,
+    may_be_written,
     names_own_code,
     read_index,
 )
@@ -126,12 +127,10 @@ def check_drift(
     if has_other_data and not accepts_data:
         rows.append(("data", f"fingerprint {old_data} -> {new_data}"))
     if rows:
-        names = ",".join(dict.fromkeys(name for name, _ in rows))
         raise RunError(
             f"{run.name}/{run.run_id} has been trained up to step {manifest.step}; from there on it would be trained "
             f"differently:\n{_rows(rows)}",
-            hint=f"to go on with that: --accept {names}; to go on as it was: `resume {run.run_id}`; "
-            "to start another run: run.name=NAME",
+            hint=_ways_on(run, dict.fromkeys(name for name, _ in rows), code),
         )
     harmless = [change for change in config if change.kind == "harmless"]
     for change in harmless[:_MOST_SHOWN]:
@@ -144,6 +143,16 @@ def check_drift(
         data={"old": old_data, "new": new_data if has_other_data else ""} if accepts_data else None,
     )
     return accepted if accepted.names else None
+
+
+def _ways_on(run: RunDirectory, names: Iterable[str], code: Iterable[FileChange]) -> str:
+    """Returns what to type where a run would be trained differently: the names to accept, and files that changed."""
+    accepted = ",".join(names)
+    hint = f"to go on with that: --accept {accepted}; to go on as it was: `resume {run.run_id}`; "
+    hint += "to start another run: run.name=NAME"
+    if accepted == "code" and all(may_be_written(change.name) for change in code):
+        hint += "; what the program writes belongs into its run directory ($SLURM_TRAIN_RUN_DIR), or .gitignore"
+    return hint
 
 
 def check_names(accept: Collection[str]) -> None:

@@ -228,6 +228,11 @@ def _may_hold_code(folder: Path, exclude: Path) -> bool:
 
 # Documents, which no run reads.
 _DOCUMENTS = frozenset({".md", ".rst", ".ipynb", ".png", ".jpg", ".jpeg", ".svg", ".pdf"})
+# What programs write beside their code, and what is not imported.
+_WRITTEN = frozenset(
+    {".json", ".jsonl", ".yaml", ".yml", ".csv", ".tsv", ".txt", ".log", ".out", ".err", ".parquet"}
+    | {".pt", ".pth", ".ckpt", ".bin", ".npy", ".npz", ".pkl", ".pickle", ".safetensors", ".h5", ".db"}
+)
 _OWN_PACKAGE = ("slurm_train/", "conf/", "sbatch_templates/")
 _LONGEST_COMPARED = 1 << 20
 _WRITE_BITS = 0o222
@@ -380,6 +385,30 @@ def digest_code(index: Mapping[str, str], *, is_own_code: bool) -> str:
 def matters(name: str, *, is_own_code: bool) -> bool:
     """Returns whether a file can affect a run: it is no document and, without own code, a file of this package."""
     return Path(name).suffix not in _DOCUMENTS and (is_own_code or name.startswith(_OWN_PACKAGE))
+
+
+def without_written_files(run: RunDirectory, source: Source) -> tuple[Source, list[str]]:
+    """Returns the code with which a run in progress continues, and the new files that are left out of it.
+
+    A program may write results beside its code, since relative paths are those of the submitting folder. Where such
+    files are all that is new, the code has not changed. Where anything else differs, nothing is left out.
+
+    Args:
+        run: the run.
+        source: its code as it is now.
+    """
+    old = read_index(run) or {}
+    new = sorted(name for name in source.files if name not in old)
+    if not old or not new or not all(may_be_written(name) or Path(name).suffix in _DOCUMENTS for name in new):
+        return source, []
+    kept = replace(source, files={name: path for name, path in source.files.items() if name in old})
+    is_same = digest_code(kept.code().index, is_own_code=True) == digest_code(old, is_own_code=True)
+    return (kept, new) if is_same else (source, [])
+
+
+def may_be_written(name: str) -> bool:
+    """Returns whether a file may be one that the program itself writes, by its suffix."""
+    return Path(name).suffix in _WRITTEN
 
 
 def require_sealed(run: RunDirectory) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError, ConfigError, RunError
+from slurm_train.formatting import shorten
 from slurm_train.launch.acceptance import (
     acceptable_plan,
     exclude_flags,
@@ -29,11 +30,11 @@ from slurm_train.launch.drift import check_drift
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.rank_command import RankCommand
 from slurm_train.launch.shell_choices import take_shell_choices
-from slurm_train.launch.snapshot import Source
+from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN, Source, without_written_files
 from slurm_train.launch.write import write_run
 from slurm_train.rundir.jobs import clear_dead, read_job, record_job
 from slurm_train.rundir.lookup import find_run, remember_root, root_of
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.sweep import find_sweep, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import find_active, holder_lives, submitting, writing
@@ -163,6 +164,11 @@ class Start:
         script = render_script(plan) if is_submitted else ""
         # This refuses an impossible container before anything is written.
         ranks.words(python="python")
+        if isinstance(source, Source) and "code" not in self.accept and list_checkpoints(run.checkpoints):
+            source, written = without_written_files(run, source)
+            if written:
+                names = shorten(written, MOST_CHANGES_SHOWN)
+                self.say(f"not copied into the run: {names} (new since it began; it may have written them itself)")
         code = source if isinstance(source, Source) else None
         change = check_drift(plan, code, accept=self.accept, say=self.say)
         if inside is not None:

@@ -101,6 +101,37 @@ def test_what_was_accepted_is_on_record_and_what_it_replaced_is_kept(shell: Shel
     assert shell.types("resume", run.run_id).code == 0, "accepted once is enough"
 
 
+def test_what_the_run_has_written_beside_its_code_is_no_change_of_it(shell: Shell, run: RunDirectory) -> None:
+    words = f"+cluster=4x8 {OWN}"
+    code = run.code_index.read_text()
+    for name in ("log.json", "curves.csv.txt"):
+        (shell.folder / name).write_text("1")
+    done = shell.types(words)
+    assert done.code == 0, done.err
+    assert "not copied into the run: curves.csv.txt, log.json (new since it began" in done.err
+    assert run.code_index.read_text() == code and not (run.code / "log.json").exists()
+    # With another change it may be code as well.
+    shell.slurm.account("4711", "CANCELLED by 0")
+    (shell.folder / "mine.py").write_text(f"{CODE}A = 1\n")
+    assert "log.json: new" in shell.refuses("mine.py: +1 -0", words)
+    (shell.folder / "mine.py").write_text(CODE)
+    (shell.folder / "more.py").write_text("")
+    assert "log.json: new" in shell.refuses("more.py: new", words)
+    assert shell.types(f"{words} --accept code").code == 0
+    assert (run.code / "log.json").exists() and (run.code / "more.py").exists()
+
+
+def test_a_changed_file_that_the_program_may_write_is_refused_with_where_it_belongs(shell: Shell) -> None:
+    (shell.folder / "mine.py").write_text(CODE)
+    (shell.folder / "log.json").write_text("1")
+    words = f"+cluster=4x8 {OWN}"
+    submitted(shell, words)
+    (shell.folder / "log.json").write_text("2")
+    assert "what the program writes belongs into its run directory" in shell.refuses("log.json: +1 -1", words)
+    (shell.folder / "mine.py").write_text(f"{CODE}A = 1\n")
+    assert "what the program writes" not in shell.refuses("mine.py: +1 -0", words)
+
+
 def test_another_size_keeps_the_global_batch_and_no_more_samples_on_a_rank(shell: Shell, run: RunDirectory) -> None:
     shell.submits(f"resume {run.run_id} cluster=1x6 cluster.partition=small")
     plan = read_json(run.plan)
