@@ -11,6 +11,7 @@ from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.launch.drift import similar_run_notes
 from slurm_train.launch.inputs import fetch_inputs, refuse_missing_inputs, uses_this_python
+from slurm_train.launch.job_python import activation_notes, require_lasting_python
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import Source, read_source
@@ -69,13 +70,17 @@ def check_inputs(plan: RunPlan, *, cwd: Path) -> None:
 
     Raises:
         DataError: as `refuse_missing_inputs`.
-        ConfigError: as `refuse_missing_inputs`, a tracker is not installed, or a callback cannot work.
+        ConfigError: as `refuse_missing_inputs` and `require_lasting_python`, a tracker is not installed, or a callback
+            cannot work.
     """
     _check_tools(plan.config, cwd=cwd)
     refuse_missing_inputs(plan, cwd=cwd)
 
 
 def _check_tools(config: RunConfig, *, cwd: Path) -> None:
+    require_lasting_python(config)
+    for line in activation_notes(config, cwd):
+        note(line)
     # Another interpreter may have what this one lacks.
     if config.track != TrackSection() and uses_this_python(config):
         from slurm_train.tools.trackers import require_installed

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import answer, note
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
 from slurm_train.launch.acceptance import require_slurm, salloc_words
+from slurm_train.launch.job_python import with_absolute_python_path
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source
 from slurm_train.launch.start import Start
@@ -52,9 +54,10 @@ def start_run(start: Start, plan: RunPlan, source: Source | RunDirectory | None)
     require_slurm(start.commands, start.env)
     script = start.write(plan, source, inside=start.env.get("SLURM_JOB_ID"))
     if "SLURM_JOB_ID" in start.env:
-        return attend(run, ["bash", str(run.submit_script)], env=start.env)
+        env = with_absolute_python_path(start.env, Path.cwd())
+        return attend(run, ["bash", str(run.submit_script)], env=env)
     words = salloc_words(plan, start.exclude_flags(script, run))
-    return attend(run, words, env=scrubbed(start.env))
+    return attend(run, words, env=with_absolute_python_path(scrubbed(start.env), Path.cwd()))
 
 
 def start_sweep(preparing: AbstractContextManager[PreparedSweep]) -> int:

@@ -149,7 +149,13 @@ def _setup_lines(plan: RunPlan) -> list[str]:
     working_dir = next((value for name, value in cluster.sbatch.items() if name in ("chdir", "workdir")), None)
     folder = Path(plan.directory, str(working_dir or ""))
     warning = f"warning: {folder} is not on this node: relative paths in cluster.setup lead elsewhere"
-    return [f"cd {_quoted(str(folder))} || echo {_quoted(warning)} >&2", *cluster.setup]
+    return [
+        f"cd {_quoted(str(folder))} || echo {_quoted(warning)} >&2",
+        # A line of a file that is sourced may fail without a word, and `set -e` ends the job.
+        """set -E; trap 'echo "cluster.setup: exit code $? of: $BASH_COMMAND" >&2' ERR""",
+        *cluster.setup,
+        "trap - ERR; set +E",
+    ]
 
 
 def _check_stage(folder: str, config: RunConfig) -> None:

@@ -27,6 +27,7 @@ from slurm_train.launch.acceptance import (
 )
 from slurm_train.launch.batch_script import render_script, renewed_warning
 from slurm_train.launch.drift import check_drift
+from slurm_train.launch.job_python import require_lasting_python
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.rank_command import RankCommand
 from slurm_train.launch.shell_choices import take_shell_choices
@@ -160,6 +161,7 @@ class Start:
         """Compares, asks Slurm and writes; the caller holds the run as its submitter."""
         run = plan.run
         is_submitted = plan.config.cluster is not None
+        require_lasting_python(plan.config)
         ranks = RankCommand(plan.config, run, plan.directory)
         script = render_script(plan) if is_submitted else ""
         # This refuses an impossible container before anything is written.

@@ -19,6 +19,7 @@ from typing import Any
 import submitit
 
 from slurm_train.errors import ClusterError
+from slurm_train.launch.job_python import with_absolute_python_path
 from slurm_train.rundir.files import make_folder, write_durable
 from slurm_train.rundir.jobs import number_of
 from slurm_train.slurm.answers import Submitted, in_words, numbers_in, said, submitted_jobs
@@ -65,7 +66,8 @@ class ScriptExecutor(submitit.SlurmExecutor):
         self._script = script
         self._commands = commands
         self._flags = list(flags)
-        self._env = {name: env[name] for name in exported(env, export)}
+        names = exported(env, export)
+        self._env = with_absolute_python_path({name: env[name] for name in names}, Path.cwd())
 
     def submit_script(self) -> submitit.Job[Any]:
         """Submits the script and returns submitit's handle of the job.

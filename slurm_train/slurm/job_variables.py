@@ -50,7 +50,8 @@ _EXPORTED_NAMES = frozenset(
     }
 )
 _EXPORTED_PREFIXES = (
-    *("LC_", "XDG_", "PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "MODULE", "LMOD_", "__LMOD_", "_ModuleTable"),
+    *("LC_", "XDG_", "PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "UV_", "PIXI_"),
+    *("MODULE", "__MODULES_", "LMOD_", "__LMOD_", "_ModuleTable"),
     # Functions of the shell, `module` among them.
     *("BASH_FUNC_", "EB", "SPACK_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "FI_", "IBV_"),
     *("PMIX_MCA_", "OMPI_MCA_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH", "PYTORCH_"),

@@ -174,6 +174,15 @@ def test_a_folder_that_a_node_does_not_have_is_said_and_absolute_setup_lines_run
     assert done.stdout == "ready\n" and f"warning: {tmp_path}/gone is not on this node" in done.stderr
 
 
+def test_a_setup_line_that_fails_without_a_word_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bashrc").write_text("[ -f /nowhere/aliases ]\n")
+    lines = {"source bashrc": "[ -f /nowhere/aliases ]", "module() { return 3; }; module load cuda": "return 3"}
+    for line, command in lines.items():
+        head = render_script(make_plan(tmp_path, cluster={"setup": [line]})).partition("\ncd /\n")[0]
+        done = subprocess.run(["bash"], input=head, capture_output=True, text=True, check=False)
+        assert done.returncode > 0 and f"cluster.setup: exit code {done.returncode} of: {command}" in done.stderr
+
+
 def test_a_site_may_prescribe_how_the_names_of_jobs_begin() -> None:
     flags, _ = flags_of(job_name_prefix="proj-sub:")
     assert str(flags["job-name"]).startswith("proj-sub:gpt-stdlib-")

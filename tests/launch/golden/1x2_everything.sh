@@ -32,9 +32,11 @@ export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s $HOME & more'
 export EMPTY=''
 cd /home/user/project || echo 'warning: /home/user/project is not on this node: relative paths in cluster.setup lead elsewhere' >&2
+set -E; trap 'echo "cluster.setup: exit code $? of: $BASH_COMMAND" >&2' ERR
 module load cuda/12.4
 source /opt/venv/bin/activate
 export EXTRA="$HOME/x y"
+trap - ERR; set +E
 cd /
 exec '/opt/my env/bin/python' -m slurm_train supervise '/scratch/it'"'"'s mine/runs/my-run_1.0/3cdb22f4d308' -- \
   srun --nodes=1 --ntasks=2 --ntasks-per-node=2 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/scratch/it'"'"'s mine/runs/my-run_1.0/3cdb22f4d308/logs/attempt_{attempt}/rank_%t.log' --cpus-per-task=6 --mpi=none --label \

@@ -51,9 +51,11 @@ export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s $HOME & more'
 export EMPTY=''
 cd /home/user/project || echo 'warning: /home/user/project is not on this node: relative paths in cluster.setup lead elsewhere' >&2
+set -E; trap 'echo "cluster.setup: exit code $? of: $BASH_COMMAND" >&2' ERR
 module load cuda/12.4
 source /opt/venv/bin/activate
 export EXTRA="$HOME/x y"
+trap - ERR; set +E
 cd /
 exec '/opt/my env/bin/python' -m slurm_train supervise /home/user/project/runs/gpt-stdlib/d01a2cab638c -- \
   srun --het-group=0,1 --distribution=block --job-name='attempt_{attempt}' --kill-on-bad-exit=1 --wait=60 --open-mode=append --export=ALL --output='/home/user/project/runs/gpt-stdlib/d01a2cab638c/logs/attempt_{attempt}/task_%t.log' --cpus-per-task=6 --mpi=none --label \

@@ -1,0 +1,83 @@
+"""Environments of Python and what becomes of them in a job: what is found there, and what is refused before."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slurm_train
+from slurm_train.config.schema import RunConfig, build_config
+from slurm_train.errors import ConfigError
+from slurm_train.launch.job_python import activation_notes, require_lasting_python, with_absolute_python_path
+from slurm_train.slurm.job_variables import exported
+from tests.support.refusals import refusal
+
+OVERLAY = "/home/ada/.cache/uv/builds-v0/.tmpk6HTqn/bin/python"
+PREFIX = "/home/ada/project/.venv"
+
+
+def config_of(**cluster: Any) -> RunConfig:
+    return build_config(RunConfig, {"cluster": {"nodes": 1, "gpus_per_node": 1, **cluster}})
+
+
+def test_an_environment_that_ends_with_the_command_is_refused() -> None:
+    message = refusal(ConfigError, require_lasting_python, config_of(), python=OVERLAY).message
+    assert message == f"{OVERLAY} is gone when `uv run` ends, before a job starts"
+    require_lasting_python(config_of(python="/apps/python3"), python=OVERLAY)
+    require_lasting_python(RunConfig(), python=OVERLAY)
+    # Environments of uv that stay: of a project, of a script, of a tool.
+    for place in ("project/.venv", ".cache/uv/environments-v2/s-0b1d24c2", ".cache/uv/archive-v0/1ttDFuA4IncPp"):
+        require_lasting_python(config_of(), python=f"/home/ada/{place}/bin/python")
+
+
+def test_a_package_that_only_the_folder_finds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without the import hooks of editable installs, and of pytest.
+    monkeypatch.setattr(sys, "meta_path", [BuiltinImporter, FrozenImporter, PathFinder, object()])
+    clone = Path(slurm_train.__file__).parents[1]
+    error = refusal(ConfigError, require_lasting_python, config_of(), paths=["/usr/lib/python3.11"])
+    assert error.message.startswith(f"slurm_train is imported from the folder that this is typed in ({clone})")
+    assert f"`export PYTHONPATH={clone}`" in error.hint
+    require_lasting_python(config_of(), paths=[str(clone)])
+    require_lasting_python(config_of(python="/apps/python3"), paths=[])
+
+
+ACTIVATIONS = {
+    "source other/bin/activate": "/home/ada/project/other/bin/python",
+    "module load gcc && . /apps/venv/bin/activate": "/apps/venv/bin/python",
+    "source '/apps/venv/bin/activate'": "/apps/venv/bin/python",
+    'eval "$(conda shell.bash hook)"; conda activate torch': "PATH_OF_ITS_ENVIRONMENT/bin/python",
+    "conda activate /envs/torch": "/envs/torch/bin/python",
+    "source activate torch": "PATH_OF_ITS_ENVIRONMENT/bin/python",
+    "micromamba activate torch": "PATH_OF_ITS_ENVIRONMENT/bin/python",
+    # The one that submits, and what only the job knows.
+    "source .venv/bin/activate": "",
+    f"source {PREFIX}/bin/activate": "",
+    "conda activate .venv": "",
+    "conda activate base": "",
+    "source $PLACE/bin/activate": "",
+    "echo activate it": "",
+    "module load cuda": "",
+}
+
+
+@pytest.mark.parametrize("line", ACTIVATIONS)
+def test_another_environment_than_that_of_the_ranks_is_named(line: str) -> None:
+    notes = activation_notes(config_of(setup=[line]), Path("/home/ada/project"), prefix=PREFIX)
+    assert [note.rpartition("cluster.python=")[2] for note in notes] == [ACTIVATIONS[line]] * bool(ACTIVATIONS[line])
+    assert activation_notes(config_of(setup=[line], python="/apps/python3"), Path("/"), prefix=PREFIX) == []
+
+
+def test_what_environments_and_modules_set_travels() -> None:
+    names = ("VIRTUAL_ENV", "CONDA_PREFIX", "UV_CACHE_DIR", "PIXI_PROJECT_ROOT", "LOADEDMODULES", "__MODULES_LMTAG")
+    env = dict.fromkeys((*names, "BASH_FUNC_module%%", "LD_LIBRARY_PATH", "MODULEPATH"), "/x")
+    assert exported({**env, "UV_PUBLISH_TOKEN": "x", "EDITOR": "vi"}) == {*env}
+
+
+def test_a_relative_python_path_means_the_same_in_a_job() -> None:
+    env = with_absolute_python_path({"PYTHONPATH": "src:../lib::/abs", "A": "1"}, Path("/home/ada"))
+    assert env == {"PYTHONPATH": "/home/ada/src:/home/ada/../lib:/abs", "A": "1"}
+    assert with_absolute_python_path({"A": "1"}, Path("/")) == {"A": "1"}
