@@ -118,7 +118,7 @@ def weighted() -> Any:
 
 
 def in_parts() -> Any:
-    return ModelParallelStrategy(process_group_backend="gloo")
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
 
 
 FOR_OTHER_RANKS = "for another number of ranks"
