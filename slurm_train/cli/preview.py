@@ -11,7 +11,7 @@ from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig, TrackSection
 from slurm_train.launch.drift import similar_run_notes
 from slurm_train.launch.inputs import fetch_inputs, refuse_missing_inputs, uses_this_python
-from slurm_train.launch.job_python import activation_notes, require_lasting_python
+from slurm_train.launch.job_python import python_notes, require_lasting_python
 from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import Source, read_source
@@ -79,7 +79,7 @@ def check_inputs(plan: RunPlan, *, cwd: Path) -> None:
 
 def _check_tools(config: RunConfig, *, cwd: Path) -> None:
     require_lasting_python(config)
-    for line in activation_notes(config, cwd):
+    for line in python_notes(config, cwd):
         note(line)
     # Another interpreter may have what this one lacks.
     if config.track != TrackSection() and uses_this_python(config):

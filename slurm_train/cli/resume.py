@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,13 @@ from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import start_run, start_sweep
 from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.frozen import load_config
+from slurm_train.config.schema import RunConfig
 from slurm_train.config.words import read_names
 from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.estimate.choice import settle_parallel
 from slurm_train.launch.drift import changed_code_notes, check_drift, check_names, refuse_finished
 from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_hub_files
+from slurm_train.launch.job_python import gone_python
 from slurm_train.launch.plan import replan_run
 from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import read_source, require_sealed
@@ -73,7 +76,7 @@ def main(words: Sequence[str]) -> int:
             note(line)
         if config.cluster is None:
             return _resume_here(start, run)
-        if config.launch != "interactive" and not _was_moved(run):
+        if config.launch != "interactive" and not _needs_another_script(run, config):
             return _resubmit(start, run)
     typed = [word.lstrip("+~").partition("=")[0] for word in settings]
     facts = _read_plan(run)
@@ -112,13 +115,17 @@ def _resubmit(start: Start, run: RunDirectory) -> int:
     return EXIT_DONE
 
 
-def _was_moved(run: RunDirectory) -> bool:
-    """Returns whether the run's script names another directory than the one where the run lies now."""
+def _needs_another_script(run: RunDirectory, config: RunConfig) -> bool:
+    """Returns whether the run's script names another directory than the run's, or a Python that is gone."""
     if not run.submit_script.is_file():
         return False
-    named = _SUPERVISED.search(run.submit_script.read_text(encoding="utf-8"))
+    script = run.submit_script.read_text(encoding="utf-8")
+    gone = gone_python(config, script)
+    if gone:
+        note(f"the Python of the run is gone: {gone}; it goes on with {sys.executable}")
+    named = _SUPERVISED.search(script)
     path = Path(shlex.split(named[1])[0]) if named else run.path
-    return path != run.path and not (path.exists() and path.samefile(run.path))
+    return bool(gone) or (path != run.path and not (path.exists() and path.samefile(run.path)))
 
 
 def _refuse_touched(run: RunDirectory) -> None:

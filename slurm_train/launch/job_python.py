@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
@@ -26,6 +27,10 @@ _ACTIVATES = re.compile(
     r"(?:^|[;&|]|\s)(?:(?:source|\.)\s+(?P<folder>\S+)/bin/activate\b"
     r"|(?:(?:conda|mamba|micromamba)|source)\s+activate\s+(?P<name>[^\s;&|]+))"
 )
+# The line of a run's script that names the interpreter.
+_STARTED = re.compile(r"^exec (.+?) -m slurm_train supervise ", re.MULTILINE)
+# Folders that each machine has for itself.
+_OF_ONE_MACHINE = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")
 _OF_PYTHON = (BuiltinImporter, FrozenImporter, PathFinder)
 
 
@@ -67,8 +72,24 @@ def _is_found_by(finders: Iterable[Any]) -> bool:
     return any(find_spec("slurm_train", None, None) is not None for find_spec in hooks)
 
 
-def activation_notes(config: RunConfig, directory: Path, *, prefix: str = sys.prefix) -> list[str]:
-    """Returns lines about environments that `cluster.setup` activates, and whose Python the ranks do not run.
+def gone_python(config: RunConfig, script: str) -> str:
+    """Returns the interpreter of a run's script that is not there any more; "" if it is, or was chosen for the nodes.
+
+    Args:
+        config: the run's.
+        script: the text of its `submit.sh`.
+    """
+    if config.cluster is None or config.cluster.python is not None:
+        return ""
+    match = _STARTED.search(script)
+    python = shlex.split(match[1])[0] if match is not None else ""
+    return "" if os.path.exists(python) or not python else python  # noqa: PTH110  # "" is no path
+
+
+def python_notes(config: RunConfig, directory: Path, *, prefix: str = sys.prefix) -> list[str]:
+    """Returns lines about a Python that the nodes may not have, and about environments that the ranks do not run.
+
+    `cluster.setup` may activate another environment than that of the command, whose Python the ranks run.
 
     Args:
         config: a run.
@@ -79,6 +100,12 @@ def activation_notes(config: RunConfig, directory: Path, *, prefix: str = sys.pr
     if cluster is None or cluster.python is not None or config.container is not None:
         return []
     notes = []
+    own = next((folder for folder in _OF_ONE_MACHINE if prefix.startswith(folder)), "")
+    if own:
+        notes.append(
+            f"the ranks run {prefix}/bin/python, and {own} is mostly a machine's own: on nodes that do not have it, "
+            "the job ends at once"
+        )
     for line in cluster.setup:
         for match in _ACTIVATES.finditer(line):
             name = (match["folder"] or match["name"]).strip("'\"")

@@ -18,6 +18,7 @@ from slurm_train.launch.acceptance import require_slurm, slurm_verdict, without_
 from slurm_train.launch.arrays import ArrayPlan, find_lost_arrays, plan_arrays, submit_arrays
 from slurm_train.launch.batch_script import render_script
 from slurm_train.launch.drift import check_drift
+from slurm_train.launch.job_python import gone_python
 from slurm_train.launch.plan import RunPlan, SweepPlan, replan_run
 from slurm_train.launch.preview import source_notes
 from slurm_train.launch.snapshot import Source, read_source
@@ -227,6 +228,10 @@ def prepare_resumed_sweep(
         if config.cluster is not None:
             require_slurm(commands, start.env)
             scripts = [(run, run.submit_script.read_text(encoding="utf-8")) for run in runs]
+            gone = gone_python(config, scripts[0][1])
+            if gone:
+                hint = "type the words of the sweep again: what is missing goes on with the Python of that command"
+                raise RunError(f"the Python of sweep {sweep.sweep_id} is gone: {gone}", hint=hint)
         arrays = plan_arrays(sweep, scripts, commands, limits=config.sweep)
         code = None
         if source is not None:

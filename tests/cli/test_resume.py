@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.sweep import read_table
 from slurm_train.rundir.timing import Spent
 from tests.cli.conftest import Shell
 from tests.support.run_facts import attempt
@@ -36,6 +38,22 @@ def test_a_run_that_was_moved_gets_a_script_for_where_it_lies(shell: Shell) -> N
     script = shell.slurm.said("submitted.sh")
     assert script == moved.submit_script.read_text()
     assert f"supervise {moved.path} --" in script and str(run.path) not in script
+
+
+def test_a_run_whose_python_is_gone_goes_on_with_the_one_that_is_typed(shell: Shell) -> None:
+    for run in (shell.submits("+cluster=2x1"), read_table(shell.submits_sweep("-m +cluster=2x1 seed=5,6"))[0].run):
+        shell.slurm.queue("4711", "CANCELLED")
+        script = run.submit_script.read_text()
+        run.submit_script.write_text(script.replace(sys.executable, f"{shell.folder}/gone/bin/python"))
+    done = shell.types("resume 29b25f39554e")
+    assert (
+        f"the Python of the run is gone: {shell.folder}/gone/bin/python; it goes on with {sys.executable}" in done.err
+    )
+    assert f"\nexec {sys.executable} -m slurm_train supervise" in (shell.slurm.said("submitted.sh") or "")
+    (sweep,) = (shell.folder / "runs" / "sweeps").iterdir()
+    shell.refuses(f"the Python of sweep {sweep.name} is gone", f"resume {sweep.name}")
+    assert shell.types("-m +cluster=2x1 seed=5,6").code == 0
+    assert run.submit_script.read_text() == script
 
 
 def test_an_active_run_is_not_submitted_twice(shell: Shell) -> None:

@@ -12,7 +12,12 @@ import pytest
 import slurm_train
 from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.errors import ConfigError
-from slurm_train.launch.job_python import activation_notes, require_lasting_python, with_absolute_python_path
+from slurm_train.launch.job_python import (
+    gone_python,
+    python_notes,
+    require_lasting_python,
+    with_absolute_python_path,
+)
 from slurm_train.slurm.job_variables import exported
 from tests.support.refusals import refusal
 
@@ -66,9 +71,24 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("line", ACTIVATIONS)
 def test_another_environment_than_that_of_the_ranks_is_named(line: str) -> None:
-    notes = activation_notes(config_of(setup=[line]), Path("/home/ada/project"), prefix=PREFIX)
+    notes = python_notes(config_of(setup=[line]), Path("/home/ada/project"), prefix=PREFIX)
     assert [note.rpartition("cluster.python=")[2] for note in notes] == [ACTIVATIONS[line]] * bool(ACTIVATIONS[line])
-    assert activation_notes(config_of(setup=[line], python="/apps/python3"), Path("/"), prefix=PREFIX) == []
+    assert python_notes(config_of(setup=[line], python="/apps/python3"), Path("/"), prefix=PREFIX) == []
+
+
+def test_a_python_that_the_nodes_may_not_have_is_named() -> None:
+    (note,) = python_notes(config_of(), Path("/home/ada"), prefix="/dev/shm/venv")
+    assert note.startswith("the ranks run /dev/shm/venv/bin/python, and /dev/shm/ is mostly a machine's own")
+    assert python_notes(config_of(), Path("/home/ada"), prefix=PREFIX) == []
+
+
+def test_the_python_of_a_script_that_is_not_there_any_more(tmp_path: Path) -> None:
+    script = f"cd /\nexec '{tmp_path}/my env/bin/python' -m slurm_train supervise /runs/a/b -- \\\n  srun\n"
+    assert gone_python(config_of(), script) == f"{tmp_path}/my env/bin/python"
+    assert gone_python(config_of(python=f"{tmp_path}/my env/bin/python"), script) == "", "the nodes may have it"
+    (tmp_path / "my env" / "bin").mkdir(parents=True)
+    (tmp_path / "my env" / "bin" / "python").touch()
+    assert gone_python(config_of(), script) == gone_python(config_of(), "# by hand\n") == ""
 
 
 def test_what_environments_and_modules_set_travels() -> None:
