@@ -110,7 +110,12 @@ def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parall
         while waiting or at_work:
             while waiting and len(at_work) < num_parallel and not (asked or sweep.stop_file.exists()):
                 element = waiting.pop(0)
+                if element.run.result.exists():
+                    note(f"run {element.index}: {describe(element.overrides)}  was finished by another command")
+                    continue
                 at_work[element.run] = _start(element, shares_terminal=num_parallel > 1, env=env)
+            if not (asked or at_work or waiting):
+                break
             if asked:
                 # A terminal signals the runs as well, `kill` does not; asked twice they save once.
                 for process in at_work.values():

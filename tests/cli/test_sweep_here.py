@@ -22,6 +22,16 @@ while kind == "slow" and not mended.exists():
     time.sleep(0.05)
 """
 
+# What another command does meanwhile, which sweeps the last of the runs as well.
+OTHERS = """
+if kind == "first":
+    for run in pathlib.Path("runs/train").iterdir():
+        if "good" in (run / "config.yaml").read_text():
+            (run / "result.json").write_text("{}")
+else:
+    time.sleep(1)
+"""
+
 
 @pytest.fixture
 def person(tmp_path: Path) -> Person:
@@ -41,6 +51,15 @@ def test_a_run_that_fails_ends_no_other_and_the_same_words_continue(num_parallel
     again = person.types(*words)
     assert again.code == 0 and "2 runs are finished, 0 active; 1 to submit" in again.err
     assert [len(read_ledger(one.run)) for one in elements] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("num_parallel", [1, 2])
+def test_a_run_that_another_sweep_finishes_meanwhile_is_left_alone(num_parallel: int, person: Person) -> None:
+    scripts = "script=[train.py,first],[train.py,fine],[train.py,good]"
+    (person.folder / "train.py").write_text(f"{SCRIPT}{OTHERS}")
+    done = person.types("-m", scripts, "run.processes=1", f"sweep.max_parallel={num_parallel}")
+    assert done.code == 0 and "3 of 3 runs are finished" in done.err and "error" not in done.err
+    assert "run 2: script=[train.py,good]  was finished by another command" in done.err
 
 
 def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> None:
