@@ -50,12 +50,24 @@ _EXPORTED_NAMES = frozenset(
     }
 )
 _EXPORTED_PREFIXES = (
-    *("LC_", "XDG_", "PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "UV_", "PIXI_"),
+    *("LC_", "XDG_", "PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "UV_", "PIXI_", "GUIX_", "NIX_"),
     *("MODULE", "__MODULES_", "LMOD_", "__LMOD_", "_ModuleTable"),
     # Functions of the shell, `module` among them.
     *("BASH_FUNC_", "EB", "SPACK_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "FI_", "IBV_"),
     *("PMIX_MCA_", "OMPI_MCA_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH", "PYTORCH_"),
-    *("TRITON_", "ROCR_", "HIP_", "HSA_", "RCCL_", "MIOPEN_", "HF_", "TRANSFORMERS_", "DATASETS_", "TOKENIZERS_"),
+    *(
+        "TRITON_",
+        "ROCM_",
+        "ROCR_",
+        "HIP_",
+        "HSA_",
+        "RCCL_",
+        "MIOPEN_",
+        "HF_",
+        "TRANSFORMERS_",
+        "DATASETS_",
+        "TOKENIZERS_",
+    ),
     *("WANDB_", "MLFLOW_", "TRACKIO_", "SINGULARITY", "APPTAINER", "ENROOT_", "PYXIS_", "HYDRA_"),
 )
 

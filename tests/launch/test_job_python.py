@@ -93,6 +93,7 @@ def test_the_python_of_a_script_that_is_not_there_any_more(tmp_path: Path) -> No
 
 def test_what_environments_and_modules_set_travels() -> None:
     names = ("VIRTUAL_ENV", "CONDA_PREFIX", "UV_CACHE_DIR", "PIXI_PROJECT_ROOT", "LOADEDMODULES", "__MODULES_LMTAG")
+    names += ("GUIX_PYTHONPATH", "NIX_PYTHONPATH", "ROCM_PATH")
     env = dict.fromkeys((*names, "BASH_FUNC_module%%", "LD_LIBRARY_PATH", "MODULEPATH"), "/x")
     assert exported({**env, "UV_PUBLISH_TOKEN": "x", "EDITOR": "vi"}) == {*env}
 
