@@ -47,6 +47,7 @@ from slurm_train.session.peers import GroupChooser
 from slurm_train.session.saving import DirectorySave
 from slurm_train.session.signals import StopFlag, handled, install
 from slurm_train.session.stopping import Stopping
+from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.slurm.job_variables import step_id
 
 if TYPE_CHECKING:
@@ -459,6 +460,7 @@ class JoinedSession(Session):
             timing = {} if steps.step_s is None else {"step_time_s": steps.step_s}
             steps.lines.append(self._line(step, numbers, timing, is_new=is_new))
         self._resumption.move_on()
+        guard_calls(self._stop)
 
     def mark(self, phase: str) -> None:
         """See `Session.mark`."""
@@ -858,6 +860,7 @@ def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Joined
             "called any more; `should_stop` says when to save",
             file=sys.stderr,
         )
+    guard_calls(stop)
     # `get_start_method` alone would settle it.
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method != "fork" and place.is_first:
