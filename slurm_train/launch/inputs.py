@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_train.config.schema import OptimSection, RunConfig
+from slurm_train.config.schema import GPT_TARGET, OptimSection, RunConfig
 from slurm_train.config.target import require_target
 from slurm_train.data.check import require_readable
 from slurm_train.data.file_kind import require_content
@@ -23,6 +23,9 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.models.pretrained_names import num_token_ids, require_effect, require_source
 from slurm_train.rundir.files import read_json
 
+_CNN = "slurm_train.models.cnn.CNN"
+_IMAGES = "slurm_train.data.digits.build"
+_TEXTS = tuple(f"slurm_train.data.{name}" for name in ("stdlib.build", "text.build", "text.build_packed", "mix.build"))
 _INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -70,7 +73,16 @@ def uses_this_python(config: RunConfig) -> bool:
 
 def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd: Path) -> None:
     model = config.model or {}
-    if model.get("_target_") == CAUSAL_LM:
+    target, data = model.get("_target_"), (config.data or {}).get("_target_")
+    if target in (GPT_TARGET, CAUSAL_LM) and data == _IMAGES:
+        hint = "take model=cnn, e.g. by +experiment=digits, or text: data=stdlib, data=text, data=hf"
+        raise ConfigError("the model reads tokens, and data=digits gives images", hint=hint)
+    if target == _CNN and data in _TEXTS:
+        hint = (
+            "take images, e.g. data=digits (+experiment=digits chooses both), or a model of text: model=gpt, model=hf"
+        )
+        raise ConfigError("model=cnn reads images, and the data are text", hint=hint)
+    if target == CAUSAL_LM:
         if "model.path" not in awaited:
             require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
             require_effect(model.get("config") or {}, path=model.get("path"), cwd=cwd)

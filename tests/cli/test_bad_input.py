@@ -120,6 +120,8 @@ REFUSED = {
         "model.context is ${data.context}, and there is no data.context\nhint: choose a model that fits these data "
         "(model=cnn; +experiment=digits chooses both), or set model.context=VALUE"
     ),
+    "data=digits model.context=8": "the model reads tokens, and data=digits gives images",
+    "model=cnn": "model=cnn reads images, and the data are text\nhint: take images, e.g. data=digits",
     "run.name='${data.place}'": "run.name is ${data.place}, and there is no data.place",
     "data=text data.path=corpus.txt": "make it with `python -m slurm_train prepare",
     "--config-dir conf": "name a folder with your YAML files",
