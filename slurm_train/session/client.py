@@ -245,7 +245,10 @@ class Session:
 
 
 class ChildSession(Session):
-    """A process that a rank of a run has started by `multiprocessing`: it is no rank, and nothing of it is saved."""
+    """A process that a rank of a run has started by `multiprocessing`: it is no rank, and nothing of it is saved.
+
+    What such a process calls when it imports the program's file again, up to `newest`, does nothing.
+    """
 
     def should_stop(self) -> str:
         """Refuses; no signal and no agreement would reach it."""
@@ -254,10 +257,6 @@ class ChildSession(Session):
     def save(self, step: int, /) -> NoReturn:  # noqa: ARG002
         """Refuses; what is saved would go."""
         raise _no_rank("save")
-
-    def newest(self) -> NoReturn:
-        """Refuses; the process would begin anew at each start of the run."""
-        raise _no_rank("newest")
 
 
 def _no_rank(call: str) -> ConfigError:
@@ -820,6 +819,7 @@ def join() -> Session:
 
     Raises:
         SlurmTrainError: the run directory cannot be read.
+        ConfigError: the first call in a rank is not in its main thread.
     """
     if not _joined:
         env = dict(os.environ)
@@ -851,6 +851,12 @@ def enter(
 
 
 def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> JoinedSession:
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            f"`join()` was called in the thread {threading.current_thread().name}: Python installs handlers of signals "
+            "in the main thread only, so no stop would reach the program",
+            hint="call `session.join()` in the main thread, early; each thread gets the same session afterwards",
+        )
     stop = StopFlag()
     before = handled()
     install(stop)

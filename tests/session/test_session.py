@@ -93,7 +93,8 @@ def look(queue):
     run = session.join()
     run.report(1, loss=0.5)
     refused = []
-    for call in (run.newest, run.should_stop, lambda: run.save(1)):
+    assert run.newest() is None
+    for call in (run.should_stop, lambda: run.save(1)):
         try:
             call()
         except ConfigError as err:
@@ -109,7 +110,7 @@ if __name__ == "__main__":
     (tmp_path / "own.py").write_text(code)
     env = {"SLURM_TRAIN_RUN_DIR": "/nowhere", "SLURM_TRAIN_ATTEMPT": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout == "[False, ['newest', 'should_stop', 'save']]\n", done.stderr
+    assert done.stdout == "[False, ['should_stop', 'save']]\n", done.stderr
 
 
 def test_reports_are_lines_of_metrics_and_heartbeats(tmp_path: Path) -> None:
@@ -405,6 +406,24 @@ def test_what_keeps_a_program_from_a_stop_is_told(before: str, said: str, tmp_pa
     env = {"PYTHONPATH": ":".join(sys.path), "SLURM_TRAIN_RUN_DIR": str(run.path), "SLURM_TRAIN_ATTEMPT": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert said in done.stderr and bool(said) == bool(done.stderr)
+
+
+def test_a_thread_does_not_join(tmp_path: Path) -> None:
+    code = """
+import threading
+from slurm_train import session
+def join():
+    try:
+        session.join()
+    except Exception as err:
+        print(type(err).__name__, err)
+thread = threading.Thread(target=join, name="trainer")
+thread.start()
+thread.join()
+"""
+    env = {"PYTHONPATH": ":".join(sys.path), "SLURM_TRAIN_RUN_DIR": str(tmp_path), "SLURM_TRAIN_ATTEMPT": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("ConfigError `join()` was called in the thread trainer: Python installs"), done.stderr
 
 
 RANK = """
