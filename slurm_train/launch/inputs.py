@@ -73,16 +73,9 @@ def uses_this_python(config: RunConfig) -> bool:
 
 def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd: Path) -> None:
     model = config.model or {}
-    target, data = model.get("_target_"), (config.data or {}).get("_target_")
-    if target in (GPT_TARGET, CAUSAL_LM) and data == _IMAGES:
-        hint = "take model=cnn, e.g. by +experiment=digits, or text: data=stdlib, data=text, data=hf"
-        raise ConfigError("the model reads tokens, and data=digits gives images", hint=hint)
-    if target == _CNN and data in _TEXTS:
-        hint = (
-            "take images, e.g. data=digits (+experiment=digits chooses both), or a model of text: model=gpt, model=hf"
-        )
-        raise ConfigError("model=cnn reads images, and the data are text", hint=hint)
-    if target == CAUSAL_LM:
+    if config.train.evaluate_from is None:
+        _require_fit(model, config.data or {})
+    if model.get("_target_") == CAUSAL_LM:
         if "model.path" not in awaited:
             require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
             require_effect(model.get("config") or {}, path=model.get("path"), cwd=cwd)
@@ -108,6 +101,20 @@ def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd:
             "of the Hub: org/name",
         )
     _require_downloaded(cwd / Path(weights).expanduser())
+
+
+def _require_fit(model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Refuses an included model for data that ship with this package and that it cannot read."""
+    model_target = model.get("_target_")
+    data_target = data.get("_target_")
+    if model_target in (GPT_TARGET, CAUSAL_LM) and data_target == _IMAGES:
+        hint = "take model=cnn, e.g. by +experiment=digits, or text: data=stdlib, data=text, data=hf"
+        raise ConfigError("the model reads tokens, and data=digits gives images", hint=hint)
+    if model_target == _CNN and data_target in _TEXTS:
+        hint = (
+            "take images, e.g. data=digits (+experiment=digits chooses both), or a model of text: model=gpt, model=hf"
+        )
+        raise ConfigError("model=cnn reads images, and the data are text", hint=hint)
 
 
 def _require_downloaded(weights: Path) -> None:
