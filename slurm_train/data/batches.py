@@ -167,6 +167,18 @@ class RankBatches:
         for draw in itertools.islice(draws, self._num_batches):
             yield draw.indices.tolist()
 
+    @property
+    def drop_last(self) -> bool:
+        """Refuses what divides the batches of a loader among ranks: `accelerate` (1.15) asks for it then.
+
+        Raises:
+            ConfigError: always; these batches are those of one rank.
+        """
+        raise ConfigError(
+            "these batches are those of this rank alone, and would be divided among the ranks once more",
+            hint="do not pass their loader to accelerator.prepare; move the tensors to accelerator.device",
+        )
+
 
 class LengthBatches(GlobalBatches):
     """Global batches of about equal padded size, each of samples of about equal length.

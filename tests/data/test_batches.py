@@ -139,6 +139,15 @@ def test_steps_have_the_same_samples_on_any_number_of_ranks_and_after_any_step(r
         assert sorted(used[epoch * 50 : (epoch + 1) * 50]) == list(range(50))
 
 
+def test_batches_of_a_rank_are_not_divided_once_more() -> None:
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+    batches = RankBatches(SampleOrder(50, seed=3), global_size=12, rank=0, num_ranks=2, accumulation=1, steps=6, done=0)
+    loader = torch.utils.data.DataLoader(range(50), batch_sampler=batches)
+    for even_batches in (True, False):
+        with pytest.raises(ConfigError, match="divided among the ranks once more"):
+            prepare(loader, num_processes=2, process_index=0, even_batches=even_batches)
+
+
 @pytest.mark.parametrize(("ranks", "accumulation"), [(13, 1), (4, 4), (1, 0)])
 def test_a_batch_without_a_sample_is_refused(ranks: int, accumulation: int) -> None:
     with pytest.raises(ConfigError, match="at least"):
