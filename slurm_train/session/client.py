@@ -459,7 +459,6 @@ class JoinedSession(Session):
             timing = {} if steps.step_s is None else {"step_time_s": steps.step_s}
             steps.lines.append(self._line(step, numbers, timing, is_new=is_new))
         self._resumption.move_on()
-        guard_calls(self._stop)
 
     def mark(self, phase: str) -> None:
         """See `Session.mark`."""
@@ -480,6 +479,7 @@ class JoinedSession(Session):
 
     def should_stop(self) -> str:
         """See `Session.should_stop`."""
+        guard_calls(self._stop)
         if self._spent is not None:
             self._stopping.look()
             self._warn_of_other_handlers()

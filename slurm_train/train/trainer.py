@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from slurm_train.distributed.seeds import mix
+from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.train.callbacks import Callback, Training
 from slurm_train.train.checkpointer import Checkpointer
 from slurm_train.train.context import Parts, Rank
@@ -201,6 +202,8 @@ class Trainer:
         if self.rank.config.checkpoint.every_steps is not None:
             self.saves.prepare(self.checkpointer.own_tensors())
         take_over_garbage()
+        # A callback may call it.
+        guard_calls(self.rank.stop)
         self.start_up = None
 
     def _evaluate(self) -> None:
