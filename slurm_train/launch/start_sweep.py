@@ -107,7 +107,8 @@ def prepare_sweep(start: Start, plan: SweepPlan, source: Source) -> Iterator[Pre
         scripts = {run_plan.run: render_script(run_plan) for run_plan in plan.plans}
     with contextlib.ExitStack() as stack:
         if plan.uses_cluster:
-            stack.enter_context(choosing_runs(sweep.root, wait_s=_WAIT_S, say=start.say))
+            runs = [run_plan.run for run_plan in plan.plans]
+            stack.enter_context(choosing_runs(sweep, runs, wait_s=_WAIT_S, say=start.say))
         # A sweep that Slurm refuses must leave no directory, so a new sweep is created and held only after that.
         is_new = not sweep.table.exists()
         if not is_new:
@@ -208,7 +209,8 @@ def prepare_resumed_sweep(
     with contextlib.ExitStack() as stack:
         stack.enter_context(submitting(sweep))
         if commands.is_available():
-            stack.enter_context(choosing_runs(sweep.root, wait_s=_WAIT_S, say=start.say))
+            sweep_runs = [element.run for element in read_table(sweep)]
+            stack.enter_context(choosing_runs(sweep, sweep_runs, wait_s=_WAIT_S, say=start.say))
             find_lost_arrays(sweep, commands)
         todo = _ended_early(sweep, commands, states=states, where=where)
         runs = [element.run for element in todo]

@@ -15,8 +15,9 @@ import fcntl
 import json
 import os
 import re
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from slurm_train.errors import RunError
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
 from slurm_train.rundir.paths import Below, RunDirectory, typed_root
 
-# In the root of the runs, while runs of a sweep are chosen and submitted.
-_LOCK_OF_SWEEPS = ".submitting_sweep"
+# In the root of the runs while sweeps are submitted: for each of them a file that is locked, with the runs that it has.
+_SUBMITTING = ".submitting_sweeps"
+_MUTEX = "lock"
 _LOOK_S = 0.1
 
 
@@ -182,83 +184,164 @@ def submitting(sweep: SweepDirectory) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def choosing_runs(root: Path, *, wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
-    """Lets one command at a time choose and submit runs of sweeps below a root, since sweeps may share runs.
+def choosing_runs(
+    sweep: SweepDirectory, runs: Iterable[RunDirectory], *, wait_s: float, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Keeps other commands from submitting runs of a sweep while those that are missing are chosen and submitted.
 
-    A command that submits one run holds that run, and waits for this lock (`wait_for_sweeps`).
+    Another sweep may have some of them. A command that submits one run holds that run, and waits for the sweeps that
+    have it (`wait_for_sweeps`).
 
     Args:
-        root: of the runs; made if it is not there, and removed again if nothing comes into it.
+        sweep: the sweep; its root is made if it is not there, and removed again if nothing comes into it.
+        runs: its runs.
         wait_s: seconds to wait for another command.
         say: prints a line for the person who waits.
 
     Raises:
-        RunError: another command is at it for longer, or the root cannot be made.
+        RunError: another command is at it for longer.
     """
-    made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    folder = sweep.root / _SUBMITTING
+    names = {_name_in_root(run) for run in runs}
+    made = [parent for parent in folder.parents if not parent.exists()]
+    deadline_s = time.monotonic() + wait_s
+    has_said = False
+    announced = None
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as err:
-        hint = "name another place with run.root=DIR"
-        raise RunError(f"{root} cannot be made: {err.strerror or err}", hint=hint) from err
-    descriptor = None
-    try:
-        descriptor = _wait_for_lock(root, fcntl.LOCK_EX, wait_s=wait_s, say=say)
+        # Another user's folder, whose runs are others, or a root that cannot be made, of which the caller says more.
+        with contextlib.suppress(OSError):
+            while (announced := _announce(folder, names)) is None:
+                if time.monotonic() > deadline_s:
+                    raise RunError(
+                        f"another command has been submitting runs of this sweep for more than {wait_s:g} s",
+                        hint=f"wait for it; `status {sweep.sweep_id}` shows how far it is",
+                    )
+                if not has_said:
+                    say("another command is submitting some of these runs: waiting for it")
+                    has_said = True
+                time.sleep(_LOOK_S)
         yield
     finally:
-        if descriptor is not None:
-            # While it is locked: whoever gets the lock of a removed file looks for a newer one.
-            with contextlib.suppress(OSError):
-                (root / _LOCK_OF_SWEEPS).unlink()
+        if announced is not None:
+            descriptor, path = announced
+            _withdraw(path)
             os.close(descriptor)
-        for folder in made:
+        for parent in made:
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                parent.rmdir()
 
 
-def wait_for_sweeps(root: Path, *, wait_s: float) -> None:
-    """Returns when no command chooses the runs of a sweep below a root.
+def wait_for_sweeps(run: RunDirectory, *, wait_s: float) -> None:
+    """Returns when no command chooses or submits runs of a sweep that has this one.
 
     Raises:
         RunError: one does so for longer than `wait_s`.
     """
-    if os.path.lexists(root / _LOCK_OF_SWEEPS):
-        descriptor = _wait_for_lock(root, fcntl.LOCK_SH, wait_s=wait_s, say=lambda _: None)
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _wait_for_lock(root: Path, kind: int, *, wait_s: float, say: Callable[[str], None]) -> int | None:
-    """Returns the descriptor of the locked file; None where it is gone, or another user's, whose runs are others."""
-    path = root / _LOCK_OF_SWEEPS
+    folder = run.path.parent.parent / _SUBMITTING
     deadline_s = time.monotonic() + wait_s
-    has_said = False
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if kind == fcntl.LOCK_EX else 0), 0o600)
-        except OSError:
+    while any(_is_submitting(path, {_name_in_root(run)}) for path in listed(folder)):
+        if time.monotonic() > deadline_s:
+            raise RunError(
+                f"another command has been submitting a sweep with {run.name}/{run.run_id} for more than {wait_s:g} s",
+                hint=f"wait for it; `status {run.run_id}` shows the run",
+            )
+        time.sleep(_LOOK_S)
+
+
+def _name_in_root(run: RunDirectory) -> str:
+    return f"{run.name}/{run.run_id}"
+
+
+def _announce(folder: Path, names: Collection[str]) -> tuple[int, Path] | None:
+    """Writes down which runs a command submits; None if another one submits some of them.
+
+    Returns:
+        The descriptor and path of the file, which is locked as long as the command lives.
+
+    Raises:
+        OSError: the folder belongs to another user, or cannot be made.
+    """
+    with _exclusively(folder):
+        if any(_is_submitting(path, names) for path in listed(folder)):
             return None
+        descriptor, name = tempfile.mkstemp(dir=folder)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+            file.writelines(f"{run}\n" for run in sorted(names))
+        os.fsync(descriptor)
+        return descriptor, Path(name)
+
+
+def _withdraw(path: Path) -> None:
+    folder = path.parent
+    with contextlib.suppress(OSError):
+        with _exclusively(folder):
+            path.unlink()
+            for other in listed(folder):
+                if other.name != _MUTEX and not _is_locked(other):
+                    # Of a command that was killed.
+                    other.unlink()
+            if [path.name for path in listed(folder)] == [_MUTEX]:
+                # Whoever waits for it finds that it is gone, and makes a new one.
+                (folder / _MUTEX).unlink()
+        folder.rmdir()
+
+
+def _is_submitting(path: Path, names: Collection[str]) -> bool:
+    """Returns whether a living command submits one of the runs, by the file that it has written."""
+    if path.name == _MUTEX or not _is_locked(path):
+        return False
+    try:
+        submitted = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    # Nothing is in it yet: which runs they are is not known.
+    return not submitted or not set(submitted).isdisjoint(names)
+
+
+def _is_locked(path: Path) -> bool:
+    """Returns whether the process that has locked a file lives; False as well where files have no locks."""
+    try:
+        with path.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+@contextlib.contextmanager
+def _exclusively(folder: Path) -> Iterator[None]:
+    """Holds a folder for a moment; makes it.
+
+    Raises:
+        OSError: it belongs to another user, or cannot be made.
+    """
+    path = folder / _MUTEX
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            if time.monotonic() > deadline_s:
-                raise RunError(
-                    f"another command has been submitting a sweep below {root} for more than {wait_s:g} s",
-                    hint=f"wait for it; if none is at work, remove {path}",
-                ) from None
-            if not has_said:
-                say(f"another command submits a sweep below {root}: waiting for it")
-                has_said = True
-            time.sleep(_LOOK_S)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
             continue
-        except OSError:
+        try:
             # A file system without locks: two submitters at once are unlikely, a sweep that cannot start is worse.
-            return descriptor
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        os.close(descriptor)
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_named(descriptor, path):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def list_sweeps(root: Path) -> list[SweepDirectory]:

@@ -41,7 +41,7 @@ from slurm_train.slurm.commands import SlurmCommands, is_job_id
 from slurm_train.slurm.records import JobState
 
 SUBMITTER_WAIT_S = 30.0
-"""How long a command waits for another one that submits the same run, or runs of a sweep in the same root."""
+"""How long a command waits for another one that submits the same run, by itself or with a sweep."""
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -336,7 +336,7 @@ def submitting(run: RunDirectory, commands: SlurmCommands, *, inside: str | None
     """
     with _locked(run.submission_lock, commands, wait_s=SUBMITTER_WAIT_S):
         # A sweep that begins now sees that this run is held.
-        wait_for_sweeps(run.path.parent.parent, wait_s=SUBMITTER_WAIT_S)
+        wait_for_sweeps(run, wait_s=SUBMITTER_WAIT_S)
         refuse_active(run, commands, inside=inside)
         yield
 

@@ -73,7 +73,7 @@ def test_runs_that_two_commands_share_are_submitted_once(typed: tuple[str, str],
     assert {len(read_job(run).job_ids) for run in runs} == {1}, said
     for process, (_, err) in zip(started, said, strict=True):
         assert process.returncode == 0 or "is active already: Slurm job 4711_1" in err
-    assert not (shell.folder / "runs" / ".submitting_sweep").exists()
+    assert not (shell.folder / "runs" / ".submitting_sweeps").exists()
 
 
 def test_a_sweep_leaves_a_run_to_the_command_that_submits_it(shell: Shell) -> None:

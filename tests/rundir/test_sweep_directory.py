@@ -88,25 +88,36 @@ def test_a_run_name_means_the_sweep_that_has_all_runs_of_it(tmp_path: Path) -> N
     assert find_sweep(tmp_path, "gpt-stdlib") is None, "the name means a run of its own as well"
 
 
-def test_sweeps_below_a_root_are_submitted_one_after_the_other_and_leave_nothing_of_it(tmp_path: Path) -> None:
+def test_a_command_that_submits_a_sweep_keeps_others_from_its_runs_and_leaves_nothing(tmp_path: Path) -> None:
     root = tmp_path / "new" / "runs"
+    sweep, other = (SweepDirectory(root / "sweeps" / name) for name in ("9b1c44e0", "36ca98a3"))
+    first, second, third = (RunDirectory(root / "gpt" / name) for name in ("one", "two", "three"))
     said = list[str]()
-    with choosing_runs(root, wait_s=0.0, say=said.append):
-        with pytest.raises(RunError, match="has been submitting a sweep below"):
-            wait_for_sweeps(root, wait_s=0.0)
-        with pytest.raises(RunError, match="for more than 0 s"), choosing_runs(root, wait_s=0.0, say=said.append):
+    with choosing_runs(sweep, [first, second], wait_s=0.0, say=said.append):
+        wait_for_sweeps(third, wait_s=0.0)
+        with pytest.raises(RunError, match="submitting a sweep with gpt/two for more than 0 s"):
+            wait_for_sweeps(second, wait_s=0.0)
+        refused = pytest.raises(RunError, match="submitting runs of this sweep for more than 0 s")
+        with refused, choosing_runs(other, [second, third], wait_s=0.0, say=said.append):
             raise AssertionError("two at once")
-        thread = threading.Thread(target=lambda: wait_for_sweeps(root, wait_s=60.0))
+        held = pytest.raises(RunError, match="submitting a sweep with gpt/three")
+        with choosing_runs(other, [third], wait_s=0.0, say=said.append), held:
+            wait_for_sweeps(third, wait_s=0.0)
+        thread = threading.Thread(target=lambda: wait_for_sweeps(first, wait_s=60.0))
         thread.start()
     thread.join(60.0)
-    assert not (tmp_path / "new").exists()
-    # What a killed command has left is in nobody's way.
-    root.mkdir(parents=True)
-    (root / ".submitting_sweep").touch()
-    with choosing_runs(root, wait_s=0.0, say=said.append):
-        (root / "gpt").mkdir()
-    wait_for_sweeps(root, wait_s=0.0)
-    assert [path.name for path in root.iterdir()] == ["gpt"] and said == []
+    assert not (tmp_path / "new").exists() and said == []
+
+
+def test_what_a_killed_submission_of_a_sweep_has_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "gpt" / "one")
+    left = tmp_path / ".submitting_sweeps" / "tmpx"
+    left.parent.mkdir()
+    left.write_text("gpt/one\n")
+    wait_for_sweeps(run, wait_s=0.0)
+    with choosing_runs(SweepDirectory(tmp_path / "sweeps" / "9b1c44e0"), [run], wait_s=0.0, say=print):
+        run.path.mkdir(parents=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt"]
 
 
 def test_one_submitter_at_a_time(tmp_path: Path) -> None:
