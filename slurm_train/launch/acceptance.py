@@ -118,11 +118,16 @@ def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, st
     script = render_script(plan)
     try:
         require_acceptable(script, commands, plan)
-    except ClusterError:
+    except ClusterError as refusal:
         bare = without_chosen_cpus(plan)
-        if bare is None or not slurm_verdict(render_script(bare), commands).is_accepted:
+        if bare is None:
             raise
-        return bare, render_script(bare)
+        script = render_script(bare)
+        try:
+            require_acceptable(script, commands, bare)
+        except ClusterError:
+            raise refusal from None
+        return bare, script
     return plan, script
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.launch.acceptance import acceptable_plan
+from slurm_train.launch.acceptance import acceptable_plan, without_chosen_cpus
 from slurm_train.launch.batch_script import render_script, sbatch_components
 from slurm_train.launch.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
 from slurm_train.launch.plan import RunPlan, plan_run
@@ -206,3 +207,13 @@ def test_cpus_that_slurm_refuses_are_left_out() -> None:
     assert plan.cpus == CpuShare(None, "as Slurm gives them: it refuses 14 per rank")
     with pytest.raises(ClusterError, match="Requested node configuration"):
         acceptable_plan(plan_of(commands, cpus_per_gpu=14), commands)  # type: ignore[arg-type]
+
+
+def test_a_limit_that_is_too_long_is_refused_with_automatic_cpus_too() -> None:
+    commands = slurm(NODE)
+    commands.listed_partitions = [replace(partition, max_time_min=1440) for partition in commands.listed_partitions]
+    commands.test_only = lambda _: TestVerdict(is_accepted=True)  # type: ignore[method-assign, misc]
+    plan = plan_of(commands, time_limit_min=9999)
+    assert without_chosen_cpus(plan) is not None
+    with pytest.raises(ClusterError, match="time_limit_min=9999 is more than partition"):
+        acceptable_plan(plan, commands)  # type: ignore[arg-type]
