@@ -37,6 +37,8 @@ _ITEM = re.compile(rf"\s*({_QUOTED})\s*(?=,|$)|({_PLAIN_ITEM})")
 # A list of such items, some of them in quotes.
 _LIST_OF_TEXTS = rf"\[(?!\])(?:\s*(?:{_QUOTED})\s*|{_PLAIN_ITEM})(?:,(?:\s*(?:{_QUOTED})\s*|{_PLAIN_ITEM}))*\]"
 _LISTS = re.compile(rf"{_QUOTED}|({_LIST_OF_TEXTS})")
+# A path that begins with the home, of nothing that has a meaning to Hydra.
+_IN_HOME = re.compile(r"~[^,\[\]{}()'\"$\\]*")
 # A mapping of the same kind.
 _PLAIN_MAPPING = re.compile(r"\{([^\[\]{}'\"]+)\}")
 _OPEN_TEXTS = ("cluster.env", "cluster.sbatch", "cluster.srun")
@@ -351,6 +353,9 @@ def _as_typed(key: str, value: str) -> str:
         return f"{{{', '.join(words)}}}"
     if kind == "texts":
         return with_quoted_items(key, value)
+    if kind == "other" and _IN_HOME.fullmatch(value):
+        # Hydra's grammar has no ~; a shell expands it only at the beginning of a word.
+        return quoted(value)
     keeps_meaning = value == "null" or (kind == "flag" and value.lower() in ("true", "false"))
     if kind not in ("text", "flag") or keeps_meaning or value.startswith(("'", '"')):
         return value

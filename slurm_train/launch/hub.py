@@ -146,6 +146,8 @@ def _pin_model(model: Mapping[str, Any], cwd: Path, pinned: list[HubFiles]) -> d
     path = settings.get("path")
     revision = settings.pop("revision", None)
     if isinstance(path, str):
+        # transformers does not know it; the other keys with paths read it themselves.
+        path = str(Path(path).expanduser()) if path.startswith("~/") else path
         settings["path"] = pin_path("model.path", path, "weights", cwd, pinned, revision=revision)
     elif revision is not None:
         raise _idle_revision(path, revision)

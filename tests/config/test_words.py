@@ -50,6 +50,8 @@ OVERRIDES = [
     ("cluster.account=1e5", ["cluster.account='1e5'"]),
     ("cluster.partition='quoted'", ["cluster.partition='quoted'"]),
     ("script=[train.py,--lr,1e-3,--verbose,true]", ["script=['train.py','--lr','1e-3','--verbose','true']"]),
+    # A shell leaves the home of a path as it is typed, and Hydra cannot read it.
+    ("data.path=~/corpus", ["data.path='~/corpus'"]),
     # Items that need quotes have them, the others do not.
     ("script=[t.py,--x=1,'a b']", ["script=['t.py','--x=1','a b']"]),
     ("script=[t.py,1e3, 'a,[b]' ,\"it's\"]", ["script=['t.py','1e3','a,[b]',\"it's\"]"]),

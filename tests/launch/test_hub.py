@@ -133,6 +133,12 @@ def test_what_is_written_as_a_path_is_one(hub: Hub, tmp_path: Path, path: str) -
     assert pin_path("model.path", path, "weights", tmp_path, []) == path and hub.asked == []
 
 
+def test_a_model_in_the_home_is_found_there(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config, pinned = pin_hub_files(Asked("~/llama").config, cwd=tmp_path / "elsewhere")
+    assert (config.model or {})["path"] == f"{tmp_path}/llama" and pinned == () and hub.asked == []
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
