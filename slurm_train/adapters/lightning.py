@@ -27,6 +27,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from slurm_train.adapters.epoch_means import EpochMeans
 from slurm_train.adapters.switches import Switches
 from slurm_train.distributed.seeds import mix, rng_state, set_rng_state
 from slurm_train.errors import ConfigError
@@ -75,6 +76,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         """Those of the checkpoint."""
         self._loaders_of_epoch: int | None = None
         """The epoch in which the loaders were made."""
+        self._means = EpochMeans()
         self._switches: Switches | None = None
         self._switched: dict[str, bool] = {}
         """What the training that is resumed had changed of them."""
@@ -156,6 +158,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         num_done = 0 if is_at_end_of_epoch else _num_batches_done(trainer)
         if num_done > 0:
             self._require_same_batches(trainer, loaders)
+        self._take_means(trainer, module, _load(folder / f"means_{self.session.rank}.pt", weights_only=True), num_done)
         if is_at_end_of_epoch or len(states) < len(loaders) or self._checkpoint.world_size != trainer.world_size:
             # The states are of other places than this rank's, or some loaders have none.
             states = []
@@ -181,6 +184,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         run = self.session
         step = trainer.global_step
         before = self._step
+        self._means.add(trainer)
         if step == before:  # gradients are accumulated
             run.mark("step")
             return
@@ -205,6 +209,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Makes the save of the last step of an epoch."""
+        self._means.forget()
         loop = trainer.fit_loop
         is_resumed = self._checkpoint is not None and loop.restarting
         if is_resumed and loop.epoch_loop._num_ready_batches_reached():
@@ -306,6 +311,29 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             fit_loop.setup_data()
             progress.completed = present
 
+    def _take_means(
+        self, trainer: pl.Trainer, module: pl.LightningModule, means: dict[str, Any] | None, num_done: int
+    ) -> None:
+        """Goes on with what the steps of the present epoch have added up, and shows what was logged before.
+
+        Args:
+            trainer: at the start of its training.
+            module: what is trained.
+            means: what the checkpoint has of this rank; None in an older one.
+            num_done: batches of the epoch that were trained on, 0 if those are all.
+        """
+        assert self._checkpoint is not None
+        if means is None or self._checkpoint.world_size != trainer.world_size:
+            return
+        self._means.show(trainer, means)
+        self._means.restore(module, means, is_within=num_done > 0)
+        if num_done == 0 and means["lacks_plateau"]:
+            progress = trainer.fit_loop.epoch_progress.current
+            # It is counted by the epoch that was saved.
+            progress.completed -= 1
+            trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            progress.completed += 1
+
     def _set_orders(self, trainer: pl.Trainer) -> bool:
         """Gives the samplers that draw an order a generator of the present epoch, the same on all ranks.
 
@@ -370,6 +398,10 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 # It waits for its thread, and makes another one at the next save.
                 trainer.strategy.checkpoint_io.teardown()
             torch.save(rng_state(), folder / f"rng_{self.session.rank}.pt")
+            means = self._means.state(trainer, trainer.lightning_module)
+            # Lightning steps `ReduceLROnPlateau` after this.
+            means["lacks_plateau"] = self._saves_at_end_of_epoch
+            torch.save(means, folder / f"means_{self.session.rank}.pt")
             # Lightning saves the states of rank 0's loaders for all ranks. It loads none where loaders were there
             # before, as with `trainer.estimated_stepping_batches`, and iterators that it makes meanwhile move them.
             states = [loader.state_dict() for loader in _stateful(trainer)]

@@ -367,6 +367,47 @@ def test_what_begins_an_epoch_is_done_again_where_it_is_resumed(stop_at: int, tm
     assert before + train(run) == expected
 
 
+@pytest.mark.parametrize("stop_at", [3, 8, 11, 19, 20, 24])
+@pytest.mark.parametrize(
+    ("monitor", "settings"),
+    [
+        ("loss_epoch", {"limit_val_batches": 0}),
+        ("mean", {"val_check_interval": 4}),
+        ("val_loss", {"check_val_every_n_epoch": 2}),
+    ],
+    ids=["no validation", "validations within an epoch", "a validation every second epoch"],
+)
+def test_means_of_a_resumed_epoch_are_those_of_the_whole(
+    monitor: str, settings: dict[str, Any], stop_at: int, tmp_path: Path
+) -> None:
+    from lightning import pytorch as lightning
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    data = TensorDataset(torch.arange(16.0).unsqueeze(1))
+
+    def train(run: Any, stop_at: int | None = None) -> list[Any]:
+        stop = StopFlag()
+        module = programs.Averaging(monitor)
+        with joined(run, stop):
+            callback = adapter.SessionCallback()
+            # It ends nothing; it fails where there is no such mean.
+            patience = lightning.callbacks.EarlyStopping("loss_epoch", patience=9, check_on_train_epoch_end=True)
+            callbacks = [programs.Stopping(stop, stop_at), programs.SeeingMeans(), patience, callback]
+            trainer = lightning.Trainer(
+                max_epochs=4, num_sanity_val_steps=0, callbacks=callbacks, **programs.QUIET, **settings
+            )
+            try:
+                trainer.fit(module, DataLoader(data, 2), DataLoader(data, 8), ckpt_path=callback.newest())
+            except SystemExit as ended:
+                assert ended.code == 75
+        return module.steps
+
+    run = new_run(tmp_path / "stopped")
+    assert train(run, stop_at) + train(run) == train(new_run(tmp_path / "undisturbed"))
+
+
 @pytest.mark.parametrize("stop_at", [3, 11, 16, 19])
 def test_what_an_epoch_has_unfrozen_stays_so(stop_at: int, tmp_path: Path) -> None:
     """As by `BackboneFinetuning`, which does it in one epoch alone, and freezes at each start."""

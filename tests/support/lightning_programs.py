@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
 from slurm_train.session.signals import StopFlag
 
@@ -94,6 +96,53 @@ class WithSettings(Training):
         self.save_hyperparameters({"folder": Path("data")})
 
     def test_step(self, *_: Any) -> None: ...
+
+
+class Averaging(Training):
+    """Its rate falls where what is logged has not become much better; it also notes the means of each epoch.
+
+    Args:
+        monitor: what the rate looks at after each epoch.
+    """
+
+    def __init__(self, monitor: str) -> None:
+        super().__init__("plateau")
+        self._monitor = monitor
+        self.mean = MeanMetric()
+        # They share their states.
+        self.hits = MetricCollection([BinaryAccuracy(), BinaryPrecision()])
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        self.mean(batch[0].mean())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.hits.update((loss > 1.0).reshape(1), (batch[0].mean() > 5.0).long().reshape(1))
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("largest", batch[0].max(), on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.steps.append((self.trainer.current_epoch, *map(float, self.hits.compute().values())))
+        self.hits.reset()
+
+    def validation_step(self, batch: list[torch.Tensor], number: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.layers(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0, threshold=0.3)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": self._monitor, "strict": False},
+        }
+
+
+class SeeingMeans(lightning.Callback):  # type: ignore[misc]  # Any: of an extra
+    """Notes the means of each epoch in the steps of the module."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        means = [float(trainer.callback_metrics[name]) for name in ("loss_epoch", "mean", "largest")]
+        module.steps.append(("means", trainer.current_epoch, *means))
 
 
 class Unfreezing(Training):

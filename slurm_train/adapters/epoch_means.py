@@ -1,0 +1,116 @@
+"""What the training steps of an epoch have added up so far: Lightning (2.6) forgets it at a resume.
+
+Without it the mean of a resumed epoch is that of its rest, and a schedule or an `EarlyStopping` that looks at it
+decides otherwise. Two kinds are kept, on each rank its own: the sums of `log(on_epoch=True)`, and the states of metrics
+of torchmetrics in the module. Nothing of a checkpoint of Lightning is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+_SUMS = ("value", "cumulated_batch_size")
+
+
+class EpochMeans:
+    """The sums of an epoch that is resumed in its middle, until they are all added to those of its rest."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, Tensor]] = {}
+
+    def state(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+        """Returns what `restore` takes, after a step. Collective at the end of an epoch, as `log` may be."""
+        sums = dict(self._sums)
+        for key, result in _results(trainer).items():
+            if result.is_tensor and result.meta.on_epoch:
+                sums[key] = {name: getattr(result, name).cpu() for name in _SUMS if name in result._defaults}
+        for part in module.modules():
+            if isinstance(part, MetricCollection):
+                # Of several with the same states only the first one is updated; this gives the others theirs.
+                part.items(keep_base=True, copy_state=False)
+        results = list(_results(trainer).values())
+        metrics = {}
+        for name, metric in _metrics(module).items():
+            if metric._update_count > 0:
+                states = {state: _on_host(getattr(metric, state)) for state in metric._defaults}
+                is_logged = any(result.value is metric for result in results if not result.is_tensor)
+                metrics[name] = {"count": metric._update_count, "states": states, "is_logged": is_logged}
+        # Of the validation before, too, which a schedule may look at in each epoch.
+        seen = dict(trainer._logger_connector._callback_metrics)
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            # No step of the epoch follows that would log them.
+            seen |= trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
+        host = {name: torch.as_tensor(value).detach().cpu() for name, value in seen.items()}
+        return {"sums": sums, "metrics": metrics, "seen": host}
+
+    def restore(self, module: pl.LightningModule, state: dict[str, Any], *, is_within: bool) -> None:
+        """Takes over a state before the first step; the sums follow in `add`, where Lightning has its own of them.
+
+        Args:
+            module: what is trained.
+            state: see `state`.
+            is_within: whether steps of the epoch are left. Else `log` has no metric to reset at its end.
+        """
+        self._sums = dict(state["sums"]) if is_within else {}
+        for name, metric in _metrics(module).items():
+            saved = state["metrics"].get(name)
+            if saved is None or saved["states"].keys() != metric._defaults.keys():
+                continue
+            if saved["is_logged"] and not is_within:
+                continue
+            for key, value in saved["states"].items():
+                setattr(metric, key, _on_device(value, metric.device))
+            metric._update_count = saved["count"]
+            metric._computed = None
+
+    def show(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
+        """Lets callbacks and schedules see what was logged before, the means of an epoch if its last step was saved."""
+        device = trainer.strategy.root_device
+        seen = {name: value.to(device) for name, value in state["seen"].items()}
+        trainer._logger_connector._callback_metrics.update(seen)
+
+    def add(self, trainer: pl.Trainer) -> None:
+        """Adds the sums to those that a step has begun anew."""
+        results = _results(trainer)
+        for key in [key for key in self._sums if key in results]:
+            before = self._sums.pop(key)
+            result = results[key]
+            # What an epoch does at its start is done again.
+            if result.meta.fx == "on_train_epoch_start" or not result.is_tensor:
+                continue
+            value = before["value"].to(result.value.device)
+            if result.meta.is_max_reduction or result.meta.is_min_reduction:
+                result.value = result.meta.reduce_fx(value, result.value)
+            elif result.meta.is_mean_reduction or result.meta.is_sum_reduction:
+                result.value = value + result.value
+            if "cumulated_batch_size" in before:
+                result.cumulated_batch_size = before["cumulated_batch_size"].to(value.device) + (
+                    result.cumulated_batch_size
+                )
+
+    def forget(self) -> None:
+        """Drops what the rest of the epoch has not logged again."""
+        self._sums = {}
+
+
+def _results(trainer: pl.Trainer) -> dict[str, Any]:
+    # There is no public name for it.
+    results: dict[str, Any] = trainer.fit_loop.epoch_loop._results
+    return results
+
+
+def _metrics(module: torch.nn.Module) -> dict[str, Metric]:
+    return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+
+
+def _on_host(value: Any) -> Any:
+    return [item.detach().cpu() for item in value] if isinstance(value, list) else value.detach().cpu().clone()
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
