@@ -51,7 +51,7 @@ if checkpoint is not None:
 # Each step has its 64 samples, whoever reads them; the first step is the one after the checkpoint.
 batches = run.batches(len(data), global_size=64, steps=options.steps, seed=1)
 # A generator of its own: a new iterator draws from it, and would else draw from the one that dropout uses.
-loader = DataLoader(data, batch_sampler=batches, generator=torch.Generator())
+loader = DataLoader(data, batch_sampler=batches, num_workers=2, generator=torch.Generator())
 for step, (inputs, targets) in enumerate(loader, start=done + 1):
     loss = nn.functional.mse_loss(model(inputs.to(run.device)), targets.to(run.device))
     optimizer.zero_grad()
