@@ -74,9 +74,10 @@ _MOST_POINTS = 100_000
 _GROUPS = ("optim", "model", "data", "cluster", "site", "container")
 _CLUSTER_DEFAULTS: Mapping[str, Any] = to_mapping(ClusterSection())
 _FIRST_GROUPS = ("cluster", "site", "container")
-# An item of a list in quotes; the group is there if it would mean the same without them.
-_QUOTED_ITEM = r"'([^'\",\\\[\]{}]*)'|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+# An item of a list in quotes, and one that means the same without them.
+_QUOTED_ITEM = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _QUOTED_LIST = re.compile(rf"\[(?:{_QUOTED_ITEM})(?:,(?:{_QUOTED_ITEM}))*\]")
+_NEEDS_NO_QUOTES = re.compile(r"'[^'\",\\\[\]{}]*'")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
@@ -656,7 +657,9 @@ def read_points(words: Words) -> list[Point]:
 def unquoted(value: str) -> str:
     """Returns a value without the quotes of Hydra's spelling, e.g. "[train.py,--lr=1]" for "['train.py','--lr=1']"."""
     if _QUOTED_LIST.fullmatch(value):
-        return re.sub(_QUOTED_ITEM, lambda item: item[0] if item[1] is None else item[1], value)
+        return re.sub(
+            _QUOTED_ITEM, lambda item: item[0][1:-1] if _NEEDS_NO_QUOTES.fullmatch(item[0]) else item[0], value
+        )
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value
 

@@ -19,6 +19,7 @@ from slurm_train.config.compose import (
     apply_words,
     compose,
     read_points,
+    unquoted,
 )
 from slurm_train.config.schema import ClusterSection, ContainerSection, OptimSection, build_config, to_mapping
 from slurm_train.config.words import Words, prepare_overrides, read_words
@@ -218,6 +219,12 @@ def test_the_arguments_of_swept_scripts_are_those_that_were_typed(word: str) -> 
 def test_the_name_of_a_run_may_be_made_of_the_other_words() -> None:
     words = ("run.name=${hydra.job.override_dirname}", "seed=3", "hydra.job.config.override_dirname.kv_sep=-")
     assert composed(*words).config.run.name == "seed-3"
+
+
+def test_a_value_has_no_quotes_that_it_does_not_need_however_long_it_is() -> None:
+    assert unquoted("['t.py','--x=1','a, b','it\\'s']") == "[t.py,--x=1,'a, b','it\\'s']"
+    no_list = "[" + "'a'," * 2000 + "b"
+    assert unquoted(no_list) == no_list
 
 
 def test_points_do_not_leak_into_each_other() -> None:
