@@ -7,6 +7,7 @@
 Importing it needs no torch. Outside of a run everything works and does nothing.
 """
 
-from slurm_train.session.client import Checkpoint, Session, join
+from slurm_train.session.client import join
+from slurm_train.session.interface import Checkpoint, Session
 
 __all__ = ["Checkpoint", "Session", "join"]

@@ -1,11 +1,8 @@
-"""The interface between a run and a program with its own training loop.
+"""A rank of a run, as a program with its own training loop sees it; `join` gives it.
 
-It is called on every rank. In a run each rank has a heartbeat from `join` on, which `status` and the watchdog read;
-`report` records the progress; `should_stop`, `save` and `newest` are collective decisions of all ranks. Outside of a
-run, under plain Python or another launcher, nothing is written, no stop is requested, and `save` yields a temporary
-directory.
-
-The ranks exchange values by torch.distributed if the program has opened it, else by sockets (`session.peers`).
+It has a heartbeat from `join` on, which `status` and the watchdog read; `report` records the progress; `should_stop`,
+`save` and `newest` are collective decisions of all ranks. The ranks exchange values by torch.distributed if the program
+has opened it, else by sockets (`session.peers`).
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import multiprocessing
 import multiprocessing.util
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -43,6 +39,8 @@ from slurm_train.rundir.files import fsync_file, read_json
 from slurm_train.rundir.heartbeat import Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, StepTimes
+from slurm_train.session.interface import Checkpoint, ChildSession, Session, no_rank_error
+from slurm_train.session.orders import ORDERS, Orders
 from slurm_train.session.peers import GroupChooser
 from slurm_train.session.saving import DirectorySave
 from slurm_train.session.signals import StopFlag, handled, install
@@ -51,8 +49,6 @@ from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.slurm.job_variables import step_id
 
 if TYPE_CHECKING:
-    import torch
-
     from slurm_train.data.batches import RankBatches
     from slurm_train.distributed.pace import PaceProbe
 
@@ -60,212 +56,10 @@ RUN_DIR = "SLURM_TRAIN_RUN_DIR"
 """Variable with the directory of the run, for scripts: a place for their files, the same at each attempt."""
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 _ACCOUNT_EVERY_S = 2.0
-_ORDERS = "orders"
-"""Key of a checkpoint's header: what the orders of its program's samples follow from, in the order of the calls."""
 _CALLS = ("should_stop", "save", "newest")
 """What all ranks call together."""
 # Longer than a suspension of a job; the watchdog, which notices suspensions, ends ranks that hang.
 _WATCHED_TIMEOUT_S = 7 * 86400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint of this run, of which every byte was verified."""
-
-    path: Path
-    """Its directory, with the files that all ranks have written."""
-    step: int
-    world_size: int
-    """Ranks that wrote it."""
-
-
-class Session:
-    """One rank of a program, outside of a run: nothing is written, and no stop is requested.
-
-    Args:
-        place: this rank.
-        env: its environment.
-    """
-
-    def __init__(self, place: RankPlace, env: Mapping[str, str]) -> None:
-        self._place = place
-        self._env = env
-
-    @property
-    def is_active(self) -> bool:
-        """Whether this process is a rank of a run."""
-        return False
-
-    @property
-    def rank(self) -> int:
-        """0 to `world_size` - 1."""
-        return self._place.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Number of the rank on its node."""
-        return self._place.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._place.world_size
-
-    @property
-    def node(self) -> str:
-        """Name of this rank's node."""
-        return self._place.host
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device: its GPU, or the CPU. Imports torch; does not change the current device."""
-        from slurm_train.distributed.group import choose_device
-
-        return choose_device(self._place, self._env)
-
-    @property
-    def run_directory(self) -> Path | None:
-        """The directory of the run, the same in each attempt; None outside of a run."""
-        return None
-
-    @property
-    def attempt(self) -> int:
-        """Number of this start of the run, from 0."""
-        return 0
-
-    def report(self, step: int, /, **numbers: Any) -> None:
-        """Reports that a step is done; rank 0 writes numbers into metrics.jsonl. On all ranks, not collective.
-
-        Args:
-            step: how many optimizer steps are done, over all attempts.
-            **numbers: values that `float` accepts, e.g. loss, lr, eval_loss; from `max_steps`, `status` computes the
-                time that is left. Only rank 0 converts them; for a tensor on a GPU it waits for the GPU.
-        """
-
-    def mark(self, phase: str) -> None:
-        """Reports what this rank does now, and that it makes progress, e.g. in an evaluation, which has no steps.
-
-        Args:
-            phase: "data", "step" or "evaluate"; "end" where the training is over, and nothing after it is a hang.
-        """
-
-    def begin_training(self) -> None:
-        """Says that a training begins which resumes by `newest`; the callbacks for libraries call it, on all ranks.
-
-        Raises:
-            ConfigError: another one was over in this program (`mark("end")`).
-        """
-
-    def should_stop(self) -> str:
-        """Returns why all ranks must save and stop here, "" to go on. Collective.
-
-        Returns:
-            How rank 0 was asked: "TERM" (preemption, or cancel), "USR2" or "clock" (the time limit is near), "file"
-            (somebody has created the file STOP), or "another rank".
-        """
-        return ""
-
-    @contextlib.contextmanager
-    def save(self, step: int, /) -> Iterator[Path]:  # noqa: ARG002  # there is no checkpoint outside of a run
-        """Yields an empty directory on each rank, and makes a checkpoint of the files of all ranks. Collective.
-
-        Args:
-            step: how many optimizer steps are done.
-
-        Raises:
-            SlurmTrainError: on every rank, if it fails on any; the previous checkpoint is unchanged.
-            ConfigError: another rank has called something else; or the steps were counted anew since a save of this
-                or a later step, so that no resume would choose this one.
-        """
-        with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:
-            yield Path(folder)
-
-    def newest(self) -> Checkpoint | None:
-        """Returns the newest checkpoint that verifies, the same on all ranks; None where there is none. Collective.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none of them verifies.
-        """
-        return None
-
-    def batches(
-        self,
-        num_samples: int,
-        /,
-        *,
-        global_size: int,
-        steps: int,
-        done: int | None = None,
-        accumulation: int = 1,
-        seed: int = 0,
-        rank: int | None = None,
-        num_ranks: int | None = None,
-    ) -> RankBatches:
-        """Returns the sample numbers of this rank's batches, for `DataLoader(data, batch_sampler=...)`. Not collective.
-
-        Each step takes the next `global_size` samples of a shuffled order that follows from `seed` and the number of
-        the epoch alone. In each epoch every sample counts exactly once, on any number of ranks and after any stop. An
-        epoch may end within a step. Where the ranks cannot share a step equally, some have a sample more.
-
-        Args:
-            num_samples: samples of the data set.
-            global_size: samples of an optimizer step over all ranks.
-            steps: optimizer steps of the whole training, over all attempts.
-            done: of these, steps that are done; default: those of the checkpoint that `newest` has returned, or 0.
-            accumulation: batches of a step on each rank, which are so many times smaller.
-            seed: of the order.
-            rank: this rank among those that read different samples; default: among all.
-            num_ranks: number of those; default: all.
-
-        Raises:
-            ConfigError: a batch would have no sample; or the order is not that of the checkpoint, so that samples would
-                be used twice and others not.
-            DataError: there are no samples.
-        """
-        # Imported late: a program need not have numpy.
-        from slurm_train.data.batches import RankBatches
-        from slurm_train.data.order import SampleOrder
-
-        return RankBatches(
-            SampleOrder(num_samples, seed=seed),
-            global_size=global_size,
-            rank=self.rank if rank is None else rank,
-            num_ranks=self.world_size if num_ranks is None else num_ranks,
-            accumulation=accumulation,
-            steps=steps,
-            done=done or 0,
-        )
-
-    def take_signals(self) -> None:
-        """Installs the handlers of this session again, after a library has installed its own for the stop signals."""
-
-    def leave(self) -> NoReturn:
-        """Ends the program after a save at a stop: the run continues from there when it is started again."""
-        raise SystemExit(EXIT_REQUEUE)
-
-
-class ChildSession(Session):
-    """A process that a rank of a run has started by `multiprocessing`: it is no rank, and nothing of it is saved.
-
-    What such a process calls when it imports the program's file again, up to `newest`, does nothing.
-    """
-
-    def should_stop(self) -> str:
-        """Refuses; no signal and no agreement would reach it."""
-        raise _no_rank("should_stop")
-
-    def save(self, step: int, /) -> NoReturn:  # noqa: ARG002
-        """Refuses; what is saved would go."""
-        raise _no_rank("save")
-
-
-def _no_rank(call: str) -> ConfigError:
-    return ConfigError(
-        f"{call} was called in a process that a rank has started (multiprocessing, torch.multiprocessing.spawn): it is "
-        "no rank of the run, so nothing would be saved and no stop would reach it",
-        hint="let the launcher start the processes, e.g. +cluster=1x8, each with its RANK and LOCAL_RANK; or call the "
-        "session in the process that the launcher has started",
-    )
 
 
 @dataclass(slots=True)
@@ -282,55 +76,6 @@ class _Steps:
     account_due_s: float = 0.0
     lines: deque[dict[str, Any]] = field(default_factory=deque)
     """Lines of metrics.jsonl that are not written yet."""
-
-
-@dataclass(slots=True)
-class _Orders:
-    """What the orders of a program's samples follow from, by the calls of `batches`."""
-
-    done: int = 0
-    """Steps of the checkpoint that the program continues, 0 without one."""
-    saved: list[dict[str, int]] = field(default_factory=list)
-    """Those of that checkpoint."""
-    present: list[dict[str, int]] = field(default_factory=list)
-    num_calls: int = 0
-    """Calls of `batches` since the program has asked for that checkpoint."""
-    knows_checkpoint: bool = False
-    """Whether the program has asked for the newest checkpoint."""
-
-    def take(self, step: int, saved: list[dict[str, int]]) -> None:
-        """Takes over the step and the orders of a checkpoint from which the program begins, or to which it goes back.
-
-        Raises:
-            ConfigError: there are batches already, of the steps that are done.
-        """
-        is_first = not self.knows_checkpoint
-        self.knows_checkpoint = True
-        self.num_calls = 0
-        if is_first and step and self.present:
-            raise ConfigError(
-                f"`batches` was called before `newest`, and step {step} is done: its samples would be used again",
-                hint="call newest() first",
-            )
-        self.done = step
-        self.saved = saved
-
-    def add(self, order: dict[str, int], *, done: int) -> None:
-        """Adds an order.
-
-        Raises:
-            ConfigError: it is not that of the checkpoint.
-        """
-        number = self.num_calls
-        if done and number < len(self.saved) and self.saved[number] != order:
-            changes = (f"{name} {self.saved[number].get(name)} -> {value}" for name, value in order.items())
-            raise ConfigError(
-                f"step {self.done} was saved with another order of samples ({', '.join(changes)}): some would be used "
-                "twice, others not",
-                hint="keep the data set, global_size and seed; or start anew under another run.name",
-            )
-        self.num_calls += 1
-        self.present[number : number + 1] = [order]
 
 
 class JoinedSession(Session):
@@ -390,7 +135,7 @@ class JoinedSession(Session):
         self._pace: PaceProbe | None = None
         """Measures this rank's own part of a step; from the second report on."""
         self._lock = threading.Lock()
-        self._orders = _Orders()
+        self._orders = Orders()
         self._reason = ""
         self._has_warned = False
         self._has_ended = False
@@ -550,7 +295,7 @@ class JoinedSession(Session):
                 f"{choice.path} was saved by the built-in trainer, not by a program of its own",
                 hint="start the program under another run.name",
             )
-        self._orders.take(choice.manifest.step, choice.manifest.extra.get(_ORDERS, []))
+        self._orders.take(choice.manifest.step, choice.manifest.extra.get(ORDERS, []))
         if self._place.is_first:
             for line in (*choice.warnings, choice.resuming):
                 print(f"slurm_train: {line}", file=sys.stderr)
@@ -673,7 +418,7 @@ class JoinedSession(Session):
             ConfigError: it is one.
         """
         if os.getpid() != self._pid:
-            raise _no_rank(call)
+            raise no_rank_error(call)
 
     def _meet(self, call: str, *, requested: int = 0) -> bool:
         """Returns whether any rank passes a request. Collective; each exchange of the session begins with it.
@@ -804,7 +549,7 @@ class JoinedSession(Session):
             data_fingerprint="",
             torch_version=torch_version,
             **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),
-            extra={"kind": DIRECTORY, _ORDERS: orders},
+            extra={"kind": DIRECTORY, ORDERS: orders},
         )
 
 

@@ -41,7 +41,8 @@ from slurm_train.distributed.sequence import SequencePart
 from slurm_train.errors import EXIT_DONE, ConfigError
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.session.client import Session, enter
+from slurm_train.session.client import enter
+from slurm_train.session.interface import Session
 from slurm_train.session.signals import StopFlag
 
 _LONGEST_SUSPENSION_S = 7 * 86400.0

@@ -28,7 +28,8 @@ from slurm_train.rundir.heartbeat import Heartbeat, Limits, has_joined, limits_o
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, read_record
-from slurm_train.session.client import JoinedSession, Session
+from slurm_train.session.client import JoinedSession
+from slurm_train.session.interface import Session
 from slurm_train.session.signals import STOP_SIGNALS, StopFlag, install
 from slurm_train.status.run_status import read_files
 from slurm_train.supervise.hang import Observer

@@ -1,0 +1,224 @@
+"""What a program with its own training loop calls, and what the calls do outside of a run.
+
+Under plain Python or another launcher nothing is written, no stop is requested, and `save` yields a temporary
+directory. In a process that a rank has started by `multiprocessing`, saves and stops are refused. In a run the session
+is `session.client.JoinedSession`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import EXIT_REQUEUE, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from slurm_train.data.batches import RankBatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint of this run, of which every byte was verified."""
+
+    path: Path
+    """Its directory, with the files that all ranks have written."""
+    step: int
+    world_size: int
+    """Ranks that wrote it."""
+
+
+class Session:
+    """One rank of a program, outside of a run: nothing is written, and no stop is requested.
+
+    Args:
+        place: this rank.
+        env: its environment.
+    """
+
+    def __init__(self, place: RankPlace, env: Mapping[str, str]) -> None:
+        self._place = place
+        self._env = env
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this process is a rank of a run."""
+        return False
+
+    @property
+    def rank(self) -> int:
+        """0 to `world_size` - 1."""
+        return self._place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of the rank on its node."""
+        return self._place.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._place.world_size
+
+    @property
+    def node(self) -> str:
+        """Name of this rank's node."""
+        return self._place.host
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device: its GPU, or the CPU. Imports torch; does not change the current device."""
+        from slurm_train.distributed.group import choose_device
+
+        return choose_device(self._place, self._env)
+
+    @property
+    def run_directory(self) -> Path | None:
+        """The directory of the run, the same in each attempt; None outside of a run."""
+        return None
+
+    @property
+    def attempt(self) -> int:
+        """Number of this start of the run, from 0."""
+        return 0
+
+    def report(self, step: int, /, **numbers: Any) -> None:
+        """Reports that a step is done; rank 0 writes numbers into metrics.jsonl. On all ranks, not collective.
+
+        Args:
+            step: how many optimizer steps are done, over all attempts.
+            **numbers: values that `float` accepts, e.g. loss, lr, eval_loss; from `max_steps`, `status` computes the
+                time that is left. Only rank 0 converts them; for a tensor on a GPU it waits for the GPU.
+        """
+
+    def mark(self, phase: str) -> None:
+        """Reports what this rank does now, and that it makes progress, e.g. in an evaluation, which has no steps.
+
+        Args:
+            phase: "data", "step" or "evaluate"; "end" where the training is over, and nothing after it is a hang.
+        """
+
+    def begin_training(self) -> None:
+        """Says that a training begins which resumes by `newest`; the callbacks for libraries call it, on all ranks.
+
+        Raises:
+            ConfigError: another one was over in this program (`mark("end")`).
+        """
+
+    def should_stop(self) -> str:
+        """Returns why all ranks must save and stop here, "" to go on. Collective.
+
+        Returns:
+            How rank 0 was asked: "TERM" (preemption, or cancel), "USR2" or "clock" (the time limit is near), "file"
+            (somebody has created the file STOP), or "another rank".
+        """
+        return ""
+
+    @contextlib.contextmanager
+    def save(self, step: int, /) -> Iterator[Path]:  # noqa: ARG002  # there is no checkpoint outside of a run
+        """Yields an empty directory on each rank, and makes a checkpoint of the files of all ranks. Collective.
+
+        Args:
+            step: how many optimizer steps are done.
+
+        Raises:
+            SlurmTrainError: on every rank, if it fails on any; the previous checkpoint is unchanged.
+            ConfigError: another rank has called something else; or the steps were counted anew since a save of this
+                or a later step, so that no resume would choose this one.
+        """
+        with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:
+            yield Path(folder)
+
+    def newest(self) -> Checkpoint | None:
+        """Returns the newest checkpoint that verifies, the same on all ranks; None where there is none. Collective.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none of them verifies.
+        """
+        return None
+
+    def batches(
+        self,
+        num_samples: int,
+        /,
+        *,
+        global_size: int,
+        steps: int,
+        done: int | None = None,
+        accumulation: int = 1,
+        seed: int = 0,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+    ) -> RankBatches:
+        """Returns the sample numbers of this rank's batches, for `DataLoader(data, batch_sampler=...)`. Not collective.
+
+        Each step takes the next `global_size` samples of a shuffled order that follows from `seed` and the number of
+        the epoch alone. In each epoch every sample counts exactly once, on any number of ranks and after any stop. An
+        epoch may end within a step. Where the ranks cannot share a step equally, some have a sample more.
+
+        Args:
+            num_samples: samples of the data set.
+            global_size: samples of an optimizer step over all ranks.
+            steps: optimizer steps of the whole training, over all attempts.
+            done: of these, steps that are done; default: those of the checkpoint that `newest` has returned, or 0.
+            accumulation: batches of a step on each rank, which are so many times smaller.
+            seed: of the order.
+            rank: this rank among those that read different samples; default: among all.
+            num_ranks: number of those; default: all.
+
+        Raises:
+            ConfigError: a batch would have no sample; or the order is not that of the checkpoint, so that samples would
+                be used twice and others not.
+            DataError: there are no samples.
+        """
+        # Imported late: a program need not have numpy.
+        from slurm_train.data.batches import RankBatches
+        from slurm_train.data.order import SampleOrder
+
+        return RankBatches(
+            SampleOrder(num_samples, seed=seed),
+            global_size=global_size,
+            rank=self.rank if rank is None else rank,
+            num_ranks=self.world_size if num_ranks is None else num_ranks,
+            accumulation=accumulation,
+            steps=steps,
+            done=done or 0,
+        )
+
+    def take_signals(self) -> None:
+        """Installs the handlers of this session again, after a library has installed its own for the stop signals."""
+
+    def leave(self) -> NoReturn:
+        """Ends the program after a save at a stop: the run continues from there when it is started again."""
+        raise SystemExit(EXIT_REQUEUE)
+
+
+class ChildSession(Session):
+    """A process that a rank of a run has started by `multiprocessing`: it is no rank, and nothing of it is saved.
+
+    What such a process calls when it imports the program's file again, up to `newest`, does nothing.
+    """
+
+    def should_stop(self) -> str:
+        """Refuses; no signal and no agreement would reach it."""
+        raise no_rank_error("should_stop")
+
+    def save(self, step: int, /) -> NoReturn:  # noqa: ARG002
+        """Refuses; what is saved would go."""
+        raise no_rank_error("save")
+
+
+def no_rank_error(call: str) -> ConfigError:
+    """Returns the error for a call of the session in a process that is no rank."""
+    return ConfigError(
+        f"{call} was called in a process that a rank has started (multiprocessing, torch.multiprocessing.spawn): it is "
+        "no rank of the run, so nothing would be saved and no stop would reach it",
+        hint="let the launcher start the processes, e.g. +cluster=1x8, each with its RANK and LOCAL_RANK; or call the "
+        "session in the process that the launcher has started",
+    )
