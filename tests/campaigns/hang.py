@@ -31,12 +31,12 @@ SLACK_S = 10.0
 _LIMITS = Limits(START_S, HANG_S)
 STEPS = 24
 
-# Steps of a length with which the latest moment is before the end on a fast machine, too.
-_SAVES_OFTEN = ("checkpoint.every_steps=2", "model.step_s=0.15")
+_SAVES_OFTEN = ("checkpoint.every_steps=2", "model.step_s=0.05")
 PHASES: dict[str, tuple[str, ...]] = {
     "start": ("model.step_s=0.1",),
     "step": ("model.step_s=0.2",),
-    "save": (*_SAVES_OFTEN, "checkpoint.background=false", "model.width=1536"),
+    # Wide enough that a beat, of which there is one a second, is mostly within a save on a fast machine, too.
+    "save": (*_SAVES_OFTEN, "checkpoint.background=false", "model.width=3584"),
     "save in the background": (*_SAVES_OFTEN, "model.width=1536"),
     "evaluate": ("model.step_s=0.15", "train.eval_every_steps=2"),
 }
