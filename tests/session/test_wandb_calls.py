@@ -35,7 +35,7 @@ try:
         run.log({"lr": 1.0}, step=step)
     run.finish()
 except Exception as err:
-    print("raised", type(err).__name__)
+    print("raised", type(err).__name__, flush=True)
     os._exit(0)
 print("went on")
 sys.stdout.flush()

@@ -29,7 +29,10 @@ def script_pid(run: RunDirectory, rank: int, *, attempt: int = 0) -> int:
         place = {"RANK": str(rank), "SLURM_TRAIN_ATTEMPT": str(attempt)}
         return str(run.path) in words and words[2].endswith("script_main.py") and place.items() <= env.items()
 
-    return _only(_find(is_rank), f"rank {rank} of {run.path}")
+    pids = _find(is_rank)
+    # Workers of its loaders look alike.
+    ranks = [pid for pid in pids if int(_state_and_parent(pid)[1]) not in pids]
+    return _only(ranks, f"rank {rank} of {run.path}")
 
 
 def srun_pid(run: RunDirectory) -> int:
