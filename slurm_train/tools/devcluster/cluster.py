@@ -147,7 +147,9 @@ def tear_down(state_dir: Path) -> bool:
     hosts = system.marked_hosts(system.read_hosts())
     names = plan.node_names if plan else _nodes_left(state_dir, hosts)
     begun = (state_dir / "plan.json").exists()
-    if state_dir.is_dir() and not begun and any(state_dir.iterdir()):
+    holds_files = state_dir.is_dir() and any(state_dir.iterdir())
+    # Daemons of a cluster whose directory was removed under them write into it anew.
+    if holds_files and not begun and not system.find_marked(state_dir):
         raise ClusterError(f"{state_dir} is not the state of a cluster; nothing removed", hint="give its --state")
 
     def processes() -> list[system.ProcessRecord]:
