@@ -49,7 +49,6 @@ from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.slurm.job_variables import step_id
 
 if TYPE_CHECKING:
-    from slurm_train.data.batches import RankBatches
     from slurm_train.distributed.pace import PaceProbe
 
 RUN_DIR = "SLURM_TRAIN_RUN_DIR"
@@ -308,33 +307,12 @@ class JoinedSession(Session):
                 )
         return Checkpoint(path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size)
 
-    def batches(
-        self,
-        num_samples: int,
-        /,
-        *,
-        global_size: int,
-        steps: int,
-        done: int | None = None,
-        accumulation: int = 1,
-        seed: int = 0,
-        rank: int | None = None,
-        num_ranks: int | None = None,
-    ) -> RankBatches:
-        """See `Session.batches`."""
-        done = self._orders.done if done is None else done
-        batches = super().batches(
-            num_samples,
-            global_size=global_size,
-            steps=steps,
-            done=done,
-            accumulation=accumulation,
-            seed=seed,
-            rank=rank,
-            num_ranks=num_ranks,
-        )
-        self._orders.add({"num_samples": num_samples, "global_size": global_size, "seed": seed}, done=done)
-        return batches
+    @property
+    def _steps_done(self) -> int:
+        return self._orders.done
+
+    def _note_order(self, order: dict[str, int], *, done: int) -> None:
+        self._orders.add(order, done=done)
 
     def take_signals(self) -> None:
         """See `Session.take_signals`."""

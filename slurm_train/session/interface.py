@@ -177,19 +177,34 @@ class Session:
                 be used twice and others not.
             DataError: there are no samples.
         """
-        # Imported late: a program need not have numpy.
+        # Imported late, since they import torch.
         from slurm_train.data.batches import RankBatches
         from slurm_train.data.order import SampleOrder
 
-        return RankBatches(
+        done = self._steps_done if done is None else done
+        batches = RankBatches(
             SampleOrder(num_samples, seed=seed),
             global_size=global_size,
             rank=self.rank if rank is None else rank,
             num_ranks=self.world_size if num_ranks is None else num_ranks,
             accumulation=accumulation,
             steps=steps,
-            done=done or 0,
+            done=done,
         )
+        self._note_order({"num_samples": num_samples, "global_size": global_size, "seed": seed}, done=done)
+        return batches
+
+    @property
+    def _steps_done(self) -> int:
+        """Steps of the checkpoint that the program continues."""
+        return 0
+
+    def _note_order(self, order: dict[str, int], *, done: int) -> None:
+        """Takes note of what an order of samples follows from, for checkpoints.
+
+        Raises:
+            ConfigError: it is not that of the checkpoint.
+        """
 
     def take_signals(self) -> None:
         """Installs the handlers of this session again, after a library has installed its own for the stop signals."""
@@ -209,7 +224,7 @@ class ChildSession(Session):
         """Refuses; no signal and no agreement would reach it."""
         raise no_rank_error("should_stop")
 
-    def save(self, step: int, /) -> NoReturn:  # noqa: ARG002
+    def save(self, step: int, /) -> NoReturn:  # noqa: ARG002  # it refuses any step
         """Refuses; what is saved would go."""
         raise no_rank_error("save")
 
