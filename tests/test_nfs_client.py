@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -31,6 +32,15 @@ def two(tmp_path: Path) -> Iterator[tuple[Client, Client]]:
 
 def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
+
+
+def lock_errno(file: IO[str]) -> int:
+    """Tries to lock a file exclusively, and returns 0 or the errno of the refusal."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as err:
+        return err.errno or 0
+    return 0
 
 
 def errno_of(call: Callable[[], object]) -> int:
@@ -170,14 +180,15 @@ def test_root_is_nobody(two: tuple[Client, Client]) -> None:
 @pytest.mark.parametrize(("mode", "expected"), [("server", errno.EAGAIN), ("local", 0), ("none", errno.ENOLCK)])
 def test_locks_are_the_servers_or_local_or_none(tmp_path: Path, mode: str, expected: int) -> None:
     with clients(tmp_path, locks=mode) as (first, second):
-        found = 0
         with (first.path / "lock").open("w") as one, (second.path / "lock").open("r+") as other:
-            try:
-                fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as err:
-                found = err.errno or 0
-        assert found == expected
+            assert lock_errno(one) == (expected if mode == "none" else 0)
+            assert lock_errno(other) == expected
         if mode == "server":
             with (second.path / "lock").open("r+") as other:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The kernel tells the server of a closed file after the close has returned.
+                wait_for(
+                    lambda: lock_errno(other) == 0,
+                    within_s=30,
+                    what="the lock of the closed file",
+                    poll_s=0.01,
+                )
