@@ -78,10 +78,6 @@ class NodeShares:
             return SiteFacts(partitions=partitions, problems=[err.message])
         return SiteFacts(partitions=partitions, records=records, settings=settings)
 
-    @cached_property
-    def _threads_per_core(self) -> dict[str, int]:
-        return self._commands.threads_per_core()
-
     def share_of(
         self,
         cluster: ClusterSection,
@@ -158,9 +154,8 @@ class NodeShares:
     def _part(self, partition: Partition, group: NodeGroup, cpus: int, num_parts: int) -> _Part:
         share = max(1, cpus // num_parts)
         # The threads of a core are allocated together: an odd number of CPUs would need one core more than there is.
-        threads = self._threads_per_core.get(partition.name, 1)
-        if share > threads:
-            share -= share % threads
+        if share > group.threads_per_core:
+            share -= share % group.threads_per_core
         owner = "rank" if num_parts != group.gpus_per_node else "GPU"
         node = f"a node with {cpus} CPUs and {group.gpus_per_node} GPUs"
         return _Part(share, f"{share} per rank: a {owner}'s part of {node}, partition {partition.name}")

@@ -62,11 +62,9 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
     sources: dict[str, dict[str, Any]] = {}
     # If a package lies in two folders, the first one counts, as for Python.
     for item in distributions(path=list(dict.fromkeys(folders))):
-        # Each access parses the whole file.
-        metadata = item.metadata
-        name = re.sub(r"[-_.]+", "-", metadata["Name"] or "").lower()
+        name, version = _name_and_version(item)
         if name and name not in packages:
-            packages[name] = metadata["Version"] or "?"
+            packages[name] = version
             source = _source_of(item)
             if source:
                 sources[name] = source
@@ -96,6 +94,20 @@ def read_gpu_software(folders: Sequence[str]) -> dict[str, str | None]:
         "cuda": build and (build[2] if build[1] == "cuda" else f"rocm {build[2]}"),
         "driver": driver and driver[1],
     }
+
+
+def _name_and_version(item: Distribution) -> tuple[str, str]:
+    """Returns a package's canonical name ("" if it has none) and its version ("?" if it has none).
+
+    `Distribution.metadata` parses the whole file with the package's description, nine times as long for all packages.
+    """
+    # An .egg-info may be a file, not a folder of files.
+    text = item.read_text("METADATA") or item.read_text("PKG-INFO") or item.read_text("") or ""
+    # The first empty line ends the fields; the description follows.
+    fields = text.partition("\n\n")[0]
+    name = re.search(r"(?m)^Name:\s*(\S+)", fields)
+    version = re.search(r"(?m)^Version:\s*(\S+)", fields)
+    return re.sub(r"[-_.]+", "-", name[1]).lower() if name else "", version[1] if version else "?"
 
 
 def _source_of(item: Distribution) -> dict[str, Any]:

@@ -347,14 +347,6 @@ class SlurmCommands:
         """Returns the partitions that this user can see, from one sinfo call."""
         return policy.parse_sinfo(self._run(["sinfo", "-h", "-e", "-o", policy.SINFO_FORMAT]))
 
-    def threads_per_core(self) -> dict[str, int]:
-        """Returns for each partition the most threads that a core of its nodes has."""
-        most: dict[str, int] = {}
-        for name, threads in records.split_rows(self._run(["sinfo", "-h", "-e", "-o", "%R|%Z"]), 2):
-            if threads.isdigit():
-                most[name] = max(most.get(name, 1), int(threads))
-        return most
-
     def test_only(self, script: Path, *flags: str) -> TestVerdict:
         """Returns whether Slurm would take a batch script and when it would start it; nothing is submitted.
 

@@ -15,7 +15,7 @@ from slurm_train.errors import ClusterError
 from slurm_train.slurm.answers import in_words, plain, said
 from slurm_train.slurm.records import split_rows
 
-SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%m|%t"
+SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%Z|%m|%t"
 ASSOCIATION_FORMAT = "DefaultAccount,Cluster,Account,Partition,QOS,DefaultQOS"
 QOS_FORMAT = "Name,Priority,GraceTime,Preempt,PreemptMode,MaxWall"
 
@@ -44,6 +44,7 @@ class NodeGroup:
     gpu_type: str
     """Type as --gres wants it, e.g. "a100"; "" where the site names none."""
     cpus_per_node: int
+    threads_per_core: int
     memory_per_node_mb: int
     state: str
     """Slurm's short word, e.g. "idle", "mix", "drain"; a trailing "*" means that the node does not answer."""
@@ -114,7 +115,7 @@ def parse_sinfo(text: str) -> list[Partition]:
         _, starred, state, _, job_size, max_time, default_time, *_ = lines[0]
         most = job_size.rpartition("-")[2]
         groups = list[NodeGroup]()
-        for _, _, _, num_nodes, *_, gres, cpus, memory, node_state in lines:
+        for _, _, _, num_nodes, *_, gres, cpus, threads, memory, node_state in lines:
             gpus_per_node, gpu_type = parse_gpus(gres)
             group = NodeGroup(
                 num_nodes=_count(num_nodes) or 0,
@@ -122,6 +123,7 @@ def parse_sinfo(text: str) -> list[Partition]:
                 gpu_type=gpu_type,
                 # "64+" where nodes of one line differ: the smallest of them.
                 cpus_per_node=_count(cpus) or 0,
+                threads_per_core=_count(threads) or 1,
                 memory_per_node_mb=_count(memory) or 0,
                 state=node_state,
             )

@@ -19,7 +19,13 @@ def job_state(job_id: str, word: str = "RUNNING", *, source: str = "squeue", **f
 def four_by_eight() -> Partition:
     """Returns the default partition of a cluster of 4 nodes with 8 GPUs and 64 CPUs each."""
     nodes = NodeGroup(
-        num_nodes=4, gpus_per_node=8, gpu_type="", cpus_per_node=64, memory_per_node_mb=512000, state="idle"
+        num_nodes=4,
+        gpus_per_node=8,
+        gpu_type="",
+        cpus_per_node=64,
+        threads_per_core=1,
+        memory_per_node_mb=512000,
+        state="idle",
     )
     return Partition(
         name="main",
@@ -67,7 +73,6 @@ class FakeSlurmCommands:
         self.names: dict[str, str] = {}
         self.leaves: dict[str, str] = {}
         self.records: dict[str, dict[str, str]] = {}
-        self.threads: dict[str, int] = {}
         self._is_available = is_available
 
     def is_available(self) -> bool:
@@ -206,10 +211,6 @@ class FakeSlurmCommands:
     def partitions(self) -> list[Partition]:
         self._fail_if_told()
         return list(self.listed_partitions)
-
-    def threads_per_core(self) -> dict[str, int]:
-        self._fail_if_told()
-        return dict(self.threads)
 
     def test_only(self, script: Path, *flags: str) -> TestVerdict:
         self._fail_if_told()

@@ -12,7 +12,7 @@ from pathlib import Path
 # `squeue -o` and `sacct -o` as slurm_train asks for them.
 _SQUEUE = "{job_id}|{word}|{reason}|{nodes}|2026-01-31T09:41:24|N/A|main"
 _SACCT = "{job_id}|{word}|None|{nodes}|Unknown|Unknown|main|0:0"
-_SINFO = "main|main*|up|4|1-infinite|1-00:00:00|1:00:00|gpu:8(S:0-1)|64|512000|idle"
+_SINFO = "main|main*|up|4|1-infinite|1-00:00:00|1:00:00|gpu:8(S:0-1)|64|1|512000|idle"
 
 _PROGRAMS = {
     "sbatch": """

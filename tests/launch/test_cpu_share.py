@@ -20,21 +20,21 @@ from tests.support.plans import composed
 
 
 def partitions(*lines: str) -> list[Partition]:
-    """Returns partitions; each line is "name nodes gres CPUs", the first one the default."""
+    """Returns partitions; each line is "name nodes gres CPUs" or with threads per core, the first one the default."""
     rows = []
     for number, line in enumerate(lines):
-        name, nodes, gres, cpus = line.split()
+        name, nodes, gres, cpus, *threads = line.split()
         starred = "" if number else "*"
-        rows.append(f"{name}|{name}{starred}|up|{nodes}|1-infinite|infinite|n/a|{gres}|{cpus}|512000|idle")
+        parts = f"{gres}|{cpus}|{threads[0] if threads else 1}|512000"
+        rows.append(f"{name}|{name}{starred}|up|{nodes}|1-infinite|infinite|n/a|{parts}|idle")
     return parse_sinfo("\n".join(rows))
 
 
-def slurm(*lines: str, threads: int = 1, settings: dict[str, str] | None = None, **record: str) -> FakeSlurmCommands:
+def slurm(*lines: str, settings: dict[str, str] | None = None, **record: str) -> FakeSlurmCommands:
     """Returns a Slurm with such partitions, all of which have this record."""
     commands = FakeSlurmCommands()
     commands.listed_partitions = partitions(*lines)
     commands.records = {partition.name: record for partition in commands.listed_partitions}
-    commands.threads = {partition.name: threads for partition in commands.listed_partitions}
     commands.config |= settings or {}
     return commands
 
@@ -60,8 +60,9 @@ PARTS: dict[str, tuple[FakeSlurmCommands, dict[str, Any], int]] = {
     "several partitions": (slurm(NODE, "long 4 gpu:8 64"), {"partition": "gpu,long"}, 8),
     "the partition by its flag": (slurm(NODE, "long 4 gpu:8 64"), {"sbatch": {"partition": "long"}}, 8),
     "uneven nodes": (slurm(NODE, "gpu 9 gpu:4 16"), {"gpus_per_node": [8, 4]}, 4),
-    "whole cores": (slurm("gpu 4 gpu:8 120", threads=2), {}, 14),
-    "fewer threads than a core has": (slurm("gpu 4 gpu:8 8", threads=2), {}, 1),
+    "whole cores": (slurm("gpu 4 gpu:8 120 2"), {}, 14),
+    "whole cores of each kind of node": (slurm("gpu 4 gpu:8 120 2", "gpu 4 gpu:8 104"), {}, 13),
+    "fewer threads than a core has": (slurm("gpu 4 gpu:8 8 2"), {}, 1),
     "CPUs that are kept for the system": (slurm(NODE, TotalCPUs="448", TRES="cpu=416,mem=1M,node=4"), {}, 13),
     "a partition that gives less": (slurm(NODE, MaxCPUsPerNode="96"), {}, 12),
     "nodes that no other job gets": (slurm(NODE), {"gpus_per_node": 2, "sbatch": {"exclusive": True}}, 56),

@@ -37,6 +37,7 @@ def group(num_nodes: int, gpus: int, gpu_type: str, cpus: int, memory_mb: int, s
         gpus_per_node=gpus,
         gpu_type=gpu_type,
         cpus_per_node=cpus,
+        threads_per_core=1,
         memory_per_node_mb=memory_mb,
         state=state,
     )
@@ -58,7 +59,7 @@ def test_recorded_cluster_of_mixed_nodes(recorded: Callable[[str], str]) -> None
 
 
 def test_nodes_that_differ_within_a_line_count_as_the_smallest() -> None:
-    (partition,) = parse_sinfo("p|p|up|9|1-infinite|infinite|n/a|gpu:2|32+|64000+|idle\n")
+    (partition,) = parse_sinfo("p|p|up|9|1-infinite|infinite|n/a|gpu:2|32+|1+|64000+|idle\n")
     assert partition.groups == (group(9, 2, "", 32, 64000, "idle"),)
 
 

@@ -252,7 +252,7 @@ BANNER = "\x1b[1mWelcome to the lab|3 messages, quota=80%\x1b[0m\r\n\r\n"
         (
             lambda slurm: slurm.partitions()[0].num_nodes,
             "sinfo",
-            "main|main*|up|4|1-infinite|1:00|n/a|gpu:8|64|512|idle\n",
+            "main|main*|up|4|1-infinite|1:00|n/a|gpu:8|64|2|512|idle\n",
             4,
         ),
         (lambda slurm: slurm.associations("me")[0].account, "sacctmgr", "a|lab|a|||\n", "a"),

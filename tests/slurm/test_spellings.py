@@ -110,7 +110,7 @@ OTHER_NODES = [
     ("state", "is_usable"), [*((word, True) for word in USABLE_NODES), *((word, False) for word in OTHER_NODES)]
 )
 def test_states_of_nodes(state: str, is_usable: bool) -> None:
-    (partition,) = parse_sinfo(f"p|p*|up|3|1-infinite|infinite|n/a|gpu:8|64|512000|{state}\n")
+    (partition,) = parse_sinfo(f"p|p*|up|3|1-infinite|infinite|n/a|gpu:8|64|1|512000|{state}\n")
     assert partition.num_usable_nodes == (3 if is_usable else 0)
     assert replace(partition.groups[0], state=state.upper()).is_usable is is_usable
 
@@ -129,7 +129,7 @@ COUNTS = [
 
 @pytest.mark.parametrize(("size", "cpus", "memory", "values"), COUNTS)
 def test_counts_of_sinfo(size: str, cpus: str, memory: str, values: tuple[int | None, int, int]) -> None:
-    (partition,) = parse_sinfo(f"p|p|up|3|{size}|infinite|n/a|(null)|{cpus}|{memory}|idle\n")
+    (partition,) = parse_sinfo(f"p|p|up|3|{size}|infinite|n/a|(null)|{cpus}|1|{memory}|idle\n")
     assert (partition.max_nodes, partition.cpus_per_node, partition.groups[0].memory_per_node_mb) == values
 
 

@@ -104,9 +104,13 @@ def test_commands_that_refuse_are_told_and_the_rest_goes_on(tmp_path: Path) -> N
 
 
 def nodes_of(*nodes: str) -> Partition:
-    """Returns a partition of nodes, each "number/gres|CPUs|MB"."""
-    rows = (one.split("/") for one in nodes)
-    (found,) = parse_sinfo("".join(f"p|p|up|{num}|1-infinite|infinite|n/a|{parts}|idle\n" for num, parts in rows))
+    """Returns a partition of nodes, each "number/gres|CPUs|MB", one thread per core."""
+    lines = []
+    for group in nodes:
+        num_nodes, parts = group.split("/")
+        gres, cpus, memory_mb = parts.split("|")
+        lines.append(f"p|p|up|{num_nodes}|1-infinite|infinite|n/a|{gres}|{cpus}|1|{memory_mb}|idle\n")
+    (found,) = parse_sinfo("".join(lines))
     return found
 
 
