@@ -164,8 +164,15 @@ class OptimSection:
     """The keys of the section that are none of the above."""
 
     def __post_init__(self) -> None:
-        """Refuses rules that are not understood."""
-        self.rules()
+        """Refuses rules that are not understood, and rates of groups that are no multiple of `lr`."""
+        for index, rule in enumerate(self.rules()):
+            if rule.lr is not None and not self.lr:
+                raise ConfigError(
+                    f"optim.groups[{index}].lr={rule.lr:g} was asked with optim.lr=0, of which the schedule gives each "
+                    "group a multiple",
+                    hint=f"to train these parameters alone: optim.lr={rule.lr:g}, and {{lr_scale: 0}} as the last of "
+                    "optim.groups, for all others",
+                )
 
     def rules(self) -> list[GroupRule]:
         """Returns `groups` as values.

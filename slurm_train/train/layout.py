@@ -23,7 +23,7 @@ from slurm_train.distributed.parallelize import (
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.errors import ConfigError
 from slurm_train.models.first_weights import fill, first_values
-from slurm_train.train.context import Parts
+from slurm_train.train.context import Parts, gather
 from slurm_train.train.optimizer import begin_state, build_optimizer, can_call_kernel
 
 
@@ -81,6 +81,7 @@ def _prepare_shards(parts: Parts) -> None:
         num_stages = layout.pp * settings.stages_per_rank
         stages = stages_of(place, num_ranks=layout.pp, per_rank=settings.stages_per_rank)
         keep_stages(model, stages=stages, num_stages=num_stages)
+        _require_trained_stages(parts)
         roots = split_stages(model, stages=stages, num_stages=num_stages)
         group = mesh["pp"].get_group()
         parts.pipeline = Pipeline(parts=roots, place=place, num_ranks=layout.pp, device=rank.device, group=group)
@@ -106,3 +107,21 @@ def _prepare_shards(parts: Parts) -> None:
     parts.optimizer = build_optimizer(model, optim=config.optim)
     if can_call_kernel(parts.optimizer):
         begin_state(parts.optimizer)
+
+
+def _require_trained_stages(parts: Parts) -> None:
+    """Checks that each rank of a pipeline has something to train, once the model is cut. Collective over all ranks.
+
+    Raises:
+        ConfigError: on all ranks: some have frozen parameters only.
+    """
+    layout = parts.rank.layout
+    trains = gather(any(parameter.requires_grad for parameter in parts.model.parameters()))
+    frozen = sorted({layout.coordinates(rank).pp for rank, is_trained in enumerate(trains) if not is_trained})
+    if frozen:
+        raise ConfigError(
+            f"parallel.pp={layout.pp} was asked, and {type(parts.model).__name__} has nothing to train on rank "
+            f"{', '.join(map(str, frozen))} of the pipeline, whose parameters are all frozen",
+            hint="choose a smaller parallel.pp, so that each rank has a part that is trained, or parallel.dp_shard, "
+            "which spreads frozen parameters, too",
+        )

@@ -20,6 +20,10 @@ REFUSED = {
     "optim._target_=torch.optim.SDG optim.lr=1": "did you mean torch.optim.SGD?",
     "+optim.amsgra=true": "optim._target_=torch.optim.AdamW got an unexpected keyword argument 'amsgra'",
     "'optim.groups=[{lr: -1}]'": "optim.groups[0].lr must be a number, above 0",
+    "optim.lr=0 'optim.groups=[{match: \"*head*\", lr: 1e-3}]'": (
+        "optim.groups[0].lr=0.001 was asked with optim.lr=0, of which the schedule gives each group a multiple\n"
+        "hint: to train these parameters alone: optim.lr=0.001, and {lr_scale: 0} as the last of optim.groups"
+    ),
     "-m 'seed=range(0)'": "seed=range(0) gives no value: the sweep is empty",
     "-m seed=3 train.log_every_steps=1,2": "runs 0 and 1 of the sweep have the same configuration",
     "-m +cluster=1x8 seed=1,2 batch.global_size=32,7": "run 1 (seed=1",

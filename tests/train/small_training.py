@@ -171,6 +171,7 @@ class DoubleGPT(GPT):
         in_evaluation: the signal is sent in the first evaluation instead.
         dtype: another precision.
         in_chunks: scores exist for a few tokens at a time only, of a padded vocabulary.
+        frozen: beginnings of the names of parameters that are not trained.
         **shape: what `GPT` takes, in place of the tiny shape.
     """
 
@@ -183,10 +184,13 @@ class DoubleGPT(GPT):
         in_evaluation: bool = False,
         dtype: str = "float64",
         in_chunks: bool = False,
+        frozen: Sequence[str] = (),
         **shape: Any,
     ) -> None:
         super().__init__(**{**TINY, **shape})
         self.to(getattr(torch, dtype))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(tuple(frozen)))
         self.signal_at, self.only_in, self.bad_at, self.passes = signal_at, only_in, bad_at, 0
         self.in_evaluation = in_evaluation
         if in_chunks:

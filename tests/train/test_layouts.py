@@ -441,6 +441,12 @@ def test_dicts_are_refused_where_they_cannot_be_cut(tmp_path: Path, axis: str) -
     assert f"batches are dicts (tokens_BT, labels), which a layout of {axis} 2 cannot cut" in text
 
 
+def test_a_pipeline_with_a_rank_that_has_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    facts = {"tied": False, "frozen": ["embedding", "blocks.0.", "blocks.1."]}
+    text = train(tmp_path / "run", {"pp": 2}, code=1, **facts)
+    assert "parallel.pp=2 was asked, and DoubleGPT has nothing to train on rank 0 of the pipeline" in text
+
+
 def stream_config(parallel: Parallel, only_in: Path, **data: Any) -> dict[str, Any]:
     config = layout_config(parallel, accumulation=2, dropout=0.2, signal_at=7, only_in=str(only_in))
     heldout = {"_target_": "small_training.Tokens", "split": "heldout"}
