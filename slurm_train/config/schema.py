@@ -595,6 +595,8 @@ class RunConfig:
 
 
 GPT_TARGET = "slurm_train.models.gpt.GPT"
+EMA = "slurm_train.train.callbacks.EMA"
+"""The callback that averages weights, by its `_target_`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

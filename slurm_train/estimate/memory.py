@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from slurm_train.config.batch import BatchPlan
 from slurm_train.config.parallel import ParallelLayout, gathers_float8, stage_blocks, stages_of
-from slurm_train.config.schema import GPT_TARGET, GptSection, OptimSection, ParallelSection, RunConfig
+from slurm_train.config.schema import EMA, GPT_TARGET, GptSection, OptimSection, ParallelSection, RunConfig
 from slurm_train.launch.placement import positions_of
 
 FLOAT = 4
@@ -34,7 +34,6 @@ INDEX = 8
 PLAIN_SCORES = 2**22
 CHUNK_SCORES = 2**27
 """Scores of a micro-batch above which they exist in chunks, and those of one chunk on a GPU (`models.head`)."""
-_EMA = "slurm_train.train.callbacks.EMA"
 
 
 class Part(NamedTuple):
@@ -403,7 +402,7 @@ def param_size(config: RunConfig) -> int:
 
 def num_averages(config: RunConfig) -> int:
     """Returns how many averages of the parameters callbacks keep."""
-    return sum(callback.get("_target_") == _EMA for callback in config.callbacks)
+    return sum(callback.get("_target_") == EMA for callback in config.callbacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,16 @@ from typing import Any
 
 from slurm_train.config.compose import Composed, apply_words
 from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import BatchSection, DdpSection, ParallelSection, RunConfig, RunSection, TrackSection
+from slurm_train.config.schema import (
+    EMA,
+    BatchSection,
+    DdpSection,
+    ParallelSection,
+    RunConfig,
+    RunSection,
+    TrackSection,
+)
+from slurm_train.config.target import TARGET
 from slurm_train.data.check import known_fingerprint
 from slurm_train.errors import CheckpointError, ClusterError, ConfigError, RunError
 from slurm_train.launch.imports import import_from_snapshot
@@ -103,7 +112,7 @@ def plan_texts(
         ConfigError: a setting is not possible, or a text cannot be continued in the layout.
     """
     alone = _on_saved_weights(run, checkpoint, "generations", settings)
-    alone = replace(alone, train=replace(alone.train, generate=texts))
+    alone = replace(alone, callbacks=[], train=replace(alone.train, generate=texts))
     plan = _planned(apply_words(alone, settings, config_dir=config_dir), env)
     if plan.layout.pp * plan.layout.cp > 1:
         raise ConfigError(
@@ -186,10 +195,16 @@ def _on_saved_weights(
         ddp=DdpSection(),
         parallel=ParallelSection(),
         track=TrackSection(),
-        callbacks=[],
+        callbacks=_averages(trained.callbacks),
         script=None,
         cluster=trained.cluster if is_for_slurm(settings) else None,
     )
+
+
+def _averages(callbacks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the callbacks whose averaged weights the run's own evaluations measure, with their places; else none."""
+    averages = [callback for callback in callbacks if callback.get(TARGET) == EMA]
+    return averages if any(callback.get("evaluate") for callback in averages) else []
 
 
 def _planned(config: RunConfig, env: Mapping[str, str]) -> RunPlan:

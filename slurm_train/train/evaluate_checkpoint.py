@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
+from slurm_train.checkpoint.division import CALLBACKS
 from slurm_train.checkpoint.load import check_owners, load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.metadata import read_metadata
-from slurm_train.checkpoint.state import make_buffers, model_state, restore_model_state, take_extra_states
+from slurm_train.checkpoint.state import (
+    local_part,
+    make_buffers,
+    model_state,
+    restore_model_state,
+    take_extra_states,
+)
 from slurm_train.checkpoint.verify import read_manifest, share_of, verify
+from slurm_train.config.schema import EMA
+from slurm_train.config.target import TARGET
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
 from slurm_train.metrics import Display
@@ -29,6 +39,7 @@ from slurm_train.train.ending import write_result
 from slurm_train.train.evaluate import Evaluator
 from slurm_train.train.layout import apply_parallelism
 from slurm_train.train.metrics import format_measures
+from slurm_train.train.optimizer import averages_itself
 from slurm_train.train.texts import continue_texts
 
 
@@ -60,7 +71,7 @@ def evaluate_checkpoint(rank: Rank) -> int:
         summary = f"{len(texts)} texts"
     else:
         values = measure(parts)
-        summary = format_measures(values or {})
+        summary = f"{_whose(parts)}{format_measures(values or {})}"
     if values is not None and rank.place.is_first:
         facts = {"step": manifest.step, "samples": manifest.samples, **values, "checkpoint": str(path)}
         write_result(rank, facts)
@@ -138,7 +149,58 @@ def _load(parts: Parts, path: Path) -> Manifest:
     is_stage = parts.pipeline is not None
     described = files["metadata"]
     fill_model(parts.model, path, manifest, modules=modules, group=group, is_stage=is_stage, described=described)
+    name = _name_of_average(parts.rank.config.callbacks)
+    if name is not None:
+        _take_average(parts.model, path, name, described=described)
     return manifest
+
+
+def _name_of_average(callbacks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the name of the state with the averaged weights that are measured; None where it is the trained ones.
+
+    Args:
+        callbacks: those of the evaluation. Of several averages the last one is in the model, as in the training.
+    """
+    averages = [callback for callback in callbacks if callback.get(TARGET) == EMA]
+    measured = [number for number, callback in enumerate(averages) if callback.get("evaluate")]
+    return f"{measured[-1]} {EMA}" if measured else None
+
+
+@torch.no_grad()
+def _take_average(model: nn.Module, path: Path, name: str, *, described: Any) -> None:
+    """Puts averaged weights of a checkpoint into a model in place of the trained ones. Collective.
+
+    A checkpoint from before the callback was there has none; an average begins with the trained weights.
+
+    Args:
+        model: whole, or what this rank has of it.
+        path: the checkpoint.
+        name: of the callback's state.
+        described: what `read_metadata` has returned for the checkpoint.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    place = (CALLBACKS, name, "average")
+    stored = {saved[3] for saved in (described.planner_data or {}).values() if saved[:3] == place}
+    if not stored:
+        return
+    average = {
+        key: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        for key, parameter in parameters.items()
+        if key in stored
+    }
+    state = {CALLBACKS: {name: {"average": average}}} if average else {}
+    load_tensors(path, state, group=dist.group.WORLD, described=described)
+    for key, tensor in average.items():
+        local_part(parameters[key].detach()).copy_(local_part(tensor))
+
+
+def _whose(parts: Parts) -> str:
+    """Returns which weights were measured, where there could be others."""
+    if _name_of_average(parts.rank.config.callbacks) is not None:
+        return "averaged weights, as in the training's own evaluations: "
+    if averages_itself(parts.optimizer):
+        return "the weights as they are saved, averaged ones only at the end of a run: "
+    return ""
 
 
 def load_model(model: nn.Module, path: Path) -> None:

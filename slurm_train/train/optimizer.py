@@ -176,6 +176,11 @@ class CombinedOptimizer(Optimizer):
             part.state = self.state
 
 
+def averages_itself(optimizer: Optimizer) -> bool:
+    """Returns whether it has averaged weights besides those that are trained (schedule-free)."""
+    return bool(_averaging(optimizer))
+
+
 def to_training(optimizer: Optimizer) -> None:
     """Lets an optimizer that averages (schedule-free) have the weights that are trained in the model."""
     for part in _averaging(optimizer):

@@ -69,6 +69,23 @@ def test_weights_are_measured_as_in_the_run_and_the_run_stays_as_it_is(person: P
     assert len(list((run.path / "evaluations").iterdir())) == 3
 
 
+def test_averaged_weights_are_measured_where_the_run_evaluates_them(person: Person) -> None:
+    ema = "slurm_train.train.callbacks.EMA"
+    callbacks = f"callbacks=[{{_target_: {ema}, decay: 0.5}}, {{_target_: {ema}, evaluate: true}}]"
+    succeeds(person, *WORDS[1:], "run.name=averaged", callbacks)
+    (path,) = (person.folder / "runs" / "averaged").iterdir()
+    trained = json.loads((path / "result.json").read_text())
+    in_parts = ("run.processes=2", "parallel.dp_replicate=1", "parallel.dp_shard=2")
+    measured = succeeds(person, "evaluate", "averaged", *in_parts)
+    assert "step 20: averaged weights, as in the training's own evaluations: " in measured.err
+    assert json.loads(measured.out)["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
+    weights_of_steps = evaluates(person, "averaged", "callbacks=[]")
+    assert abs(weights_of_steps["eval_loss"] - trained["eval_loss"]) > 0.01
+    assert weights_of_steps["eval_loss"] == pytest.approx(evaluates(person, "a")["eval_loss"], rel=1e-6)
+    followed = succeeds(person, "evaluate", "averaged", "--follow")
+    assert f"step 20: eval_loss {trained['eval_loss']:.4f}" in followed.err
+
+
 def test_a_model_continues_a_text_and_the_seed_decides_how(person: Person) -> None:
     def text(*words: str, person: Person = person) -> str:
         return succeeds(person, "generate", "a", "--prompt", "shards of", "--max-new-tokens", "30", *words).out

@@ -12,6 +12,7 @@ import torch
 from slurm_train.checkpoint import load
 from slurm_train.checkpoint.manifest import FileRecord, check_hash
 from slurm_train.checkpoint.save import save_checkpoint
+from slurm_train.config.schema import RunConfig
 from slurm_train.errors import CheckpointError
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.paths import list_checkpoints, save_path
@@ -40,7 +41,7 @@ def test_a_checkpoint_that_is_renamed_while_it_is_read_is_read_again(
 
     monkeypatch.setattr(load, "check_hash", check_and_rename)
     model = GPT(**SHAPE)
-    parts: Any = SimpleNamespace(model=model, pipeline=None)
+    parts: Any = SimpleNamespace(model=model, pipeline=None, rank=SimpleNamespace(config=RunConfig()))
     path, manifest = evaluate_checkpoint.load_weights(parts, save_path(before))
     assert (path, manifest.step) == (after, 1)
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
