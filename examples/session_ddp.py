@@ -44,9 +44,8 @@ if checkpoint is not None:
     state = torch.load(checkpoint.path / "state.pt", weights_only=True, map_location=run.device)
     net.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    stream = checkpoint.path / f"rng_{run.rank}.pt"
-    if stream.exists():  # fewer ranks may have saved it
-        torch.set_rng_state(torch.load(stream, weights_only=True))
+# Each save has the random generators of each rank; dropout goes on with its numbers.
+run.restore_random()
 
 # Each step has its 64 samples, whoever reads them; the first step is the one after the checkpoint.
 batches = run.batches(len(data), global_size=64, steps=options.steps, seed=1)
@@ -62,7 +61,6 @@ for step, (inputs, targets) in enumerate(loader, start=done + 1):
     stop = run.should_stop()
     if stop or step % options.save_every == 0 or step == options.steps:
         with run.save(step) as folder:
-            torch.save(torch.get_rng_state(), folder / f"rng_{run.rank}.pt")
             if run.rank == 0:
                 torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
     if stop and step < options.steps:

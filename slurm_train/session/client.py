@@ -42,6 +42,7 @@ from slurm_train.rundir.timing import Spent, StepTimes
 from slurm_train.session.interface import Checkpoint, ChildSession, Session, no_rank_error
 from slurm_train.session.orders import ORDERS, Orders
 from slurm_train.session.peers import GroupChooser
+from slurm_train.session.random_streams import RandomStreams
 from slurm_train.session.saving import DirectorySave
 from slurm_train.session.signals import StopFlag, handled, install
 from slurm_train.session.stopping import Stopping
@@ -135,6 +136,9 @@ class JoinedSession(Session):
         """Measures this rank's own part of a step; from the second report on."""
         self._lock = threading.Lock()
         self._orders = Orders()
+        self._random = RandomStreams(place.rank)
+        self._checkpoint: Checkpoint | None = None
+        """What `newest` has returned."""
         self._reason = ""
         self._has_warned = False
         self._has_ended = False
@@ -191,6 +195,7 @@ class JoinedSession(Session):
             steps.step = step
             steps.since_s = now_s
             steps.apart_s = 0.0
+            self._warn_of_repeats()
         if self._spent is None:
             return
         if is_first_report:
@@ -254,6 +259,7 @@ class JoinedSession(Session):
             folder = save.begin()
             try:
                 yield folder
+                self._random.write(folder)
             except BaseException as err:
                 # The other ranks wait for this one; they raise the same error.
                 with contextlib.suppress(SlurmTrainError):
@@ -286,6 +292,7 @@ class JoinedSession(Session):
         self._newest_step = self._resumption.origin.step
         self._is_behind = False
         self._set_apart(self._heartbeat.clock() - start, "load_s")
+        self._checkpoint = None
         if choice is None:
             self._orders.take(0, [])
             return None
@@ -305,7 +312,18 @@ class JoinedSession(Session):
                     "itself has to find its place in the data",
                     file=sys.stderr,
                 )
-        return Checkpoint(path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size)
+        self._checkpoint = Checkpoint(
+            path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size
+        )
+        return self._checkpoint
+
+    def restore_random(self) -> None:
+        """See `Session.restore_random`."""
+        if self._checkpoint is None:
+            return
+        said = self._random.restore(self._checkpoint.path, world_size=self._checkpoint.world_size)
+        if said and self._place.is_first:
+            print(f"slurm_train: {said}", file=sys.stderr)
 
     @property
     def _steps_done(self) -> int:
@@ -388,6 +406,16 @@ class JoinedSession(Session):
             "`take_signals()` of the session afterwards",
             file=sys.stderr,
         )
+
+    def _warn_of_repeats(self) -> None:
+        """Says once that this attempt draws the random numbers of the training's first steps."""
+        repeated = self._random.look(self._checkpoint.path if self._checkpoint is not None else None)
+        if repeated:
+            print(
+                f"slurm_train: since the resume, rank {self._place.rank} draws the random numbers of the first steps "
+                f"again ({', '.join(repeated)}): call `restore_random()` of the session right before the loop",
+                file=sys.stderr,
+            )
 
     def _require_rank(self, call: str) -> None:
         """Refuses a call in a process that was forked from this rank.

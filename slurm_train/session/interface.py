@@ -143,6 +143,15 @@ class Session:
         """
         return None
 
+    def restore_random(self) -> None:
+        """Puts this rank's random generators back as they were in the save that `newest` has returned. Not collective.
+
+        Those of Python, numpy and torch, also the current GPU's; each save has them. Call it right before the loop,
+        after all that draws while the program starts: first weights, an iterator of a loader. Without a checkpoint it
+        does nothing. A rank that was not there, as on more ranks, gets numbers of its own that follow from rank 0's, or
+        those of all where all were alike.
+        """
+
     def batches(
         self,
         num_samples: int,

@@ -21,6 +21,7 @@ from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, check_
 from slurm_train.errors import CheckpointError, SlurmTrainError
 from slurm_train.formatting import shorten
 from slurm_train.rundir.files import for_each, fsync_directory, make_folder
+from slurm_train.session.random_streams import is_random_file
 
 
 class DirectorySave:
@@ -178,7 +179,7 @@ def choose_writers(records: Sequence[Records]) -> list[Records]:
             f"several ranks have saved different files of the same name: {shorten(parts)}",
             hint="put the rank into the name of what differs from rank to rank; let rank 0 write what is the same",
         )
-    if not writers:
+    if all(is_random_file(name) for name in writers):
         raise CheckpointError(
             "nothing was saved: no rank has written a file", hint="write into the directory that `save` gives"
         )

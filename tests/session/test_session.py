@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
@@ -189,6 +190,46 @@ def test_a_save_is_durable_with_its_metrics_and_is_resumed_from(tmp_path: Path) 
     with pytest.raises(Exception, match="was overtaken by attempt 1"), mine.save(3) as folder:
         (folder / "model.txt").write_text("three")
     later.close()
+
+
+def test_random_numbers_go_on_where_the_checkpoint_was_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path)
+
+    def train(*, restores: bool, last: int) -> list[float]:
+        mine = join(run)
+        torch.manual_seed(1)
+        checkpoint = mine.newest()
+        if restores:
+            mine.restore_random()
+        drawn = []
+        for step in range(checkpoint.step + 1 if checkpoint is not None else 1, last + 1):
+            drawn.append(float(torch.rand(())))
+            mine.report(step, loss=1.0)
+        with mine.save(last) as folder:
+            (folder / "model.txt").touch()
+        mine.close()
+        return drawn
+
+    state = torch.get_rng_state()
+    first = train(restores=True, last=3)
+    assert "the first steps again" not in capsys.readouterr().err
+    second = train(restores=True, last=6)
+    assert "the first steps again" not in capsys.readouterr().err
+    torch.manual_seed(1)
+    assert first + second == [float(torch.rand(())) for _ in range(6)]
+    assert train(restores=False, last=9) == first
+    said = capsys.readouterr().err
+    assert "since the resume, rank 0 draws the random numbers of the first steps again (torch): call `restore_r" in said
+    torch.set_rng_state(state)
+
+
+def test_a_save_without_a_file_of_the_program_is_refused(tmp_path: Path) -> None:
+    mine = join(new_run(tmp_path))
+    with pytest.raises(CheckpointError, match="nothing was saved"), mine.save(1):
+        pass
+    mine.close()
 
 
 def test_a_save_that_no_resume_would_choose_is_refused(tmp_path: Path) -> None:
@@ -467,7 +508,8 @@ def test_ranks_without_a_process_group_exchange_by_sockets(tmp_path: Path) -> No
 
     ranks = [start(rank) for rank in range(3)]
     said = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
-    names = ["0.txt", "1.txt", "2.txt", "COMPLETE", "manifest.json"]
+    random_files = [f"session_random_{rank:05d}.pt" for rank in range(3)]
+    names = ["0.txt", "1.txt", "2.txt", "COMPLETE", "manifest.json", *random_files]
     assert said == [[None, ["file"] * 3, 3, names]] * 3
 
 
