@@ -26,9 +26,11 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     run_directory = sys.argv.pop(0)
     import_from_copy(run_directory)
+    from slurm_train.worker.apart import ApartWatch
     from slurm_train.worker.watched import answer_watcher
 
     answer_watcher(os.environ)
+    apart = ApartWatch(os.environ)
     script = sys.argv[0]
     sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120  # sys.path holds strings
     rank = os.getpid()
@@ -36,6 +38,8 @@ def main() -> None:
     # What the script has forked may come here, too.
     if words and "RANK" in os.environ and os.getpid() == rank:
         leave_failure_mark(run_directory, code, words)
+    if code == 0 and os.getpid() == rank:
+        apart.end()
     # The interpreter does the same at its end; both functions are private, and have existed since 3.4.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

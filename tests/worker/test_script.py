@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,7 +18,9 @@ from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.worker import script_main
+from slurm_train.worker.apart import ApartWatch
 from slurm_train.worker.script import script_command, script_env, torchrun_env
+from tests.support.waiting import wait_for
 
 PLACE = RankPlace(rank=5, local_rank=1, node_rank=1, world_size=6, local_world_size=2, host="n1")
 MASTER = {"MASTER_ADDR": "n0", "MASTER_PORT": "12345"}
@@ -157,3 +160,43 @@ def test_a_script_runs_and_ends_as_it_would_by_itself(tmp_path: Path, line: str,
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (code, out) and done.stderr.endswith(err), done.stderr
     assert "runpy" not in done.stderr and "script_main" not in done.stderr
+
+
+GROUP = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)"
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "num_ranks", "said"),
+    [
+        ("import torch", 0, 2, True),
+        ("import torch", 1, 2, False),
+        ("import torch", 0, 1, False),
+        ("print('no torch')", 0, 2, False),
+        ("import torch; sys.exit(75)", 0, 2, False),
+        (f"import torch; {GROUP}", 0, 2, False),
+        (f"import torch; {GROUP}; time.sleep(1.1); torch.distributed.destroy_process_group()", 0, 2, False),
+    ],
+    ids=["two ranks", "said once", "one rank", "no torch", "stopped", "a group", "a group that is closed at the end"],
+)
+def test_ranks_that_do_not_know_of_each_other_are_told(
+    tmp_path: Path, line: str, rank: int, num_ranks: int, said: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys, time\n{line}\n")
+    env = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, script_main.__file__, str(tmp_path), str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert ("has not opened torch.distributed, to the end: its 2 ranks do not know" in done.stderr) == said, done.stderr
+
+
+def test_ranks_that_train_apart_are_told_while_they_train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("half imported"))
+    watch = ApartWatch({"RANK": "0", "WORLD_SIZE": "8"}, after_s=0.0)
+    said: list[str] = []
+    wait_for(lambda: said.append(capsys.readouterr().err) or any(said), within_s=20, what="the line")
+    watch.end()
+    said.append(capsys.readouterr().err)
+    assert "".join(said).count("0 s after its start: its 8 ranks do not know of each other") == 1
