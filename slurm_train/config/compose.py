@@ -603,6 +603,8 @@ def _no_reference_error(key: str, reference: str, words: Sequence[str]) -> Confi
         typed = {name: value or "" for _, name, value in map(split_word, words)}
         model = _MODEL_FOR.get(typed.get("data", ""), "model=NAME or model._target_=CLASS")
         hint = f"choose a model that fits these data ({model}), or set {key}=VALUE"
+    if reference == "SLURM_TRAIN_RUN_DIR":
+        hint = "without braces, and in single quotes, it is the directory of the run: '--out=$SLURM_TRAIN_RUN_DIR'"
     return ConfigError(f"{key} is ${{{reference}}}, and there is no {reference}", hint=hint)
 
 

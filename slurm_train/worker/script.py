@@ -6,6 +6,7 @@ The script replaces the process of the worker, so signals, exit code and log are
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from slurm_train.session.client import RUN_DIR
 from slurm_train.session.signals import StopFlag, leave_to_program
 
 _NUM_THREADS = "OMP_NUM_THREADS"
+_RUN_DIR_IN_WORD = re.compile(rf"\${RUN_DIR}\b")
 _RUNNER = Path(__file__).with_name("script_main.py")
 
 
@@ -71,13 +73,15 @@ def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run:
 def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -> list[str]:
     """Returns the command line: a Python file under this interpreter, anything else as it is.
 
+    `$SLURM_TRAIN_RUN_DIR` in an argument becomes the directory of the run, whose name follows from the words.
+
     Raises:
         ConfigError: the list is empty, or names nothing that exists.
     """
     if not words:
         raise ConfigError("script=[] names no script", hint="script=[train.py,--flag]")
     name = words[0]
-    arguments = list(words[1:])
+    arguments = [_RUN_DIR_IN_WORD.sub(lambda _: str(run.path), word) for word in words[1:]]
     if name.endswith(".py"):
         for base in (code_dir, Path.cwd()):
             if (base / name).is_file():

@@ -59,6 +59,13 @@ def test_what_is_not_there_is_said(tmp_path: Path, words: list[str], text: str) 
         script_command(words, code_dir=tmp_path, run=RunDirectory(tmp_path))
 
 
+def test_the_directory_of_the_run_is_put_into_the_words(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = ["train.py", "--out=$SLURM_TRAIN_RUN_DIR/out", "$SLURM_TRAIN_RUN_DIRECTORY", r"\1"]
+    command = script_command(words, code_dir=tmp_path, run=RunDirectory(tmp_path / r"a\1"))
+    assert command[-3:] == [f"--out={tmp_path}/a\\1/out", "$SLURM_TRAIN_RUN_DIRECTORY", r"\1"]
+
+
 WORKER = """
 import os, signal, sys
 from pathlib import Path
