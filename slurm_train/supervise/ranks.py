@@ -17,6 +17,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -420,6 +421,8 @@ class RanksInWaiting:
 
 _KILL_AFTER_S = 30.0
 _LOOK_EVERY_S = 0.05
+_VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+"""Signals that end a rank without a word of its own."""
 
 
 @dataclass(slots=True)
@@ -429,6 +432,8 @@ class LocalRanks:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     kill_after_s: float = _KILL_AFTER_S
     """How long the other ranks may take to end by themselves after a rank has failed."""
+    violent_end: str = ""
+    """The first rank to fail, if a signal killed it, e.g. "rank 3 on node2: Killed"; its peers fail by its loss."""
 
     def interrupt(self) -> None:
         """Asks every rank to save and stop, as Slurm does before a time limit."""
@@ -456,7 +461,7 @@ class LocalRanks:
                 break
             failures = [code for code in codes if code not in (None, EXIT_DONE, EXIT_REQUEUE)]
             if failures and first_failure is None:
-                first_failure = failures[0]
+                first_failure = self._note_failure()
                 deadline = time.monotonic() + self.kill_after_s
                 self._signal(signal.SIGTERM)
             if time.monotonic() > deadline:
@@ -466,10 +471,19 @@ class LocalRanks:
         exit_codes = [process.returncode for process in self.processes]
         if first_failure is None:
             # All ended between two looks; a failure has priority over a request to be requeued.
-            first_failure = next(
-                (code for code in exit_codes if code not in (EXIT_DONE, EXIT_REQUEUE)), max(exit_codes)
-            )
+            is_failure = any(code not in (EXIT_DONE, EXIT_REQUEUE) for code in exit_codes)
+            first_failure = self._note_failure() if is_failure else max(exit_codes)
         return 128 - first_failure if first_failure < 0 else first_failure
+
+    def _note_failure(self) -> int:
+        """Returns the exit code of the first rank to fail: one that was killed, else that of the lowest number."""
+        codes = [(rank, process.returncode) for rank, process in enumerate(self.processes)]
+        failures = [(rank, code) for rank, code in codes if code not in (None, EXIT_DONE, EXIT_REQUEUE)]
+        for rank, code in failures:
+            if -code in _VIOLENT:
+                self.violent_end = f"rank {rank} on {socket.gethostname()}: {signal.strsignal(-code)}"
+                return int(code)
+        return int(failures[0][1])
 
     def _signal(self, number: signal.Signals) -> None:
         for process, code in zip(self.processes, self._exit_codes(), strict=True):

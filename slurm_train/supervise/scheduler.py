@@ -87,6 +87,8 @@ class Scheduler:
     """Whether failed ranks are started again here automatically."""
     growth: Growth | None = None
     """Set if the ranks were asked to stop for more nodes: the reason."""
+    violent_end = ""
+    """How a rank of this machine was killed."""
     is_shared = False
     """Whether other runs have supervisors of their own in the same job."""
 
@@ -117,7 +119,7 @@ class Scheduler:
 
     def explain(self, _attempt: int) -> str:
         """Returns what is known from outside about how an attempt's ranks ended; "" if nothing."""
-        return ""
+        return self.violent_end
 
     def num_oom_kills(self) -> int:
         """Returns how many processes of this machine the kernel has ended for lack of memory since it booted."""

@@ -137,13 +137,16 @@ def supervise_here(run: RunDirectory, config: RunConfig, *, world_size: int, env
         RunError: the run is active already.
     """
     start = AttemptStart(job_id=None, restart_count=0, nodes=(socket.gethostname(),), world_size=world_size)
-    supervisor = _build_supervisor(run, config, Scheduler(start, env), env)
+    scheduler = Scheduler(start, env)
+    supervisor = _build_supervisor(run, config, scheduler, env)
     outlive_terminal(run.logs / "batch.log")
     with build_trackers(run, config.track, env=env, say=say):
-        return supervisor.supervise(partial(_run_ranks_here, run, config, world_size, env))
+        return supervisor.supervise(partial(_run_ranks_here, run, config, scheduler, env))
 
 
-def _run_ranks_here(run: RunDirectory, config: RunConfig, world_size: int, env: Mapping[str, str], attempt: int) -> int:
+def _run_ranks_here(
+    run: RunDirectory, config: RunConfig, scheduler: Scheduler, env: Mapping[str, str], attempt: int
+) -> int:
     note_environment(run, attempt, slurm=lambda: None)
     code = refused_code(run, attempt, env)
     if code is not None:
@@ -155,6 +158,7 @@ def _run_ranks_here(run: RunDirectory, config: RunConfig, world_size: int, env: 
     command = RankCommand(config, run, str((read_json(run.plan) or {}).get("directory", Path.cwd())))
     command.make_mount_points()
     words = command.words(python=sys.executable)
+    world_size = scheduler.start.world_size
     ranks = start_local(words, run=run, attempt=attempt, num_ranks=world_size, env=rank_env)
 
     def end_ranks(_: Mapping[int, Beat]) -> None:
@@ -162,7 +166,9 @@ def _run_ranks_here(run: RunDirectory, config: RunConfig, world_size: int, env: 
 
     monitor = watch_ranks(run, attempt, config, world_size=world_size, end_ranks=end_ranks)
     with monitor.running(), on_stop(ranks.interrupt):
-        return ranks.wait(beside=monitor.check)
+        exit_code = ranks.wait(beside=monitor.check)
+    scheduler.violent_end = ranks.violent_end
+    return exit_code
 
 
 # --- both ---

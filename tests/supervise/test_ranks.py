@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -348,6 +349,27 @@ def test_the_exit_code_of_the_whole(codes: str, expected: int, local: RunDirecto
         "os.kill(os.getpid(), -code) if code < 0 else os._exit(code)"
     )
     assert start(local, code).wait() == expected
+
+
+def test_a_rank_that_was_killed_is_named_before_those_that_fail_by_its_loss(local: RunDirectory) -> None:
+    code = (
+        "import os, time; rank = int(os.environ['RANK'])\n"
+        "if rank == 1: os.kill(os.getpid(), 9)\n"
+        "while os.path.exists(os.environ['RUN'] + '/wait'): time.sleep(0.01)\n"
+        "os._exit(1)"
+    )
+    # Rank 0 fails in the same look, or later.
+    for name in ("none", "wait"):
+        (local.path / name).touch()
+        started = start(local, code)
+        started.kill_after_s = 0.2
+        if name == "none":
+            for process in started.processes:
+                process.wait()
+        assert started.wait() == 137
+        assert started.violent_end == f"rank 1 on {socket.gethostname()}: Killed"
+    started = start(local, "import os; os._exit(3)")
+    assert (started.wait(), started.violent_end) == (3, "")
 
 
 WAITING = """
