@@ -121,7 +121,8 @@ class RankBatches:
     """The sample numbers of one rank's micro-batches: what torch's DataLoader takes as `batch_sampler`.
 
     Each iterator begins after the steps that were done and ends with the last step. It has no state, so what the
-    workers of a loader read ahead does not matter.
+    workers of a loader read ahead does not matter. With `steps_per_epoch` an iterator ends with the epoch that
+    `set_epoch` has named, as a loop over epochs needs it.
 
     Args:
         order: the order of the samples.
@@ -131,9 +132,10 @@ class RankBatches:
         accumulation: micro-batches of a step.
         steps: steps of the whole training.
         done: of these, steps that are done.
+        steps_per_epoch: steps of an epoch of the program, whatever the number of samples; None: one pass is all.
 
     Raises:
-        ConfigError: a micro-batch would have no sample.
+        ConfigError: a micro-batch would have no sample, or an epoch no step.
     """
 
     def __init__(
@@ -146,7 +148,13 @@ class RankBatches:
         accumulation: int,
         steps: int,
         done: int,
+        steps_per_epoch: int | None = None,
     ) -> None:
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ConfigError(
+                f"steps_per_epoch={steps_per_epoch}: an epoch without a step",
+                hint=f"global_size={global_size} may be larger than the data set; len(data) // global_size is usual",
+            )
         if accumulation < 1 or global_size < num_ranks * accumulation:
             raise ConfigError(
                 f"a step of {global_size} samples cannot be cut into {accumulation} micro-batches on each of "
@@ -155,17 +163,69 @@ class RankBatches:
             )
         self._batches = GlobalBatches(order, global_size=global_size)
         self._split = Split(rank=rank, accumulation=accumulation, shares=cut_equally(global_size, num_ranks))
-        self._start_samples = done * global_size
-        self._num_batches = max(steps - done, 0) * accumulation
+        self._global_size = global_size
+        self._steps = steps
+        self._done = done
+        self._per_epoch = steps_per_epoch
+        self._epoch = self.epoch
+        self._is_read = False
+        """Whether an iterator over the present epoch has come to its end."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that the training goes on with, from 0: the number of those that are done."""
+        return 0 if self._per_epoch is None else self._done // self._per_epoch
+
+    @property
+    def start(self) -> int:
+        """Micro-batches of the present epoch that are done already; without epochs, of the whole training."""
+        first, _ = self._span()
+        return max(self._done - first, 0) * self._split.accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next iterator reads, as of a sampler of torch.
+
+        Raises:
+            ConfigError: the training has no epochs, or this one is done.
+        """
+        if self._per_epoch is None:
+            raise ConfigError(
+                f"epoch {epoch} was set, and one pass over these batches is the whole training",
+                hint="give `batches` the steps_per_epoch of the program",
+            )
+        if epoch < self.epoch:
+            raise ConfigError(
+                f"epoch {epoch} was set, and {self.epoch} epochs are done at step {self._done}",
+                hint="let the loop begin with `batches.epoch`",
+            )
+        self._epoch = epoch
+        self._is_read = False
 
     def __len__(self) -> int:
-        """Returns the micro-batches that are left."""
-        return self._num_batches
+        """Returns the micro-batches of the present epoch, also those that are done; without epochs, those left."""
+        first, last = self._span()
+        first = max(first, self._done) if self._per_epoch is None else first
+        return max(last - first, 0) * self._split.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
-        draws = self._batches.draws(self._split, start_samples=self._start_samples)
-        for draw in itertools.islice(draws, self._num_batches):
+        if self._is_read and self._per_epoch is not None:
+            raise ConfigError(
+                f"epoch {self._epoch} was read to its end, and is read again: its samples would be used twice",
+                hint="call set_epoch(epoch) of these batches before each epoch",
+            )
+        first, last = self._span()
+        first = max(first, self._done)
+        draws = self._batches.draws(self._split, start_samples=first * self._global_size)
+        for draw in itertools.islice(draws, max(last - first, 0) * self._split.accumulation):
             yield draw.indices.tolist()
+        self._is_read = True
+
+    def _span(self) -> tuple[int, int]:
+        """Returns the first step of the present epoch, and the one after its last."""
+        if self._per_epoch is None:
+            return 0, self._steps
+        first = self._epoch * self._per_epoch
+        return first, min(first + self._per_epoch, self._steps)
 
     @property
     def drop_last(self) -> bool:

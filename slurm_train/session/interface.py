@@ -161,6 +161,7 @@ class Session:
         steps: int,
         done: int | None = None,
         accumulation: int = 1,
+        steps_per_epoch: int | None = None,
         seed: int = 0,
         rank: int | None = None,
         num_ranks: int | None = None,
@@ -177,6 +178,9 @@ class Session:
             steps: optimizer steps of the whole training, over all attempts.
             done: of these, steps that are done; default: those of the checkpoint that `newest` has returned, or 0.
             accumulation: batches of a step on each rank, which are so many times smaller.
+            steps_per_epoch: for a loop over epochs: one pass over the loader is the epoch that `set_epoch` of the
+                result has named. The first one goes on after the steps that are done; it is `epoch` of the result, and
+                `start` batches of it are done.
             seed: of the order.
             rank: this rank among those that read different samples; default: among all.
             num_ranks: number of those; default: all.
@@ -199,6 +203,7 @@ class Session:
             accumulation=accumulation,
             steps=steps,
             done=done,
+            steps_per_epoch=steps_per_epoch,
         )
         self._note_order({"num_samples": num_samples, "global_size": global_size, "seed": seed}, done=done)
         return batches

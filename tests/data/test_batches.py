@@ -163,6 +163,75 @@ def test_a_loader_of_torch_takes_the_batches_whatever_its_workers_read_ahead() -
         assert [batch.tolist() for batch in loader] == expected
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loop_over_epochs_goes_on_after_any_step_in_the_same_order(accumulation: int, num_workers: int) -> None:
+    whole = batches_of_ranks(2, steps=10, accumulation=accumulation)[1]
+
+    def train(done: int) -> list[tuple[int, int, list[int]]]:
+        batches = RankBatches(
+            SampleOrder(50, seed=3),
+            global_size=12,
+            rank=1,
+            num_ranks=2,
+            accumulation=accumulation,
+            steps=10,
+            done=done,
+            steps_per_epoch=4,
+        )
+        loader = torch.utils.data.DataLoader(range(50), batch_sampler=batches, num_workers=num_workers)
+        seen = []
+        for epoch in range(batches.epoch, 3):
+            batches.set_epoch(epoch)
+            # The last epoch is shorter. What a resumed one has done counts, for schedules by `i / len(loader)`.
+            assert len(loader) == (4 if epoch < 2 else 2) * accumulation
+            for i, batch in enumerate(loader, start=batches.start):
+                seen.append((epoch, i, batch.tolist()))
+        return seen
+
+    places = [(epoch, i) for epoch, steps in ((0, 4), (1, 4), (2, 2)) for i in range(steps * accumulation)]
+    expected = [(*place, batch) for place, batch in zip(places, whole, strict=True)]
+    for done in range(11) if num_workers == 0 else (0, 3, 4):
+        assert train(done) == expected[done * accumulation :]
+
+
+def test_an_epoch_that_would_be_read_again_is_refused() -> None:
+    batches = RankBatches(
+        SampleOrder(50, seed=3),
+        global_size=10,
+        rank=0,
+        num_ranks=1,
+        accumulation=1,
+        steps=20,
+        done=6,
+        steps_per_epoch=5,
+    )
+    with pytest.raises(ConfigError, match="epoch 0 was set, and 1 epochs are done at step 6"):
+        batches.set_epoch(0)
+    # A look at the first batch reads no epoch.
+    next(iter(batches))
+    assert (batches.epoch, batches.start, len(list(batches))) == (1, 1, 4)
+    with pytest.raises(ConfigError, match="epoch 1 was read to its end, and is read again"):
+        list(batches)
+    batches.set_epoch(2)
+    assert (batches.start, len(list(batches))) == (0, 5)
+    plain = RankBatches(SampleOrder(50, seed=3), global_size=10, rank=0, num_ranks=1, accumulation=1, steps=20, done=6)
+    assert list(plain) == list(plain) and plain.start == 6
+    with pytest.raises(ConfigError, match="one pass over these batches is the whole training"):
+        plain.set_epoch(1)
+    with pytest.raises(ConfigError, match="an epoch without a step"):
+        RankBatches(
+            SampleOrder(5, seed=3),
+            global_size=10,
+            rank=0,
+            num_ranks=1,
+            accumulation=1,
+            steps=20,
+            done=0,
+            steps_per_epoch=5 // 10,
+        )
+
+
 @pytest.mark.parametrize(
     ("lengths", "num_samples", "size"), [(None, 50, 9), (None, 0, 2), (None, 7, 1), (1, 1, 3), (7, 7, 2), (64, 64, 4)]
 )
