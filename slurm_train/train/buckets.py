@@ -8,7 +8,7 @@ is not called for that, so it cannot change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ class BucketOrder:
         """Places of parameters among those that require a gradient; empty while it is not known."""
         self._ddp = ddp
         self._parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        sparse = (part for part in ddp.module.modules() if getattr(part, "sparse", False) is True)
+        self._sparse = {id(parameter) for part in sparse for parameter in part.parameters(recurse=False)}
         # Only these settings make DDP order its buckets anew.
         self._is_used = ddp.static_graph or not ddp.find_unused_parameters
 
@@ -65,7 +67,7 @@ class BucketOrder:
         module: Any = self._ddp.module
         chosen = [self._parameters[number] for number in numbers]
         # What was computed last is differentiated first.
-        module.forward = lambda _: _touch_all(chosen[::-1])
+        module.forward = lambda _: _touch_all(chosen[::-1], sparse=self._sparse)
         try:
             self._ddp(None).backward()
         finally:
@@ -90,20 +92,32 @@ class _Touch(torch.autograd.Function):
     """Passes a number on; its backward pass gives the parameter a gradient of zero."""
 
     @staticmethod
-    def forward(ctx: Any, carried: Tensor, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, carried: Tensor, parameter: Tensor, is_sparse: bool) -> Tensor:
         ctx.save_for_backward(parameter)
+        ctx.is_sparse = is_sparse
         return carried.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (parameter,) = ctx.saved_tensors
-        return gradients[0], torch.zeros_like(parameter)
+        # DDP wants a gradient of the kind that the model gives; of an embedding a row of zeros.
+        zeros = torch.zeros_like(parameter[:1] if ctx.is_sparse else parameter)
+        if ctx.is_sparse:
+            zeros = torch.sparse_coo_tensor(
+                torch.zeros(1, 1, dtype=torch.int64, device=zeros.device), zeros, parameter.shape
+            )
+        return gradients[0], zeros, None
 
 
-def _touch_all(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Returns a number that depends on all parameters; the last one gets its gradient first."""
+def _touch_all(parameters: Sequence[nn.Parameter], *, sparse: Collection[int]) -> Tensor:
+    """Returns a number that depends on all parameters; the last one gets its gradient first.
+
+    Args:
+        parameters: of the module.
+        sparse: ids of those that get sparse gradients.
+    """
     touch: Any = _Touch.apply
     carried = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:
-        carried = touch(carried, parameter)
+        carried = touch(carried, parameter, id(parameter) in sparse)
     return carried

@@ -159,6 +159,23 @@ def test_what_a_model_and_an_optimizer_make_later_is_resumed_bit_for_bit(tmp_pat
     resumed_run(tmp_path, model=model, optim={"_target_": f"{__name__}.LateState"})
 
 
+class SparseNet(Net):
+    """Looks up a row of a table, whose gradients are sparse."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(**faults)
+        self.table = nn.Embedding(9, FEATURES, sparse=True).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs + self.table((inputs[:, 0] > 0).long()))
+
+
+@pytest.mark.distributed
+def test_a_model_with_sparse_gradients_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    model = {"_target_": f"{__name__}.SparseNet"}
+    resumed_run(tmp_path, model=model, optim={"_target_": "torch.optim.SGD", "momentum": 0.9})
+
+
 @pytest.mark.distributed
 def test_what_an_optimizer_makes_later_is_cut_as_its_parameters_are(tmp_path: Path) -> None:
     resumed_run(tmp_path, optim={"_target_": f"{__name__}.LateRows"}, parallel={"dp_shard": 2})
