@@ -58,7 +58,7 @@ def _prepare_replica(parts: Parts) -> None:
             name = type(parts.optimizer).__name__
             raise ConfigError(
                 f"ddp.find_unused_parameters was asked, but {name} has no state for unused parameters",
-                hint="use optim=adamw or optim=sgd",
+                hint="use optim=adamw, or optim=sgd with parameters in float32",
             )
         begin_state(parts.optimizer)
 

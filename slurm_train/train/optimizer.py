@@ -28,6 +28,7 @@ from slurm_train.config.target import TARGET, accepts_keyword, callable_target, 
 from slurm_train.errors import ConfigError
 
 _FUSED_TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+_HALF_TYPES = {torch.bfloat16, torch.float16}
 _WARMUP_SHARE = 0.05
 _DECAY_SHARE = 0.2
 LR_SCALE = "lr_scale"
@@ -56,7 +57,8 @@ def build_optimizer(model: nn.Module, *, optim: OptimSection) -> Optimizer:
     by_class: dict[str, list[dict[str, Any]]] = {}
     for group in groups.values():
         by_class.setdefault(group.pop(TARGET), []).append(group)
-    parts = [_build(path, members, optim=optim) for path, members in by_class.items()]
+    is_alone = len(by_class) == 1
+    parts = [_build(path, members, optim=optim, is_alone=is_alone) for path, members in by_class.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
@@ -92,8 +94,15 @@ def _settings_of(name: str, parameter: Tensor, *, optim: OptimSection, rules: Se
     return {TARGET: optim._target_, "weight_decay": decay}
 
 
-def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection) -> Optimizer:
-    """Returns one class's optimizer of its groups."""
+def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection, is_alone: bool) -> Optimizer:
+    """Returns one class's optimizer of its groups.
+
+    Args:
+        path: of the class.
+        groups: settings and parameters.
+        optim: what the groups have in common.
+        is_alone: there is no other class; the kernel is then called here, with what this rank has of parameters.
+    """
     target = callable_target({TARGET: path})
     keywords: dict[str, Any] = {"lr": optim.lr, **(optim.keywords if path == optim._target_ else {})}
     # Both, since eps alone is something else to others (Adafactor takes two).
@@ -107,6 +116,13 @@ def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection) -> O
     is_damped = any({**keywords, **group}.get("dampening") for group in groups)
     if target in _KEPT and not is_damped and not keywords.get("foreach"):
         can_fuse = all(p.dtype in _FUSED_TYPES and p.device.type in ("cpu", "cuda") for p in parameters)
+        if not is_alone and any(hasattr(p, "placements") for p in parameters):
+            # torch calls it with whole DTensors: it knows how to cut that of AdamW, and no mixture (torch 2.13).
+            can_fuse = can_fuse and target is AdamW and not is_mixed
+        if target is SGD and any(p.dtype in _HALF_TYPES and p.device.type == "cpu" for p in parameters):
+            # torch 2.13 leaves most of such parameters as they are, and its momentum is of memory that it never wrote
+            # (pytorch/pytorch#191763).
+            can_fuse = False
         keywords = {"fused": can_fuse} | keywords
     if is_mixed and accepts_keyword(target, "foreach") and not keywords.get("fused"):
         keywords = {"foreach": False} | keywords

@@ -287,6 +287,7 @@ SCALAR_CHAIN: list[Parallel] = [
     {"dp_shard": 4},
     {"dp_shard": 2},
 ]
+SGD_FOR_SOME = {"match": ["layers.*", "*.gate"], "_target_": "torch.optim.SGD", "momentum": 0.9, "lr": 0.1}
 SCALARS = ["blocks.0.gate", "blocks.1.gate", "scale"]
 
 
@@ -307,6 +308,7 @@ def scaled_config(parallel: Parallel, *, optim: dict[str, Any], **model: Any) ->
     [
         pytest.param({}, id="AdamW"),
         pytest.param({"_target_": "torch.optim.Adam", "amsgrad": True}, id="AMSGrad", marks=pytest.mark.campaign),
+        pytest.param({"groups": [SGD_FOR_SOME]}, id="SGD for some"),
     ],
 )
 def test_scalar_parameters_train_beside_shards_as_in_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from slurm_train.config.schema import OptimSection, all_keys, build_config
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.train.optimizer import (
     CombinedOptimizer,
+    Update,
     averaged,
     build_optimizer,
     build_schedule,
@@ -202,6 +203,24 @@ def resumed_run(folder: Path, layout: dict[str, int], **optim: Any) -> None:
     run_to_end(folder / "cut", cut, attempt=1)
     assert digest_of(folder / "cut") == digest_of(folder / "whole")
     assert_same_steps(folder / "cut", folder / "whole")
+
+
+def test_sgd_changes_parameters_of_two_bytes_as_it_does_those_of_four() -> None:
+    """The kernel of torch 2.13 for the CPU leaves most of those of two bytes as they are."""
+    torch.manual_seed(5)
+    whole = nn.Linear(64, 64)
+    rounded = nn.Linear(64, 64).bfloat16()
+    rounded.load_state_dict(whole.state_dict())
+    for model in (whole, rounded):
+        optim = OptimSection(_target_="torch.optim.SGD", lr=0.1, keywords={"momentum": 0.9, "nesterov": True})
+        update = Update(build_optimizer(model, optim=optim))
+        for _ in range(3):
+            gradients = [torch.full_like(parameter, 3.0) for parameter in update.parameters]
+            for parameter, gradient in zip(update.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            update.apply(gradients, torch.tensor(3.0))
+    for expected, found in zip(whole.parameters(), rounded.parameters(), strict=True):
+        assert found.float().detach().numpy() == pytest.approx(expected.detach().numpy(), abs=0.01)
 
 
 @pytest.mark.distributed
