@@ -50,7 +50,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.train.callbacks import Callback
 from slurm_train.train.context import Parts
 from slurm_train.train.continuity import Continuity, build_continuity
-from slurm_train.train.optimizer import settings_of_groups
+from slurm_train.train.optimizer import refusing_parts, settings_of_groups
 from slurm_train.train.position import Position
 from slurm_train.train.saves import Content, Saves, build_saves
 
@@ -193,7 +193,8 @@ class Checkpointer:
         described = read_metadata(choice.path)
         saved = tensor_shapes(choice.path, described=described)
         make_buffers(parts.model, choice.manifest.extra.get(MADE_BUFFERS, []), saved=of_model(saved))
-        state = training_state(parts.model, parts.optimizer)
+        with refusing_parts(parts.optimizer):
+            state = training_state(parts.model, parts.optimizer)
         groups: list[dict[str, Any]] = state["optimizer"].pop("param_groups")
         numbered = number_groups(groups, parts.group_names or [group["params"] for group in groups])
         saved_of_groups = self._saved_of_groups(numbered)

@@ -359,17 +359,8 @@ class Update:
                     torch._fused_adamw_(params, parts, averages, squares, [], steps, **keywords)
 
     def _step(self) -> None:
-        try:
+        with refusing_parts(self._optimizer):
             self._optimizer.step()
-        except (RuntimeError, NotImplementedError) as err:
-            # torch has no error of its own for what cannot be done with parts of tensors.
-            if "placement" not in str(err) and "DTensor" not in str(err):
-                raise
-            raise ConfigError(
-                f"{type(self._optimizer).__name__} cannot update parameters that are spread over ranks: "
-                f"{str(err).splitlines()[0]}",
-                hint="use optim=adamw, sgd or muon with this layout, or whole replicas (leave `parallel` out)",
-            ) from err
 
     def _find_state(self, num_gradients: int) -> bool:
         """Looks up the tensors of what has gradients, again after a load; False before the first step of any."""
@@ -398,6 +389,27 @@ class Update:
         self._groups = groups
         self._known = (state, having)
         return True
+
+
+@contextmanager
+def refusing_parts(optimizer: Optimizer) -> Iterator[None]:
+    """Around a step of an optimizer, or what makes its state: says that it cannot update parts of tensors.
+
+    Raises:
+        ConfigError: as said.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as err:
+        # torch has no error of its own for it.
+        if not any(word in str(err) for word in ("placement", "DTensor", "sharding strategy")):
+            raise
+        parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+        names = " or ".join(type(part).__name__ for part in parts)
+        raise ConfigError(
+            f"{names} cannot update parameters that are spread over ranks: {str(err).splitlines()[0]}",
+            hint="use optim=adamw or sgd with this layout, or whole replicas (leave `parallel` out)",
+        ) from err
 
 
 _KEPT: Mapping[Any, tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq", "step"), SGD: ("momentum_buffer",)}

@@ -229,8 +229,11 @@ def test_sgd_changes_parameters_of_two_bytes_as_it_does_those_of_four() -> None:
 def test_any_optimizer_is_resumed_bit_for_bit(tmp_path: Path, name: str, layout: dict[str, int]) -> None:
     optim = OPTIMIZERS[name]
     if layout and name == "Adafactor":
-        _, text = finish(start(tmp_path / "run", config_of(optim=optim, parallel=layout)))
-        assert "Adafactor cannot update parameters that are spread over ranks" in text
+        facts = {"signal_at": 3, "only_in": str(tmp_path / "sent")}
+        run_to_end(tmp_path / "moved", config_of(optim=optim, model=facts), code=75)
+        for run in ("run", "moved"):
+            _, text = finish(start(tmp_path / run, config_of(optim=optim, model=facts, parallel=layout), attempt=1))
+            assert "Adafactor cannot update parameters that are spread over ranks" in text, run
         return
     resumed_run(tmp_path, layout, **optim)
 
