@@ -114,10 +114,13 @@ def plan_texts(
     alone = _on_saved_weights(run, checkpoint, "generations", settings)
     alone = replace(alone, callbacks=[], train=replace(alone.train, generate=texts))
     plan = _planned(apply_words(alone, settings, config_dir=config_dir), env)
-    if plan.layout.pp * plan.layout.cp > 1:
+    splits_positions = plan.config.parallel.sequence_parallel
+    if plan.layout.pp * plan.layout.cp > 1 or splits_positions:
+        by_positions = " with parallel.sequence_parallel=true" if splits_positions else ""
         raise ConfigError(
-            f"a text cannot be continued in a layout of {plan.layout}",
-            hint="leave parallel.pp and parallel.cp at 1; parallel.dp_shard and parallel.tp spread the weights",
+            f"a text cannot be continued in a layout of {plan.layout}{by_positions}",
+            hint="leave parallel.pp and parallel.cp at 1, and sequence_parallel out; parallel.dp_shard and parallel.tp "
+            "spread the weights",
         )
     return plan
 

@@ -502,7 +502,7 @@ class TextSamples(Callback):
     """Lets a language model continue prompts every n steps, into `samples.jsonl` of the run directory.
 
     The data must be prepared text, which gives the encoding, and the model must have `generate`; else, and with
-    pipeline or context parallelism, a line says so and nothing is written.
+    pipeline, context or sequence parallelism, a line says so and nothing is written.
 
     Args:
         every_steps: steps between samples.
@@ -522,12 +522,16 @@ class TextSamples(Callback):
         self.parts = parts
         layout = parts.rank.layout
         can_generate = hasattr(parts.model, "generate") and hasattr(parts.train_data, "encoding")
-        self.is_possible = can_generate and layout.pp == layout.cp == 1
+        # A text has any number of positions, also one.
+        splits_positions = parts.rank.config.parallel.sequence_parallel
+        self.is_possible = can_generate and layout.pp == layout.cp == 1 and not splits_positions
 
     def on_start(self, trainer: Training) -> None:
         """Says if there will be no samples."""
         if not self.is_possible:
-            trainer.say("no text samples: they need prepared text, a model with generate, and no pp or cp")
+            trainer.say(
+                "no text samples: they need prepared text, a model with generate, and no pp, cp or sequence_parallel"
+            )
 
     def on_step_end(self, trainer: Training) -> None:
         """Writes the samples of a step, when they are due."""

@@ -230,6 +230,8 @@ def test_texts_are_a_run_of_their_own_too(shell: Shell, run: RunDirectory) -> No
     asked = load_config(own.config).train.generate or {}
     assert (own.path.parent, asked["prompts"], asked["seed"]) == (run.path / "generations", ["a"], 3)
     shell.refuses("a text cannot be continued in a layout of", f"{words} parallel.cp=2")
+    by_positions = "parallel.tp=2 parallel.sequence_parallel=true"
+    shell.refuses("in a layout of tp 2 with parallel.sequence_parallel=true", f"{words} {by_positions}")
     shell.refuses("without a cluster works here", f"generate gpt-stdlib --tokenizer {tokenizer} train.precision=auto")
     checkpoint = list_checkpoints(run.checkpoints)[0]
     run.config.write_text(dump_config(RunConfig(task={"_target_": "my.main"})))

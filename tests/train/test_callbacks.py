@@ -273,21 +273,30 @@ def test_an_average_is_the_same_in_every_layout_that_shares_out_the_model(tmp_pa
 
 
 @distributed
-@pytest.mark.parametrize("axis", ["dp_shard", "pp"])
-def test_samples_are_written_where_a_model_can_generate_and_change_nothing(tmp_path: Path, axis: str) -> None:
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"dp_shard": 2}, id="shards"),
+        pytest.param({"pp": 2}, id="stages"),
+        pytest.param({"tp": 2, "sequence_parallel": True}, id="positions"),
+    ],
+)
+def test_samples_are_written_where_a_model_can_generate_and_change_nothing(
+    tmp_path: Path, parallel: dict[str, Any]
+) -> None:
     (tmp_path / "a.txt").write_text("to be or not to be\n" * 99)
     prepare([tmp_path / "a.txt"], out=tmp_path / "text", options=PrepareOptions(held_out=0))
     sections: dict[str, Any] = {
         "model": {"_target_": "small_training.DoubleGPT", "vocab_size": 257, "tied": False},
         "data": {"_target_": "slurm_train.data.text.build", "path": str(tmp_path / "text"), "context": 8},
         "batch": {"accumulation": 2},
-        "parallel": {"dp_replicate": 1, axis: 2},
+        "parallel": {"dp_replicate": 1, **parallel},
     }
     samples = {"_target_": f"{SHIPPED}.TextSamples", "every_steps": 8, "prompts": ["to be", ""], "num_tokens": 5}
     run, plain = tmp_path / "run", tmp_path / "plain"
     text = run_to_end(run, with_callbacks(samples, **sections))
-    if axis == "pp":
-        assert "no text samples: they need prepared text, a model with generate, and no pp or cp" in text
+    if "dp_shard" not in parallel:
+        assert "no text samples: they need prepared text, a model with generate, and no pp, cp or" in text
         assert not (run / "samples.jsonl").exists()
         return
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
