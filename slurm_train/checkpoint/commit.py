@@ -112,6 +112,8 @@ class Place:
     passed_over: list[Path] = field(default_factory=list)
     """What this attempt has passed over and `move_aside` has not moved yet; whoever chooses for it sets it, as `claim`
     does."""
+    outdated: list[Path] = field(default_factory=list)
+    """What lacks something that the run has done since at the same step, see `save_again`."""
 
     def __post_init__(self) -> None:
         """Refuses a number that would remove the newest checkpoint."""
@@ -124,7 +126,7 @@ class Place:
         """Returns a fresh directory to write a step into, or this attempt's checkpoint of it if that is whole.
 
         Of one that this attempt has written or verified, marker and sizes are enough, as for `prune`. One that it has
-        passed over is moved aside first.
+        passed over is moved aside first, and one that is outdated is left until the new one has its name.
 
         Raises:
             CheckpointError: it is there and cannot be read just now, so it is unknown whether it is whole.
@@ -133,7 +135,7 @@ class Place:
         self.fence()
         self.move_aside()
         for path in list_checkpoints(self.root) if self.node is None else ():
-            if name_of(path)[:2] == (step, self.attempt):
+            if name_of(path)[:2] == (step, self.attempt) and path not in self.outdated:
                 try:
                     check_sizes(path)
                 except CheckpointError as err:
@@ -145,16 +147,24 @@ class Place:
         self.prune_leftovers()
         return self.open_staging(step)
 
+    def save_again(self, step: int) -> None:
+        """Lets the next save of a step replace the attempt's checkpoint of it, which lacks what was done since."""
+        names = ((path, name_of(path)) for path in list_checkpoints(self.root))
+        self.outdated[:] = [path for path, name in names if name[:2] == (step, self.attempt)]
+
     def open_staging(self, step: int) -> Path:
-        """Makes the directory to write into, always a fresh one.
+        """Makes the directory to write into, always a fresh one, newer by its name than what it replaces.
 
         Two saves into one directory would mix: torch keeps the older metadata while shards change.
         """
+        replaced = [name_of(path) for path in self.outdated if name_of(path).step == step]
+        least = max((int(name.save_id, 16) + 1 for name in replaced), default=0)
         if not self.root.exists():
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             fsync_directory(self.root.parent)
         while True:
-            staging = self.root / f"{CheckpointName(step, self.attempt, secrets.token_hex(4))}{STAGING_SUFFIX}"
+            save_id = f"{least + secrets.randbelow(2**32 - least):08x}"
+            staging = self.root / f"{CheckpointName(step, self.attempt, save_id)}{STAGING_SUFFIX}"
             try:
                 staging.mkdir(mode=DIRECTORY_MODE)
             except FileExistsError:  # on NFS a repeated request says so of what the first one has made
@@ -280,10 +290,11 @@ class Place:
         """
         whole: list[Path] = [newest]
         untrusted: list[Path] = []
+        replaced = [path for path in self.outdated if name_of(path).step == name_of(newest).step]
         for path in list_checkpoints(self.root):
             if path == newest:
                 continue
-            is_of_this_attempt = name_of(path).attempt == self.attempt
+            is_of_this_attempt = name_of(path).attempt == self.attempt and path not in replaced
             if is_of_this_attempt and name_of(path) < name_of(newest) and _is_whole(path):
                 whole.append(path)
             else:
@@ -299,6 +310,8 @@ class Place:
         # Saved again, and this time it holds.
         same_step = [path for path in untrusted if name_of(path).step == name_of(newest).step]
         passed_over = [path for path in list_passed_over(self.root)[1:] if path.name[-8:] not in pinned]
+        # Of one that is replaced an evaluation may still need the weights.
+        same_step = [path for path in same_step if path not in replaced or name_of(path).save_id not in pinned]
         outdated += [path for path in same_step if name_of(path).attempt <= self.attempt]
         pruned = Pruned(untrusted=[path for path in untrusted if path not in outdated])
         pruned.discard([*outdated, *passed_over], self._discard)

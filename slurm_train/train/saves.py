@@ -121,6 +121,11 @@ class Saves:
         """Asks for a checkpoint of this step in the run directory; on all ranks at the same step."""
         self.is_requested = True
 
+    def save_again(self, step: int) -> None:
+        """Lets the next save of a step replace the checkpoint that this attempt goes on from, which is of that step."""
+        if self.place.is_leader:
+            self.place.save_again(step)
+
     def save(self, content: Callable[[], Content], *, step: int) -> None:
         """Writes a checkpoint of this moment into the run directory; returns when it is durable. Collective.
 

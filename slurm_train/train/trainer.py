@@ -217,6 +217,9 @@ class Trainer:
             self.position.evaluation_due = True
             self.stops.is_agreed = True
             return
+        if self.position.evaluation_due:
+            # The checkpoint of this step was written without it, and without what callbacks learn from it.
+            self.saves.save_again(self.position.step)
         self.position.evaluation_due = False
         self.measures = measures
         if self.recorder is not None:

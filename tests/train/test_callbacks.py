@@ -16,7 +16,7 @@ from torch import nn
 
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import load_rank_state, read_model
-from slurm_train.checkpoint.verify import find_kept, newest_verified
+from slurm_train.checkpoint.verify import find_kept, newest_verified, read_manifest
 from slurm_train.data.prepare import PrepareOptions, prepare
 from slurm_train.errors import ConfigError
 from slurm_train.models.gpt import GPT
@@ -168,6 +168,25 @@ def test_a_run_ends_early_where_its_measure_stops_improving_and_the_best_checkpo
     kept = find_kept(run / "checkpoints")
     assert {name_of(path).step: text for path, text in kept.items()} == {4: f"best eval_loss {value:.4f}"}
     assert [name_of(path).step for path in list_checkpoints(run / "checkpoints")] == steps
+
+
+@distributed
+def test_what_follows_from_an_evaluation_that_was_interrupted_at_the_end_is_in_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    stopping = {"_target_": "small_training.Stopper", "steps": [20]}
+    best = {"_target_": f"{SHIPPED}.BestCheckpoint"}
+    run = tmp_path / "run"
+    config = with_callbacks(best, stopping, train={"eval_every_steps": 20})
+    assert "stopped at step 20" in run_to_end(run, config, code=75)
+    (before,) = list_checkpoints(run / "checkpoints")
+    run_to_end(run, config, attempt=1)
+    (last,) = list_checkpoints(run / "checkpoints")
+    assert name_of(last).step == 20 and name_of(last).save_id > name_of(before).save_id
+    loss = evaluations_of(run)[-1]["eval_loss"]
+    assert state_of(run, f"0 {SHIPPED}.BestCheckpoint")["steps"] == [[20, loss]]
+    assert find_kept(run / "checkpoints") == {last: f"best eval_loss {loss:.4f}"}
+    assert not read_manifest(last).extra["evaluation_due"]
 
 
 @distributed
