@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, on_rank, on_rank_zero, rank_in, size_of
@@ -228,7 +227,9 @@ class LocalSaves:
     target: Place
     """The run directory's checkpoints, where copies go."""
     copy_every: int
-    group: ProcessGroup
+    peers: ProcessGroup | None
+    """All ranks, for exchanges of the training's own thread; None for one process."""
+    group: ProcessGroup | None
     """Of the copying thread alone."""
     thread: ThreadPoolExecutor
     """Copies, one checkpoint after the other."""
@@ -238,7 +239,7 @@ class LocalSaves:
     news: deque[str] = field(default_factory=deque)
     """Notes for the user about copies."""
 
-    def copy_if_due(self, saved: Saved, *, group: ProcessGroup) -> None:
+    def copy_if_due(self, saved: Saved, *, group: ProcessGroup | None) -> None:
         """Hands a save on to the copying thread, where it is due and rank 0 is copying nothing. Collective."""
         manifest = saved.manifest
         name = saved.path.name
@@ -268,7 +269,7 @@ class LocalSaves:
         Raises:
             CheckpointError: as `choose_checkpoint`.
         """
-        group = dist.group.WORLD
+        group = self.peers
         on_every_rank(group, self.place.claim_all)
         # Read before anything is claimed: what owns the newest checkpoint now is what the run went on from.
         line = on_rank_zero(group, lambda: read_line(self.run) or _line_without_record(self.target.root))
@@ -316,12 +317,12 @@ class LocalSaves:
                 notes[f"step {step} lies on the nodes, but the run does not go on from it: {reason}"] = None
             return not reason
 
-        reachable = newest_reachable(self.place, is_wanted, group=dist.group.WORLD)
+        reachable = newest_reachable(self.place, is_wanted, group=self.peers)
         if reachable is None:
             return None, list(notes)
         step = reachable.manifest.step
         try:
-            saved = copy_to_run(self.place, self.target, reachable, group=dist.group.WORLD)
+            saved = copy_to_run(self.place, self.target, reachable, group=self.peers)
         except CheckpointError as err:
             note = f"step {step} lies on the nodes, but could not be copied into the run directory: {err.message}"
             return None, [*notes, note]

@@ -12,8 +12,8 @@ import io
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,31 +28,40 @@ _TRAVELS_OTHERWISE = "fsdp_pre_all_gather"
 """What a tensor defines that FSDP gathers in another form."""
 
 
-def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
+"""The optimizer of a model, or those of its parts."""
+
+
+def training_state(model: nn.Module, optimizers: Optimizers, *, makes_state: bool = True) -> dict[str, Any]:
     """Gives the state to save, or to be filled by load_tensors; its tensors are the live ones, not copies.
 
-    An optimizer that has not stepped yet gets its state made (zero gradients, zero learning rate), so that there is
-    something to fill; it must have no gradients at that moment. Collective for sharded models.
-
     Training stands still meanwhile, and torch's own function is slow: it looks each name up, module by module. It is
-    called only where there is no state yet, or where something is wrapped around the model or a part of it.
+    called only where a state is to be made.
+
+    Args:
+        model: this rank's.
+        optimizers: of its parameters.
+        makes_state: an optimizer that has not stepped yet gets its state made (zero gradients, zero learning rate), so
+            that there is something to fill; it must have no gradients at that moment. Collective for sharded models.
     """
     weights = model_state(model)
-    if not optimizer.state or _is_wrapped(model):
+    if makes_state and not all(optimizer.state for optimizer in listed(optimizers)):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
-    numbered = optimizer.state_dict()
-    name_of = dict[Any, str]()
+        return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizers)}
+    states: dict[str, Any] = {}
     groups = []
-    for group, group_names in zip(numbered["param_groups"], names_of_groups(model, optimizer), strict=True):
-        name_of |= dict(zip(group["params"], group_names, strict=True))
-        groups.append({**group, "params": group_names})
-    states = {name_of[number]: kept for number, kept in numbered["state"].items()}
+    for optimizer in listed(optimizers):
+        numbered = optimizer.state_dict()
+        name_of = dict[Any, str]()
+        for group, group_names in zip(numbered["param_groups"], names_of_groups(model, optimizer), strict=True):
+            name_of |= dict(zip(group["params"], group_names, strict=True))
+            groups.append({**group, "params": group_names})
+        states |= {name_of[number]: kept for number, kept in numbered["state"].items()}
     return {"model": weights, "optimizer": {"state": states, "param_groups": groups}}
 
 
-def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+def restore_training_state(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
     """Puts a filled state back; hyperparameters of the parameter groups (learning rate, betas) come back too."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
@@ -61,11 +70,21 @@ def restore_training_state(model: nn.Module, optimizer: Optimizer, state: dict[s
     groups = [_with_own_tensors(group) for group in state["optimizer"]["param_groups"]]
     # Not strict: an optimizer may keep something of some of its parameters only.
     set_optimizer_state_dict(
-        model, optimizer, {**state["optimizer"], "param_groups": groups}, options=StateDictOptions(strict=False)
+        model,
+        optimizers,
+        {**state["optimizer"], "param_groups": groups},
+        options=StateDictOptions(strict=False),
     )
+    plain = plain_names(model)
     for name, parameter in model.named_parameters():
-        if parameter in optimizer.state:
-            _keep_types(optimizer.state[parameter], state["optimizer"]["state"].get(_plain_name(model, name), {}))
+        for optimizer in listed(optimizers):
+            if parameter in optimizer.state:
+                _keep_types(optimizer.state[parameter], state["optimizer"]["state"].get(plain(name), {}))
+
+
+def listed(optimizers: Optimizers) -> Sequence[Optimizer]:
+    """Returns the optimizers, also where there is one."""
+    return [optimizers] if isinstance(optimizers, Optimizer) else optimizers
 
 
 def _with_own_tensors(group: dict[str, Any]) -> dict[str, Any]:
@@ -95,15 +114,11 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     A model whose `state_dict` leaves some out, renames or converts them is saved by the names and values of its own:
     what is written has to give every parameter back.
     """
-    state = _state_of_own_tensors(model)
-    if state is None:
-        tensors = {_plain_name(model, name): tensor for name, tensor in _own_tensors(model).items()}
-        state = {**tensors, **_extra_states(model)}
-    elif _is_wrapped(model):
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        state = get_model_state_dict(model)
-    return {name: _with_plain_part(_detached(value)) for name, value in state.items()}
+    plain = plain_names(model)
+    given = _state_of_own_tensors(model)
+    state = _own_tensors(model) if given is None else given
+    named = {plain(name): _with_plain_part(_detached(value)) for name, value in state.items()}
+    return {**named, **_extra_states(model)} if given is None else named
 
 
 def _detached(value: Any) -> Any:
@@ -117,9 +132,10 @@ def restore_model_state(model: nn.Module, state: dict[str, Any]) -> None:
 
         set_model_state_dict(model, state)
         return
+    plain = plain_names(model)
     with torch.no_grad():
         for name, tensor in _own_tensors(model).items():
-            tensor.copy_(state[_plain_name(model, name)])
+            tensor.copy_(state[plain(name)])
     for name, module in _with_extra_state(model).items():
         module.set_extra_state(state[name])
 
@@ -141,8 +157,9 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules that save a state of their own, by its full name."""
+    plain = plain_names(model)
     return {
-        _plain_name(model, f"{prefix}.{_EXTRA_STATE}".lstrip(".")): module
+        plain(f"{prefix}.{_EXTRA_STATE}".lstrip(".")): module
         for prefix, module in model.named_modules(remove_duplicate=False)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
@@ -152,18 +169,24 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
     return {name: module.get_extra_state() for name, module in _with_extra_state(model).items()}
 
 
-def _is_wrapped(model: nn.Module) -> bool:
-    """Returns whether names have parts that belong to what is wrapped around the model or a part of it."""
-    return isinstance(model, DistributedDataParallel) or any(
-        "_orig_mod." in name for name, _ in model.named_parameters()
-    )
+def plain_names(model: nn.Module) -> Callable[[str], str]:
+    """Returns what leaves out of a name what belongs to a wrapper of the model or of a part of it.
 
+    Wrappers are those of DDP, `torch.compile` and torch's activation checkpointing.
+    """
+    begins = [
+        (f"{prefix}.module.".lstrip("."), f"{prefix}.".lstrip("."))
+        for prefix, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
 
-def _plain_name(model: nn.Module, name: str) -> str:
-    """Returns a name without these parts."""
-    if isinstance(model, DistributedDataParallel):
-        name = name.removeprefix("module.")
-    return name.replace("_orig_mod.", "")
+    def plain(name: str) -> str:
+        for begin, without in begins:
+            if name.startswith(begin):
+                name = without + name.removeprefix(begin)
+        return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+    return plain
 
 
 def _state_of_own_tensors(model: nn.Module) -> dict[str, Any] | None:
@@ -248,7 +271,8 @@ def _keys_of(value: Any) -> Iterator[Any]:
 
 def buffer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the buffers that are saved, by full name."""
-    return {_plain_name(model, name): tuple(buffer.shape) for name, buffer in saved_buffers(model).items()}
+    plain = plain_names(model)
+    return {plain(name): tuple(buffer.shape) for name, buffer in saved_buffers(model).items()}
 
 
 def make_buffers(model: nn.Module, names: Iterable[str], *, saved: Mapping[str, Tensor]) -> None:
@@ -260,7 +284,9 @@ def make_buffers(model: nn.Module, names: Iterable[str], *, saved: Mapping[str, 
         saved: tensors of the shapes and number types in the checkpoint, by full name.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    modules = {_plain_name(model, prefix): module for prefix, module in model.named_modules()}
+    plain = plain_names(model)
+    # What is within a wrapper comes after it.
+    modules = {plain(f"{prefix}.").removesuffix("."): module for prefix, module in model.named_modules()}
     for full in names:
         prefix, _, name = full.rpartition(".")
         module = modules.get(prefix)
@@ -360,7 +386,8 @@ def _on_host(value: Any) -> Any:
 
 def names_of_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Gives the names of the parameters in each group of an optimizer, in its order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    plain = plain_names(model)
+    names = {id(parameter): plain(name) for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -398,9 +425,14 @@ def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def merge_state(values: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     """Gives the nested dictionary that was split."""
-    # Rank 0's values lack a dictionary that has tensors of another rank only.
-    inner = {key: merge_state(values.get(key, {}), value) for key, value in tensors.items() if isinstance(value, dict)}
-    return {**values, **tensors, **inner}
+    merged = dict(values)
+    # Numbers are keys, too, and a checkpoint has the tensors' keys as text.
+    keys = {str(key): key for key in values}
+    for text, value in tensors.items():
+        key = keys.get(str(text), text)
+        # Rank 0's values lack a dictionary that has tensors of another rank only.
+        merged[key] = merge_state(merged.get(key, {}), value) if isinstance(value, dict) else value
+    return merged
 
 
 _Kind = tuple[torch.Size, torch.dtype, bool]

@@ -17,26 +17,24 @@ from torch import Tensor
 
 from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part, own_tensors
-from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors, require_fit
-from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
-from slurm_train.checkpoint.metadata import read_metadata
+from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
+from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.resumption import Resumption
+from slurm_train.checkpoint.saves import Content, Saves, build_saves
 from slurm_train.checkpoint.state import (
-    add_later_state,
     buffer_shapes,
-    make_buffers,
     merge_state,
     module_states,
     number_groups,
     require_known_state,
     require_loadable_states,
-    restore_training_state,
     saved_buffers,
     set_modes,
     split_state,
     take_extra_states,
     training_state,
 )
+from slurm_train.checkpoint.training import MADE_BUFFERS, restore_training
 from slurm_train.config.frozen import config_hash
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.data.build import ALLOW_WORLD_CHANGE
@@ -52,10 +50,6 @@ from slurm_train.train.context import Parts
 from slurm_train.train.continuity import Continuity, build_continuity
 from slurm_train.train.optimizer import refusing_parts, settings_of_groups
 from slurm_train.train.position import Position
-from slurm_train.train.saves import Content, Saves, build_saves
-
-MADE_BUFFERS = "made_buffers"
-"""Key in a manifest's `extra`: buffers that training has made, or given other shapes than the constructor."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,67 +180,32 @@ class Checkpointer:
 
     def _restore(self, choice: Choice) -> list[str]:
         """Restores what a checkpoint holds; returns notes for the user."""
-        # Imported late, since it takes long.
-        from slurm_train.checkpoint.tensors import cuts_of, tensor_shapes
-
         parts = self.parts
-        described = read_metadata(choice.path)
-        saved = tensor_shapes(choice.path, described=described)
-        make_buffers(parts.model, choice.manifest.extra.get(MADE_BUFFERS, []), saved=of_model(saved))
         with refusing_parts(parts.optimizer):
-            state = training_state(parts.model, parts.optimizer)
-        groups: list[dict[str, Any]] = state["optimizer"].pop("param_groups")
-        numbered = number_groups(groups, parts.group_names or [group["params"] for group in groups])
-        saved_of_groups = self._saved_of_groups(numbered)
-        if saved_of_groups:
-            state["optimizer"]["param_groups"] = saved_of_groups
+            # An optimizer that has not stepped yet gets its state here.
+            training_state(parts.model, parts.optimizer)
         rank_state = self._saved_rank_state(choice)
         modules = self._saved_modules(choice)
-        # Older checkpoints have extra states among the tensors.
-        extra = {} if modules is None else take_extra_states(state["model"])
-        kept = state["optimizer"]["state"]
-        paths = described.planner_data or {}
-        if self._may_lack_gradients:
-            # What has had no gradient yet has no state.
-            with_state = {path[2] for path in paths.values() if path[:2] == ("optimizer", "state")}
-            for name in kept.keys() - with_state:
-                del kept[name]
-        optimized = {id(parameter) for group in parts.optimizer.param_groups for parameter in group["params"]}
-        trained = {name: tensor for name, tensor in parts.model.named_parameters() if id(tensor) in optimized}
-        add_later_state(kept, parameters=trained, paths=paths, saved=saved, cuts=cuts_of(described))
-        require_fit(choice.path, state["model"], kept=kept, is_stage=parts.group_names is not None, described=described)
-        load = partial(load_tensors, choice.path, group=dist.group.WORLD, near=choice.near, described=described)
-        load(state)
-        state["optimizer"]["param_groups"] = [
-            group | saved_of_groups.get(number, {}) for group, number in zip(groups, numbered, strict=True)
-        ]
-        if modules is not None:
-            state["model"] |= {name: modules["extra"].get(name, value) for name, value in extra.items()}
-        restore_training_state(parts.model, parts.optimizer, state)
+        described = restore_training(
+            choice,
+            parts.model,
+            parts.optimizer,
+            group=dist.group.WORLD,
+            extra_states=None if modules is None else modules["extra"],
+            # The configuration's settings may have been changed on purpose.
+            settings=settings_of_groups(parts.optimizer),
+            group_names=parts.group_names,
+            may_lack_state=self._may_lack_gradients,
+        )
         if modules is not None:
             set_modes(parts.model, modules["in_evaluation"])
         if "rng" in rank_state:
             set_rng_state(rank_state["rng"])
         notes = self._restore_stream(choice.manifest, rank_state.get("data"))
         if self.callbacks:
+            load = partial(load_tensors, choice.path, group=dist.group.WORLD, near=choice.near, described=described)
             notes += self._restore_callbacks(choice, load, stored=described.planner_data or {})
         return notes
-
-    def _saved_of_groups(self, numbered: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Returns what a checkpoint gives back of the optimizer's groups: their state, not their settings.
-
-        The configuration's settings may have been changed on purpose.
-
-        Args:
-            numbered: the groups, by number.
-        """
-        settings = settings_of_groups(self.parts.optimizer)
-        saved = {}
-        for number, group in numbered.items():
-            state = {name: value for name, value in group.items() if name not in settings}
-            if state:
-                saved[number] = state
-        return saved
 
     def _saved_rank_state(self, choice: Choice) -> dict[str, Any]:
         """Returns the saved state of a rank that read the samples of this one; {} where there was none."""
@@ -367,11 +326,6 @@ class Checkpointer:
         )
 
 
-def of_model(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of the model among those of a checkpoint, by their names in it."""
-    return {name.removeprefix(MODEL): tensor for name, tensor in saved.items() if name.startswith(MODEL)}
-
-
 def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
     """Returns {"trackers": {"wandb": "5d2030c7-8a1f04", ...}} for a checkpoint's manifest; {} where there are none."""
     states = {path.stem: read_json(path) or {} for path in sorted(run.trackers.glob("*.json"))}
@@ -392,6 +346,7 @@ def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_
         env=rank.env,
         device=rank.device,
         clock=rank.clock,
+        peers=dist.group.WORLD,
         keeps_copies=config.cluster is not None and config.cluster.outlives_nodes,
     )
     continuity = build_continuity(

@@ -23,6 +23,7 @@ from slurm_train.checkpoint.state import (
     restore_model_state,
     take_extra_states,
 )
+from slurm_train.checkpoint.training import MADE_BUFFERS, of_model
 from slurm_train.checkpoint.verify import read_manifest, share_of, verify
 from slurm_train.config.schema import EMA
 from slurm_train.config.target import TARGET
@@ -32,7 +33,6 @@ from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective
 from slurm_train.rundir.paths import find_save
 from slurm_train.train.build import build_parts, join
-from slurm_train.train.checkpointer import MADE_BUFFERS, of_model
 from slurm_train.train.compilation import require_compiler
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import write_result

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from slurm_train.checkpoint.saves import Content, Saves
 from slurm_train.distributed.seeds import mix
 from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.train.callbacks import Callback, Training
@@ -22,7 +23,6 @@ from slurm_train.train.metrics import Recorder, format_measures
 from slurm_train.train.optimizer import Schedule, averaged, to_average
 from slurm_train.train.position import Position
 from slurm_train.train.samples import Samples
-from slurm_train.train.saves import Content, Saves
 from slurm_train.train.start_up import StartUp, collect_garbage, give_back_garbage, take_over_garbage
 from slurm_train.train.step import StepFacts, Stepper, StepResult
 from slurm_train.train.stops import Stops

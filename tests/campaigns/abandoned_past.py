@@ -185,7 +185,13 @@ class _Attempt:
         )
         self.thread = ThreadPoolExecutor(1)
         self.local = LocalSaves(
-            run=run, place=self.node, target=self.target, copy_every=2, group=_world(), thread=self.thread
+            run=run,
+            place=self.node,
+            target=self.target,
+            copy_every=2,
+            peers=_world(),
+            group=_world(),
+            thread=self.thread,
         )
         self.origin = Origin()
         self.state = 0

@@ -32,11 +32,11 @@ PHASES = {
     "resume": Phase("slurm_train.train.checkpointer", "Checkpointer.resume", 0.05),
     "step": Phase("slurm_train.train.step", "Stepper.step", 0.005),
     "copy": Phase("slurm_train.checkpoint.state", "StagingBuffers.stage", 0.001),
-    "save": Phase("slurm_train.train.saves", "save_to", 0.05),
+    "save": Phase("slurm_train.checkpoint.saves", "save_to", 0.05),
     "tensors": Phase("slurm_train.checkpoint.tensors", "write_tensors", 0.02),
     "commit": Phase("slurm_train.checkpoint.commit", "Place.commit", 0.005, only_first=True),
     "prune": Phase("slurm_train.checkpoint.commit", "Place.prune", 0.005, only_first=True),
-    "finish": Phase("slurm_train.train.saves", "Saves.save", 0.05),
+    "finish": Phase("slurm_train.checkpoint.saves", "Saves.save", 0.05),
     "result": Phase("slurm_train.train.ending", "write_result", 0.003, only_first=True),
     "exit": Phase("slurm_train.train.build", "shutdown", 0.005),
 }

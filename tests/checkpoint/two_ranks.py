@@ -256,7 +256,7 @@ def near_scene(root: Path) -> None:
         run.path.mkdir()
         record_origin(run, 1, Origin())
     with ThreadPoolExecutor(1) as thread:
-        local = LocalSaves(run=run, place=node, target=target, copy_every=1, group=world, thread=thread)
+        local = LocalSaves(run=run, place=node, target=target, copy_every=1, peers=world, group=world, thread=thread)
         with pytest.MonkeyPatch.context() as patch:
             read = _note_reads(patch)
             choice, notes = local.choose(

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from slurm_train.checkpoint import save
+from slurm_train.checkpoint import save, saves
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.local import LocalSaves
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train import context, layout, saves
+from slurm_train.train import context, layout
 from slurm_train.train.step import StepFacts, Stepper
 
 

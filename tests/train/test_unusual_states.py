@@ -24,10 +24,10 @@ from slurm_train.checkpoint.state import (
     take_extra_states,
     training_state,
 )
+from slurm_train.checkpoint.training import MADE_BUFFERS
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import CheckpointError, ConfigError, RunError
 from slurm_train.models.build import build_model
-from slurm_train.train.checkpointer import MADE_BUFFERS
 from slurm_train.train.evaluate_checkpoint import load_model, require_same_weights
 from tests.support.small_checkpoints import make_header
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
+from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.config.schema import CheckpointSection
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
@@ -58,13 +59,16 @@ class SavePace:
             return step >= self._next_step
         return self._every is not None and step % self._every == 0
 
-    def saved(self, step: int, *, blocked_s: float, save_s: float | None) -> str | None:
+    def saved(
+        self, step: int, *, blocked_s: float, save_s: float | None, group: ProcessGroup | None = None
+    ) -> str | None:
         """Records a save that was just begun; returns a note for the user, if any. Collective for auto.
 
         Args:
             step: the save's.
             blocked_s: seconds that saves have kept the training waiting, all together.
             save_s: seconds until the newest was on disk; None where that is not known.
+            group: all ranks; None for one process.
         """
         if self._every != "auto":
             return None
@@ -78,9 +82,7 @@ class SavePace:
             step_s=max(now - since_s - cost_s, 0.0) / max(step - since_step, 1),
             failure_every_s=self._failure_every_s,
         )
-        box = torch.tensor(steps, dtype=torch.int64)
-        dist.broadcast(box, src=0)
-        steps = int(box.item())
+        steps = on_rank_zero(group, partial(int, steps))
         steps_before = self._next_step - since_step
         self._next_step = step + steps
         self._since = (step, now)

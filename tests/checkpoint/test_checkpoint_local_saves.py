@@ -17,12 +17,12 @@ import torch.distributed as dist
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import choose_checkpoint
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
+from slurm_train.checkpoint.saves import expand
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, existing_attempts, list_checkpoints, name_of
-from slurm_train.train.saves import expand
 from tests.support.small_checkpoints import checkpoint_of, make_checkpoint
 from tests.support.waiting import wait_for
 from tests.support.warm_ranks import WarmRank
@@ -163,7 +163,13 @@ class Past:
         place = NodePlace(root=self.disk, node=0, attempt=attempt, keep=2)
         target = Place(root=self.run.checkpoints, attempt=attempt, keep=2)
         local = LocalSaves(
-            run=self.run, place=place, target=target, copy_every=9, group=dist.group.WORLD, thread=ThreadPoolExecutor(1)
+            run=self.run,
+            place=place,
+            target=target,
+            copy_every=9,
+            peers=dist.group.WORLD,
+            group=dist.group.WORLD,
+            thread=ThreadPoolExecutor(1),
         )
         choose = partial(choose_checkpoint, target.root, group=dist.group.WORLD, attempt=attempt)
         choice, notes = local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)

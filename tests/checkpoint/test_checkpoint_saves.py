@@ -13,6 +13,8 @@ import pytest
 from torch import nn
 
 from slurm_train.checkpoint.filling import Saved
+from slurm_train.checkpoint.save_pace import SavePace, failure_every_s, interval_steps
+from slurm_train.checkpoint.saves import Saves
 from slurm_train.checkpoint.state import StagingBuffers
 from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.config.schema import OptimSection
@@ -27,8 +29,6 @@ from slurm_train.session.stopping import Stopping
 from slurm_train.train.checkpointer import build_checkpointer
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.position import Position
-from slurm_train.train.save_pace import SavePace, failure_every_s, interval_steps
-from slurm_train.train.saves import Saves
 from tests.support.ranks import make_parts, make_rank
 from tests.support.small_checkpoints import checkpoint_of, steps_in
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start

@@ -32,6 +32,7 @@ from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.resumption import run_place
 from slurm_train.checkpoint.save import BackgroundSaver, Outcome, save_to
+from slurm_train.checkpoint.save_pace import SavePace, build_save_pace
 from slurm_train.checkpoint.state import StagingBuffers
 from slurm_train.config.schema import CheckpointSection
 from slurm_train.distributed.group import open_side_group
@@ -41,7 +42,6 @@ from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.files import fsync_file
 from slurm_train.rundir.node_disk import open_private
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.train.save_pace import SavePace, build_save_pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,10 @@ class Saves:
     """The run directory's checkpoints."""
     local: LocalSaves | None
     """Where periodic checkpoints go to the nodes' own disks first."""
-    group: dist.ProcessGroup
-    """A gloo group of all ranks, used by saves alone."""
+    group: dist.ProcessGroup | None
+    """A gloo group of all ranks, used by saves alone; None for one process."""
+    peers: dist.ProcessGroup | None
+    """The group of all ranks for exchanges of the training's own thread."""
     pace: SavePace
     saver: BackgroundSaver
     buffers: StagingBuffers
@@ -110,9 +112,7 @@ class Saves:
             CheckpointError: checkpoints exist, but none can be loaded.
         """
         place = self.place
-        choose = partial(
-            choose_checkpoint, place.root, group=dist.group.WORLD, attempt=place.attempt, fence=place.fence
-        )
+        choose = partial(choose_checkpoint, place.root, group=self.peers, attempt=place.attempt, fence=place.fence)
         if self.local is None:
             return choose(), []
         return self.local.choose(lambda copied: choose(copied=copied), reason_against=reason_against)
@@ -160,7 +160,7 @@ class Saves:
         local = None if self.is_requested else self.local
         self._save(content, step=step, local=local, waits=False)
         self.is_requested = False
-        return self.pace.saved(step, blocked_s=self.times.blocked_s, save_s=self.times.newest_s)
+        return self.pace.saved(step, blocked_s=self.times.blocked_s, save_s=self.times.newest_s, group=self.peers)
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
         """Makes the first save as cheap as the later ones, memory and imports, while training goes on; not collective.
@@ -214,7 +214,7 @@ class Saves:
         # On the nodes first: what is left there after a kill could be copied into the run directory again.
         places: list[Place] = [self.place] if self.local is None else [self.local.place, self.place]
         for place in places:
-            on_every_rank(dist.group.WORLD, partial(place.discard_from, step))
+            on_every_rank(self.peers, partial(place.discard_from, step))
 
     def close(self) -> None:
         """Removes what a finished run has on this node's own disk."""
@@ -317,6 +317,7 @@ def build_saves(
     env: Mapping[str, str],
     device: torch.device,
     clock: Callable[[], float],
+    peers: dist.ProcessGroup | None,
     keeps_copies: bool = False,
 ) -> Saves:
     """Returns what makes a run's checkpoints. Collective over all ranks.
@@ -329,6 +330,7 @@ def build_saves(
         env: this process's environment, for variables in `checkpoint.local_dir`.
         device: where the tensors are.
         clock: seconds that never run backwards.
+        peers: see `Saves`.
         keeps_copies: each node also keeps the local files of the node before it.
 
     Raises:
@@ -336,18 +338,19 @@ def build_saves(
         RunError: its folder is not there, or not this user's.
     """
     place = run_place(run, attempt, keep=settings.keep, is_leader=rank_place.is_first)
-    group = open_side_group(settings.save_timeout_s)
+    group = open_side_group(settings.save_timeout_s) if dist.is_initialized() else None
     local = None
     if settings.local_dir is not None:
         base = Path(expand(settings.local_dir, env))
         local = build_local_saves(
-            run, base, target=place, rank_place=rank_place, settings=settings, keeps_copies=keeps_copies
+            run, base, target=place, rank_place=rank_place, settings=settings, keeps_copies=keeps_copies, peers=peers
         )
     return Saves(
         run=run,
         place=place,
         local=local,
         group=group,
+        peers=peers,
         pace=build_save_pace(run, settings=settings, clock=clock),
         saver=BackgroundSaver(clock=clock),
         buffers=StagingBuffers(device),
@@ -365,6 +368,7 @@ def build_local_saves(
     rank_place: RankPlace,
     settings: CheckpointSection,
     keeps_copies: bool,
+    peers: dist.ProcessGroup | None,
 ) -> LocalSaves:
     """Returns this rank's part in the checkpoints on the nodes' disks. Collective over all ranks.
 
@@ -375,6 +379,7 @@ def build_local_saves(
         rank_place: this rank and its node.
         settings: of checkpoints.
         keeps_copies: each node also keeps the files of the node before it.
+        peers: see `Saves`.
 
     Raises:
         RunError: the folder is not there, or not this user's.
@@ -385,7 +390,7 @@ def build_local_saves(
     is_leader = rank_place.local_rank == 0
     # Nodes that share the folder after all, e.g. a network mount, do not share their files. A node keeps its folder
     # when it gets another place in the job.
-    places = on_every_rank(dist.group.WORLD, lambda: (host, node_rank))
+    places = on_every_rank(peers, lambda: (host, node_rank))
     nodes_of_host = sorted({number for name, number in places if name == host})
     folders = (f"{run.name}-{run.run_id}-{path_hash}", f"{host}-{nodes_of_host.index(node_rank)}")
 
@@ -394,7 +399,7 @@ def build_local_saves(
         path = str(open_private(base, *folders, key="checkpoint.local_dir")) if is_leader else ""
         return node_rank, path
 
-    opened = on_every_rank(dist.group.WORLD, open_folder)
+    opened = on_every_rank(peers, open_folder)
     root = next(path for number, path in opened if path and number == node_rank)
     node = NodePlace(
         root=Path(root),
@@ -410,7 +415,8 @@ def build_local_saves(
         place=node,
         target=target,
         copy_every=settings.copy_every,
-        group=open_side_group(settings.save_timeout_s),
+        peers=peers,
+        group=open_side_group(settings.save_timeout_s) if dist.is_initialized() else None,
         thread=ThreadPoolExecutor(1, thread_name_prefix="copy"),
     )
 
