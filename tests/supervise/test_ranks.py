@@ -14,6 +14,7 @@ import pytest
 
 from slurm_train.assets import read_template
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, ClusterError, NodesError, RunError, SilentNodesError
+from slurm_train.rundir.files import is_there
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import violent_end
 from slurm_train.supervise import ranks
@@ -28,6 +29,8 @@ from slurm_train.supervise.ranks import (
     start_step,
 )
 from tests.fakes.slurm_commands import FakeSlurmCommands
+from tests.support import nfs_mounts
+from tests.support.nfs_mounts import clients
 from tests.support.process_faults import wait_until_gone
 from tests.support.waiting import wait_for
 
@@ -458,3 +461,20 @@ def test_the_guard_requeues_a_running_job_that_has_lost_its_first_node(
     subprocess.run(words, cwd=tmp_path, env=env, check=True, timeout=30)
     assert (tmp_path / "requeued").exists() == is_requeued
     assert is_requeued == ((tmp_path / "batch.log").exists())
+
+
+@pytest.mark.skipif(bool(nfs_mounts.missing()), reason=f"needs {nfs_mounts.missing()}")
+def test_a_node_that_has_looked_for_the_attempt_before_it_was_opened_sees_it(tmp_path: Path) -> None:
+    with clients(tmp_path) as (first, second):
+        for name in ("epochs", "logs"):
+            (first.path / "run" / name).mkdir(parents=True)
+        (first.path / "run" / "config.yaml").touch()
+        seen = second.path / "run"
+        assert not is_there(seen / "epochs" / "attempt_1")
+        (first.path / "run" / "epochs" / "attempt_1").touch()
+        # The client remembers the absent name for half a minute.
+        assert not (seen / "epochs" / "attempt_1").exists()
+        question = ["/bin/sh", "-c", read_template("see_run.sh"), "sh", str(seen), "epochs/attempt_1", "0"]
+        env = {**os.environ, "SLURMD_NODENAME": "n1"}
+        answer = subprocess.run(question, env=env, capture_output=True, text=True, check=True)
+        assert answer.stdout == "fine n1\n"
