@@ -3,7 +3,8 @@
 After its first backward pass DDP orders its buckets anew, by the order in which gradients became ready. Where three or
 more ranks add, the rounding depends on the place of a value in its bucket. So a run records the order in its first
 step and keeps it in its checkpoints; a resumed run repeats it before its first step, with gradients of zero. The model
-is not called for that, so it cannot change.
+is not called for that, so it cannot change. With a static graph DDP looks at the order of its second backward pass, so
+a run repeats it once after its first step, and a resumed run twice.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class BucketOrder:
         self._parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         sparse = (part for part in ddp.module.modules() if getattr(part, "sparse", False) is True)
         self._sparse = {id(parameter) for part in sparse for parameter in part.parameters(recurse=False)}
+        # Backward passes in the recorded order that DDP has still to see.
+        self._num_missing = 2 if ddp.static_graph else 1
         # Only these settings make DDP order its buckets anew.
         self._is_used = ddp.static_graph or not ddp.find_unused_parameters
 
@@ -55,17 +58,29 @@ class BucketOrder:
                 handle.remove()
         if self._fits(ready):
             self.numbers = ready
+            self._num_missing -= 1
 
     def repeat(self, numbers: Sequence[int]) -> bool:
-        """Lets DDP see gradients of zero in a recorded order, before its first backward pass. Collective.
+        """Lets DDP see gradients of zero in a recorded order, before the first step of a resumed run. Collective.
 
         Returns:
             Whether the order is that of this module's parameters; where it is not, nothing is done.
         """
         if not self._is_used or not self._fits(numbers):
             return False
+        self.numbers = list(numbers)
+        self.complete()
+        return True
+
+    def complete(self) -> None:
+        """Lets DDP see what is still missing of the recorded order; between two steps. Collective."""
+        while self.numbers and self._num_missing:
+            self._num_missing -= 1
+            self._show_zeros()
+
+    def _show_zeros(self) -> None:
         module: Any = self._ddp.module
-        chosen = [self._parameters[number] for number in numbers]
+        chosen = [self._parameters[number] for number in self.numbers]
         # What was computed last is differentiated first.
         module.forward = lambda _: _touch_all(chosen[::-1], sparse=self._sparse)
         try:
@@ -74,8 +89,6 @@ class BucketOrder:
             del module.forward
         for parameter in self._parameters:
             parameter.grad = None
-        self.numbers = list(numbers)
-        return True
 
     def _fits(self, numbers: Sequence[int]) -> bool:
         count = len(self._parameters)

@@ -280,8 +280,10 @@ class ReplicaPasses(Passes):
         return gradients, numbers, torch.linalg.vector_norm(_norms(gradients))
 
     def forget(self) -> None:
-        """Drops the numbers."""
+        """Drops the numbers, and completes the order of DDP's buckets after a first step. Collective."""
         self._stats_param.grad = None
+        if self._order is not None:
+            self._order.complete()
 
 
 class ShardPasses(Passes):

@@ -87,8 +87,9 @@ def test_batches_by_length_differ_in_size_and_pools_end_where_plain_batches_woul
         (2, 4, {}),
         (1, 2, {**BY_LENGTH, "data": {**PADDED, "prefetch": 3}}),
         (1, 3, {"model": {"_target_": "small_training.Branches"}, "ddp": {"find_unused_parameters": True}}),
+        (2, 4, {"ddp": {"static_graph": True}}),
     ],
-    ids=["first of two", "third of four", "by length, read ahead", "unused parameters"],
+    ids=["first of two", "third of four", "by length, read ahead", "unused parameters", "static graph"],
 )
 def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(
     tmp_path: Path, rank: int, ranks: int, sections: dict[str, Any]
