@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +26,7 @@ from slurm_train.distributed.parallelize import (
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
 from slurm_train.errors import ConfigError
 from slurm_train.models.first_weights import fill, first_values
-from slurm_train.train.context import Parts, gather
+from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.optimizer import begin_state, build_optimizer, can_call_kernel
 
 
@@ -107,6 +110,25 @@ def _prepare_shards(parts: Parts) -> None:
     parts.optimizer = build_optimizer(model, optim=config.optim)
     if can_call_kernel(parts.optimizer):
         begin_state(parts.optimizer)
+
+
+@contextmanager
+def casts_explained(rank: Rank) -> Iterator[None]:
+    """Says what to do where a model whose shards are cast computes with something of another type."""
+    try:
+        yield
+    except RuntimeError as err:
+        if rank.casts_shards and "BFloat16" in str(err):
+            remedies = "cast it to the type of the inputs, buffer.to(x.dtype)"
+            if rank.config.train.param_dtype != "bfloat16":
+                remedies += "; or set parallel.gather_dtype=float32"
+            # The traceback that follows has the line of the model.
+            print(
+                "shards and inputs are in bfloat16, and the model computes with another type, e.g. that of a buffer: "
+                f"{remedies}",
+                file=sys.stderr,
+            )
+        raise
 
 
 def _require_trained_stages(parts: Parts) -> None:

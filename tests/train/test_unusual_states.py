@@ -159,6 +159,26 @@ def test_what_a_model_and_an_optimizer_make_later_is_resumed_bit_for_bit(tmp_pat
     resumed_run(tmp_path, model=model, optim={"_target_": f"{__name__}.LateState"})
 
 
+class Centred(Net):
+    """Has a buffer in its own type, which a number in bfloat16 takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.float64), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs - self.mean)
+
+
+@pytest.mark.distributed
+def test_a_buffer_that_shards_in_bfloat16_do_not_go_with_is_explained(tmp_path: Path) -> None:
+    model = {"_target_": f"{__name__}.Centred"}
+    config = config_of(model=model, parallel={"dp_shard": 2, "gather_dtype": "bfloat16"})
+    _, text = finish(start(tmp_path / "run", config))
+    assert "e.g. that of a buffer: cast it to the type of the inputs, buffer.to(x.dtype); or set parallel." in text
+    assert "in forward" in text, "the line of the model"
+
+
 class SparseNet(Net):
     """Looks up a row of a table, whose gradients are sparse."""
 
