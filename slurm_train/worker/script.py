@@ -5,6 +5,8 @@ The script replaces the process of the worker, so signals, exit code and log are
 
 from __future__ import annotations
 
+import contextlib
+import filecmp
 import os
 import re
 import shutil
@@ -48,6 +50,13 @@ def run_script(
         ConfigError: there is no such script, or MASTER_ADDR or MASTER_PORT is not set.
     """
     command = script_command(words, code_dir=code_dir, run=run)
+    edited = edited_arguments(words, code_dir=code_dir, folder=Path.cwd())
+    if edited and place.is_first:
+        print(
+            f"slurm_train: {', '.join(edited)} changed since the submission, and the program reads the present file in "
+            f"{Path.cwd()}; to read the run's copy, name it from the folder of the script (`__file__`)",
+            file=sys.stderr,
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     variables = script_env(place, env, code_dir=code_dir, run=run)
@@ -93,6 +102,25 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
     if program is None:
         raise ConfigError(f"script={name}: no such program on PATH", hint="a Python script's name ends in .py")
     return [program, *arguments]
+
+
+def edited_arguments(words: Sequence[str], *, code_dir: Path, folder: Path) -> list[str]:
+    """Returns the files that arguments name and that differ from the run's copy, e.g. ["config/train.py"].
+
+    Args:
+        words: the script and its arguments, e.g. ["train.py", "--config=config/train.yaml"].
+        code_dir: the copy.
+        folder: where the program looks for relative paths.
+    """
+    edited = []
+    for name in (name for word in words[1:] for name in (word, word.partition("=")[2]) if name):
+        copy = code_dir / name
+        present = folder / name
+        # Most words name no file, and some no path. An absolute path is the same one twice.
+        with contextlib.suppress(OSError, ValueError):
+            if copy.is_file() and present.is_file() and not filecmp.cmp(copy, present, shallow=False):
+                edited.append(name)
+    return edited
 
 
 def torchrun_env(place: RankPlace, env: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.worker import script_main
 from slurm_train.worker.apart import ApartWatch
-from slurm_train.worker.script import script_command, script_env, torchrun_env
+from slurm_train.worker.script import edited_arguments, script_command, script_env, torchrun_env
 from tests.support.waiting import wait_for
 
 PLACE = RankPlace(rank=5, local_rank=1, node_rank=1, world_size=6, local_world_size=2, host="n1")
@@ -64,6 +64,27 @@ def test_the_directory_of_the_run_is_put_into_the_words(tmp_path: Path) -> None:
     words = ["train.py", "--out=$SLURM_TRAIN_RUN_DIR/out", "$SLURM_TRAIN_RUN_DIRECTORY", r"\1"]
     command = script_command(words, code_dir=tmp_path, run=RunDirectory(tmp_path / r"a\1"))
     assert command[-3:] == [f"--out={tmp_path}/a\\1/out", "$SLURM_TRAIN_RUN_DIRECTORY", r"\1"]
+
+
+def test_a_file_of_an_argument_that_was_edited_is_named(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    for place in (code, tmp_path):
+        (place / "config").mkdir(parents=True)
+        for name in ("same.py", "edited.py"):
+            (place / "config" / name).write_text("lr = 1")
+    (tmp_path / "config" / "edited.py").write_text("lr = 2")
+    (tmp_path / "data.bin").touch()
+    words = [
+        "train.py",
+        "config/edited.py",
+        "--a=config/same.py",
+        "--b=config/edited.py",
+        "data.bin",
+        "config",
+        "x" * 999,
+    ]
+    words += ["a\0b", str(tmp_path / "config" / "edited.py")]
+    assert edited_arguments(words, code_dir=code, folder=tmp_path) == ["config/edited.py", "config/edited.py"]
 
 
 WORKER = """
