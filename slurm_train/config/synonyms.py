@@ -1,6 +1,7 @@
 """What other trainers, and Slurm's own commands, call a setting or a verb: what to type here instead.
 
-The names are those of Hugging Face's Trainer and accelerate, Lightning, torchtitan, DeepSpeed, nanoGPT and Slurm.
+The names are those of Hugging Face's Trainer and accelerate, Lightning, torchtitan, DeepSpeed, nanoGPT, submitit and
+Slurm.
 Nothing is translated silently: a name that this program does not have is refused, and the hint says what to type.
 `docs/coming-from.md` has the same answers side by side; a test compares them, and composes every setting.
 """
@@ -111,20 +112,22 @@ _SETTINGS = {
     # --- Slurm ---
     "+cluster=2x8, nodes x GPUs per node": (
         "nodes num_nodes nnodes -N gpus -G gpus_per_node gres devices num_gpus n_gpus nproc_per_node num_processes "
-        "num_machines ntasks -n ntasks_per_node tasks_per_node trainer gpus_per_task"
+        "num_machines ngpus ntasks -n ntasks_per_node tasks_per_node trainer gpus_per_task"
     ),
-    "cluster.partition={gpu}": "partition",
-    "cluster.account={my_account}": "account -A",
-    "cluster.qos={normal}": "qos -q",
+    "cluster.partition={gpu}": "partition slurm_partition",
+    "cluster.account={my_account}": "account -A slurm_account",
+    "cluster.qos={normal}": "qos -q slurm_qos",
     "cluster.time={4:00:00}": "time -t walltime time_limit timelimit",
     "cluster.time_limit_min=240, in minutes": "cluster.time",
     "cluster.time_limit_min={240}": "time_limit_min timeout_min time_min",
     "cluster.memory_gb_per_node={64}": "mem memory mem_gb",
     "cluster.cpus_per_gpu={8}": "cpus_per_task cpus_per_gpu",
     "cluster.gpu_type={a100}": "gpu_type",
-    "cluster.constraint={h100}": "constraint -C",
+    "cluster.constraint={h100}": "constraint -C slurm_constraint",
     "cluster.nodelist={node1}": "nodelist -w",
-    "cluster.exclude={node1}": "exclude -x",
+    "cluster.exclude={node1}": "exclude -x slurm_exclude",
+    '"cluster.setup=[module load cuda]"': "slurm_setup setup",
+    "cluster.sbatch.comment=text; every flag of sbatch likewise": "slurm_additional_parameters slurm_comment comment",
     "cluster.sbatch.exclusive=true": "exclusive",
     "cluster.sbatch.reservation={maint}": "reservation",
     "cluster.sbatch.mail-type={END}": "mail_type",
@@ -133,7 +136,9 @@ _SETTINGS = {
     "cluster.sbatch.begin={now+1hour}": "begin",
     "cluster.env.NAME=VALUE; cluster.export=[NAME] takes it from this shell": "env --export environment",
     "requeue.enabled=true, which is the default": "auto_requeue",
-    "requeue.warn_before_limit_s={300}": "signal",
+    "requeue.warn_before_limit_s={300}": "signal slurm_signal_delay_s",
+    "requeue.max_returns_without_progress={3}; with progress a run comes back without end": "slurm_max_num_timeout",
+    "sweep.max_parallel={4}, with -m and several values": "slurm_array_parallelism array_parallelism",
 }
 """What to type -> other names for it. A value in braces is an example; one that was typed takes its place."""
 _ADVICE = {
