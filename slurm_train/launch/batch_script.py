@@ -33,6 +33,7 @@ from slurm_train.slurm.flags import (
     flag_word,
     resource_flags,
 )
+from slurm_train.status.run_status import SETUP_FAILED
 
 STEP_NAME = "attempt_{attempt}"
 
@@ -152,7 +153,7 @@ def _setup_lines(plan: RunPlan) -> list[str]:
     return [
         f"cd {_quoted(str(folder))} || echo {_quoted(warning)} >&2",
         # A line of a file that is sourced may fail without a word, and `set -e` ends the job.
-        """set -E; trap 'echo "cluster.setup: exit code $? of: $BASH_COMMAND" >&2' ERR""",
+        f"""set -E; trap 'echo "{SETUP_FAILED}$? of: $BASH_COMMAND" >&2' ERR""",
         *cluster.setup,
         "trap - ERR; set +E",
     ]

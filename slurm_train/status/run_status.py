@@ -481,6 +481,9 @@ _WITHOUT_ATTEMPT = (Phase.FAILED, Phase.TIMEOUT, Phase.OUT_OF_MEMORY, Phase.NODE
 _CLOCKS_DIFFER_S = 5.0
 _LAST_WORDS_BYTES = 1 << 14
 _MOST_SHOWN = 300
+SETUP_FAILED = "cluster.setup: exit code "
+"""Begin of the line that a batch script writes where a command of `cluster.setup` has failed."""
+_OF_EARLIER_JOBS = ("slurm_train: ", "slurmstepd", "srun: ")
 # bash names the copy of the script in slurmd's own folder.
 _FOLDER_OF_SCRIPT = re.compile(r"^/\S*/(?=slurm_script: |submit\.sh: )")
 
@@ -522,7 +525,10 @@ def never_began(files: RunFiles, job: JobState) -> str:
 
 
 def _last_words(files: RunFiles, job: JobState) -> str:
-    """Returns the last line that a job's script has written into the batch log, "" where it has written none."""
+    """Returns the last line that a job's script has written into the batch log, "" where it has written none.
+
+    Where that is our line about `cluster.setup`, what the command has said comes before it.
+    """
     log = files.run.logs / "batch.log"
     start_unix_s = unix_s(job.start)
     written_unix_s = change_times([log]).get(log)
@@ -532,10 +538,12 @@ def _last_words(files: RunFiles, job: JobState) -> str:
     is_of_job = written_unix_s >= start_unix_s - _CLOCKS_DIFFER_S
     if not is_of_job or written_unix_s <= _last_time(files.last_attempt) + 1.0:
         return ""
-    lines = plain(read_tail(log, _LAST_WORDS_BYTES)).splitlines()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    printable = "".join(character for character in last if character.isprintable())
-    return _FOLDER_OF_SCRIPT.sub("", printable)[:_MOST_SHOWN]
+    lines = [line.strip() for line in plain(read_tail(log, _LAST_WORDS_BYTES)).splitlines() if line.strip()]
+    last = lines[-1:]
+    if last and last[0].startswith(SETUP_FAILED):
+        last = [line for line in lines[-2:] if not line.startswith(_OF_EARLIER_JOBS)]
+    texts = ("".join(character for character in line if character.isprintable()) for line in last)
+    return "; ".join(_FOLDER_OF_SCRIPT.sub("", text) for text in texts)[:_MOST_SHOWN]
 
 
 @dataclass(frozen=True, slots=True)

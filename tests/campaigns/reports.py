@@ -273,7 +273,7 @@ def _relative_setup(person: Person) -> Iterator[str]:
             yield f"refused without a word of relative paths: {done.err[-200:]}"
         return
     job, run = done.job_and_run
-    wait_for_state(job, "RUNNING", within_s=_PATIENCE_S)
+    wait_for(lambda: (run.logs / "attempt_0").is_dir(), within_s=_PATIENCE_S, what="an attempt")
     _types(person, "cancel e")
     _ends(job)
     again = Person(person.folder.parent).types("resume", str(run.path))
@@ -460,7 +460,7 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("an answer that comes before the job", _late_answer),
     Situation("a wrapper around the sbatch of a sweep", _wrapped_sweep),
     Situation("lines of a site on stdout of sinfo, squeue and scontrol", _lines_of_sinfo),
-    Situation("a filter that explains itself on stdout", _refused_with(_QUEUE, 1, "cluster.partition")),
+    Situation("a filter that explains itself on stdout", _refused_with(_QUEUE, 1, "squeue --me")),
     Situation("a filter that explains itself in several lines", _refused_with(_ACCOUNTS, 2, "cluster.account")),
     Situation("a site that refuses job arrays", _no_arrays),
     Situation("the time limit of a list of partitions", _limits_of_partitions),

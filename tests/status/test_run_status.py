@@ -122,6 +122,19 @@ NEWEST_JOBS: dict[str, tuple[dict[str, Any], str, float, str, str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [(f"/var/spool/job12/{MODULE}", f"{MODULE}; "), ("slurm_train: attempt 0: the job was cancelled", "")],
+)
+def test_what_a_command_of_the_setup_has_said_is_quoted(before: str, words: str, has_run: Any) -> None:
+    failed = "cluster.setup: exit code 127 of: module load cuda"
+    run = has_run(job_ids=("12",), logs={"batch.log": f"{before}\n{failed}\n"})
+    now_s = int(time.time())
+    times = {"start": str(now_s - 2), "end": str(now_s - 2)}
+    found = seen(run, look(job_state("12", "FAILED", nodelist="node3", **times)))
+    assert found.note == f"ended before it began: {words}{failed}"
+
+
 @pytest.mark.parametrize("case", NEWEST_JOBS)
 def test_the_newest_job_counts_and_its_last_words_are_quoted(case: str, has_run: Any) -> None:
     facts, word, start_s, state, note = NEWEST_JOBS[case]
