@@ -37,15 +37,9 @@ net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 
 model = DistributedDataParallel(net) if run.world_size > 1 else net
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
-done = 0
-checkpoint = run.newest()
-if checkpoint is not None:
-    done = checkpoint.step
-    state = torch.load(checkpoint.path / "state.pt", weights_only=True, map_location=run.device)
-    net.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-# Each save has the random generators of each rank; dropout goes on with its numbers.
-run.restore_random()
+# All that a checkpoint has, also the random generators of each rank: dropout goes on with its numbers.
+training = run.training(net, optimizer)
+done = training.resume()
 
 # Each step has its 64 samples, whoever reads them; the first step is the one after the checkpoint.
 batches = run.batches(len(data), global_size=64, steps=options.steps, seed=1)
@@ -60,9 +54,7 @@ for step, (inputs, targets) in enumerate(loader, start=done + 1):
     run.report(step, loss=loss.item(), max_steps=options.steps)
     stop = run.should_stop()
     if stop or step % options.save_every == 0 or step == options.steps:
-        with run.save(step) as folder:
-            if run.rank == 0:
-                torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
+        training.save(step)
     if stop and step < options.steps:
         run.leave()
 print(f"rank {run.rank} of {run.world_size}: {options.steps} steps", flush=True)

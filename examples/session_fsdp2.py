@@ -1,4 +1,4 @@
-"""An FSDP2 loop that is part of its run: each rank saves its shards with torch.distributed.checkpoint.
+"""An FSDP2 loop that is part of its run: each rank saves its shards, and any number of ranks resumes.
 
 From this folder; stop it with Ctrl-C and type the same again:
 
@@ -11,9 +11,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -40,11 +38,6 @@ fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def state() -> dict[str, object]:
-    weights, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": optimizer_state}
-
-
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns this rank's samples of a step, which follow from the step alone."""
     generator = torch.Generator().manual_seed(number * run.world_size + run.rank)
@@ -52,14 +45,8 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.to(device), (x @ torch.arange(8.0).unsqueeze(1)).to(device)
 
 
-step = 0
-checkpoint = run.newest()
-if checkpoint is not None:
-    found = state()
-    dcp.load(found, checkpoint_id=checkpoint.path)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    step = checkpoint.step
-
+training = run.training(model, optimizer)
+step = training.resume()
 while step < options.steps:
     inputs, targets = batch(step)
     loss = nn.functional.mse_loss(model(inputs), targets)
@@ -71,8 +58,7 @@ while step < options.steps:
     run.report(step, loss=loss.item(), max_steps=options.steps)
     stop = run.should_stop()
     if stop or step % options.save_every == 0 or step == options.steps:
-        with run.save(step) as folder:
-            dcp.save(state(), checkpoint_id=folder)
+        training.save(step)
     if stop and step < options.steps:
         run.leave()
 print(f"rank {run.rank} of {run.world_size}: {step} steps", flush=True)

@@ -104,16 +104,16 @@ class Division:
         Args:
             state: tensors and values, nested; its first keys are the parts.
             values: of the callbacks: rank 0 writes all of them.
-            of_first_rank: tensors of the model, by their names in it, that the first rank that holds them writes.
+            of_first_rank: full names of tensors that the first rank that holds them writes, as it does small ones.
 
         Raises:
             RunError: on every rank: the ranks hold different things, and what cannot be saved is named.
         """
         held = describe(state, values=values)
-        model = held.get("model", {})
         for name in of_first_rank:
-            if MODEL + name in model:  # as small ones are
-                model[MODEL + name] = model[MODEL + name]._replace(num_bytes=0)
+            part = held.get(name.partition(".")[0], {})
+            if name in part:
+                part[name] = part[name]._replace(num_bytes=0)
         if not self._is_same_everywhere(held):
             self._agreed = None
             self._agreed = self._compare(held)

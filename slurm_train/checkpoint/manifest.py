@@ -34,6 +34,8 @@ DAMAGED_HINT = "`checkpoint verify RUN` shows which checkpoints are whole; take 
 _HEADER_HINT = "pass the facts of a checkpoint as CheckpointHeader describes them"
 DIRECTORY = "directory"
 """The kind, in `extra`, of a checkpoint that a user's own program has filled with its files."""
+PROGRAM = "program"
+"""The kind of a checkpoint with the model and optimizer of a user's own program."""
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 # Keys that came later, as manifests from before them are read.
@@ -105,6 +107,11 @@ class CheckpointHeader:
     def is_directory(self) -> bool:
         """Whether it holds files of a user's own program, in folders perhaps, of which nothing but bytes is known."""
         return self.extra.get("kind") == DIRECTORY
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it has the model and the optimizer of a user's own program."""
+        return self.extra.get("kind") == PROGRAM
 
     @property
     def tensors(self) -> dict[str, str]:

@@ -30,7 +30,6 @@ from slurm_train.checkpoint.filling import Saved
 from slurm_train.checkpoint.load import Choice, choose_checkpoint
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-from slurm_train.checkpoint.resumption import run_place
 from slurm_train.checkpoint.save import BackgroundSaver, Outcome, save_to
 from slurm_train.checkpoint.save_pace import SavePace, build_save_pace
 from slurm_train.checkpoint.state import StagingBuffers
@@ -62,7 +61,7 @@ class Content:
 
 @dataclass(slots=True)
 class SaveTimes:
-    """What the saves of this attempt took."""
+    """What the saves of this attempt took, and how the newest ended."""
 
     blocked_s: float = 0.0
     """Seconds that saves have kept the training waiting, all together."""
@@ -70,6 +69,8 @@ class SaveTimes:
     """Longest time from the begin of a save until it was durable."""
     newest_s: float | None = None
     """That of the newest good save; None before the first has ended."""
+    newest_error: CheckpointError | None = None
+    """Why the newest save failed, None if it did not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -277,6 +278,7 @@ class Saves:
     def _record(self, outcome: Outcome) -> None:
         """Records how a save ended."""
         result = outcome.result
+        self.times.newest_error = result if isinstance(result, CheckpointError) else None
         failed = isinstance(result, Exception)
         if self.log is not None:
             num_bytes = 0 if isinstance(result, Exception) else result.num_bytes
@@ -311,7 +313,7 @@ def _error_of(outcome: Outcome) -> Exception:
 def build_saves(
     run: RunDirectory,
     *,
-    attempt: int,
+    place: Place,
     rank_place: RankPlace,
     settings: CheckpointSection,
     env: Mapping[str, str],
@@ -324,7 +326,7 @@ def build_saves(
 
     Args:
         run: the run.
-        attempt: number of the attempt.
+        place: its checkpoints.
         rank_place: this rank and its node.
         settings: of checkpoints.
         env: this process's environment, for variables in `checkpoint.local_dir`.
@@ -337,8 +339,7 @@ def build_saves(
         ConfigError: `checkpoint.local_dir` names a variable that is not set.
         RunError: its folder is not there, or not this user's.
     """
-    place = run_place(run, attempt, keep=settings.keep, is_leader=rank_place.is_first)
-    group = open_side_group(settings.save_timeout_s) if dist.is_initialized() else None
+    group = None if peers is None else open_side_group(settings.save_timeout_s)
     local = None
     if settings.local_dir is not None:
         base = Path(expand(settings.local_dir, env))
@@ -354,7 +355,7 @@ def build_saves(
         pace=build_save_pace(run, settings=settings, clock=clock),
         saver=BackgroundSaver(clock=clock),
         buffers=StagingBuffers(device),
-        log=SaveLog(run, attempt) if rank_place.is_first else None,
+        log=SaveLog(run, place.attempt) if rank_place.is_first else None,
         in_background=settings.background,
         clock=clock,
     )
@@ -416,7 +417,7 @@ def build_local_saves(
         target=target,
         copy_every=settings.copy_every,
         peers=peers,
-        group=open_side_group(settings.save_timeout_s) if dist.is_initialized() else None,
+        group=None if peers is None else open_side_group(settings.save_timeout_s),
         thread=ThreadPoolExecutor(1, thread_name_prefix="copy"),
     )
 

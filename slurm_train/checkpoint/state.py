@@ -63,32 +63,25 @@ def training_state(model: nn.Module, optimizers: Optimizers, *, makes_state: boo
 
 def restore_training_state(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
     """Puts a filled state back; hyperparameters of the parameter groups (learning rate, betas) come back too."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
     restore_model_state(model, state["model"])
-    # An optimizer without state takes a step in there, which would change the tensors of its groups in place.
-    groups = [_with_own_tensors(group) for group in state["optimizer"]["param_groups"]]
-    # Not strict: an optimizer may keep something of some of its parameters only.
-    set_optimizer_state_dict(
-        model,
-        optimizers,
-        {**state["optimizer"], "param_groups": groups},
-        options=StateDictOptions(strict=False),
-    )
-    plain = plain_names(model)
-    for name, parameter in model.named_parameters():
-        for optimizer in listed(optimizers):
-            if parameter in optimizer.state:
-                _keep_types(optimizer.state[parameter], state["optimizer"]["state"].get(plain(name), {}))
+    states = state["optimizer"]["state"]
+    groups = iter(state["optimizer"]["param_groups"])
+    for optimizer in listed(optimizers):
+        group_names = names_of_groups(model, optimizer)
+        # An optimizer may keep something of some of its parameters only.
+        kept = {name: states[name] for names in group_names for name in names if name in states}
+        # It takes any numbering of its parameters, in the order of its groups: also their names.
+        own_groups = [{**next(groups), "params": names} for names in group_names]
+        optimizer.load_state_dict({"state": kept, "param_groups": own_groups})
+        for group, names in zip(optimizer.param_groups, group_names, strict=True):
+            for parameter, name in zip(group["params"], names, strict=True):
+                if parameter in optimizer.state:
+                    _keep_types(optimizer.state[parameter], kept.get(name, {}))
 
 
 def listed(optimizers: Optimizers) -> Sequence[Optimizer]:
     """Returns the optimizers, also where there is one."""
     return [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-
-
-def _with_own_tensors(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 
 def _keep_types(loaded: Any, saved: Any) -> None:
@@ -206,7 +199,7 @@ def module_states(model: nn.Module) -> dict[str, Any]:
     "in_evaluation" has the names of the modules that are in evaluation mode.
     """
     return {
-        "extra": _on_host(_extra_states(model)),
+        "extra": on_host(_extra_states(model)),
         "in_evaluation": [name for name, module in model.named_modules() if not module.training],
     }
 
@@ -374,13 +367,14 @@ def set_modes(model: nn.Module, in_evaluation: Collection[str]) -> None:
         module.training = name not in in_evaluation
 
 
-def _on_host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
+    """Returns a copy of a nested state, in host memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
+        return {key: on_host(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_on_host(item) for item in value)
+        return type(value)(on_host(item) for item in value)
     return copy.deepcopy(value)
 
 

@@ -38,7 +38,8 @@ def restore_training(
     extra_states: dict[str, Any] | None,
     settings: Collection[str] | None,
     group_names: list[list[str]] | None = None,
-    may_lack_state: bool,
+    makes_state: bool = True,
+    may_lack_state: bool = False,
 ) -> Any:
     """Restores a model and its optimizers. Collective.
 
@@ -52,6 +53,8 @@ def restore_training(
         settings: names in the optimizers' groups that stay as they are here; None: all come from the checkpoint, and
             each group has to have the parameters that it had.
         group_names: names of the parameters in each group of the whole model, where this rank has a stage of it.
+        makes_state: give an optimizer that has not stepped yet its state, all of which the checkpoint has to have; else
+            it gets the state that the checkpoint has.
         may_lack_state: what the checkpoint has no state of has had no gradient yet; else it is an error.
 
     Returns:
@@ -67,7 +70,7 @@ def restore_training(
     described = read_metadata(choice.path)
     saved = tensor_shapes(choice.path, described=described)
     make_buffers(model, choice.manifest.extra.get(MADE_BUFFERS, []), saved=of_model(saved))
-    state = training_state(model, optimizers)
+    state = training_state(model, optimizers, makes_state=makes_state)
     groups: list[dict[str, Any]] = state["optimizer"].pop("param_groups")
     numbered = number_groups(groups, group_names or [members["params"] for members in groups])
     saved_of_groups = {}

@@ -17,21 +17,22 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero
-from slurm_train.checkpoint.manifest import DIRECTORY, CheckpointHeader
+from slurm_train.checkpoint.manifest import DIRECTORY, PROGRAM, CheckpointHeader
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import EXIT_REQUEUE, CheckpointError, ConfigError, SlurmTrainError
+from slurm_train.errors import EXIT_FAILURE, EXIT_REQUEUE, CheckpointError, ConfigError, SlurmTrainError
 from slurm_train.metrics import MetricsWriter
 from slurm_train.rundir.attempts import note_saved
 from slurm_train.rundir.events import SaveLog
@@ -39,24 +40,29 @@ from slurm_train.rundir.files import fsync_file, read_json
 from slurm_train.rundir.heartbeat import Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, StepTimes
-from slurm_train.session.interface import Checkpoint, ChildSession, Session, no_rank_error
+from slurm_train.session.interface import Checkpoint, ChildSession, Session
 from slurm_train.session.orders import ORDERS, Orders
 from slurm_train.session.peers import GroupChooser
 from slurm_train.session.random_streams import RandomStreams
 from slurm_train.session.saving import DirectorySave
 from slurm_train.session.signals import StopFlag, handled, install
 from slurm_train.session.stopping import Stopping
+from slurm_train.session.training import RunTraining, SessionPart, Training, no_rank_error, whole_step
 from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.slurm.job_variables import step_id
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from slurm_train.checkpoint.load import Choice
     from slurm_train.distributed.pace import PaceProbe
 
 RUN_DIR = "SLURM_TRAIN_RUN_DIR"
 """Variable with the directory of the run, for scripts: a place for their files, the same at each attempt."""
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 _ACCOUNT_EVERY_S = 2.0
-_CALLS = ("should_stop", "save", "newest")
+_CALLS = ("should_stop", "save", "newest", "training")
 """What all ranks call together."""
 # Longer than a suspension of a job; the watchdog, which notices suspensions, ends ranks that hang.
 _WATCHED_TIMEOUT_S = 7 * 86400.0
@@ -110,6 +116,7 @@ class JoinedSession(Session):
         self._is_under_agent = is_under_agent
         self._pid = os.getpid()
         self._run = run
+        self._config = config
         self._attempt = attempt
         self._stop = stop
         self._heartbeat = heartbeat
@@ -139,6 +146,7 @@ class JoinedSession(Session):
         self._random = RandomStreams(place.rank)
         self._checkpoint: Checkpoint | None = None
         """What `newest` has returned."""
+        self._training: RunTraining | None = None
         self._reason = ""
         self._has_warned = False
         self._has_ended = False
@@ -166,7 +174,7 @@ class JoinedSession(Session):
 
     def report(self, step: int, /, **numbers: Any) -> None:
         """See `Session.report`."""
-        step = _whole(step)
+        step = whole_step(step)
         heartbeat = self._heartbeat
         steps = self._steps
         if (steps.step is None or step < steps.step) and _is_no_step(step, numbers):
@@ -241,16 +249,35 @@ class JoinedSession(Session):
             print(message, file=sys.stderr)
         return self._reason
 
+    def training(
+        self, model: nn.Module | Mapping[str, nn.Module], optimizer: Optimizer | Sequence[Optimizer], /, **others: Any
+    ) -> Training:
+        """See `Session.training`."""
+        self._require_rank("training")
+        if self._training is not None:
+            raise ConfigError(
+                "this program has two trainings, and a run has the checkpoints of one",
+                hint="hand over all models and optimizers in one call of `training`, or make each training a run",
+            )
+        self._meet("training")
+        self._training = self._build_training(model, optimizer, others)
+        return self._training
+
     @contextlib.contextmanager
     def save(self, step: int, /) -> Iterator[Path]:
         """See `Session.save`."""
         self._require_rank("save")
-        step = _whole(step)
+        if self._training is not None:
+            raise ConfigError(
+                "the checkpoints of this program are those of its `training`, which `save` would stand between",
+                hint="call save of the training; write what belongs to no checkpoint into run.run_directory",
+            )
+        step = whole_step(step)
         start = self._heartbeat.clock()
         phase = self._heartbeat.phase
         if phase != "joined":
             self._heartbeat.mark("save")
-        save = DirectorySave(self._checkpoints, self._header(step), self._group())
+        save = DirectorySave(self._checkpoints, self._header(step, DIRECTORY), self._group())
         error = ""
         num_bytes = 0
         try:
@@ -284,24 +311,23 @@ class JoinedSession(Session):
         # Imported late, since it imports torch.
         from slurm_train.checkpoint.load import choose_checkpoint
 
-        start = self._heartbeat.clock()
-        self._meet("newest")
-        place = self._checkpoints
-        choice = choose_checkpoint(place.root, group=self._group(), attempt=place.attempt, fence=place.fence)
-        self._resumption.take(choice)
-        self._newest_step = self._resumption.origin.step
-        self._is_behind = False
-        self._set_apart(self._heartbeat.clock() - start, "load_s")
-        self._checkpoint = None
-        if choice is None:
-            self._orders.take(0, [])
-            return None
-        if not choice.manifest.is_directory:
-            raise CheckpointError(
-                f"{choice.path} was saved by the built-in trainer, not by a program of its own",
-                hint="start the program under another run.name",
+        if self._training is not None:
+            raise ConfigError(
+                "this program has a `training`, whose checkpoints `newest` cannot give",
+                hint="call resume() of the training",
             )
-        self._orders.take(choice.manifest.step, choice.manifest.extra.get(ORDERS, []))
+        place = self._checkpoints
+        with self._loading():
+            choice = choose_checkpoint(place.root, group=self._group(), attempt=place.attempt, fence=place.fence)
+        if choice is not None and not choice.manifest.is_directory:
+            other = "a `training` of a session" if choice.manifest.is_program else "the built-in trainer"
+            raise CheckpointError(
+                f"{choice.path} was saved by {other}, not by `save`",
+                hint="load it with resume() of the training, or start the program under another run.name",
+            )
+        self._take(choice)
+        if choice is None:
+            return None
         if self._place.is_first:
             for line in (*choice.warnings, choice.resuming):
                 print(f"slurm_train: {line}", file=sys.stderr)
@@ -312,9 +338,6 @@ class JoinedSession(Session):
                     "itself has to find its place in the data",
                     file=sys.stderr,
                 )
-        self._checkpoint = Checkpoint(
-            path=choice.path, step=choice.manifest.step, world_size=choice.manifest.world_size
-        )
         return self._checkpoint
 
     def restore_random(self) -> None:
@@ -324,6 +347,105 @@ class JoinedSession(Session):
         said = self._random.restore(self._checkpoint.path, world_size=self._checkpoint.world_size)
         if said and self._place.is_first:
             print(f"slurm_train: {said}", file=sys.stderr)
+
+    def _build_training(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        others: Mapping[str, Any],
+    ) -> RunTraining:
+        # Imported late, since they import torch.
+        from torch import nn
+        from torch.distributed import ProcessGroup
+        from torch.optim import Optimizer
+
+        from slurm_train.checkpoint.program import ProgramState
+        from slurm_train.checkpoint.saves import build_saves
+
+        group = self._group()
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise ConfigError(
+                "`training` was called before torch.distributed was opened",
+                hint="call init_process_group first; or write the files yourself in `with run.save(step)`",
+            )
+        state = ProgramState(
+            model if isinstance(model, nn.Module) else nn.ModuleDict(model),
+            [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer),
+            others,
+            group=group,
+        )
+        settings = self._config.checkpoint
+        if settings.local_dir is not None:
+            # The last save of a program would be on the nodes alone.
+            settings = replace(settings, local_dir=None)
+            if self._place.is_first:
+                print(
+                    f"slurm_train: checkpoints of a program go into the run directory; checkpoint.local_dir="
+                    f"{self._config.checkpoint.local_dir} is for the built-in trainer",
+                    file=sys.stderr,
+                )
+        saves = build_saves(
+            self._run,
+            place=self._checkpoints,
+            rank_place=self._place,
+            settings=settings,
+            env=self._env,
+            device=state.device,
+            clock=self._heartbeat.clock,
+            peers=group,
+        )
+        part = SessionPart(
+            is_first=self._place.is_first,
+            saving=self._saving,
+            loading=self._loading,
+            header=partial(self._header, kind=PROGRAM),
+            take=self._take,
+            random=self._random,
+        )
+        return RunTraining(state, saves, part)
+
+    @contextlib.contextmanager
+    def _saving(self, step: int) -> Iterator[bool]:
+        """Does what belongs to a save of a training, around it; gives whether to wait until it is on disk."""
+        self._require_rank("save")
+        start = self._heartbeat.clock()
+        phase = self._heartbeat.phase
+        if phase != "joined":
+            self._heartbeat.mark("save")
+        try:
+            self._meet("save")
+            on_rank_zero(self._group(), lambda: self._require_ahead(step))
+            self._make_metrics_durable()
+            yield bool(self._reason)
+            self._newest_step = step
+        finally:
+            self._set_apart(self._heartbeat.clock() - start, "checkpoint_stall_s")
+            if self._spent is not None and self._training is not None:
+                self._spent.longest_save_s = max(self._spent.longest_save_s, self._training.longest_save_s)
+            self._heartbeat.mark(phase)
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Does what belongs to the loading of a checkpoint, around it."""
+        start = self._heartbeat.clock()
+        self._meet("newest")
+        yield
+        self._set_apart(self._heartbeat.clock() - start, "load_s")
+
+    def _take(self, choice: Choice | None) -> None:
+        """Takes over what training goes on from."""
+        self._resumption.take(choice)
+        self._newest_step = self._resumption.origin.step
+        self._is_behind = False
+        self._checkpoint = None
+        if choice is None:
+            self._orders.take(0, [])
+            return
+        manifest = choice.manifest
+        self._orders.take(manifest.step, manifest.extra.get(ORDERS, []))
+        self._checkpoint = Checkpoint(path=choice.path, step=manifest.step, world_size=manifest.world_size)
+        if manifest.is_program:
+            self.restore_random()
 
     @property
     def _steps_done(self) -> int:
@@ -349,6 +471,13 @@ class JoinedSession(Session):
         """Writes all that is not written yet; the time from now on belongs to no step."""
         if os.getpid() != self._pid:
             return  # a child that was forked ends as the program does
+        try:
+            if self._training is not None:
+                self._training.finish()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self._heartbeat.mark("end")
         self._write_lines()
         self._times.keep()
@@ -535,7 +664,7 @@ class JoinedSession(Session):
             self._saves.stalled(step, seconds)
             self._saves.ended(step, num_bytes=num_bytes, save_s=seconds, error=error)
 
-    def _header(self, step: int) -> CheckpointHeader:
+    def _header(self, step: int, kind: str) -> CheckpointHeader:
         place = self._place
         plan = read_json(self._run.plan) or {}
         try:
@@ -555,7 +684,7 @@ class JoinedSession(Session):
             data_fingerprint="",
             torch_version=torch_version,
             **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),
-            extra={"kind": DIRECTORY, ORDERS: orders},
+            extra={"kind": kind, ORDERS: orders},
         )
 
 
@@ -637,8 +766,18 @@ def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Joined
         is_under_agent=is_under_torchrun(env),
     )
     # It comes before the exit function of `multiprocessing`, which is imported already, ends its children by TERM.
-    atexit.register(session.close)
+    atexit.register(_close_at_exit, session)
     return session
+
+
+def _close_at_exit(session: JoinedSession) -> None:
+    """Closes the session at the end of the program, which has failed if its last checkpoint has."""
+    try:
+        session.close()
+    except SlurmTrainError as err:
+        print(f"slurm_train: {err}", file=sys.stderr, flush=True)
+        # The exit code is settled already.
+        os._exit(EXIT_FAILURE)
 
 
 def _newest_collectives() -> bytes | None:
@@ -653,18 +792,6 @@ def _is_no_step(step: int, numbers: Mapping[str, Any]) -> bool:
     """Returns whether a report is an evaluation, where no step is done or a later one is."""
     is_evaluation = step == 0 or any(name.startswith("eval_") for name in numbers)
     return bool(numbers) and "loss" not in numbers and is_evaluation
-
-
-def _whole(step: Any) -> int:
-    """Returns a number of steps as an int, which numpy, a tensor or a division may have made of another type.
-
-    Raises:
-        ConfigError: it is no whole number.
-    """
-    whole = int(step)
-    if whole != step:
-        raise ConfigError(f"{step!r} was given as a step", hint="a step is a whole number: how many steps are done")
-    return whole
 
 
 def _number(value: Any) -> float | int | None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import EXIT_REQUEUE, ConfigError
+from slurm_train.errors import EXIT_REQUEUE
+from slurm_train.session.training import ChildTraining, Training, no_rank_error
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from torch.optim import Optimizer
 
     from slurm_train.data.batches import RankBatches
 
@@ -135,6 +138,32 @@ class Session:
         with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:
             yield Path(folder)
 
+    def training(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],  # noqa: ARG002  # nothing is saved outside of a run
+        optimizer: Optimizer | Sequence[Optimizer],  # noqa: ARG002
+        /,
+        **others: Any,  # noqa: ARG002
+    ) -> Training:
+        """Returns what saves and resumes a training with all that belongs to it. Collective.
+
+        The model's parameters and buffers and the optimizer's state are saved by names, each once over all ranks, the
+        shards of DTensors where they are. So a model under `fully_shard`, DDP or neither may load what another one has
+        saved, on any number of ranks, compiled or not. Each rank's random generators are saved, too.
+
+        Args:
+            model: the model, or the models by name.
+            optimizer: of their parameters; several for several models.
+            **others: objects with `state_dict` and `load_state_dict`, by a name that stays: a learning-rate schedule, a
+                GradScaler, an average of the weights, a stateful loader; also a `torch.Generator`. States that differ
+                from rank to rank are saved for each rank, and need the same number of ranks to be resumed.
+
+        Raises:
+            ConfigError: a checkpoint of these could not be complete; or torch.distributed is not open and there are
+                several ranks.
+        """
+        return Training()
+
     def newest(self) -> Checkpoint | None:
         """Returns the newest checkpoint that verifies, the same on all ranks; None where there is none. Collective.
 
@@ -242,12 +271,12 @@ class ChildSession(Session):
         """Refuses; what is saved would go."""
         raise no_rank_error("save")
 
-
-def no_rank_error(call: str) -> ConfigError:
-    """Returns the error for a call of the session in a process that is no rank."""
-    return ConfigError(
-        f"{call} was called in a process that a rank has started (multiprocessing, torch.multiprocessing.spawn): it is "
-        "no rank of the run, so nothing would be saved and no stop would reach it",
-        hint="let the launcher start the processes, e.g. +cluster=1x8, each with its RANK and LOCAL_RANK; or call the "
-        "session in the process that the launcher has started",
-    )
+    def training(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],  # noqa: ARG002  # nothing is saved
+        optimizer: Optimizer | Sequence[Optimizer],  # noqa: ARG002
+        /,
+        **others: Any,  # noqa: ARG002
+    ) -> Training:
+        """Returns a training that refuses to save."""
+        return ChildTraining()

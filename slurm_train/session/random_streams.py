@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _FILE = "session_random_{:05d}.pt"
+RANDOM = "random"
+"""Key of them among a rank's states in a checkpoint of `Session.training`."""
 
 
 def is_random_file(name: str) -> bool:
@@ -42,9 +44,13 @@ class RandomStreams:
             return
         import torch
 
+        torch.save(self.state(), folder / _FILE.format(self._rank))
+
+    def state(self) -> dict[str, Any]:
+        """Returns the states of the generators, for a checkpoint."""
         from slurm_train.distributed.seeds import rng_state
 
-        torch.save({"state": rng_state(), "begin": self._begin}, folder / _FILE.format(self._rank))
+        return {"state": rng_state(), "begin": self._begin}
 
     def restore(self, checkpoint: Path, *, world_size: int) -> str:
         """Puts the generators back as they were at a save, and returns what is to be said of it, "" for nothing.
@@ -103,12 +109,15 @@ class RandomStreams:
 def _read(checkpoint: Path, rank: int) -> dict[str, Any] | None:
     import torch
 
-    try:
-        content = (checkpoint / _FILE.format(rank)).read_bytes()
-    except FileNotFoundError:
-        return None
-    found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    return found
+    from slurm_train.checkpoint.save import rank_file
+
+    # A checkpoint of `Session.training` has them among the rank's other states.
+    for path in (checkpoint / _FILE.format(rank), checkpoint / rank_file(rank)):
+        if path.exists():
+            found: dict[str, Any] = torch.load(io.BytesIO(path.read_bytes()), weights_only=True, map_location="cpu")
+            states: dict[str, Any] = found.get(RANDOM, found)
+            return states
+    return None
 
 
 def _digests() -> dict[str, str]:

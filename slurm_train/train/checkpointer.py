@@ -18,8 +18,8 @@ from torch import Tensor
 from slurm_train.checkpoint.agreement import on_every_rank
 from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part, own_tensors
 from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
-from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
-from slurm_train.checkpoint.resumption import Resumption
+from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
+from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.saves import Content, Saves, build_saves
 from slurm_train.checkpoint.state import (
     buffer_shapes,
@@ -151,7 +151,8 @@ class Checkpointer:
             state[CALLBACKS] = callback_tensors
         # A model changes its buffers on each rank by itself.
         buffers = [name for name, _ in model.named_buffers()]
-        agreed = self.division.agree(state, values=callback_values, of_first_rank=buffers)
+        of_first_rank = [MODEL + name for name in buffers]
+        agreed = self.division.agree(state, values=callback_values, of_first_rank=of_first_rank)
         tensors = own_part(state, agreed)
         rank_state: dict[str, Any] = {"rng": rng_state(), "modules": modules}
         source = self.parts.train_data
@@ -340,7 +341,7 @@ def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_
     global_size = rank.plan.global_size
     saves = build_saves(
         rank.run,
-        attempt=rank.attempt,
+        place=run_place(rank.run, rank.attempt, keep=config.checkpoint.keep, is_leader=rank.place.is_first),
         rank_place=rank.place,
         settings=config.checkpoint,
         env=rank.env,

@@ -96,7 +96,7 @@ def look(queue):
     run.report(1, loss=0.5)
     refused = []
     assert run.newest() is None
-    for call in (run.should_stop, lambda: run.save(1)):
+    for call in (run.should_stop, lambda: run.save(1), lambda: run.training(None, None).save(1)):
         try:
             call()
         except ConfigError as err:
@@ -112,7 +112,7 @@ if __name__ == "__main__":
     (tmp_path / "own.py").write_text(code)
     env = {"SLURM_TRAIN_RUN_DIR": "/nowhere", "SLURM_TRAIN_ATTEMPT": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout == "[False, ['should_stop', 'save']]\n", done.stderr
+    assert done.stdout == "[False, ['should_stop', 'save', 'save']]\n", done.stderr
 
 
 def test_reports_are_lines_of_metrics_and_heartbeats(tmp_path: Path) -> None:

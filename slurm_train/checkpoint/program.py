@@ -1,0 +1,379 @@
+"""What a program with its own loop has to save, and how it is restored.
+
+Weights and optimizer are saved once over all ranks, or in their shards, by names: any number of ranks can load them.
+What else the program hands over is saved as the objects themselves say by `state_dict`: once where all ranks say the
+same, else for each rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
+from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part
+from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
+from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader
+from slurm_train.checkpoint.saves import Content
+from slurm_train.checkpoint.state import (
+    buffer_shapes,
+    local_part,
+    merge_state,
+    module_states,
+    on_host,
+    plain_names,
+    require_known_state,
+    require_loadable_states,
+    saved_buffers,
+    split_state,
+    take_extra_states,
+    training_state,
+)
+from slurm_train.checkpoint.training import MADE_BUFFERS, restore_training
+from slurm_train.errors import ConfigError, RunError
+from slurm_train.formatting import shorten
+
+PER_RANK = "per_rank"
+"""Key in a manifest's `extra`: objects whose state each rank has saved for itself."""
+# By name, since importing them takes long. What they hold looks like the whole, and is a part.
+_OF_PARTS = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer", "DeepSpeedEngine")
+_OPTIMIZERS = "optimizers"
+_OTHERS = "others"
+# Ranks that hold the same numbers get norms that differ by less, also where their GPUs are of different models.
+_NORM_TOLERANCE = 1e-5
+# Up to so many bytes a tensor is compared byte by byte, above by its norm.
+_LARGE_BYTES = 1 << 16
+
+
+class Stateful(Protocol):
+    """What has a state: a schedule, a scaler, an average of weights, a loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Takes it over."""
+
+
+class _OfGenerator:
+    """A generator of random numbers as an object with a state."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what comes next of it."""
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes it over."""
+        self._generator.set_state(state_dict["state"].cpu())
+
+
+class ProgramState:
+    """A model, its optimizers and further objects of a program.
+
+    Args:
+        model: this rank's.
+        optimizers: of its parameters.
+        others: by name.
+        group: a gloo group of all ranks; None for one process.
+
+    Raises:
+        ConfigError: no checkpoint of these could be complete.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        others: Mapping[str, Stateful | torch.Generator],
+        *,
+        group: ProcessGroup | None,
+    ) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._others = {
+            name: _OfGenerator(other) if isinstance(other, torch.Generator) else other for name, other in others.items()
+        }
+        self._group = group
+        self._division = Division(group=group)
+        self._check()
+        self._buffers = buffer_shapes(model)
+        """Shapes of the buffers as the program has made the model."""
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def content(self, header: CheckpointHeader, *, more: Mapping[str, Any]) -> Content:
+        """Returns what this rank writes of this moment. Collective.
+
+        Args:
+            header: facts for the manifest.
+            more: further states of this rank.
+
+        Raises:
+            RunError: on every rank: the ranks hold different things, and what cannot be saved is named.
+            CheckpointError: a state could not be loaded again.
+        """
+        self._check()
+        for optimizer in self._optimizers:
+            require_known_state(optimizer)
+        state = training_state(self._model, self._optimizers, makes_state=False)
+        take_extra_states(state["model"])
+        states = {name: other.state_dict() for name, other in self._others.items()}
+        # A module changes its buffers on each rank by itself, and so does an average of modules.
+        buffers = {
+            name: saved_buffers(other).keys() for name, other in self._others.items() if isinstance(other, nn.Module)
+        }
+        compared = {
+            name: {key: value for key, value in state.items() if key not in buffers.get(name, ())}
+            for name, state in states.items()
+        }
+        per_rank = self._differing(compared)
+        averaged = [full_name((CALLBACKS, name, key)) for name, keys in buffers.items() for key in keys]
+        tensors, values = split_state(states)
+        for name in per_rank:
+            own, tensors[name] = _take_plain(tensors.get(name, {}))
+            values[name] = merge_state(values[name], own)
+        tensors = {name: inner for name, inner in tensors.items() if inner}
+        if tensors:
+            state[CALLBACKS] = tensors
+        shapes = buffer_shapes(self._model)
+        agreed = self._division.agree(state, values={}, of_first_rank=[MODEL + name for name in shapes] + averaged)
+        _require_replicas(self._model, group=self._group)
+        if rank_in(self._group):
+            values = {name: values[name] for name in per_rank}
+        made = sorted(name for name, shape in shapes.items() if self._buffers.get(name) != shape)
+        kinds = [type(optimizer).__name__ for optimizer in self._optimizers]
+        extra = {**header.extra, _OPTIMIZERS: kinds, PER_RANK: per_rank, **({MADE_BUFFERS: made} if made else {})}
+        return Content(
+            tensors=own_part(state, agreed),
+            rank_state={
+                **more,
+                "extra": module_states(self._model)["extra"],
+                _OTHERS: on_host(values),
+            },
+            header=replace(header, weights=agreed.weights, extra=extra),
+            expected=agreed.tensors,
+            # The program may change anything as soon as the call returns.
+            changes_in_forward=True,
+        )
+
+    def restore(self, choice: Choice) -> list[str]:
+        """Restores all of it, and returns notes for the user. Collective.
+
+        Raises:
+            RunError: model, optimizer or another object do not fit the checkpoint.
+            CheckpointError: it cannot be read.
+        """
+        require_loadable_states(self._model)
+        manifest = choice.manifest
+        kinds = [type(optimizer).__name__ for optimizer in self._optimizers]
+        if manifest.extra[_OPTIMIZERS] != kinds:
+            raise RunError(
+                f"{choice.path.name} has the state of {shorten(manifest.extra[_OPTIMIZERS])}, and the program has "
+                f"{shorten(kinds)} now",
+                hint="take the optimizer back, or start another run with run.name=NAME",
+            )
+        is_same_size = manifest.world_size == size_of(self._group)
+        of_first = load_rank_state(choice.path, 0) or {}
+        own = load_rank_state(choice.path, rank_in(self._group))
+        per_rank = manifest.extra.get(PER_RANK, [])
+        lost = sorted(self._others.keys() & set(per_rank))
+        if lost and not is_same_size:
+            raise RunError(
+                f"each of the {manifest.world_size} ranks has saved its own state of {shorten(lost)}, and there are "
+                f"{size_of(self._group)} ranks now",
+                hint=f"resume on {manifest.world_size} ranks; or leave it out of `training(...)`, and it begins anew",
+            )
+        described = restore_training(
+            choice,
+            self._model,
+            self._optimizers,
+            group=self._group,
+            extra_states=(own if is_same_size and own else of_first).get("extra", {}),
+            settings=None,
+            makes_state=False,
+        )
+        values = {**of_first.get(_OTHERS, {}), **((own or {}).get(_OTHERS, {}) if lost else {})}
+        return self._restore_others(choice, values, described=described)
+
+    def _check(self) -> None:
+        """Checks that a checkpoint of it would be complete.
+
+        Raises:
+            ConfigError: it would not.
+        """
+        wrapped = sorted(
+            {
+                kind.__name__
+                for part in (*self._model.modules(), *self._optimizers)
+                for kind in type(part).__mro__
+                if kind.__name__ in _OF_PARTS
+            }
+        )
+        if wrapped:
+            raise ConfigError(
+                f"{wrapped[0]} keeps parts of other ranks' state under the names of the whole",
+                hint="shard by fully_shard (FSDP2), or write the files yourself in `with run.save(step)`",
+            )
+        stateless = [
+            name
+            for name, other in self._others.items()
+            if not callable(getattr(other, "state_dict", None)) or not callable(getattr(other, "load_state_dict", None))
+        ]
+        if stateless:
+            raise ConfigError(
+                f"{shorten(stateless)} has no state_dict or no load_state_dict, so nothing of it could be saved",
+                hint="hand over the object that has them, or give its class the two methods",
+            )
+        plain = plain_names(self._model)
+        of_model = {id(parameter) for _, parameter in self._model.named_parameters()}
+        strangers = [
+            tuple(parameter.shape)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in of_model
+        ]
+        if strangers:
+            raise ConfigError(
+                f"the optimizer has {len(strangers)} parameters that are not the model's, of shapes "
+                f"{shorten(map(str, strangers))}: they would not be saved",
+                hint='hand over all modules: run.training({"model": model, "loss": loss}, optimizer)',
+            )
+        names = [plain(name) for name, _ in self._model.named_parameters()]
+        if len(set(names)) < len(names):
+            raise ConfigError("two parameters of the model have the same name", hint="rename one of the modules")
+
+    def _differing(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Returns the names of the objects whose states differ from rank to rank. Collective."""
+        digests = on_every_rank(self._group, lambda: {name: _digest(state) for name, state in states.items()})
+        names = {name for of_rank in digests for name in of_rank}
+        missing = sorted(name for name in names if any(name not in of_rank for of_rank in digests))
+        if missing:
+            raise RunError(
+                f"some ranks have handed over {shorten(missing)}, and others have not",
+                hint="call `training` alike on all ranks",
+            )
+        return sorted(name for name in names if len({of_rank[name] for of_rank in digests}) > 1)
+
+    def _restore_others(self, choice: Choice, values: Mapping[str, Any], *, described: Any) -> list[str]:
+        """Gives the further objects their states; returns notes for the user."""
+        from slurm_train.checkpoint.tensors import tensor_shapes
+
+        saved = tensor_shapes(choice.path, described=described)
+        present = {
+            full_name(path): tensor
+            for path, tensor in leaves_of(
+                {CALLBACKS: split_state({name: other.state_dict() for name, other in self._others.items()})[0]}
+            )
+        }
+        wanted: dict[str, Any] = {}
+        for full, path in (described.planner_data or {}).items():
+            if path[0] == CALLBACKS and path[1] in self._others:
+                here = present.get(full)
+                is_sharded = hasattr(here, "placements")
+                device = self.device if here is None else here.device
+                shape = saved[full]
+                fresh = torch.empty(shape.shape, dtype=shape.dtype, device=device)
+                _put(wanted, path, torch.empty_like(here) if here is not None and is_sharded else fresh)
+        load_tensors(choice.path, wanted, group=self._group, near=choice.near, described=described)
+        of_objects = wanted.get(CALLBACKS, {})
+        step = choice.manifest.step
+        notes = [f"{name}: left out from step {step} on" for name in values if name not in self._others]
+        for name, other in self._others.items():
+            if name in values:
+                other.load_state_dict(merge_state(values[name], of_objects.get(name, {})))
+            else:
+                notes.append(f"{name}: begins at step {step}, where it has no state")
+        return notes
+
+
+def _put(state: dict[str, Any], path: Sequence[Any], value: Any) -> None:
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = value
+
+
+def _take_plain(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the tensors that a rank holds whole, and those that are cut, both nested as before."""
+    whole: dict[str, Any] = {}
+    cut: dict[str, Any] = {}
+    for path, tensor in leaves_of(tensors):
+        _put(cut if hasattr(tensor, "placements") else whole, path, tensor)
+    return whole, cut
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    """Returns what is equal for equal states; shards count by how they are cut."""
+    hasher = xxhash.xxh3_128()
+    large: list[Tensor] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                hasher.update(f"{key!r}:".encode())
+                add(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        elif not isinstance(value, Tensor):
+            hasher.update(repr(value).encode())
+        else:
+            hasher.update(f"{value.dtype} {tuple(value.shape)} {getattr(value, 'placements', '')}".encode())
+            if hasattr(value, "placements"):
+                return
+            if value.nbytes > _LARGE_BYTES and value.is_floating_point():
+                large.append(value.detach())
+            else:
+                hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    add(state)
+    if large:
+        # One pass over memory, and one wait for the device.
+        norms = torch._foreach_norm(large, 2, dtype=torch.float32)
+        hasher.update(torch.stack(norms).cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _require_replicas(model: nn.Module, *, group: ProcessGroup | None) -> None:
+    """Checks that all ranks have the same values of what each of them holds whole: one will be saved. Collective.
+
+    Raises:
+        RunError: on every rank: naming those that differ.
+    """
+    if group is None:
+        return
+    plain = plain_names(model)
+    whole = {
+        plain(name): local_part(parameter.detach())
+        for name, parameter in model.named_parameters()
+        if not hasattr(parameter, "placements") and parameter.numel()
+    }
+    if not whole:
+        return
+    norms = torch.stack(torch._foreach_norm(list(whole.values()), 2, dtype=torch.float32)).double().cpu()
+    bounds = torch.cat([norms, -norms])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    most, least = bounds.chunk(2)
+    gaps = most + least
+    differing = [
+        name
+        for name, gap, norm in zip(whole, gaps.tolist(), most.tolist(), strict=True)
+        if gap > _NORM_TOLERANCE * abs(norm) and not math.isnan(norm)
+    ]
+    if differing:
+        raise RunError(
+            f"ranks hold different values of {shorten(differing)}, and a checkpoint would have those of one rank",
+            hint="train replicas by DDP, and cut parameters as DTensors; or write each rank's files in "
+            "`with run.save(step)`",
+        )

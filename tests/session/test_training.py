@@ -1,0 +1,414 @@
+"""What a program hands over to `training`: restored bit for bit, on other ranks and in other forms; what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from slurm_train.checkpoint.verify import newest_verified
+from slurm_train.config.frozen import dump_config
+from slurm_train.config.schema import RunConfig
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import CheckpointError, ConfigError, RunError
+from slurm_train.metrics import read_metrics
+from slurm_train.rundir.attempts import AttemptStart, open_attempt
+from slurm_train.rundir.events import read_saves
+from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.session.client import JoinedSession
+from slurm_train.session.signals import StopFlag
+from tests.support.ports import rank_environments
+from tests.support.warm_ranks import start_rank
+
+ALONE = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")
+_hearts: list[Heartbeat] = []
+
+
+@pytest.fixture(autouse=True)
+def _stop_hearts() -> Iterator[None]:
+    yield
+    while _hearts:
+        _hearts.pop().stop()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "runs" / "mine" / "0123456789ab")
+    run.path.mkdir(parents=True)
+    return run
+
+
+def join(run: RunDirectory, *, config: RunConfig | None = None, stop: StopFlag | None = None) -> JoinedSession:
+    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
+    _hearts.append(Heartbeat())
+    return JoinedSession(
+        run, config or RunConfig(), ALONE, {}, attempt=attempt, stop=stop or StopFlag(), heartbeat=_hearts[-1]
+    )
+
+
+class Parts:
+    """A model with dropout and running statistics, and what belongs to its training."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1)
+        self.average = AveragedModel(self.model)
+        self.generator = torch.Generator().manual_seed(1)
+
+    @property
+    def others(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "average": self.average, "generator": self.generator}
+
+    def step(self) -> float:
+        loss = self.model(torch.randn(16, 4, generator=self.generator)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step(loss.item())
+        self.average.update_parameters(self.model)
+        return loss.item()
+
+    def states(self) -> list[Any]:
+        tensors = [*self.model.state_dict().values(), *self.average.state_dict().values()]
+        values = {name: value for name, value in self.schedule.state_dict().items() if name != "mode_worse"}
+        return [[tensor.tolist() for tensor in tensors], self.optimizer.state_dict()["param_groups"], values]
+
+
+def test_everything_goes_on_bit_for_bit(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = Parts()
+    expected = [whole.step() for _ in range(9)]
+    losses = []
+    for last in (4, 9):
+        parts = Parts()
+        mine = join(run)
+        training = mine.training(parts.model, parts.optimizer, **parts.others)
+        done = training.resume()
+        for step in range(done + 1, last + 1):
+            losses.append(parts.step())
+            mine.report(step, loss=losses[-1])
+            training.save(step)
+        mine.close()
+    assert losses == expected and parts.states() == whole.states()
+    assert "resuming from checkpoint_0000004" in capsys.readouterr().err
+    # The steps before a checkpoint are in metrics.jsonl, and each save is on record.
+    assert [line["step"] for line in read_metrics(run.metrics)] == list(range(1, 10))
+    assert [save["step"] for save in read_saves(run) if "bytes" in save] == list(range(1, 10))
+    newest = newest_verified(run.checkpoints).newest
+    assert newest is not None and newest[1].step == 9 and "0.weight" in newest[1].weights
+
+
+def test_another_model_or_optimizer_or_group_is_refused(run: RunDirectory) -> None:
+    parts = Parts()
+    training = join(run).training(parts.model, parts.optimizer)
+    parts.step()
+    training.save(1)
+    training.finish()
+    first, *others = nn.Linear(4, 9).parameters(), *parts.model.parameters()
+    del first
+    cases: list[tuple[nn.Module, torch.optim.Optimizer, str]] = [
+        (parts.model, torch.optim.SGD(parts.model.parameters(), momentum=0.9), "AdamW"),
+        (parts.model, torch.optim.AdamW([{"params": others[:2]}, {"params": others[2:]}]), "group 0"),
+    ]
+    wider = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 1))
+    cases.append((wider, torch.optim.AdamW(wider.parameters()), "0.weight"))
+    for model, optimizer, word in cases:
+        with pytest.raises(RunError, match=word):
+            join(run).training(model, optimizer).resume()
+
+
+def _with_stranger(parts: Parts, mine: JoinedSession) -> object:
+    stranger = nn.Parameter(torch.zeros(7))
+    return mine.training(parts.model, torch.optim.SGD([*parts.model.parameters(), stranger]))
+
+
+def _stateless(parts: Parts, mine: JoinedSession) -> object:
+    return mine.training(parts.model, parts.optimizer, options={"lr": 1})
+
+
+def _twice(parts: Parts, mine: JoinedSession) -> object:
+    mine.training(parts.model, parts.optimizer)
+    return mine.training(parts.model, parts.optimizer)
+
+
+def _with_files(parts: Parts, mine: JoinedSession) -> object:
+    mine.training(parts.model, parts.optimizer)
+    with mine.save(1):
+        return None
+
+
+def _newest(parts: Parts, mine: JoinedSession) -> object:
+    mine.training(parts.model, parts.optimizer)
+    return mine.newest()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (_with_stranger, r"1 parameters that are not the model's, of shapes \(7,\)"),
+        (_stateless, "options has no state_dict"),
+        (_twice, "two trainings"),
+        (_with_files, "checkpoints of this program are those of its `training`"),
+        (_newest, "resume"),
+    ],
+)
+def test_what_no_checkpoint_could_have_is_refused(
+    call: Callable[[Parts, JoinedSession], object], words: str, run: RunDirectory
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call(Parts(), join(run))
+    assert words.replace("\\", "") in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_checkpoints_of_files_and_of_a_training_are_told_apart(run: RunDirectory) -> None:
+    parts = Parts()
+    mine = join(run)
+    with mine.save(1) as folder:
+        (folder / "model").touch()
+    with pytest.raises(CheckpointError, match="not saved by a `training`"):
+        mine.training(parts.model, parts.optimizer).resume()
+    training = join(run)
+    for path in list_checkpoints(run.checkpoints):
+        path.rename(run.path / path.name)
+    training.training(parts.model, parts.optimizer).save(2)
+    training.close()
+    with pytest.raises(CheckpointError, match="a `training` of a session"):
+        join(run).newest()
+
+
+def test_a_newest_save_that_failed_is_raised_at_the_end(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = Parts()
+    training = join(run).training(parts.model, parts.optimizer)
+    training.save(1)
+    training.finish()
+    run.checkpoints.rename(run.path / "aside")
+    run.checkpoints.touch()
+    training.save(2)
+    with pytest.raises(CheckpointError):
+        training.finish()
+    assert "the checkpoint of step 2 failed" in capsys.readouterr().err
+    run.checkpoints.unlink()
+    (run.path / "aside").rename(run.checkpoints)
+    training.save(3)
+    training.finish()
+    assert training.resume() == 3
+
+
+def test_the_save_of_a_stop_is_on_disk_when_it_returns(run: RunDirectory) -> None:
+    parts = Parts()
+    stop = StopFlag()
+    mine = join(run, stop=stop)
+    training = mine.training(parts.model, parts.optimizer)
+    run.stop_file.touch()
+    assert mine.should_stop() == "file"
+    training.save(7)
+    assert [save["step"] for save in read_saves(run) if "bytes" in save] == [7]
+
+
+def test_saves_are_due_as_configured(run: RunDirectory) -> None:
+    config = RunConfig()
+    mine = join(run, config=replace(config, checkpoint=replace(config.checkpoint, every_steps=3)))
+    parts = Parts()
+    training = mine.training(parts.model, parts.optimizer)
+    assert [step for step in range(1, 10) if training.is_due(step)] == [3, 6, 9]
+
+
+def test_outside_of_a_run_a_training_begins_and_saves_nothing(tmp_path: Path) -> None:
+    code = """
+import torch
+from slurm_train import session
+run = session.join()
+model = torch.nn.Linear(2, 2)
+training = run.training(model, torch.optim.SGD(model.parameters()))
+assert training.resume() == 0 and not training.is_due(200)
+training.save(1)
+training.finish()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == [], done.stderr
+
+
+# --- several ranks ---
+
+FORMS = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from slurm_train import session
+
+form, last = sys.argv[1], int(sys.argv[2])
+run = session.join()
+dist.init_process_group("gloo")
+torch.manual_seed(3)
+net = nn.Sequential(nn.Linear(8, 65), nn.Tanh(), nn.Linear(65, 3))
+model = net
+if form == "sharded":
+    for part in (net[0], net[2], net):
+        fully_shard(part)
+elif form == "replicated":
+    model = DistributedDataParallel(net)
+weights = {"params": [net[0].weight, net[2].weight], "weight_decay": 0.1}
+optimizer = torch.optim.AdamW([weights, {"params": [net[0].bias, net[2].bias]}], lr=1e-2)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=40)
+training = run.training(model, optimizer, schedule=schedule)
+step = training.resume()
+data = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+for ids in run.batches(96, global_size=12, steps=last, seed=1):
+    # The mean over ranks of these is that of the step's samples.
+    loss = model(data[ids]).square().sum() * run.world_size / 12
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    step += 1
+    total = loss.detach() / run.world_size
+    dist.all_reduce(total)
+    run.report(step, loss=total.item())
+training.save(step)
+dist.destroy_process_group()
+"""
+OF_RANKS = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from slurm_train import session
+
+last = int(sys.argv[1])
+run = session.join()
+dist.init_process_group("gloo")
+torch.manual_seed(3)
+first = nn.Sequential(nn.Linear(4, 30), nn.BatchNorm1d(30), nn.Dropout(0.2), nn.Linear(30, 4))
+second = nn.Linear(4, 1)
+one, two = DistributedDataParallel(first), DistributedDataParallel(second)
+optimizers = [torch.optim.Adam(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)]
+average = AveragedModel(first)
+
+class Reader:
+    place = 100 * run.rank
+    kept = None
+    def state_dict(self): return {"place": self.place, "kept": torch.arange(3) + run.rank}
+    def load_state_dict(self, state): self.place, self.kept = state["place"], state["kept"]
+
+reader = Reader()
+training = run.training({"first": one, "second": two}, optimizers, average=average, reader=reader)
+step = training.resume()
+torch.manual_seed(run.rank) if step == 0 else None
+while step < last:
+    loss = two(one(torch.randn(8, 4))).square().mean() + reader.place / 1e6
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    average.update_parameters(first)
+    reader.place += 1
+    step += 1
+    total = loss.detach() + average.module[0].weight.detach().sum()
+    dist.all_reduce(total)
+    run.report(step, loss=total.item())
+training.save(step)
+if reader.kept is not None:
+    assert reader.place == 100 * run.rank + step
+    assert reader.kept.tolist() == [run.rank, run.rank + 1, run.rank + 2]
+dist.destroy_process_group()
+"""
+UNLIKE = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from slurm_train import session
+
+run = session.join()
+if sys.argv[1] != "not open":
+    dist.init_process_group("gloo")
+torch.manual_seed(run.rank if sys.argv[1] == "weights" else 0)
+model = torch.nn.Linear(4, 4)
+if sys.argv[1] == "flat":
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+optimizer = torch.optim.SGD(model.parameters())
+if sys.argv[1] == "zero":
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+training = run.training(model, optimizer)
+training.save(1)
+"""
+
+
+def train(run: RunDirectory, program: str, *words: str, ranks: int) -> list[tuple[int | None, str]]:
+    """Runs a program as the ranks of the run's next attempt; returns exit code and output of each."""
+    if not run.config.exists():
+        run.config.write_text(dump_config(RunConfig()))
+    path = run.path / "program.py"
+    path.write_text(program)
+    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=ranks))
+    base = {**os.environ, "SLURM_TRAIN_RUN_DIR": str(run.path), "SLURM_TRAIN_ATTEMPT": str(attempt)}
+    started = [start_rank(path, *words, env=env) for env in rank_environments(ranks, base)]
+    texts = [rank.communicate(timeout=240.0)[1] for rank in started]
+    return [(rank.returncode, text) for rank, text in zip(started, texts, strict=True)]
+
+
+def train_well(run: RunDirectory, program: str, *words: str, ranks: int) -> None:
+    ended = train(run, program, *words, ranks=ranks)
+    assert [code for code, _ in ended] == [0] * ranks, "\n".join(text for _, text in ended)
+
+
+def losses_of(run: RunDirectory) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_metrics(run.metrics)}
+
+
+def new_run(folder: Path) -> RunDirectory:
+    run = RunDirectory(folder / "0123456789ab")
+    run.path.mkdir(parents=True)
+    return run
+
+
+@pytest.mark.distributed
+def test_a_training_goes_on_in_another_form_on_another_number_of_ranks(tmp_path: Path) -> None:
+    whole, parts = new_run(tmp_path / "whole"), new_run(tmp_path / "parts")
+    train_well(whole, FORMS, "bare", "32", ranks=1)
+    for form, last, ranks in (("sharded", "10", 2), ("replicated", "20", 3), ("sharded", "27", 4), ("bare", "32", 1)):
+        train_well(parts, FORMS, form, last, ranks=ranks)
+    expected = losses_of(whole)
+    assert len(expected) == 32 and losses_of(parts) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_what_differs_from_rank_to_rank_goes_on_on_as_many_ranks(tmp_path: Path) -> None:
+    whole, parts = new_run(tmp_path / "whole"), new_run(tmp_path / "parts")
+    train_well(whole, OF_RANKS, "8", ranks=2)
+    train_well(parts, OF_RANKS, "4", ranks=2)
+    train_well(parts, OF_RANKS, "8", ranks=2)
+    assert losses_of(parts) == losses_of(whole)
+    ((code, text),) = train(parts, OF_RANKS, "9", ranks=1)
+    assert code == 1 and "each of the 2 ranks has saved its own state of reader, and there are 1 ranks now" in text
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("weights", "ranks hold different values of weight, bias"),
+        ("flat", "FullyShardedDataParallel keeps parts of other ranks' state"),
+        ("zero", "ZeroRedundancyOptimizer keeps parts of other ranks' state"),
+        ("not open", "`training` was called before torch.distributed was opened"),
+    ],
+)
+def test_ranks_whose_states_one_checkpoint_cannot_have_are_refused(kind: str, words: str, run: RunDirectory) -> None:
+    for code, text in train(run, UNLIKE, kind, ranks=2):
+        assert code == 1 and words in text, text
+    assert list_checkpoints(run.checkpoints) == []
