@@ -68,9 +68,12 @@ def _measure(name: str, case: dict[str, Any], *, rank: int, ranks: int) -> Measu
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from slurm_train.estimate.memory import rank_memory
+    from slurm_train.estimate import memory as estimate
+    from slurm_train.models import head
     from slurm_train.train.step import StepFacts
 
+    # The estimate is that of a GPU, where a chunk of scores is larger.
+    estimate.CHUNK_SCORES = head._CHUNK_SCORES_ON_CPU
     torch.set_num_threads(1)
     made, facts = make_case_rank(case, rank=rank, ranks=ranks)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -79,7 +82,7 @@ def _measure(name: str, case: dict[str, Any], *, rank: int, ranks: int) -> Measu
             with record_function(f"step {step}"):
                 stepper.step(StepFacts(step, step, 1e-3, float("inf")), batches)
     peak = _peak(found.profiler.kineto_results)  # type: ignore[union-attr]
-    memory = rank_memory(facts, stage=made.layout.coordinates(rank).pp)
+    memory = estimate.rank_memory(facts, stage=made.layout.coordinates(rank).pp)
     return Measured(name, rank, peak, memory.total_bytes + memory.offloaded_bytes)
 
 
