@@ -21,7 +21,7 @@ from slurm_train.assets import read_template
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.launch.placement import NodeGroup, World
-from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.plan import RunPlan, script_name
 from slurm_train.launch.rank_command import RankCommand
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import warning_lead_s
@@ -124,7 +124,7 @@ def render_script(plan: RunPlan, *, default_python: str = sys.executable, packag
     srun = (_guarded(f"srun --{name}", flag_word, name, value) for name, value in srun_flags(plan).items())
     # A line about what the ranks do, without a script's arguments, which may contain a secret.
     config = plan.config
-    name = config.script[0] if config.script else str((config.task or {}).get("_target_"))
+    name = script_name(config.script) if config.script else str((config.task or {}).get("_target_"))
     work = f"global batch {plan.batch.as_sum()}" if config.trains else f"{name} on {plan.world.size} ranks"
     return read_template("run.sh").format(
         title=f"{plan.run.name}/{plan.run.run_id}: {' '.join(work.split())}",

@@ -315,13 +315,19 @@ def default_name(composed: Composed) -> str:
     """Returns a run's name if none was given, e.g. "gpt-stdlib", "train" for script=[train.py]."""
     config = composed.config
     if config.script:
-        return Path(config.script[0]).stem
+        name = script_name(config.script)
+        return name.rpartition(".")[2] if config.script[0] == "-m" else Path(name).stem
     if config.task:
         return str(config.task.get("_target_", "task")).rpartition(".")[2]
     names = {group: str(composed.choices.get(group)) for group in ("model", "data")}
     for group in [group for group, choice in names.items() if choice == "custom"]:
         names[group] = str(composed.mapping[group]["_target_"]).rpartition(".")[2].lower()
     return "-".join(names.values())
+
+
+def script_name(words: Sequence[str]) -> str:
+    """Returns the file, program or module that a script is, e.g. "train.py", or "my_package.train" for -m."""
+    return words[1] if words[0] == "-m" and len(words) > 1 else words[0]
 
 
 def _conflicts(config: RunConfig) -> Iterator[Check]:
@@ -438,6 +444,8 @@ def _check_script(config: RunConfig, cwd: Path) -> None:
             hint=f"write script=[{script or 'train.py,--flag'}]: it finds the variables that torchrun sets, and "
             "+cluster=NODESxGPUS says how many ranks; cluster.launcher=torchrun has torchrun start them",
         )
+    if name == "-m" and not "".join(words[1:2]).replace(".", "").isidentifier():
+        raise ConfigError(f"script={words}: -m is followed by no module", hint='"script=[-m,my_package.train,--flag]"')
     # Other words than Python files may be programs that exist only on the nodes.
     if name.endswith(".py") and not (cwd / name).is_file():
         raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")

@@ -80,7 +80,7 @@ def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run:
 
 
 def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -> list[str]:
-    """Returns the command line: a Python file under this interpreter, anything else as it is.
+    """Returns the command line: a Python file or module under this interpreter, anything else as it is.
 
     `$SLURM_TRAIN_RUN_DIR` in an argument becomes the directory of the run, whose name follows from the words.
 
@@ -90,11 +90,14 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
     if not words:
         raise ConfigError("script=[] names no script", hint="script=[train.py,--flag]")
     name = words[0]
+    runner = [sys.executable, "-u", str(_RUNNER), str(run.path)]
     arguments = [_RUN_DIR_IN_WORD.sub(lambda _: str(run.path), word) for word in words[1:]]
+    if name == "-m":
+        return [*runner, name, *arguments]
     if name.endswith(".py"):
         for base in (code_dir, Path.cwd()):
             if (base / name).is_file():
-                return [sys.executable, "-u", str(_RUNNER), str(run.path), str(base / name), *arguments]
+                return [*runner, str(base / name), *arguments]
         raise ConfigError(
             f"script={name}: no such file in {code_dir} or {Path.cwd()}", hint="give a path from where you submit"
         )

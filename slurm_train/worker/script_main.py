@@ -22,7 +22,7 @@ _RUN_AGAIN = 75
 
 
 def main() -> None:
-    """Runs the script named by the second argument; never returns."""
+    """Runs the script named by the second argument, or the module after "-m"; never returns."""
     sys.argv = sys.argv[1:]
     run_directory = sys.argv.pop(0)
     import_from_copy(run_directory)
@@ -31,10 +31,14 @@ def main() -> None:
 
     answer_watcher(os.environ)
     apart = ApartWatch(os.environ)
-    script = sys.argv[0]
-    sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120  # sys.path holds strings
+    is_module = sys.argv[0] == "-m"
+    if is_module:
+        # It is found by PYTHONPATH, which begins with the copy of the code.
+        del sys.argv[0]
+    else:
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))  # noqa: PTH120  # sys.path holds strings
     rank = os.getpid()
-    code, words = run(script)
+    code, words = run(sys.argv[0], is_module=is_module)
     # What the script has forked may come here, too.
     if words and "RANK" in os.environ and os.getpid() == rank:
         leave_failure_mark(run_directory, code, words)
@@ -61,18 +65,21 @@ def import_from_copy(run_directory: str) -> None:
     import_from_snapshot(run_directory, python_path="")
 
 
-def run(script: str) -> tuple[int, str]:
-    """Runs a script to its end; an exception is printed as Python would.
+def run(script: str, *, is_module: bool = False) -> tuple[int, str]:
+    """Runs a script, or a module by its name, to its end; an exception is printed as Python would.
 
     Returns:
         The exit code, and how it failed in a few words, "" where it did not.
     """
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as err:
-        traceback.print_exception(type(err), err, _from_script(err.__traceback__, script))
+        traceback.print_exception(type(err), err, _from_script(err.__traceback__))
         return 130 if isinstance(err, KeyboardInterrupt) else 1, f"{type(err).__name__}: {err}"
     return 0, ""
 
@@ -101,9 +108,10 @@ def _exit_code(end: SystemExit) -> tuple[int, str]:
     return 1, str(end.code)
 
 
-def _from_script(trace: TracebackType | None, script: str) -> TracebackType | None:
+def _from_script(trace: TracebackType | None) -> TracebackType | None:
     """Returns the part of a traceback that begins in the script, without the frames of this module."""
-    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+    before = {__file__, "<frozen runpy>", runpy.__file__}
+    while trace is not None and trace.tb_frame.f_code.co_filename in before:
         trace = trace.tb_next
     return trace
 

@@ -127,6 +127,8 @@ REFUSED = {
     "data=digits model.context=8": "the model reads tokens, and data=digits gives images",
     "model=cnn": "model=cnn reads images, and the data are text\nhint: take images, e.g. data=digits",
     "run.name='${data.place}'": "run.name is ${data.place}, and there is no data.place",
+    "script=[-m]": "script=['-m']: -m is followed by no module",
+    "script=[-m,--flag]": '"script=[-m,my_package.train,--flag]"',
     "script=[train.py,--out=${SLURM_TRAIN_RUN_DIR}]": "without braces, and in single quotes, it is the directory of",
     "data=text data.path=corpus.txt": "make it with `python -m slurm_train prepare",
     "--config-dir conf": "name a folder with your YAML files",

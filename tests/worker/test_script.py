@@ -190,6 +190,38 @@ def test_a_script_runs_and_ends_as_it_would_by_itself(tmp_path: Path, line: str,
     assert "runpy" not in done.stderr and "script_main" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "out", "err"),
+    [
+        ("print(__name__, sys.argv[1:], VALUE, Path(sys.argv[0]).name)", 0, "__main__ ['--lr', '1'] 7 train.py\n", ""),
+        ("raise ValueError('odd')", 1, "", "ValueError: odd\n"),
+        (
+            "def work(q): q.put(42)\nif __name__ == '__main__':\n"
+            "    ctx = mp.get_context('spawn')\n    q = ctx.Queue()\n    p = ctx.Process(target=work, args=(q,))\n"
+            "    p.start()\n    print(q.get())\n    p.join()",
+            0,
+            "42\n",
+            "",
+        ),
+    ],
+    ids=["name, arguments and neighbours", "exception", "spawned"],
+)
+def test_a_module_runs_as_by_python_m(tmp_path: Path, line: str, code: int, out: str, err: str) -> None:
+    package = tmp_path / "code" / "mine"
+    package.mkdir(parents=True)
+    (package / "beside.py").write_text("VALUE = 7\n")
+    (package / "train.py").write_text(
+        f"import sys\nimport multiprocessing as mp\nfrom pathlib import Path\nfrom .beside import VALUE\n{line}\n"
+    )
+    run = RunDirectory(tmp_path / "run")
+    command = script_command(["-m", "mine.train", "--lr", "1"], code_dir=tmp_path / "code", run=run)
+    env = {"PYTHONPATH": ":".join([str(tmp_path / "code"), *sys.path])}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, out) and done.stderr.endswith(err), done.stderr
+    assert "runpy" not in done.stderr and "script_main" not in done.stderr
+    assert ("train.py" in done.stderr) == bool(err)
+
+
 GROUP = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)"
 
 
