@@ -10,6 +10,7 @@ import json
 import math
 import re
 import secrets
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -449,6 +450,29 @@ def _check_script(config: RunConfig, cwd: Path) -> None:
     # Other words than Python files may be programs that exist only on the nodes.
     if name.endswith(".py") and not (cwd / name).is_file():
         raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")
+    # Another Python of the ranks may know another syntax.
+    is_this_python = config.container is None and (config.cluster is None or config.cluster.python is None)
+    if name.endswith(".py") and is_this_python:
+        _require_syntax(cwd / name)
+
+
+def _require_syntax(script: Path) -> None:
+    """Refuses a script that would fail at its first line, in a job that may have waited for hours.
+
+    Raises:
+        ConfigError: this Python does not read it.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except SyntaxError as err:
+        line = f": {err.text.strip()}" if err.text else ""
+        raise ConfigError(
+            f"script={script.name}: {type(err).__name__} in line {err.lineno}: {err.msg}{line}", hint="correct it there"
+        ) from err
+    except (OSError, ValueError, RecursionError):
+        return  # it may be readable where the ranks run, which say what is wrong with it
 
 
 def check_path_part(key: str, value: str) -> None:

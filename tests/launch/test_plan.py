@@ -78,6 +78,22 @@ def test_where_a_run_lies(section: dict[str, str], folder: str) -> None:
     assert str(make_plan(run=section).run.path.parent) == folder
 
 
+def test_a_script_that_no_python_reads_is_refused_before_the_queue(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for text, said in (
+        ("import os\nfor x in (1:\n    pass\n", "SyntaxError in line 2: "),
+        ("if True:\n    a = 1\n   b = 2\n", "IndentationError in line 3: unindent does not match"),
+        ("return 1\n", "SyntaxError in line 1: 'return' outside function: return 1"),
+    ):
+        script.write_text(text)
+        with pytest.raises(ConfigError, match=f"script=train.py: {said}"):
+            make_plan(tmp_path, script=["train.py"])
+    # Another Python may read it, and odd text in a string is its own affair.
+    make_plan(tmp_path, script=["train.py"], cluster={**CLUSTER, "python": "/opt/python"})
+    script.write_text(r'print("\d")')
+    make_plan(tmp_path, script=["train.py"])
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run": {"root": "$SCRATCH/runs"}}, "run.root=$SCRATCH/runs begins with a variable"),
     ({"batch": {"global_size": 31}, "cluster": CLUSTER}, "batch.global_size=31 has no sample for each of 32 ranks"),
