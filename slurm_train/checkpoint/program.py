@@ -107,7 +107,7 @@ class ProgramState:
         }
         self._group = group
         self._division = Division(group=group)
-        self._check()
+        self.require_savable()
         self._buffers = buffer_shapes(model)
         """Shapes of the buffers as the program has made the model."""
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -123,9 +123,7 @@ class ProgramState:
             RunError: on every rank: the ranks hold different things, and what cannot be saved is named.
             CheckpointError: a state could not be loaded again.
         """
-        self._check()
-        for optimizer in self._optimizers:
-            require_known_state(optimizer)
+        self.require_savable()
         state = training_state(self._model, self._optimizers, makes_state=False)
         take_extra_states(state["model"])
         states = {name: other.state_dict() for name, other in self._others.items()}
@@ -206,11 +204,12 @@ class ProgramState:
         values = {**of_first.get(_OTHERS, {}), **((own or {}).get(_OTHERS, {}) if lost else {})}
         return self._restore_others(choice, values, described=described)
 
-    def _check(self) -> None:
-        """Checks that a checkpoint of it would be complete.
+    def require_savable(self) -> None:
+        """Checks on this rank, e.g. after the first step, that a save will have all that is trained.
 
         Raises:
-            ConfigError: it would not.
+            ConfigError: it will not.
+            CheckpointError: an optimizer keeps something that no checkpoint has.
         """
         wrapped = sorted(
             {
@@ -235,6 +234,8 @@ class ProgramState:
                 f"{shorten(stateless)} has no state_dict or no load_state_dict, so nothing of it could be saved",
                 hint="hand over the object that has them, or give its class the two methods",
             )
+        for optimizer in self._optimizers:
+            require_known_state(optimizer)
         plain = plain_names(self._model)
         of_model = {id(parameter) for _, parameter in self._model.named_parameters()}
         strangers = [

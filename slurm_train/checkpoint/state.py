@@ -247,6 +247,29 @@ def require_known_state(optimizer: Optimizer) -> None:
             "group, and no checkpoint has that: a resume would train otherwise",
             hint="keep it in state[parameter] or in param_groups, under names",
         )
+    _require_all_in_state(optimizer)
+
+
+def _require_all_in_state(optimizer: Optimizer) -> None:
+    """Checks that an optimizer keeps nothing of its parameters beside its `state`.
+
+    Raises:
+        CheckpointError: it wraps another optimizer, as SAM does, or has copies of its parameters, as Lookahead.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, value in vars(optimizer).items():
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        has_optimizer = any(isinstance(item, Optimizer) and item.state is not optimizer.state for item in items)
+        tensors = [item for item in items if isinstance(item, Tensor)]
+        are_alike = [item.shape for item in tensors] == [parameter.shape for parameter in parameters]
+        are_copies = are_alike and not any(item is parameter for item in tensors for parameter in parameters)
+        if has_optimizer or are_copies:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps what it knows of its parameters in .{name}, beside its state, and "
+                "no checkpoint has that: a resume would train otherwise",
+                hint="keep it in state[parameter]; of a program of your own hand over the optimizer within, e.g. "
+                "run.training(model, sam.base_optimizer)",
+            )
 
 
 def _is_packed(value: Any) -> bool:

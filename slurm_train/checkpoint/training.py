@@ -72,7 +72,10 @@ def restore_training(
     make_buffers(model, choice.manifest.extra.get(MADE_BUFFERS, []), saved=of_model(saved))
     state = training_state(model, optimizers, makes_state=makes_state)
     groups: list[dict[str, Any]] = state["optimizer"].pop("param_groups")
-    numbered = number_groups(groups, group_names or [members["params"] for members in groups])
+    if group_names is None:
+        numbered = {str(number): members for number, members in enumerate(groups)}
+    else:
+        numbered = number_groups(groups, group_names)
     saved_of_groups = {}
     for number, members in numbered.items():
         begin = f"optimizer.param_groups.{number}"

@@ -187,6 +187,8 @@ class JoinedSession(Session):
         is_first_report = steps.step is None
         num_new_steps = 0 if steps.step is None else step - steps.step
         is_new = num_new_steps != 0 or is_first_report
+        if is_first_report and self._training is not None:
+            self._training.look()
         self._is_behind |= is_new and step < self._newest_step
         heartbeat.step = step
         heartbeat.phase = "step"

@@ -182,6 +182,15 @@ class RunTraining(Training):
 
         dist.destroy_process_group = wait_and_destroy
 
+    def look(self) -> None:
+        """Checks after the first step that a save will have all that is trained.
+
+        Raises:
+            ConfigError: it will not.
+            CheckpointError: an optimizer keeps something that no checkpoint has.
+        """
+        self._state.require_savable()
+
     @property
     def longest_save_s(self) -> float:
         """Longest time from the begin of a save until it was on disk."""
