@@ -16,11 +16,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from torch.utils.data import Dataset
 
 from slurm_train.config.batch import LEAST_SHARE, cut_equally
+from slurm_train.data.mapstyle import KeyedData, KeyedNumber, keys_of
 from slurm_train.data.order import Int64Array, KeyedPermutation, SampleOrder
 from slurm_train.data.source import Batch, Draw, Lengths, SampleSource, StreamingSource
 from slurm_train.errors import ConfigError, DataError
@@ -168,6 +170,9 @@ class RankBatches:
         self._done = done
         self._per_epoch = steps_per_epoch
         self._epoch = self.epoch
+        self._seed = order.seed
+        self._is_keyed = False
+        """Whether the data set reads with the randomness of `keyed`."""
         self._is_read = False
         """Whether an iterator over the present epoch has come to its end."""
 
@@ -217,7 +222,8 @@ class RankBatches:
         first = max(first, self._done)
         draws = self._batches.draws(self._split, start_samples=first * self._global_size)
         for draw in itertools.islice(draws, max(last - first, 0) * self._split.accumulation):
-            yield draw.indices.tolist()
+            numbers: list[int] = draw.indices.tolist()
+            yield _with_keys(numbers, keys_of(self._seed, draw.positions)) if self._is_keyed else numbers
         self._is_read = True
 
     def _span(self) -> tuple[int, int]:
@@ -226,6 +232,15 @@ class RankBatches:
             return 0, self._steps
         first = self._epoch * self._per_epoch
         return first, min(first + self._per_epoch, self._steps)
+
+    def keyed(self, dataset: Dataset[Any]) -> KeyedData:
+        """Returns the data set with randomness that follows from the seed and each sample's place in the training.
+
+        Its samples have the same augmentation with any workers, on any number of ranks and after any stop. Its loader
+        has to have these batches as `batch_sampler`.
+        """
+        self._is_keyed = True
+        return KeyedData(dataset)
 
     @property
     def drop_last(self) -> bool:
@@ -238,6 +253,15 @@ class RankBatches:
             "these batches are those of this rank alone, and would be divided among the ranks once more",
             hint="do not pass their loader to accelerator.prepare; move the tensors to accelerator.device",
         )
+
+
+def _with_keys(numbers: list[int], keys: list[int]) -> list[int]:
+    keyed: list[int] = []
+    for number, key in zip(numbers, keys, strict=True):
+        sample = KeyedNumber(number)
+        sample.key = key
+        keyed.append(sample)
+    return keyed
 
 
 class LengthBatches(GlobalBatches):

@@ -32,7 +32,7 @@ from slurm_train.data.generators import OwnedGenerators, open_handle
 from slurm_train.data.order import Int64Array, mix64
 from slurm_train.data.source import IGNORED, Batch, Draw, map_tensors
 from slurm_train.data.workers import AutoWorkers
-from slurm_train.errors import DataError
+from slurm_train.errors import ConfigError, DataError
 
 Collate = Callable[[list[Any]], Any]
 # (sample number, key of its randomness; None leaves the generators alone)
@@ -187,23 +187,62 @@ class _Reader:
     def read(self, keys: list[_Key]) -> Batch:
         if keys[0][1] is None:
             return as_batch(self.collate(self._items_at_once([number for number, _ in keys])))
-        if self._generators is None:
-            self._generators = OwnedGenerators(self.dataset)
         with generators_put_back():
-            return as_batch(self.collate([self._item(number, key) for number, key in keys]))
+            return as_batch(self.collate([self.item(number, key) for number, key in keys]))
 
     def _items_at_once(self, numbers: list[int]) -> list[Any]:
         if getattr(self.dataset, "__getitems__", None):
             return cast("list[Any]", self.dataset.__getitems__(numbers))
         return [self.dataset[number] for number in numbers]
 
-    def _item(self, number: int, key: int | None) -> Any:
+    def item(self, number: int, key: int | None) -> Any:
+        """Returns one sample, read after all generators were seeded by its key."""
+        if self._generators is None:
+            self._generators = OwnedGenerators(self.dataset)
         seed_generators(key)
-        assert key is not None and self._generators is not None
+        assert key is not None
         self._generators.seed(key)
         if hasattr(self.dataset, "__getitem__"):
             return self.dataset[number]
         return self.dataset.__getitems__([number])[0]
+
+
+class KeyedNumber(int):
+    """The number of a sample, with what keys the randomness of reading it where it is used."""
+
+    key: int
+
+
+class KeyedData(Dataset[Any]):
+    """A data set whose samples are read with randomness that follows from their place in the training alone.
+
+    Python's, numpy's and torch's CPU generators, and those that the data set owns, are seeded before each sample. So
+    workers, ranks and interruptions change no augmentation. In the process of the training they are put back.
+
+    Args:
+        dataset: a map-style data set.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        _require_map_style(dataset)
+        self.dataset = dataset
+        self._reader = _Reader(dataset, pad_or_stack)
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, number: int) -> Any:
+        if not isinstance(number, KeyedNumber):
+            raise ConfigError(
+                f"sample {number} was asked for by its number alone, and its randomness follows from its place in the "
+                "training: it would be the same in each epoch",
+                hint="DataLoader(batches.keyed(data), batch_sampler=batches); to look at a sample, ask the data set "
+                "itself",
+            )
+        if torch.utils.data.get_worker_info() is not None:
+            return self._reader.item(int(number), number.key)
+        with generators_put_back():
+            return self._reader.item(int(number), number.key)
 
 
 def prepare_worker(_: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -193,6 +194,51 @@ def test_a_loop_over_epochs_goes_on_after_any_step_in_the_same_order(accumulatio
     expected = [(*place, batch) for place, batch in zip(places, whole, strict=True)]
     for done in range(11) if num_workers == 0 else (0, 3, 4):
         assert train(done) == expected[done * accumulation :]
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from every generator that an augmentation may use."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(())), float(self.own.random())]
+        return torch.tensor([number, *drawn], dtype=torch.float64)
+
+
+def noisy_rows(*, ranks: int = 1, done: int = 0, num_workers: int = 0) -> list[list[float]]:
+    """Returns the samples of steps 1 to 10 as all ranks read them, in the order of their places."""
+    of_ranks = []
+    for rank in range(ranks):
+        batches = RankBatches(
+            SampleOrder(50, seed=3), global_size=12, rank=rank, num_ranks=ranks, accumulation=1, steps=10, done=done
+        )
+        loader = torch.utils.data.DataLoader(
+            batches.keyed(Noisy()), batch_sampler=batches, num_workers=num_workers, generator=torch.Generator()
+        )
+        of_ranks.append([batch.tolist() for batch in loader])
+    return [row for step in zip(*of_ranks, strict=True) for rows in step for row in rows]
+
+
+def test_augmentations_follow_from_the_place_of_a_sample_alone() -> None:
+    state = torch.get_rng_state()
+    whole = noisy_rows()
+    assert torch.equal(torch.get_rng_state(), state), "those of the training are left alone"
+    assert len({tuple(row[1:]) for row in whole}) == 120, "each epoch has its own"
+    torch.rand(1)
+    assert noisy_rows(ranks=2, num_workers=2) == whole
+    assert noisy_rows(ranks=3, done=4) == whole[4 * 12 :]
+    torch.set_rng_state(state)
+
+
+def test_a_sample_without_its_place_is_refused() -> None:
+    batches = RankBatches(SampleOrder(50, seed=3), global_size=12, rank=0, num_ranks=1, accumulation=1, steps=6, done=0)
+    with pytest.raises(ConfigError, match="sample 7 was asked for by its number alone"):
+        batches.keyed(Noisy())[7]
 
 
 def test_an_epoch_that_would_be_read_again_is_refused() -> None:
