@@ -330,16 +330,6 @@ class JoinedSession(Session):
         self._take(choice)
         if choice is None:
             return None
-        if self._place.is_first:
-            for line in (*choice.warnings, choice.resuming):
-                print(f"slurm_train: {line}", file=sys.stderr)
-            before = choice.manifest.world_size
-            if before != self._place.world_size and not self._orders.saved:
-                print(
-                    f"slurm_train: {before} ranks have saved it, and these are {self._place.world_size}: the program "
-                    "itself has to find its place in the data",
-                    file=sys.stderr,
-                )
         return self._checkpoint
 
     def restore_random(self) -> None:
@@ -446,6 +436,15 @@ class JoinedSession(Session):
         manifest = choice.manifest
         self._orders.take(manifest.step, manifest.extra.get(ORDERS, []))
         self._checkpoint = Checkpoint(path=choice.path, step=manifest.step, world_size=manifest.world_size)
+        if self._place.is_first:
+            for line in (*choice.warnings, choice.resuming):
+                print(f"slurm_train: {line}", file=sys.stderr)
+            if manifest.world_size != self._place.world_size and not self._orders.saved:
+                print(
+                    f"slurm_train: {manifest.world_size} ranks have saved it, and these are {self._place.world_size}: "
+                    "the program itself has to find its place in the data",
+                    file=sys.stderr,
+                )
         if manifest.is_program:
             self.restore_random()
 

@@ -137,7 +137,7 @@ class RunTraining(Training):
                     hint="load it with `newest()`, or start the program under another run.name",
                 )
             if choice is not None:
-                notes += [*choice.warnings, *self._state.restore(choice), choice.resuming]
+                notes += self._state.restore(choice)
             self._part.take(choice)
         self._say(notes)
         return 0 if choice is None else choice.manifest.step
