@@ -339,6 +339,11 @@ def _model_checks(layout: ParallelLayout, model: Mapping[str, Any], *, stages: i
         f"parallel asks for {layout}, but model=hf has no pipeline stages",
         "use dp_replicate, dp_shard and tp, or the shipped GPT: model=llama3-8b",
     )
+    yield (
+        target == CAUSAL_LM and layout.tp > 1 and bool(model.get("lora")),
+        f"parallel.tp={layout.tp} was asked, and model.lora puts adapters around the matrices that it would cut",
+        "leave parallel.tp at 1; parallel.dp_shard spreads adapters and model",
+    )
     if target != GPT_TARGET:
         return
     layers = int(model.get("num_layers", 4))

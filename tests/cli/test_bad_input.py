@@ -10,6 +10,9 @@ from tests.cli.conftest import Shell
 
 REFUSED = {
     "optim.lrr=3e-4": "there is no configuration key 'optim.lrr'",
+    "model=hf model.model_type=llama +model.lora.r=4 run.processes=2 parallel.tp=2": (
+        "parallel.tp=2 was asked, and model.lora puts adapters around the matrices that it would cut"
+    ),
     "model=hf": "model.model_type=None and model.path=None; it takes one",
     "+cluster=4x8 model=hf model.path=llama": "model.path=llama: there is no llama/config.json",
     "train.init_from=nowhere": "train.init_from=nowhere is not there",
