@@ -115,6 +115,15 @@ def save_over_passed_over(root: Path) -> Any:
     return place.prune(place.commit(*stage(root, make_header(NEW), staging=staging)))
 
 
+def save_again(root: Path) -> Any:
+    """Writes the step again that the attempt goes on from, and has something to add to it."""
+    place = Place(root=root, attempt=1)
+    place.claim(verify_in_order)
+    place.save_again(NEW)
+    staging = place.begin(NEW)
+    return place.prune(place.commit(*stage(root, make_header(NEW), staging=staging)))
+
+
 def claim_all(root: Path) -> Any:
     """The next attempt makes what it goes on from its own."""
     return Place(root=root, attempt=2).claim()
@@ -154,6 +163,7 @@ SCENES = (
     Scene(name="commit-over-damaged", prepare=prepare_damaged, work=save_new),
     Scene(name="commit-over-passed-over", prepare=prepare_passed_over, work=save_over_passed_over),
     Scene(name="commit-of-saved", prepare=prepare_saved, work=save_new, may_find=frozenset({NEW})),
+    Scene(name="commit-again", prepare=prepare_saved, work=save_again, may_find=frozenset({NEW})),
     Scene(
         name="prune",
         prepare=prepare_many,
