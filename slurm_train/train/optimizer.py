@@ -101,7 +101,8 @@ def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection, is_a
         path: of the class.
         groups: settings and parameters.
         optim: what the groups have in common.
-        is_alone: there is no other class; the kernel is then called here, with what this rank has of parameters.
+        is_alone: there is no other class; the kernel is then called here, with what this rank has of parameters,
+            unless it is asked for what it is not called with (AMSGrad, for instance).
     """
     target = callable_target({TARGET: path})
     keywords: dict[str, Any] = {"lr": optim.lr, **(optim.keywords if path == optim._target_ else {})}
@@ -116,7 +117,8 @@ def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection, is_a
     is_damped = any({**keywords, **group}.get("dampening") for group in groups)
     if target in _KEPT and not is_damped and not keywords.get("foreach"):
         can_fuse = all(p.dtype in _FUSED_TYPES and p.device.type in ("cpu", "cuda") for p in parameters)
-        if not is_alone and any(hasattr(p, "placements") for p in parameters):
+        calls_kernel = is_alone and not any({**keywords, **group}.get(flag) for group in groups for flag in _FLAGS)
+        if not calls_kernel and any(hasattr(p, "placements") for p in parameters):
             # torch calls it with whole DTensors: it knows how to cut that of AdamW, and no mixture (torch 2.13).
             can_fuse = can_fuse and target is AdamW and not is_mixed
         if target is SGD and any(p.dtype in _HALF_TYPES and p.device.type == "cpu" for p in parameters):

@@ -327,6 +327,14 @@ def test_scalar_parameters_train_beside_shards_as_in_one_process(tmp_path: Path,
     assert [name for name in SCALARS if trained[name].shape == () and trained[name] != before[name]] == SCALARS
 
 
+def test_what_the_kernel_of_adamw_is_not_called_for_works_beside_cut_matrices(tmp_path: Path) -> None:
+    for name, parallel in (("whole", {}), ("parts", {"tp": 2})):
+        # An embedding of 13 ids is whole beside cut matrices.
+        config = layout_config(parallel, vocab_size=13) | {"optim": {"lr": 0.01, "amsgrad": True}}
+        run_to_end(tmp_path / name, config, ranks=ranks_of(parallel))
+    assert_same_training(tmp_path / "parts", tmp_path / "whole")
+
+
 def test_scalar_parameters_see_all_parts_of_a_sequence(tmp_path: Path) -> None:
     for number, parallel in enumerate([{}, {"dp_shard": 2, "cp": 2}]):
         config = layout_config(parallel)
