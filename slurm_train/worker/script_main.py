@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import sys
 import threading
@@ -38,7 +39,16 @@ def main() -> None:
     else:
         sys.path.insert(0, os.path.dirname(sys.argv[0]))  # noqa: PTH120  # sys.path holds strings
     rank = os.getpid()
+    folder = os.getcwd()  # noqa: PTH109  # strings, as of sys.path
     code, words = run(sys.argv[0], is_module=is_module)
+    beside = left_out(words, copy=os.path.join(run_directory, "code"), folder=folder)  # noqa: PTH118
+    if beside and os.getpid() == rank:
+        print(
+            f"slurm_train: {beside} exists, and the run's copy of the code, where the program looks by `__file__`, does"
+            " not have it (git ignores it, or it is no source): give the program an absolute path, or one relative to"
+            f" {folder}",
+            file=sys.stderr,
+        )
     # What the script has forked may come here, too.
     if words and "RANK" in os.environ and os.getpid() == rank:
         leave_failure_mark(run_directory, code, words)
@@ -82,6 +92,21 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str]:
         traceback.print_exception(type(err), err, _from_script(err.__traceback__))
         return 130 if isinstance(err, KeyboardInterrupt) else 1, f"{type(err).__name__}: {err}"
     return 0, ""
+
+
+def left_out(words: str, *, copy: str, folder: str) -> str:
+    """Returns the file or folder beside the user's code that an error did not find in the copy of it, "" for none.
+
+    Args:
+        words: the error, e.g. "FileNotFoundError: [Errno 2] No such file or directory: '/runs/a/1f/code/data/x.bin'".
+        copy: the folder of the copy.
+        folder: the one that was copied.
+    """
+    match = re.search(re.escape(copy) + r"(/[^\s'\":,;)]+)", words)
+    if match is None or os.path.exists(copy + match[1]):  # noqa: PTH110
+        return ""
+    beside = os.path.normpath(folder + match[1])
+    return beside if os.path.exists(beside) else ""  # noqa: PTH110
 
 
 def leave_failure_mark(run_directory: str, code: int, words: str) -> None:

@@ -144,6 +144,35 @@ def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: 
     assert script_main.run(str(tmp_path / "train.py")) == found
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("open(Path(__file__).parent / 'data' / 'x.bin')", "data/x.bin"),
+        ("raise RuntimeError(f'no images in {Path(__file__).parent}/data: none')", "data"),
+        ("open(os.path.join(os.path.dirname(__file__), '../beside/y.txt'))", "../beside/y.txt"),
+        ("open(Path(__file__).parent / 'data' / 'no.bin')", ""),
+        ("raise ValueError(__file__)", ""),
+        ("open('data/no.bin')", ""),
+    ],
+)
+def test_data_beside_the_code_that_the_copy_lacks_are_named(tmp_path: Path, line: str, found: str) -> None:
+    run = tmp_path / "runs" / "a"
+    here = tmp_path / "work" / "here"
+    for folder in (run / "code", here / "data", here.parent / "beside"):
+        folder.mkdir(parents=True)
+    for file in (here / "data" / "x.bin", here.parent / "beside" / "y.txt"):
+        file.touch()
+    script = run / "code" / "train.py"
+    script.write_text(f"import os\nfrom pathlib import Path\n{line}\n")
+    command = [sys.executable, script_main.__file__, str(run), str(script)]
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60, check=False)
+    (*_, last) = done.stderr.splitlines()
+    assert done.returncode == 1 and last.startswith("slurm_train:") == bool(found), done.stderr
+    if found:
+        assert last.startswith(f"slurm_train: {os.path.normpath(here / found)} exists, and the run's copy"), last
+
+
 def test_the_supervisor_learns_which_rank_failed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path)
     run.attempt_logs(2).mkdir(parents=True)
