@@ -88,6 +88,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         1000,
         LOCAL,
     ),
+    "combinations": Campaign(
+        "models, data, layouts, optimizers, batches, precisions, callbacks and saves in combinations: what is typed "
+        "is refused with a sentence, or trains; stopped at any step and typed again it ends with the same bits, in "
+        "another layout with the same samples and losses, and its weights are evaluated as in the run",
+        "combinations:run",
+        60,
+        LOCAL,
+    ),
     "following": Campaign(
         "a run and an evaluator that follows it (`evaluate --follow`), either killed at any moment, with "
         "`checkpoint.keep=1`: every checkpoint is scored exactly once, none is removed before, and each loss of the "

@@ -8,9 +8,10 @@ import pytest
 
 from slurm_train.checkpoint import local
 from slurm_train.checkpoint.commit import Place
-from tests.campaigns import abandoned_past, kills_local
+from tests.campaigns import abandoned_past, combinations, kills_local
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
+from tests.support.run_ends import End
 
 pytestmark = [pytest.mark.faults, pytest.mark.distributed]
 
@@ -27,6 +28,24 @@ def test_a_past_that_was_left_does_not_come_back(tmp_path: Path) -> None:
     tally = Tally()
     abandoned_past.run(tally, seed=11, trials=5, folder=tmp_path)
     assert tally.problems == [] and tally.trials == 5
+
+
+def test_features_work_in_combinations(tmp_path: Path) -> None:
+    tally = Tally()
+    combinations.run(tally, seed=11, trials=2, folder=tmp_path)
+    assert tally.problems == [] and tally.trials == 2
+
+
+def test_a_run_that_ends_otherwise_is_found() -> None:
+    line = {"step": 1, "samples_digest": 7, "lr": 0.1, "loss": 2.0, "eval_loss": None}
+    end = End({"model.weight": b"1"}, [{"rng": b"2", "callbacks": {}}], [line])
+    other = End({"model.weight": b"0"}, [{"rng": b"3", "callbacks": {"best": 1}}], [line | {"loss": 2.1}])
+    assert combinations.differences(end, end) == []
+    assert combinations.differences(other, end) == ["losses differ", "tensors differ", "states of ranks differ"]
+    assert combinations.far_apart(other, end, compares_losses=False) == []
+    assert combinations.far_apart(other, end, compares_losses=True) == ["2.1 and 2.0 in step 1"]
+    lost = End({}, [], [line | {"samples_digest": 8}])
+    assert combinations.far_apart(lost, end, compares_losses=True) == ["samples_digest of step 1 differs"]
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from slurm_train.checkpoint.load import load_rank_state, load_tensors
-from slurm_train.checkpoint.tensors import tensor_shapes
-from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.cli.run import main
 from slurm_train.data.prepare import PrepareOptions, prepare
-from slurm_train.metrics import read_metrics
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.ranks import LocalRanks
 from tests.support.command_line import REPOSITORY, Person
+from tests.support.run_ends import end_of
 from tests.support.warm_ranks import LLAMA, start_rank
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -116,28 +112,6 @@ def train(words: Sequence[str], *, stop_at: int, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("slurm_train.worker.attempt.start_local", start)
     return main(words)
-
-
-def bits(value: Any) -> Any:
-    """Returns the value with bytes in place of tensors."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.shape, value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: bits(one) for key, one in value.items()}
-    return [bits(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def end_of(path: Path) -> list[Any]:
-    """Returns all of a run's last checkpoint, and its losses."""
-    found = newest_verified(path / "checkpoints").newest
-    assert found is not None
-    tensors = tensor_shapes(found[0])
-    load_tensors(found[0], tensors)
-    losses = [
-        [line.get(key) for key in ("step", "loss", "grad_norm", "lr", "eval_loss")]
-        for line in read_metrics(path / "metrics.jsonl")
-    ]
-    return [bits(tensors), *(bits(load_rank_state(found[0], rank)) for rank in range(2)), losses]
 
 
 @pytest.mark.parametrize(
