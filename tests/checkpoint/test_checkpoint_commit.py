@@ -11,7 +11,8 @@ from slurm_train.checkpoint.commit import Place, Pruned, discard, list_passed_ov
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
 from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.errors import CheckpointError, RunError
-from slurm_train.rundir.paths import list_checkpoints, name_of
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.pins import pin_save
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage, steps_in
 
 
@@ -217,3 +218,21 @@ def test_one_that_cannot_be_removed_is_reported_and_does_not_keep_the_others(roo
     assert pruned.discarded == [paths[0]]
     (problem,) = pruned.problems
     assert str(paths[1]) in problem and "Input/output error" in problem
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_step_that_is_saved_again_is_the_newest_and_replaces_what_no_evaluation_reads(root, place, is_pinned):
+    make_checkpoint(root, 1)
+    before = make_checkpoint(root, 2)
+    attempt = place(keep=2)
+    attempt.claim()
+    if is_pinned:
+        evaluation = RunDirectory(root.parent / "evaluation")
+        evaluation.path.mkdir()
+        pin_save(root, name_of(before).save_id, evaluation)
+    assert attempt.begin(2) == before
+    attempt.save_again(2)
+    again = attempt.commit(*stage(root, make_header(2), staging=attempt.begin(2)))
+    attempt.prune(again)
+    assert newest_verified(root).newest[0] == again
+    assert steps_in(root) == ([2, 2, 1] if is_pinned else [2, 1])
