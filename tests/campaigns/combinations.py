@@ -180,6 +180,7 @@ class Trial:
         self.words = words_of(choice)
         self.problems: list[str] = []
         self.outcomes: list[str] = []
+        self.of_refused = set[Path]()
 
     def run(self) -> None:
         """Trains, stops, moves and evaluates; leaves no run behind."""
@@ -239,10 +240,12 @@ class Trial:
 
     def _types(self, *words: str, env: dict[str, str] | None = None) -> Done:
         done = self.person.types(*words, env=env)
-        # Where one rank has refused, others may miss it in an exchange.
-        is_well = done.code in (EXIT_DONE, EXIT_REQUEUE)
-        logs = self.person.folder.glob("runs/*/*/logs/*/rank_*.log") if is_well else ()
-        if any("Traceback" in text for text in (done.err, *(path.read_text(errors="replace") for path in logs))):
+        logs = self.person.folder.glob("runs/*/*/logs/*/rank_*.log")
+        with_traceback = {path for path in logs if "Traceback" in path.read_text(errors="replace")}
+        if done.code not in (EXIT_DONE, EXIT_REQUEUE):
+            # Where one rank has refused, others may miss it in an exchange.
+            self.of_refused |= with_traceback
+        if "Traceback" in done.err or with_traceback - self.of_refused:
             self.problems.append(f"a traceback: {' '.join(words[:2])} ... {words[-1]}")
         return done
 
