@@ -20,7 +20,14 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
-from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part
+from slurm_train.checkpoint.division import (
+    CALLBACKS,
+    Division,
+    full_name,
+    leaves_of,
+    own_part,
+    part_if_alike,
+)
 from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader
 from slurm_train.checkpoint.saves import Content
@@ -165,6 +172,12 @@ class ProgramState:
             changes_in_forward=True,
         )
 
+    def own_tensors(self) -> list[Tensor]:
+        """Returns the tensors of model and optimizers that this rank is probably going to write; not collective."""
+        state = training_state(self._model, self._optimizers, makes_state=False)
+        part = part_if_alike(state, rank=rank_in(self._group), num_ranks=size_of(self._group))
+        return [value for _, value in leaves_of(part) if isinstance(value, Tensor)]
+
     def restore(self, choice: Choice) -> list[str]:
         """Restores all of it, and returns notes for the user. Collective.
 
@@ -272,21 +285,23 @@ class ProgramState:
         from slurm_train.checkpoint.tensors import tensor_shapes
 
         saved = tensor_shapes(choice.path, described=described)
-        present = {
-            full_name(path): tensor
-            for path, tensor in leaves_of(
-                {CALLBACKS: split_state({name: other.state_dict() for name, other in self._others.items()})[0]}
-            )
+        paths = {
+            full: path
+            for full, path in (described.planner_data or {}).items()
+            if path[0] == CALLBACKS and path[1] in self._others
         }
+        # A loader begins to read when it is asked, so only those that have saved tensors are.
+        states = {name: self._others[name].state_dict() for name in {path[1] for path in paths.values()}}
+        present = {full_name(path): tensor for path, tensor in leaves_of({CALLBACKS: split_state(states)[0]})}
         wanted: dict[str, Any] = {}
-        for full, path in (described.planner_data or {}).items():
-            if path[0] == CALLBACKS and path[1] in self._others:
-                here = present.get(full)
-                is_sharded = hasattr(here, "placements")
+        for full, path in paths.items():
+            here = present.get(full)
+            if here is not None and hasattr(here, "placements"):
+                empty = torch.empty_like(here)
+            else:
                 device = self.device if here is None else here.device
-                shape = saved[full]
-                fresh = torch.empty(shape.shape, dtype=shape.dtype, device=device)
-                _put(wanted, path, torch.empty_like(here) if here is not None and is_sharded else fresh)
+                empty = torch.empty(saved[full].shape, dtype=saved[full].dtype, device=device)
+            _put(wanted, path, empty)
         load_tensors(choice.path, wanted, group=self._group, near=choice.near, described=described)
         of_objects = wanted.get(CALLBACKS, {})
         step = choice.manifest.step

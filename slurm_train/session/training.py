@@ -124,6 +124,7 @@ class RunTraining(Training):
         self._state = state
         self._saves = saves
         self._part = part
+        self._has_saved = False
         self._finish_before_groups_end()
 
     def resume(self) -> int:
@@ -150,6 +151,7 @@ class RunTraining(Training):
         """See `Training.save`."""
         step = whole_step(step)
         content = partial(self._content, step)
+        self._has_saved = True
         with self._part.saving(step) as waits:
             if waits:
                 self._saves.save(content, step=step)
@@ -183,13 +185,15 @@ class RunTraining(Training):
         dist.destroy_process_group = wait_and_destroy
 
     def look(self) -> None:
-        """Checks after the first step that a save will have all that is trained.
+        """Checks after the first step that a save will have all that is trained, and prepares memory for it.
 
         Raises:
             ConfigError: it will not.
             CheckpointError: an optimizer keeps something that no checkpoint has.
         """
         self._state.require_savable()
+        if not self._has_saved:
+            self._saves.prepare(self._state.own_tensors())
 
     @property
     def longest_save_s(self) -> float:
