@@ -183,6 +183,11 @@ class RunTraining(Training):
             destroy(group)
 
         dist.destroy_process_group = wait_and_destroy
+        # Programs have imported it by name, too, and call what they have.
+        for module in list(sys.modules.values()):
+            names = [name for name, value in list(getattr(module, "__dict__", {}).items()) if value is destroy]
+            for name in names:
+                setattr(module, name, wait_and_destroy)
 
     def look(self) -> None:
         """Checks after the first step that a save will have all that is trained, and prepares memory for it.

@@ -318,6 +318,7 @@ OF_RANKS = """
 import os, sys, torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from slurm_train import session
@@ -359,7 +360,8 @@ training.save(step)
 if reader.kept is not None:
     assert reader.place == 100 * run.rank + step
     assert reader.kept.tolist() == [run.rank, run.rank + 1, run.rank + 2]
-dist.destroy_process_group()
+# As most programs call it.
+destroy_process_group()
 """
 UNLIKE = """
 import sys, torch
