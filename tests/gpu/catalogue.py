@@ -70,6 +70,9 @@ CHECKS = (
     Check("memory_plan", "speed_checks", "B", 60, 200, "peak memory within 10 % of the plan: 8B and 70B, 64 ranks"),
     Check("nvml", "system_checks", "B", 8, 45, "NVML answers; the card's peak is known", runs_on_cpu=False),
     Check("float8", "training_checks", "B", 40, 150, "float8 by torchao near bfloat16, gathered in float8 too"),
+    Check(
+        "program_saves", "training_checks", "B", 15, 90, "a program's saves have their steps' values; a resume its bits"
+    ),
     Check("loss", "speed_checks", "B", 25, 120, "milliseconds and memory of head and loss, eager and compiled"),
 )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from slurm_train.checkpoint.load import load_tensors, weights_digest
+from slurm_train.checkpoint.load import load_tensors, read_model, weights_digest
 from slurm_train.checkpoint.state import training_state
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import ParallelSection
@@ -25,7 +25,8 @@ from slurm_train.metrics import read_metrics
 from slurm_train.models.blocks import Angles
 from slurm_train.models.gpt import GPT
 from slurm_train.models.objective import Objective
-from slurm_train.rundir.paths import list_checkpoints
+from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.train.build import TURN_OF_A_THREAD_S
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.passes import ShardPasses
@@ -45,6 +46,7 @@ from tests.gpu.training import (
     sections_of,
     training_of,
 )
+from tests.support.sessions import join_alone
 
 # Dropout is on, so that random streams are compared as well.
 _DROPPING = {**SMALL, "dropout": 0.1}
@@ -126,6 +128,51 @@ def _train(sections: Sections, folder: Path, *, stop_at: int = 0, attempt: int =
     losses = [line["loss"] for line in read_metrics(trainer.rank.run.metrics)]
     release(trainer)
     return digest, losses
+
+
+def program_saves(stage: Stage) -> dict[str, Any]:
+    """A program's background saves have the values of their steps, and a resume has the bits of its training."""
+    width = stage.size(2048, 16)
+    heart = Heartbeat()
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(width, width) if number % 3 else nn.Dropout(0.1) for number in range(12)]
+        model = nn.Sequential(*layers).to(stage.device)
+        return model, torch.optim.AdamW(model.parameters(), fused=stage.on_gpu)
+
+    def train(run: RunDirectory, *, last: int) -> list[float]:
+        mine = join_alone(run, heartbeat=heart)
+        model, optimizer = build()
+        training = mine.training(model, optimizer)
+        losses = []
+        for step in range(training.resume() + 1, last + 1):
+            loss = model(torch.ones(8, width, device=stage.device)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            mine.report(step, loss=losses[-1])
+            training.save(step)
+            digests[run.name, step] = weights_digest(model.named_parameters())
+            with torch.no_grad():
+                # What comes at once after a save.
+                torch._foreach_mul_(list(model.parameters()), 1.0)
+        mine.close()
+        newest = list_checkpoints(run.checkpoints)[0]
+        saved = weights_digest(read_model(newest)[1].items())
+        require(saved == digests[run.name, last], f"{newest.name} has other values than those of its step")
+        return losses
+
+    digests: dict[tuple[str, int], str] = {}
+    whole, parts = (RunDirectory(stage.folder / name / "0123456789ab") for name in ("whole", "parts"))
+    for run in (whole, parts):
+        run.path.mkdir(parents=True)
+    expected = train(whole, last=stage.size(20, 6))
+    losses = train(parts, last=stage.size(10, 3)) + train(parts, last=stage.size(20, 6))
+    heart.stop()
+    require(losses == expected, f"losses differ by up to {farthest(expected, losses):.3g}")
+    return {"steps": len(losses), "saves": len(digests)}
 
 
 def nan_is_masked(stage: Stage) -> dict[str, Any]:

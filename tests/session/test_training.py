@@ -18,7 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import CheckpointError, ConfigError, RunError
 from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
@@ -28,9 +27,9 @@ from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session.client import JoinedSession
 from slurm_train.session.signals import StopFlag
 from tests.support.ports import rank_environments
+from tests.support.sessions import join_alone
 from tests.support.warm_ranks import start_rank
 
-ALONE = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")
 _hearts: list[Heartbeat] = []
 
 
@@ -49,11 +48,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def join(run: RunDirectory, *, config: RunConfig | None = None, stop: StopFlag | None = None) -> JoinedSession:
-    attempt = open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
     _hearts.append(Heartbeat())
-    return JoinedSession(
-        run, config or RunConfig(), ALONE, {}, attempt=attempt, stop=stop or StopFlag(), heartbeat=_hearts[-1]
-    )
+    return join_alone(run, heartbeat=_hearts[-1], config=config, stop=stop)
 
 
 class Parts:
