@@ -78,10 +78,10 @@ KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "SGD for some": ("optim.groups=[{dims: 1, _target_: torch.optim.SGD, momentum: 0.9}]",),
     },
     "batch": {
-        "plain": ("batch.global_size=12",),
-        "accumulated": ("batch.global_size=12", "batch.accumulation=2"),
-        "odd": ("batch.global_size=13",),
-        "grows": ("batch.global_size=6", "batch.growth={2: 2, 5: 3}"),
+        "plain": ("batch.global_size=16",),
+        "accumulated": ("batch.global_size=16", "batch.accumulation=2"),
+        "odd": ("batch.global_size=17",),
+        "grows": ("batch.global_size=8", "batch.growth={2: 2, 5: 3}"),
     },
     "precision": {
         "float32": (),
