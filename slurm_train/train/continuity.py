@@ -27,6 +27,9 @@ class Continuity:
     """What decides the training, by dotted key."""
     code: str
     """Digest of the code snapshot, "" where there is none."""
+    same_code: frozenset[str]
+    """Digests of this snapshot under settings that name code of the user, and under others: a checkpoint has that of
+    its own settings, and a change of them that was accepted may take the only such name away, or bring the first."""
     data: str
     """Fingerprint of the data set."""
     num_samples: int
@@ -79,7 +82,7 @@ class Continuity:
                 hint=f"put it back, or {accept} config`",
             )
         notes = [f"{since} {change}" for change in changes]
-        if self.code and trained.get("code") not in ("", None, self.code):
+        if self.code and trained.get("code") not in ("", None, *self.same_code):
             if not covers_code(self.changes, self.code):
                 raise RunError(
                     f"the code in {self.run.code} is not what step {step} was trained with",
@@ -111,10 +114,12 @@ def build_continuity(
         num_samples: how many there are.
     """
     index = read_index(run)
+    codes = {} if index is None else {is_own: digest_code(index, is_own_code=is_own) for is_own in (True, False)}
     return Continuity(
         run=run,
         settings=trained_settings(config, global_size=global_size),
-        code="" if index is None else digest_code(index, is_own_code=names_own_code(config)),
+        code=codes.get(names_own_code(config), ""),
+        same_code=frozenset(codes.values()),
         data=data,
         num_samples=num_samples,
         changes=read_changes(run),

@@ -181,7 +181,13 @@ class _Attempt:
         self.node = NodePlace(root=disk, node=0, attempt=self.number, keep=2)
         self.target = Place(root=run.checkpoints, attempt=self.number, keep=2)
         self.continuity = Continuity(
-            run=run, settings={}, code="", data="da7a", num_samples=1, changes=read_changes(run)
+            run=run,
+            settings={},
+            code="",
+            same_code=frozenset(),
+            data="da7a",
+            num_samples=1,
+            changes=read_changes(run),
         )
         self.thread = ThreadPoolExecutor(1)
         self.local = LocalSaves(

@@ -11,12 +11,13 @@ import pytest
 
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
+from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.config.frozen import load_config
 from slurm_train.data.check import known_fingerprint
 from slurm_train.errors import DataError, RunError
 from slurm_train.rundir.events import read_changes
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.train.continuity import Continuity, build_continuity
 from tests.cli.conftest import Shell
 
@@ -99,6 +100,15 @@ def test_what_was_accepted_is_on_record_and_what_it_replaced_is_kept(shell: Shel
     assert load_config(run.config).optim.lr == 1e-4
     shell.slurm.account("4711", "CANCELLED by 0")
     assert shell.types("resume", run.run_id).code == 0, "accepted once is enough"
+
+
+def test_settings_that_no_longer_name_the_users_code_are_no_change_of_it(shell: Shell) -> None:
+    (shell.folder / "mine.py").write_text("def falling(samples, **_):\n    return 1.0\n")
+    run = submitted(shell, "+cluster=4x8 optim.schedule._target_=mine.falling run.name=a")
+    (path,) = list_checkpoints(run.checkpoints)
+    assert shell.types(f"resume {run.run_id} optim.schedule=linear --accept optim.schedule,data").code == 0
+    (note,) = continuity_of(run).check(read_manifest(path))
+    assert "from step 40 on, as accepted: optim.schedule" in note
 
 
 def test_what_the_run_has_written_beside_its_code_is_no_change_of_it(shell: Shell, run: RunDirectory) -> None:
