@@ -285,6 +285,9 @@ class JoinedSession(Session):
         try:
             self._meet("save")
             on_rank_zero(self._group(), lambda: self._require_ahead(step))
+            if step == self._newest_step and self._place.is_first:
+                # Something was done since, such as an evaluation or the end of an epoch.
+                self._checkpoints.save_again(step)
             folder = save.begin()
             try:
                 yield folder

@@ -124,7 +124,8 @@ class RunTraining(Training):
         self._state = state
         self._saves = saves
         self._part = part
-        self._has_saved = False
+        self._newest_step: int | None = None
+        """Step of the newest checkpoint that was saved or loaded."""
         self._finish_before_groups_end()
 
     def resume(self) -> int:
@@ -140,6 +141,7 @@ class RunTraining(Training):
             if choice is not None:
                 notes += self._state.restore(choice)
             self._part.take(choice)
+        self._newest_step = None if choice is None else choice.manifest.step
         self._say(notes)
         return 0 if choice is None else choice.manifest.step
 
@@ -151,13 +153,13 @@ class RunTraining(Training):
         """See `Training.save`."""
         step = whole_step(step)
         content = partial(self._content, step)
-        self._has_saved = True
         with self._part.saving(step) as waits:
             if waits:
                 self._saves.save(content, step=step)
             else:
                 note = self._saves.save_soon(content, step=step)
                 self._say([note] if note else [])
+            self._newest_step = step
         self._say(self._saves.news())
 
     def finish(self) -> None:
@@ -197,7 +199,7 @@ class RunTraining(Training):
             CheckpointError: an optimizer keeps something that no checkpoint has.
         """
         self._state.require_savable()
-        if not self._has_saved:
+        if self._newest_step is None:
             self._saves.prepare(self._state.own_tensors())
 
     @property
@@ -206,6 +208,10 @@ class RunTraining(Training):
         return self._saves.times.longest_s
 
     def _content(self, step: int) -> Content:
+        # The save before it has ended by now.
+        if step == self._newest_step:
+            # Something was done since, such as an evaluation or the end of an epoch.
+            self._saves.save_again(step)
         return self._state.content(self._part.header(step), more={RANDOM: self._part.random.state()})
 
     def _say(self, notes: Iterable[str]) -> None:

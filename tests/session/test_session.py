@@ -225,6 +225,18 @@ def test_random_numbers_go_on_where_the_checkpoint_was_saved(
     torch.set_rng_state(state)
 
 
+def test_a_second_save_of_a_step_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    for content in ("first", "second"):
+        with mine.save(3) as folder:
+            (folder / "model.txt").write_text(content)
+    mine.close()
+    checkpoint = join(run).newest()
+    assert checkpoint is not None and (checkpoint.path / "model.txt").read_text() == "second"
+    assert len(list(run.checkpoints.iterdir())) == 1
+
+
 def test_a_save_without_a_file_of_the_program_is_refused(tmp_path: Path) -> None:
     mine = join(new_run(tmp_path))
     with pytest.raises(CheckpointError, match="nothing was saved"), mine.save(1):

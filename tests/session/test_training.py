@@ -235,6 +235,31 @@ def test_a_newest_save_that_failed_is_raised_at_the_end(run: RunDirectory, capsy
     assert training.resume() == 3
 
 
+def test_a_second_save_of_a_step_takes_the_place_of_the_first(run: RunDirectory) -> None:
+    parts = Parts()
+    mine = join(run)
+    training = mine.training(parts.model, parts.optimizer, schedule=parts.schedule)
+    parts.step()
+    mine.report(1, loss=1.0)
+    training.save(1)
+    # The end of an epoch, while the first is written.
+    parts.schedule.step(0.5)
+    training.save(1)
+    mine.close()
+    others = Parts()
+    again = join(run).training(others.model, others.optimizer, schedule=others.schedule)
+    assert again.resume() == 1
+    assert others.schedule.state_dict() == parts.schedule.state_dict()
+    assert len(list_checkpoints(run.checkpoints)) == 1
+    # And after a resume.
+    others.schedule.step(0.25)
+    again.save(1)
+    again.finish()
+    last = Parts()
+    join(run).training(last.model, last.optimizer, schedule=last.schedule).resume()
+    assert last.schedule.state_dict() == others.schedule.state_dict()
+
+
 def test_the_save_of_a_stop_is_on_disk_when_it_returns(run: RunDirectory) -> None:
     parts = Parts()
     stop = StopFlag()
