@@ -306,6 +306,20 @@ def is_deep(model: nn.Module) -> bool:
     return max(kinds.values(), default=0) >= _DEEP
 
 
+def require_blocks(model: nn.Module, *, settings: ParallelSection) -> None:
+    """Checks that a model has blocks to compute again, where that is asked; before ranks exchange anything.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if settings.activation_checkpointing != "none" and not any(True for _ in units(model)):
+        raise ConfigError(
+            f"parallel.activation_checkpointing={settings.activation_checkpointing} was asked, but "
+            f"{type(model).__name__} has no blocks",
+            hint="put them into an nn.ModuleList, or define sharding_plan() on the model (docs/parallel.md)",
+        )
+
+
 def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: bool, has_parts: bool = False) -> None:
     """Lets each block compute its activations again and compiles it, where asked; names of parameters stay.
 
@@ -318,13 +332,8 @@ def prepare_blocks(model: nn.Module, *, settings: ParallelSection, compiles: boo
     Raises:
         ConfigError: activation checkpointing is asked of a model without blocks.
     """
+    require_blocks(model, settings=settings)
     blocks = list(units(model))
-    if settings.activation_checkpointing != "none" and not blocks:
-        raise ConfigError(
-            f"parallel.activation_checkpointing={settings.activation_checkpointing} was asked, but "
-            f"{type(model).__name__} has no blocks",
-            hint="put them into an nn.ModuleList, or define sharding_plan() on the model (docs/parallel.md)",
-        )
     # torch 2.13 cannot compile a cut block that is computed again as a whole: its graph would have to save the mesh.
     is_apart = compiles and has_parts and settings.activation_checkpointing == "full"
     for block in blocks:

@@ -21,6 +21,7 @@ from slurm_train.distributed.parallelize import (
     is_deep,
     parallelize,
     prepare_blocks,
+    require_blocks,
     units,
 )
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
@@ -36,6 +37,7 @@ def apply_parallelism(parts: Parts) -> None:
     Raises:
         ConfigError: the model does not say how it can be cut.
     """
+    require_blocks(parts.model, settings=parts.rank.config.parallel)
     if parts.rank.config.train.precision == "fp8":
         to_float8(parts.model, blocks=units(parts.model), tp=parts.rank.layout.tp)
     if parts.rank.layout.is_replicated:
