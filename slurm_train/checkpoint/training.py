@@ -43,6 +43,8 @@ def restore_training(
 ) -> Any:
     """Restores a model and its optimizers. Collective.
 
+    Long because each of its parts is loaded in the order in which it needs the ones before it.
+
     Args:
         choice: the checkpoint.
         model: this rank's.
