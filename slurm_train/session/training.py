@@ -36,7 +36,7 @@ class Training:
         return 0
 
     def is_due(self, step: int) -> bool:  # noqa: ARG002  # there is no checkpoint outside of a run
-        """Returns whether to save after this step by `checkpoint.every_steps`; to be asked after each step.
+        """Returns whether to save after this step by `checkpoint.every_steps`; to be asked once for each step.
 
         The same on all ranks, without an exchange.
         """
@@ -147,7 +147,9 @@ class RunTraining(Training):
 
     def is_due(self, step: int) -> bool:
         """See `Training.is_due`."""
-        return self._saves.pace.is_due(step)
+        is_due = self._saves.pace.is_due(step)
+        # A loop may ask before its step, and so right after a resume, or at step 0.
+        return is_due and step != (self._newest_step or 0)
 
     def save(self, step: int) -> None:
         """See `Training.save`."""

@@ -276,7 +276,12 @@ def test_saves_are_due_as_configured(run: RunDirectory) -> None:
     mine = join(run, config=replace(config, checkpoint=replace(config.checkpoint, every_steps=3)))
     parts = Parts()
     training = mine.training(parts.model, parts.optimizer)
-    assert [step for step in range(1, 10) if training.is_due(step)] == [3, 6, 9]
+    assert [step for step in range(10) if training.is_due(step)] == [3, 6, 9]
+    training.save(3)
+    mine.close()
+    others = Parts()
+    again = join(run, config=mine._config).training(others.model, others.optimizer)
+    assert [step for step in range(again.resume(), 10) if again.is_due(step)] == [6, 9]
 
 
 def test_outside_of_a_run_a_training_begins_and_saves_nothing(tmp_path: Path) -> None:
