@@ -331,8 +331,6 @@ class JoinedSession(Session):
                 hint="load it with resume() of the training, or start the program under another run.name",
             )
         self._take(choice)
-        if choice is None:
-            return None
         return self._checkpoint
 
     def restore_random(self) -> None:
@@ -410,7 +408,10 @@ class JoinedSession(Session):
         try:
             self._meet("save")
             on_rank_zero(self._group(), lambda: self._require_ahead(step))
-            self._make_metrics_durable()
+            if self._place.is_first:
+                # The thread that writes the checkpoint makes them durable.
+                with contextlib.suppress(OSError):
+                    self._write_lines()
             yield bool(self._reason)
             self._newest_step = step
         finally:
