@@ -150,7 +150,7 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
 
     from slurm_train.config.batch import largest_local_size
     from slurm_train.config.frozen import dump_config
-    from slurm_train.estimate.estimate import has_gpus, in_half
+    from slurm_train.estimate.cards import has_gpus, in_half
     from slurm_train.estimate.memory import GptShape
 
     config = plan.config

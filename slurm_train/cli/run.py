@@ -57,7 +57,8 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
     if flags.multirun:
         check = require_submission if only_submits else None
         return multirun(flags, words, settings=settings, env=env, cwd=cwd, check=check)
-    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
+    start = Start(words=words, env=env, say=note, accept=flags.accept, after=flags.after)
+    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel, shares=start.shares)
     if only_submits:
         require_submission(plan.config)
     # os.path, since Path.exists raises where a folder above may not be entered.
@@ -65,7 +66,6 @@ def begin(words: Sequence[str], *, only_submits: bool = False) -> tuple[int, Run
         _show_result(plan, cwd)
         return EXIT_DONE, plan.run
     source = look_at(plan, env=env, cwd=cwd)
-    start = Start(words=words, env=env, say=note, accept=flags.accept, after=flags.after)
     return start_run(start, plan, source), plan.run
 
 

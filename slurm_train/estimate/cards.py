@@ -1,4 +1,4 @@
-"""How much memory the GPUs of a run have, by the name that Slurm gives them or by the driver here. Imports no torch."""
+"""How much memory the GPUs of a run have, by Slurm's name or by the driver here, and what they compute in. No torch."""
 
 from __future__ import annotations
 
@@ -117,3 +117,18 @@ def _local_card(env: tuple[tuple[str, str], ...]) -> Card | None:
         return None
     size_mib, name = min(sized_cards)
     return Card(name, size_mib << 20)
+
+
+def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:
+    """Returns whether the ranks will have GPUs."""
+    return count_local_gpus(env) > 0 if config.cluster is None else config.cluster.gpu_flag != "none"
+
+
+def in_half(config: RunConfig, *, on_gpu: bool) -> bool:
+    """Returns whether matrix products will be in a type of two bytes."""
+    precision = config.train.precision
+    return (
+        precision in ("bfloat16", "float16", "fp8")
+        or (precision == "auto" and on_gpu)
+        or config.train.param_dtype == "bfloat16"
+    )

@@ -15,8 +15,7 @@ from slurm_train.config.batch import BatchPlan, solve_batch
 from slurm_train.config.parallel import AUTO, ParallelLayout, solve_layout
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError
-from slurm_train.estimate.cards import card_of
-from slurm_train.estimate.estimate import has_gpus, in_half
+from slurm_train.estimate.cards import card_of, has_gpus, in_half
 from slurm_train.estimate.layouts import ALIKE, RECOMPUTES, USABLE, slowness
 from slurm_train.estimate.memory import facts_of, fullest_rank
 from slurm_train.formatting import byte_size

@@ -15,6 +15,7 @@ from slurm_train.config.batch import largest_local_size
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import OptimSection, RunConfig, RunSection
 from slurm_train.errors import SlurmTrainError
+from slurm_train.estimate.cards import has_gpus, in_half
 from slurm_train.estimate.layouts import traffic
 from slurm_train.estimate.memory import (
     FLOAT,
@@ -27,7 +28,7 @@ from slurm_train.estimate.memory import (
     param_size,
 )
 from slurm_train.formatting import byte_size, duration, number
-from slurm_train.launch.placement import count_local_gpus, spans_nodes
+from slurm_train.launch.placement import spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.lookup import list_runs
@@ -244,21 +245,6 @@ def estimate_run(
         cost=cost,
         returns=returns,
         loss=worst_loss(plan, preemption=preemption, step_s=step_s, limit_min=limit_min) if config.trains else None,
-    )
-
-
-def has_gpus(config: RunConfig, env: Mapping[str, str]) -> bool:
-    """Returns whether the ranks will have GPUs."""
-    return count_local_gpus(env) > 0 if config.cluster is None else config.cluster.gpu_flag != "none"
-
-
-def in_half(config: RunConfig, *, on_gpu: bool) -> bool:
-    """Returns whether matrix products will be in a type of two bytes."""
-    precision = config.train.precision
-    return (
-        precision in ("bfloat16", "float16", "fp8")
-        or (precision == "auto" and on_gpu)
-        or config.train.param_dtype == "bfloat16"
     )
 
 

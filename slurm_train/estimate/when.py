@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slurm_train.errors import ConfigError
-from slurm_train.estimate.estimate import Speed, has_gpus, in_half, measured_speeds
+from slurm_train.estimate.cards import has_gpus, in_half
+from slurm_train.estimate.estimate import Speed, measured_speeds
 from slurm_train.estimate.layouts import tokens_per_s
 from slurm_train.estimate.memory import facts_of
 from slurm_train.formatting import duration, number

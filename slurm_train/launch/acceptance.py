@@ -276,7 +276,7 @@ def expedite_flags(script: str, config: RunConfig, commands: SlurmCommands) -> l
     if cluster is None or cluster.outlives_nodes or is_heterogeneous or "\n#SBATCH --requeue\n" not in script:
         return []
     with contextlib.suppress(ClusterError):
-        return ["--requeue=expedite"] if expedites_requeues(commands.show_config()) else []
+        return ["--requeue=expedite"] if expedites_requeues(commands.settings) else []
     return []
 
 

@@ -33,7 +33,7 @@ from slurm_train.slurm.flags import (
     flag_word,
     resource_flags,
 )
-from slurm_train.status.run_status import SETUP_FAILED
+from slurm_train.status.failure import SETUP_FAILED
 
 STEP_NAME = "attempt_{attempt}"
 

@@ -73,7 +73,7 @@ class NodeShares:
         partitions = self._commands.partitions()
         try:
             records = self._commands.show_partitions()
-            settings = self._commands.show_config()
+            settings = self._commands.settings
         except ClusterError as err:
             return SiteFacts(partitions=partitions, problems=[err.message])
         return SiteFacts(partitions=partitions, records=records, settings=settings)

@@ -26,6 +26,7 @@ from slurm_train.launch.acceptance import (
     require_slurm,
 )
 from slurm_train.launch.batch_script import render_script, renewed_warning
+from slurm_train.launch.cpu_share import NodeShares
 from slurm_train.launch.drift import check_drift
 from slurm_train.launch.job_python import require_lasting_python
 from slurm_train.launch.plan import RunPlan
@@ -67,6 +68,8 @@ class Start:
         self.accept = accept
         self.after = after
         self.commands = SlurmCommands(env)
+        self.shares = NodeShares(self.commands, in_allocation="SLURM_JOB_ID" in env)
+        """Slurm's answers about nodes, for the plan of the run."""
 
     def dependency(self, config: RunConfig, root: Path) -> str:
         """Returns sbatch's dependency on the runs in `after`, e.g. "afterok:12:13"; "" if all of them are finished.

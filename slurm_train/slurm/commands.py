@@ -16,6 +16,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -292,6 +293,11 @@ class SlurmCommands:
     def show_config(self) -> dict[str, str]:
         """Returns the controller's settings, e.g. {"MaxArraySize": "1001", "KillWait": "30 sec", ...}."""
         return records.parse_config(self._run(["scontrol", "show", "config"]))
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """The controller's settings, asked for once: for commands of a person, which are over soon."""
+        return self.show_config()
 
     def federation(self) -> str:
         """Returns the name of the federation that this cluster is one of, "" if it is in none or there is no answer."""

@@ -30,6 +30,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
 from slurm_train.status.activity import is_of_another_run, jobs_by_name, jobs_by_script, unread_submission
+from slurm_train.status.failure import SETUP_FAILED
 from slurm_train.status.following import summaries_of
 
 SILENT_AFTER_S = 60.0
@@ -481,8 +482,6 @@ _WITHOUT_ATTEMPT = (Phase.FAILED, Phase.TIMEOUT, Phase.OUT_OF_MEMORY, Phase.NODE
 _CLOCKS_DIFFER_S = 5.0
 _LAST_WORDS_BYTES = 1 << 14
 _MOST_SHOWN = 300
-SETUP_FAILED = "cluster.setup: exit code "
-"""Begin of the line that a batch script writes where a command of `cluster.setup` has failed."""
 _OF_EARLIER_JOBS = ("slurm_train: ", "slurmstepd", "srun: ")
 # bash names the copy of the script in slurmd's own folder.
 _FOLDER_OF_SCRIPT = re.compile(r"^/\S*/(?=slurm_script: |submit\.sh: )")

@@ -139,6 +139,10 @@ class FakeSlurmCommands:
         self._fail_if_told()
         return list(self.qos.values())
 
+    @property
+    def settings(self) -> dict[str, str]:
+        return self.show_config()
+
     def show_config(self) -> dict[str, str]:
         self._fail_if_told()
         return dict(self.config)
