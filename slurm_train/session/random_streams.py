@@ -2,7 +2,7 @@
 
 A program that seeds its generators at each start and loads its model draws the numbers of its first steps again: the
 same dropout, and the same samples where it draws those. Python's generator, numpy's and torch's are kept, also that of
-the current GPU; generators that the program has made itself are its own. Does nothing where torch is not imported.
+the current GPU. The program saves other generators itself. Without torch nothing is kept.
 """
 
 from __future__ import annotations
