@@ -22,11 +22,10 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank, rank_in, size_of
 from slurm_train.checkpoint.manifest import MODEL, text_of_tensor
-from slurm_train.checkpoint.state import model_state
+from slurm_train.checkpoint.state import Optimizers, training_state
 from slurm_train.errors import RunError
 from slurm_train.formatting import shorten
 
@@ -255,19 +254,16 @@ def part_if_alike(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[s
     return own_part(state, divide(held, rank=rank))
 
 
-def own_tensors(model: nn.Module, optimizer: Optimizer, *, rank: int, num_ranks: int) -> list[Tensor]:
-    """Gives the tensors that a rank will probably have to save, without importing torch's checkpoint room.
+def own_tensors(model: nn.Module, optimizers: Optimizers, *, rank: int, num_ranks: int) -> list[Tensor]:
+    """Gives the tensors that a rank will probably have to save; not collective.
 
     Args:
         model: this rank's.
-        optimizer: with its state.
+        optimizers: with their state.
         rank: number among the ranks that hold the same layers.
         num_ranks: how many they are.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    state = {names.get(id(parameter), str(id(parameter))): entry for parameter, entry in optimizer.state.items()}
-    whole = {"model": model_state(model), "optimizer": {"state": state}}
-    part = part_if_alike(whole, rank=rank, num_ranks=num_ranks)
+    part = part_if_alike(training_state(model, optimizers, makes_state=False), rank=rank, num_ranks=num_ranks)
     return [value for _, value in leaves_of(part) if isinstance(value, Tensor)]
 
 

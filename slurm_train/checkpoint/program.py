@@ -26,7 +26,7 @@ from slurm_train.checkpoint.division import (
     full_name,
     leaves_of,
     own_part,
-    part_if_alike,
+    own_tensors,
 )
 from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader
@@ -174,9 +174,8 @@ class ProgramState:
 
     def own_tensors(self) -> list[Tensor]:
         """Returns the tensors of model and optimizers that this rank is probably going to write; not collective."""
-        state = training_state(self._model, self._optimizers, makes_state=False)
-        part = part_if_alike(state, rank=rank_in(self._group), num_ranks=size_of(self._group))
-        return [value for _, value in leaves_of(part) if isinstance(value, Tensor)]
+        rank = rank_in(self._group)
+        return own_tensors(self._model, self._optimizers, rank=rank, num_ranks=size_of(self._group))
 
     def restore(self, choice: Choice) -> list[str]:
         """Restores all of it, and returns notes for the user. Collective.

@@ -393,6 +393,7 @@ class JoinedSession(Session):
             loading=self._loading,
             header=partial(self._header, kind=PROGRAM),
             take=self._take,
+            newest_step=lambda: self._newest_step,
             random=self._random,
         )
         return RunTraining(state, saves, part)

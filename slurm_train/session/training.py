@@ -106,7 +106,9 @@ class SessionPart:
     header: Callable[[int], CheckpointHeader]
     """Gives the facts of a save."""
     take: Callable[[Choice | None], None]
-    """Is told what training goes on from."""
+    """Takes the checkpoint that the training continues from, None for its beginning."""
+    newest_step: Callable[[], int]
+    """Gives the step of the newest checkpoint that was saved or loaded, 0 for none."""
     random: RandomStreams
     """This rank's random generators."""
 
@@ -124,8 +126,7 @@ class RunTraining(Training):
         self._state = state
         self._saves = saves
         self._part = part
-        self._newest_step: int | None = None
-        """Step of the newest checkpoint that was saved or loaded."""
+        self._has_saved = False
         self._finish_before_groups_end()
 
     def resume(self) -> int:
@@ -141,7 +142,6 @@ class RunTraining(Training):
             if choice is not None:
                 notes += self._state.restore(choice)
             self._part.take(choice)
-        self._newest_step = None if choice is None else choice.manifest.step
         self._say(notes)
         return 0 if choice is None else choice.manifest.step
 
@@ -149,19 +149,19 @@ class RunTraining(Training):
         """See `Training.is_due`."""
         is_due = self._saves.pace.is_due(step)
         # A loop may ask before its step, and so right after a resume, or at step 0.
-        return is_due and step != (self._newest_step or 0)
+        return is_due and step != self._part.newest_step()
 
     def save(self, step: int) -> None:
         """See `Training.save`."""
         step = whole_step(step)
         content = partial(self._content, step)
+        self._has_saved = True
         with self._part.saving(step) as waits:
             if waits:
                 self._saves.save(content, step=step)
             else:
                 note = self._saves.save_soon(content, step=step)
                 self._say([note] if note else [])
-            self._newest_step = step
         self._say(self._saves.news())
 
     def finish(self) -> None:
@@ -201,7 +201,7 @@ class RunTraining(Training):
             CheckpointError: an optimizer keeps something that no checkpoint has.
         """
         self._state.require_savable()
-        if self._newest_step is None:
+        if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
 
     @property
@@ -211,7 +211,7 @@ class RunTraining(Training):
 
     def _content(self, step: int) -> Content:
         # The save before it has ended by now.
-        if step == self._newest_step:
+        if step == self._part.newest_step():
             # Something was done since, such as an evaluation or the end of an epoch.
             self._saves.save_again(step)
         return self._state.content(self._part.header(step), more={RANDOM: self._part.random.state()})

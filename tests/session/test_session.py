@@ -20,7 +20,6 @@ import torch
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
-from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt
@@ -35,9 +34,8 @@ from slurm_train.session.signals import STOP_SIGNALS, StopFlag, install
 from slurm_train.status.run_status import read_files
 from slurm_train.supervise.hang import Observer
 from tests.fakes.thread_peers import ThreadPeers, on_threads
+from tests.support.sessions import ALONE, join_alone
 from tests.support.waiting import wait_for
-
-ALONE = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")
 
 
 def new_run(folder: Path) -> RunDirectory:
@@ -58,10 +56,8 @@ def _stop_hearts() -> Iterator[None]:
 
 
 def join(run: RunDirectory, stop: StopFlag | None = None) -> JoinedSession:
-    start = AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1)
-    attempt = open_attempt(run, start)
     _hearts.append(Heartbeat())
-    return JoinedSession(run, RunConfig(), ALONE, {}, attempt=attempt, stop=stop or StopFlag(), heartbeat=_hearts[-1])
+    return join_alone(run, heartbeat=_hearts[-1], stop=stop)
 
 
 def test_outside_of_a_run_everything_works_and_nothing_is_left(tmp_path: Path) -> None:
