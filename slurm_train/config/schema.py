@@ -164,7 +164,13 @@ class OptimSection:
     """The keys of the section that are none of the above."""
 
     def __post_init__(self) -> None:
-        """Refuses rules that are not understood, and rates of groups that are no multiple of `lr`."""
+        """Refuses rules that are not understood, rates of groups of an `lr` of 0, and a fall from nothing."""
+        if self.schedule == "inverse_sqrt" and self.warmup_samples == 0:
+            raise ConfigError(
+                "optim.schedule=inverse_sqrt falls with the root of warmup_samples / samples, and was asked with "
+                "optim.warmup_samples=0: the first step would already have the lowest rate",
+                hint="drop optim.warmup_samples (5 % of the run), or set it to steps x global batch",
+            )
         for index, rule in enumerate(self.rules()):
             if rule.lr is not None and not self.lr:
                 raise ConfigError(

@@ -19,6 +19,7 @@ REFUSED = {
     "optim=lion": "any other by its class: optim._target_=torch.optim.NAdam optim.lr=1e-3",
     "optim.schedule=my.falling": 'for example "optim.schedule._target_=my.falling"',
     "optim.schedule._target_=my.falling": "optim.schedule._target_=my.falling: there is no module 'my'",
+    "optim.schedule=inverse_sqrt optim.warmup_samples=0": "hint: drop optim.warmup_samples (5 % of the run)",
     "optim._target_=torch.optim.SGD": "optim.lr has no value",
     "optim._target_=torch.optim.SDG optim.lr=1": "did you mean torch.optim.SGD?",
     "+optim.amsgra=true": "optim._target_=torch.optim.AdamW got an unexpected keyword argument 'amsgra'",

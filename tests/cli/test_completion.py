@@ -13,14 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
+from slurm_train.config.schema import OptimSection, all_keys
 from slurm_train.tools.completion import settings_words
 from slurm_train.tools.trackers import NAMES
 from slurm_train.verbs import PUBLIC_VERBS, VERBS
 from tests.support.command_line import Person
 
+SCHEDULE_KINDS = get_args(all_keys(OptimSection)["schedule"])
 RUNS = "3f9a1c07 44aa1c07 55aa1c07 9b1c44e0 gpt-stdlib mine odd"
 
 
@@ -131,7 +134,7 @@ IN_BASH = {
     "slurm-train sta": "status",
     "learn sta": "status",
     "slurm-train optim.sch": " ".join(
-        f"optim.schedule={name}" for name in ("constant", "cosine", "inverse_sqrt", "linear", "wsd")
+        f"optim.schedule={name}" for kind in SCHEDULE_KINDS if get_origin(kind) is Literal for name in get_args(kind)
     ),
     "slurm-train optim.schedule=co": "constant cosine",
     "slurm-train optim.schedule=cosine parallel.dp_r": "parallel.dp_replicate=",
