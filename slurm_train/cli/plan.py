@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of
 from slurm_train.cli.terminal import note, working_folder
-from slurm_train.config.words import read_words
+from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import byte_size, count, share, shorten, table
 from slurm_train.launch.placement import TABLE_HEADER, table_rows, topology_text
@@ -66,20 +67,39 @@ def main(words: Sequence[str]) -> int:
     cwd = working_folder(env)
     settings = read_settings_of(flags)
     flags = settings.words
+    _check_flags(flags)
     if flags.multirun:
-        if flags.suggest is not None or flags.when is not None or flags.ranks:
-            raise ConfigError(
-                "--suggest, --when and --ranks are for one run", hint="drop -m and give each key one value"
-            )
         return _plan_sweep(settings, after=flags.after, env=env, cwd=cwd)
-    composed = settings.compose()
     if flags.suggest is not None:
-        return _suggest(composed.config, flags.suggest, env)
+        return _suggest(settings.compose().config, flags.suggest, env)
     if flags.when is not None:
         return _when(settings, flags.when, env=env, cwd=cwd, as_json=flags.json)
+    return _plan_run(settings, env=env, cwd=cwd)
+
+
+def _check_flags(flags: Words) -> None:
+    """Refuses flags of which one would be ignored.
+
+    Raises:
+        ConfigError: a flag for one run with -m, two tables, or a flag that the asked table does nothing with.
+    """
+    typed = [f"--{name}" for name in ("json", "measure", "ranks", "suggest", "when") if getattr(flags, name)]
+    if flags.multirun and typed:
+        raise ConfigError(f"{typed[0]} is for one run", hint="drop -m and give each key one value")
+    tables = [flag for flag in typed if flag in ("--ranks", "--suggest", "--when")]
+    if not tables or len(typed) == 1 or typed == ["--json", "--when"]:
+        return
+    if len(tables) > 1:
+        raise ConfigError(f"{tables[0]} and {tables[1]} print different tables", hint=f"drop {tables[0]}")
+    raise ConfigError(f"{typed[0]} has no effect on the table of {tables[0]}", hint=f"drop {typed[0]}")
+
+
+def _plan_run(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> int:
+    """Prints what becomes of one run; with --ranks only where its ranks are."""
     from slurm_train.estimate.choice import settle_parallel
 
-    plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel)
+    flags = settings.words
+    plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
     check_inputs(plan, cwd=cwd)
     _say_dependency(flags.after, plan, env)
     if flags.ranks:
@@ -90,34 +110,65 @@ def main(words: Sequence[str]) -> int:
 
     measured = _measure(plan, env, cwd) if flags.measure else None
     estimate = estimate_run(plan, facts=_site_facts(plan, env), env=env, measured=measured)
-    script: str | None = None
-    slurm: dict[str, Any] | None = None
-    rows = [("script", "none: the run would train on this machine (add +cluster=NxG for Slurm)")]
-    cluster = plan.config.cluster
-    if cluster is not None:
-        from slurm_train.launch.acceptance import without_chosen_cpus
-        from slurm_train.launch.batch_script import render_script
-
-        script = render_script(plan)
-        slurm = _ask_slurm(script, env, plan)
-        bare = without_chosen_cpus(plan)
-        if bare is not None and slurm.get("is_accepted") is False:
-            answer = _ask_slurm(render_script(bare), env, bare)
-            if answer.get("is_accepted"):
-                plan = bare
-                script = render_script(bare)
-                slurm = answer
-        slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), env)
-        rows = [("environment", _environment(cluster.export, env)), ("Slurm", slurm["says"])]
-        if slurm["topology"]:
-            rows.append(("topology", slurm["topology"]))
+    job = None if plan.config.cluster is None else _preview_job(plan, env)
+    if job is not None:
+        plan = job.plan
     if flags.json:
-        facts = {"run": str(plan.run.path), **plan.as_json(), **estimate.as_json(), "slurm": slurm, "script": script}
+        facts = {
+            "run": str(plan.run.path),
+            **plan.as_json(),
+            **estimate.as_json(),
+            "slurm": None if job is None else job.slurm,
+            "script": None if job is None else job.script,
+        }
         print(json.dumps(facts, indent=2))
         return 0
+    rows = [("script", "none: the run would train on this machine (add +cluster=NxG for Slurm)")]
+    if job is not None:
+        rows = job.rows(env)
     print_rows([*plan_rows(plan), *estimate.rows(), *rows])
-    print(script or "", end="")
+    if job is not None:
+        print(job.script, end="")
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobPreview:
+    """What would be submitted, and what Slurm says about it."""
+
+    plan: RunPlan
+    """As it would be submitted: without chosen CPUs where Slurm accepts only that."""
+    script: str
+    slurm: dict[str, Any]
+    """See `_ask_slurm`; "topology" besides."""
+
+    def rows(self, env: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Returns the rows of the printed plan that are about the job."""
+        cluster = self.plan.config.cluster
+        assert cluster is not None
+        rows = [("environment", _environment(cluster.export, env)), ("Slurm", self.slurm["says"])]
+        if self.slurm["topology"]:
+            rows.append(("topology", self.slurm["topology"]))
+        return rows
+
+
+def _preview_job(plan: RunPlan, env: Mapping[str, str]) -> _JobPreview:
+    """Returns the job that a submission would make: where Slurm refuses the chosen CPUs, it is one without them."""
+    from slurm_train.launch.acceptance import without_chosen_cpus
+    from slurm_train.launch.batch_script import render_script
+
+    script = render_script(plan)
+    slurm = _ask_slurm(script, env, plan)
+    bare = without_chosen_cpus(plan)
+    if bare is not None and slurm.get("is_accepted") is False:
+        bare_script = render_script(bare)
+        bare_slurm = _ask_slurm(bare_script, env, bare)
+        if bare_slurm.get("is_accepted"):
+            plan = bare
+            script = bare_script
+            slurm = bare_slurm
+    slurm["topology"] = _topology(plan, slurm.get("nodelist", ""), env)
+    return _JobPreview(plan=plan, script=script, slurm=slurm)
 
 
 def _say_dependency(after: Sequence[str], plan: RunPlan, env: Mapping[str, str]) -> None:
@@ -161,22 +212,33 @@ def _measure(plan: RunPlan, env: Mapping[str, str], cwd: Path) -> dict[str, Any]
     samples = largest_local_size(config, plan.batch, ranks_per_node=plan.world.ranks_per_node)
     half = in_half(config, on_gpu=has_gpus(config, env))
     command = [sys.executable, "-m", "slurm_train", "measure", str(samples), "half" if half else "full"]
-    # No GPU is needed, and a login node's may be in use by others.
-    apart = {**env, "CUDA_VISIBLE_DEVICES": ""}
-    text = dump_config(config)
     try:
         done = subprocess.run(
-            command, input=text, env=apart, cwd=cwd, capture_output=True, text=True, timeout=_MEASURE_S, check=False
+            command,
+            input=dump_config(config),
+            # No GPU is needed, and a login node's may be in use by others.
+            env={**env, "CUDA_VISIBLE_DEVICES": ""},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=_MEASURE_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"problem": f"the model was not built within {_MEASURE_S:.0f} s"}
     if done.returncode:
-        # Our own error's line, else the last one: a traceback ends with what went wrong.
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return {"problem": f"the model cannot be measured here: {(errors or lines or ['it says nothing'])[-1]}"}
+        return {"problem": f"the model cannot be measured here: {_last_error(done.stderr)}"}
     measurement: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measurement
+
+
+def _last_error(stderr: str) -> str:
+    """Returns the last error of this package that a program printed, else its last line, which ends a traceback."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1]
+    return lines[-1] if lines else "it says nothing"
 
 
 def _suggest(config: RunConfig, memory: str, env: Mapping[str, str]) -> int:
@@ -287,17 +349,15 @@ def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: P
             hint="give cluster.gpus_per_node one number",
         )
     estimate = estimate_run(typed, facts=_site_facts(typed, env), env=env)
+    job_sizes = _JobSizes(settings=settings, typed=typed, left_steps=estimate.cost.left_steps, env=env, cwd=cwd)
     options: list[Option] = []
-    # By number of nodes: earlier runs are read for it, and a time limit does not change it.
-    paces: dict[int, Speed | None] = {}
     for num_nodes in numbers:
         for limit_min in limits_of(estimate.cost.limit_min):
-            size = _Size(num_nodes, limit_min, estimate.cost.left_steps)
-            options.append(_option(settings, typed, size, paces=paces, env=env, cwd=cwd))
+            options.append(job_sizes.option(num_nodes, limit_min))
     if as_json:
         print(json.dumps([option.as_json() for option in options], indent=2))
         return 0
-    sources = dict.fromkeys(pace.source for pace in paces.values() if pace is not None)
+    sources = dict.fromkeys(pace.source for pace in job_sizes.paces.values() if pace is not None)
     pace = f"pace of {'; '.join(sources)}, falling in proportion to the ranks" if sources else "no pace is known"
     note(f"  {pace}; {START_S:.0f} s assumed from a job's begin to its first step")
     note("  starts by `sbatch --test-only`: today's queue; each later job is taken to wait as long as the first")
@@ -305,64 +365,66 @@ def _when(settings: HydraSettings, sizes: str, *, env: Mapping[str, str], cwd: P
     return 0
 
 
-class _Size(NamedTuple):
-    num_nodes: int
-    limit_min: int | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobSizes:
+    """The run of a command line with other numbers of nodes and other time limits."""
+
+    settings: HydraSettings
+    typed: RunPlan
+    """The run with the size that was typed."""
     left_steps: int | None
+    env: Mapping[str, str]
+    cwd: Path
+    paces: dict[int, Speed | None] = field(default_factory=dict)
+    """By number of nodes: earlier runs are read for it, and a time limit does not change it."""
 
+    def option(self, num_nodes: int, limit_min: int | None) -> Option:
+        """Returns when the run would start and end with this size and limit, or why it cannot."""
+        import time
 
-def _option(
-    settings: HydraSettings,
-    typed: RunPlan,
-    size: _Size,
-    *,
-    paces: dict[int, Speed | None],
-    env: Mapping[str, str],
-    cwd: Path,
-) -> Option:
-    """Returns what is known of the run with a size and a limit; the pace of a size is kept in `paces`."""
-    import time
-    from dataclasses import replace
+        from slurm_train.estimate.when import Option, option_of, pace_of
+        from slurm_train.launch.batch_script import render_script
+        from slurm_train.rundir.timing import warning_lead_s
+        from slurm_train.slurm.records import unix_s
 
-    from slurm_train.estimate.choice import settle_parallel
-    from slurm_train.estimate.when import Option, option_of, pace_of
-    from slurm_train.launch.batch_script import render_script
-    from slurm_train.rundir.timing import warning_lead_s
-    from slurm_train.slurm.records import unix_s
+        num_devices = num_nodes * self.typed.num_devices // self.typed.world.num_nodes
+        nothing_known = Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min)
+        try:
+            plan = self._plan(num_nodes, limit_min)
+            answer = _ask_slurm(render_script(plan), self.env, plan)
+        except ConfigError as err:
+            return replace(nothing_known, problem=err.message)
+        if not answer.get("is_accepted"):
+            return replace(nothing_known, problem=answer.get("message") or answer["says"])
+        start = unix_s(answer["start"]) if answer["start"] else None
+        starts_in_s = None if start is None else max(0.0, start - time.time())
+        if starts_in_s is not None and starts_in_s < _NOW_S:
+            starts_in_s = 0.0
+        if num_nodes not in self.paces:
+            self.paces[num_nodes] = pace_of(plan, self.env)
+        limit_s = None if limit_min is None else 60.0 * limit_min
+        warns_s = warning_lead_s(plan.config.requeue.warn_before_limit_s, plan.run, limit_s=limit_s)
+        return option_of(
+            plan,
+            left_steps=self.left_steps,
+            limit_min=limit_min,
+            starts_in_s=starts_in_s,
+            pace=self.paces[num_nodes],
+            warns_s=warns_s,
+        )
 
-    num_nodes, limit_min, left_steps = size
-    num_devices = num_nodes * typed.num_devices // typed.world.num_nodes
-    nothing_known = Option(num_nodes=num_nodes, num_devices=num_devices, limit_min=limit_min)
-    words = [f"cluster.nodes={num_nodes}"]
-    if typed.config.trains:
-        words.append(f"batch.global_size={typed.batch.global_size}")
-    limit = typed.config.cluster.time_limit_min if typed.config.cluster else None
-    if limit_min is not None and limit_min != limit:
-        words.append(f"cluster.time_limit_min={limit_min}")
-    try:
-        composed = settings.composer.compose([*_without_time(settings.words.overrides, words), *words])
-        plan = plan_run(composed, cwd=cwd, env=env, settle=settle_parallel)
-        answer = _ask_slurm(render_script(plan), env, plan)
-    except ConfigError as err:
-        return replace(nothing_known, problem=err.message)
-    if not answer.get("is_accepted"):
-        return replace(nothing_known, problem=answer.get("message") or answer["says"])
-    start = unix_s(answer["start"]) if answer["start"] else None
-    starts_in_s = None if start is None else max(0.0, start - time.time())
-    if starts_in_s is not None and starts_in_s < _NOW_S:
-        starts_in_s = 0.0
-    if num_nodes not in paces:
-        paces[num_nodes] = pace_of(plan, env)
-    limit_s = None if limit_min is None else 60.0 * limit_min
-    warns_s = warning_lead_s(plan.config.requeue.warn_before_limit_s, plan.run, limit_s=limit_s)
-    return option_of(
-        plan,
-        left_steps=left_steps,
-        limit_min=limit_min,
-        starts_in_s=starts_in_s,
-        pace=paces[num_nodes],
-        warns_s=warns_s,
-    )
+    def _plan(self, num_nodes: int, limit_min: int | None) -> RunPlan:
+        from slurm_train.estimate.choice import settle_parallel
+
+        words = [f"cluster.nodes={num_nodes}"]
+        config = self.typed.config
+        if config.trains:
+            words.append(f"batch.global_size={self.typed.batch.global_size}")
+        limit = config.cluster.time_limit_min if config.cluster else None
+        if limit_min is not None and limit_min != limit:
+            words.append(f"cluster.time_limit_min={limit_min}")
+        composed = self.settings.composer.compose([*_without_time(self.settings.words.overrides, words), *words])
+        return plan_run(composed, cwd=self.cwd, env=self.env, settle=settle_parallel)
 
 
 def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -386,16 +448,17 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
         return {"says": f"is not asked: {err.message}; {err.hint}"}
     try:
         verdict = slurm_verdict(script, commands)
-        waits = too_long(plan, commands) if verdict.is_accepted else None
-        says = f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
+        waits_for_ever = too_long(plan, commands) if verdict.is_accepted else None
         if not verdict.is_accepted:
             separator = "\n    " if "\n" in verdict.message else "; "
             says = f"would refuse it: {verdict.message}{separator}{advice(verdict, commands, plan)}"
-        elif waits is not None:
-            says = f"would let it wait for ever: {waits.message}; {waits.hint}"
+        elif waits_for_ever is not None:
+            says = f"would let it wait for ever: {waits_for_ever.message}; {waits_for_ever.hint}"
         else:
-            left_open = unchecked(plan, commands)
-            says = f"{says}; {left_open}" if left_open else says
+            says = f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
+            not_checked = unchecked(plan, commands)
+            if not_checked:
+                says += f"; {not_checked}"
     except ClusterError as err:
         return {"says": f"does not answer, so the script is not checked: {err.message}"}
     names = ("is_accepted", "start", "nodelist", "partition", "message")
@@ -423,8 +486,9 @@ def _topology(plan: RunPlan, nodelist: str, env: Mapping[str, str]) -> str:
 def _environment(patterns: Sequence[str], env: Mapping[str, str]) -> str:
     from slurm_train.slurm.job_variables import exported, is_job_variable
 
-    goes = exported(env, patterns)
-    stays = sorted(name for name in env if name not in goes and not is_job_variable(name))
-    return f"{len(goes)} variables travel" + (
-        f"; these do not (cluster.export=[NAME]): {shorten(stays, 12)}" if stays else ""
-    )
+    exported_names = exported(env, patterns)
+    text = f"{len(exported_names)} variables travel"
+    others = sorted(name for name in env if name not in exported_names and not is_job_variable(name))
+    if others:
+        text += f"; these do not (cluster.export=[NAME]): {shorten(others, 12)}"
+    return text

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import RunConfig, TrackSection
+from slurm_train.config.words import Words
+from slurm_train.errors import ConfigError
 from slurm_train.launch.drift import similar_run_notes
 from slurm_train.launch.inputs import fetch_inputs, refuse_missing_inputs, uses_this_python
 from slurm_train.launch.job_python import python_notes, require_lasting_python
@@ -20,7 +23,9 @@ from slurm_train.slurm.job_variables import exported
 
 if TYPE_CHECKING:
     from slurm_train.config.hydra import HydraSettings
-    from slurm_train.config.words import Words
+
+# Every verb that composes a configuration acts on these; --run is what happens without --multirun.
+_COMPOSING = ("overrides", "search_path", "config_dir", "config_path", "config_name", "run")
 
 
 def read_settings_of(flags: Words) -> HydraSettings:
@@ -35,6 +40,24 @@ def read_settings_of(flags: Words) -> HydraSettings:
     for text in settings.notes:
         note(text)
     return settings
+
+
+def refuse_unused_flags(flags: Words, *, verb: str, used: Collection[str] = ()) -> None:
+    """Refuses flags that a verb would ignore.
+
+    Args:
+        flags: what was typed.
+        verb: its name.
+        used: fields of `Words` that the verb acts on, besides those that say what to compose.
+
+    Raises:
+        ConfigError: another flag was typed.
+    """
+    for flag in fields(Words):
+        if flag.name in _COMPOSING or flag.name in used or not getattr(flags, flag.name):
+            continue
+        typed = "after=" if flag.name == "after" else f"--{flag.name.replace('_', '-')}"
+        raise ConfigError(f"`{verb}` does nothing with {typed}", hint=f"leave {typed} out")
 
 
 def look_at(plan: RunPlan, *, env: Mapping[str, str], cwd: Path) -> Source:

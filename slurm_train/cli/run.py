@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.cli.multirun import multirun
-from slurm_train.cli.preview import look_at, read_settings_of
+from slurm_train.cli.preview import look_at, read_settings_of, refuse_unused_flags
 from slurm_train.cli.start import start_run
 from slurm_train.cli.terminal import answer, note, working_folder
 from slurm_train.config.compose import Composer
@@ -127,12 +127,13 @@ def write(words: Sequence[str]) -> int:
     if flags.help:
         print(_WRITE_HELP, end="")
         return EXIT_DONE
-    if flags.multirun:
-        raise ConfigError("`write` is for one run", hint="drop -m and give each key one value")
     env = dict(os.environ)
     cwd = working_folder(env)
     settings = read_settings_of(flags)
     flags = settings.words
+    if flags.multirun:
+        raise ConfigError("`write` is for one run", hint="drop -m and give each key one value")
+    refuse_unused_flags(flags, verb="write", used=["accept"])
     plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
     require_all(
         [

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slurm_train.cli.preview import refuse_unused_flags, take_inputs
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import read_words
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE
@@ -29,7 +30,9 @@ def main(words: Sequence[str]) -> int:
     arguments = parse("scaling", words)
     env = dict(os.environ)
     cwd = working_folder(env)
-    series = read_series(read_words(arguments.settings), steps=arguments.steps, env=env, cwd=cwd)
+    flags = read_words(arguments.settings)
+    refuse_unused_flags(flags, verb="scaling")
+    series = read_series(flags, steps=arguments.steps, env=env, cwd=cwd)
     plans = {point: plan_of(series.words(point), env=env, cwd=cwd) for point in series.points}
     note(f"{len(plans)} runs of {series.steps} steps, one after the other:")
     for point, plan in plans.items():
@@ -49,7 +52,6 @@ def _make(
     series: Series, plans: Mapping[Point, RunPlan], *, words: Sequence[str], env: Mapping[str, str], cwd: Path
 ) -> bool:
     """Makes the runs that are not there yet, or submits them; returns whether there were any."""
-    from slurm_train.cli.preview import take_inputs
     from slurm_train.cli.start import start_run
     from slurm_train.launch.git import read_git
     from slurm_train.launch.snapshot import read_source
@@ -57,10 +59,10 @@ def _make(
     from slurm_train.launch.write import require_writable
     from slurm_train.status.activity import find_active
 
-    left = [point for point, plan in plans.items() if not plan.run.result.exists()]
-    runs = [plans[point].run for point in left]
+    unfinished = [point for point, plan in plans.items() if not plan.run.result.exists()]
+    runs = [plans[point].run for point in unfinished]
     active = find_active(runs, SlurmCommands(env)) if series.uses_cluster else {}
-    missing = [point for point in left if plans[point].run not in active]
+    missing = [point for point in unfinished if plans[point].run not in active]
     if not missing:
         return False
     require_writable(plans[missing[0]].run)
@@ -70,7 +72,7 @@ def _make(
     for point in missing:
         plan = plan_of(series.words(point, after=after), env=env, cwd=cwd)
         source = read_source(plan.run, plan.config, cwd, state, env=env)
-        # What they print on stdout is not this verb's data.
+        # What a run prints on stdout is not this verb's data.
         with contextlib.redirect_stdout(sys.stderr):
             if start_run(Start(words=words, env=env, say=note), plan, source) != EXIT_DONE:
                 note(f"the run {point} failed; see {plan.run.path}")
