@@ -15,7 +15,7 @@ from slurm_train.checkpoint.collect import collect_checkpoints
 from slurm_train.checkpoint.commit import list_passed_over
 from slurm_train.checkpoint.manifest import MANIFEST_FILE
 from slurm_train.checkpoint.verify import find_kept, newest_verified, read_manifest, survey, verify
-from slurm_train.cli.selection import parse_runs
+from slurm_train.cli.selection import parse_runs, split_step
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
 from slurm_train.config.schema import nested
@@ -33,25 +33,28 @@ def main(words: Sequence[str]) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    check_bytes = arguments.action == "verify"
-    good = "verified" if check_bytes else "complete"
+    checks_bytes = arguments.action == "verify"
     root = find_run(arguments.root, arguments.run).checkpoints
     kept = find_kept(root)
     rows: list[tuple[str, ...]] = []
-    for path, outcome in survey(root, verify if check_bytes else read_manifest):
+    has_damaged = False
+    for path, outcome in survey(root, verify if checks_bytes else read_manifest):
         if isinstance(outcome, CheckpointError):
+            has_damaged = True
             rows.append((path.name, "-", "-", "-", "-", outcome.message))
-        else:
-            counts = (str(outcome.step), str(outcome.samples), str(outcome.world_size))
-            state = good if path not in kept else f"{good}, {kept[path]}"
-            rows.append((path.name, *counts, byte_size(outcome.num_bytes), state))
+            continue
+        state = "verified" if checks_bytes else "complete"
+        if path in kept:
+            state += f", {kept[path]}"
+        counts = (str(outcome.step), str(outcome.samples), str(outcome.world_size))
+        rows.append((path.name, *counts, byte_size(outcome.num_bytes), state))
     for path in list_passed_over(root):
         note(f"{path} was passed over and counts for nothing; it is left for you to look at")
     if not rows:
         note(f"no checkpoint in {root}")
         return EXIT_DONE
     print(table(("CHECKPOINT", "STEP", "SAMPLES", "RANKS", "SIZE", "STATE"), rows))
-    return EXIT_FAILURE if check_bytes and any(not row[-1].startswith(good) for row in rows) else EXIT_DONE
+    return EXIT_FAILURE if checks_bytes and has_damaged else EXIT_DONE
 
 
 def find_checkpoint(word: str, *, root: Path) -> Path:
@@ -63,8 +66,8 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
     """
     if (Path(word) / MANIFEST_FILE).is_file():
         return Path(word)
-    name, _, step = word.partition("@")
-    checkpoints = find_run(root, name or None).checkpoints
+    run, step = split_step(word)
+    checkpoints = find_run(root, run or None).checkpoints
     if step == "best":
         kept = find_kept(checkpoints)
         if not kept:
@@ -111,8 +114,10 @@ def _collect(arguments: argparse.Namespace) -> int:
     pruned = collect_checkpoints(run, SlurmCommands(os.environ), keep=keep)
     for path in pruned.discarded:
         print(path)
-    for line in (*pruned.problems, *(f"{path} cannot be trusted; look at it" for path in pruned.untrusted)):
-        note(line)
+    for problem in pruned.problems:
+        note(problem)
+    for path in pruned.untrusted:
+        note(f"{path} cannot be trusted; look at it")
     num_kept = len(list_checkpoints(run.checkpoints)) - len(pruned.untrusted)
     note(f"{len(pruned.discarded)} removed, {num_kept} kept")
     return EXIT_FAILURE if pruned.problems else EXIT_DONE
@@ -128,10 +133,9 @@ def _export(arguments: argparse.Namespace) -> int:
 
         manifest, tensors = read_model(path, averaged=arguments.ema)
         model = nested(manifest.extra.get("settings", {})).get("model", {})
-        size = arguments.shard_size
 
         def write(folder: Path) -> int:
-            write_pretrained(folder, tensors, model=model, shard_size=size)
+            write_pretrained(folder, tensors, model=model, shard_size=arguments.shard_size)
             return len(tensors)
 
         num_tensors = export_to(target, write)

@@ -16,8 +16,8 @@ from slurm_train.status.run_status import RunStatus, read_states
 from slurm_train.status.selection import Selection, build_surveyor, read_since
 from slurm_train.verbs import DEFAULT_ROOT, parse
 
-# Attributes of parsed words that name runs or sweeps.
-_NAMED = ("runs", "run", "sweep", "what", "checkpoint", "first")
+# Attributes of parsed words that name runs, sweeps or checkpoints.
+_NAMING_ATTRIBUTES = ("runs", "run", "sweep", "what", "checkpoint", "first")
 
 
 def parse_runs(verb: str, words: Sequence[str]) -> argparse.Namespace:
@@ -34,7 +34,7 @@ def find_root(arguments: argparse.Namespace) -> None:
     if arguments.root != default:
         return
     for word in _words_for_runs(arguments):
-        arguments.root = root_of(word.partition("@")[0], default, os.environ)
+        arguments.root = root_of(split_step(word)[0], default, os.environ)
         if arguments.root != default:
             note(f"{word} is below {arguments.root}")
             return
@@ -42,13 +42,22 @@ def find_root(arguments: argparse.Namespace) -> None:
 
 def _words_for_runs(arguments: argparse.Namespace) -> list[str]:
     words: list[str] = []
-    for name in _NAMED:
+    for name in _NAMING_ATTRIBUTES:
         value = getattr(arguments, name, None)
         if isinstance(value, str):
             words.append(value)
         elif value:
             words += value
     return words
+
+
+def split_step(word: str) -> tuple[str, str]:
+    """Returns run and step of a word for a checkpoint: ("gpt", "200") for "gpt@200", ("gpt", "") for "gpt".
+
+    The folders of a path may have an @ of their own: in "/data/me@lab/runs/gpt/3f9a1c07e2d4" no step is named.
+    """
+    run, at, step = word.rpartition("@")
+    return (run, step) if at and "/" not in step else (word, "")
 
 
 def read_selection(arguments: argparse.Namespace, words: Sequence[str]) -> Selection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -114,6 +115,13 @@ def test_diff_names_tensors_and_facts_and_equal_is_equal(shell: Shell, run: RunD
     done = shell.types("checkpoint", "diff", "gpt-stdlib", path)
     assert (done.code, done.out) == (0, "")
     assert "all 3 tensors of the model are equal" in done.err
+
+
+def test_a_folder_with_an_at_sign_names_no_step(shell: Shell, run: RunDirectory) -> None:
+    shutil.copytree(run.path, "me@lab/runs/gpt-stdlib/3f9a1c07")
+    copy = "me@lab/runs/gpt-stdlib/3f9a1c07"
+    assert shell.types(f"checkpoint diff {copy} {copy}@2").code == 0
+    assert "head.weight" in shell.types(f"checkpoint diff {copy} {copy}@1").out
 
 
 def test_gc_keeps_the_newest_and_removes_what_dead_attempts_left(shell: Shell, run: RunDirectory) -> None:
