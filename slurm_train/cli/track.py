@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slurm_train.cli.selection import find_root
 from slurm_train.cli.terminal import note
 from slurm_train.config.schema import TrackSection
 from slurm_train.config.words import read_names
@@ -39,7 +40,8 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError(f"{word.partition('=')[0]} is not a setting of a tracker", hint="they begin with track.")
     if arguments.beside:
         return follow_run(RunDirectory(Path(arguments.run)), arguments.only, arguments.settings, os.environ)
-    run = find_run(Path(arguments.root), arguments.run)
+    find_root(arguments)
+    run = find_run(arguments.root, arguments.run)
     require_private(run)
     holder = live_holder(run, SlurmCommands(os.environ))
     if holder is not None:
@@ -56,18 +58,19 @@ def main(words: Sequence[str]) -> int:
             f"{run.name}/{run.run_id} has no tracker {arguments.only or 'at all'}",
             hint=f"it has: {', '.join(available) or 'none'}; add one: track {run.run_id} track.wandb.project=NAME",
         )
-    ended = [_send(run, name, track, arguments.settings, os.environ) for name in names]
-    return EXIT_DONE if all(ended) else EXIT_FAILURE
+    # Every tracker is tried, also after one that cannot be reached.
+    are_complete = [_send(run, name, track, arguments.settings, os.environ) for name in names]
+    return EXIT_DONE if all(are_complete) else EXIT_FAILURE
 
 
 def _send(run: RunDirectory, name: str, track: TrackSection, settings: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Sends what one tracker lacks, in a process that its time limit can end; returns whether it has all then."""
-    num = count_unsent(run, name)
+    """Sends what one tracker lacks, in a process that its time limit can end; returns whether it has everything now."""
+    num_unsent = count_unsent(run, name)
     command = follower_command(run, name, settings=settings)
     code = subprocess.run(command, env=dict(env), stdin=subprocess.DEVNULL, check=False).returncode
     state = read_state(run, name)
     if code == 0 and state is not None:
-        note(f"{name}: {num} lines sent; {state.place}")
+        note(f"{name}: {num_unsent} lines sent; {state.place}")
         return True
     note(f"{name}: {explain_exit(run, name, code, timeout_s=track.timeout_s)}")
     return False

@@ -24,12 +24,12 @@ def run(shell: Shell) -> RunDirectory:
 
 
 @pytest.mark.parametrize("word", ["4711", "{run.name}/{run.run_id}"])
-@pytest.mark.parametrize("verb", ["status", "cancel", "checkpoint ls"])
+@pytest.mark.parametrize("verb", ["status", "cancel", "checkpoint ls", "track"])
 def test_a_verb_finds_a_run_by_an_id_from_any_folder(verb: str, word: str, run: RunDirectory, shell: Shell) -> None:
     named = word.format(run=run)
     done = shell.types(f"{verb} {named}")
     assert f"{named} is below {run.path.parent.parent}" in done.err and "no run matches" not in done.err
-    assert done.code == 0 or verb == "checkpoint ls", done
+    assert done.code == 0 or verb in ("checkpoint ls", "track"), done
     assert "your newest runs elsewhere" in shell.types("status").err
 
 
