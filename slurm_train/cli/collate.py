@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from slurm_train.cli.selection import look_once, parse_runs
@@ -12,6 +13,7 @@ from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.files import write_atomic
 from slurm_train.rundir.lookup import closed_places
+from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory, find_sweep, list_sweeps, read_table, sweeps_named
 from slurm_train.tools.report.collate import Cells, as_columns, as_csv, as_markdown, best_line, collate
 from slurm_train.tools.report.run import read_config
@@ -28,13 +30,22 @@ def main(words: Sequence[str]) -> int:
     statuses = look_once(read_table(sweep), os.environ)
     rows = collate(statuses)
     _put_out(rows, arguments.format, arguments.out)
-    # A run that was never written has no configuration.
-    config = next(filter(None, (read_config(status.run.config) for status in statuses)), {})
-    objective = config.get("sweep", {}).get("objective")
-    line = best_line(rows, [status.subject.overrides for status in statuses], objective=objective)
+    values = [status.subject.overrides for status in statuses]
+    line = best_line(rows, values, objective=_objective_of([status.run for status in statuses]))
     if line:
         note(line)
     return 0
+
+
+def _objective_of(runs: Iterable[RunDirectory]) -> str | None:
+    """Returns `sweep.objective` of a sweep's runs, which is the same for all of them."""
+    for run in runs:
+        config = read_config(run.config)
+        # A run that was never written has no configuration.
+        if config:
+            objective: str | None = config.get("sweep", {}).get("objective")
+            return objective
+    return None
 
 
 def _find(root: Path, word: str) -> SweepDirectory:
@@ -61,25 +72,28 @@ def _put_out(rows: Sequence[Cells], form: str | None, out: str | None) -> None:
     if form is None:
         form = _FORMATS.get(Path(out).suffix[1:], "csv") if out else "markdown"
     if form == "parquet":
-        _write_parquet(rows, out)
+        if out is None:
+            raise ConfigError("--format parquet needs a file", hint="name one with --out FILE.parquet")
+        content = _as_parquet(rows)
     else:
         text = as_csv(rows) if form == "csv" else as_markdown(rows)
         if out is None:
             sys.stdout.write(text)
             return
-        try:
-            write_atomic(Path(out), text, durable=False, mode=0o644)
-        except OSError as err:
-            raise RunError(f"{out} cannot be written: {err.strerror or err}", hint="name another file") from err
+        content = text.encode()
+    try:
+        write_atomic(Path(out), content, durable=False, mode=0o644)
+    except OSError as err:
+        raise RunError(f"{out} cannot be written: {err.strerror or err}", hint="name another file") from err
     note(f"{len(rows)} runs in {out}")
 
 
-def _write_parquet(rows: Sequence[Cells], out: str | None) -> None:
-    if out is None:
-        raise ConfigError("--format parquet needs a file", hint="name one with --out FILE.parquet")
+def _as_parquet(rows: Sequence[Cells]) -> bytes:
     try:
         from pyarrow import Table, parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         hint = "pip install pyarrow, or write --out FILE.csv"
         raise ConfigError("pyarrow is not installed here", hint=hint) from None
-    parquet.write_table(Table.from_pydict(as_columns(rows)), out)
+    content = io.BytesIO()
+    parquet.write_table(Table.from_pydict(as_columns(rows)), content)
+    return content.getvalue()

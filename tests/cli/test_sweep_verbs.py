@@ -158,3 +158,4 @@ def test_collate_writes_a_file_after_its_ending(sweep: SweepDirectory, shell: Sh
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     assert shell.types(f"collate {sweep.sweep_id} --out a.parquet").code == 0
     assert parquet.read_table("a.parquet").num_rows == 6
+    shell.refuses("no/such/x.parquet cannot be written", f"collate {sweep.sweep_id} --out no/such/x.parquet")
