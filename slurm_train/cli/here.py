@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from slurm_train.cli.logs import LogPrinter
 from slurm_train.cli.terminal import note
@@ -60,36 +60,14 @@ def attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str])
 
     The first Ctrl-C, or a closed terminal, asks the ranks to save and stop; the second one does not wait.
     """
-    before = max(existing_attempts(run), default=-1)
     # A session of its own keeps Ctrl-C on the terminal from reaching srun, which would kill the ranks.
     process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
-    asked = list[None]()
-    num_done = 0
-
-    def is_over() -> bool:
-        """Does what was asked since the last call, and returns whether the process has ended."""
-        nonlocal num_done
-        if len(asked) > num_done and process.poll() is None:
-            is_first = num_done == 0
-            num_done = len(asked)
-            # Nothing can be printed to a closed terminal.
-            with contextlib.suppress(OSError):
-                if not is_first:
-                    os.killpg(process.pid, signal.SIGTERM)
-                    note("ending the ranks")
-                elif max(existing_attempts(run), default=-1) > before:
-                    run.stop_file.touch()
-                    note("saving and stopping; Ctrl-C once more ends the ranks at once")
-                else:
-                    # Without a new attempt there is nothing to save.
-                    process.terminate()
-                    note("nothing has begun; giving it up")
-        return process.poll() is not None
-
-    with on_stop(lambda: asked.append(None)):
+    attended = _AttendedProcess(run, process)
+    with on_stop(attended.ask_to_stop):
         # Rank 0's log of the newest attempt that began here, else what srun says.
         LogPrinter(run, 0, attempt=None, env=env).follow(
-            lambda: choose_log(run, attempt=None, rank=0, after=before), until=is_over
+            lambda: choose_log(run, attempt=None, rank=0, after=attended.last_attempt_before),
+            until=attended.has_ended,
         )
     code = process.wait()
     if code and not run.result.exists():
@@ -97,47 +75,107 @@ def attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str])
     return 128 - code if code < 0 else code
 
 
+class _AttendedProcess:
+    """The process of an allocation, and what a person has asked of it by Ctrl-C.
+
+    Args:
+        run: the run whose ranks it starts.
+        process: bash or salloc, which leads its session.
+    """
+
+    def __init__(self, run: RunDirectory, process: subprocess.Popen[bytes]) -> None:
+        self._run = run
+        self._process = process
+        self._num_asked = 0
+        self._num_carried_out = 0
+        self.last_attempt_before = max(existing_attempts(run), default=-1)
+
+    def ask_to_stop(self) -> None:
+        """Counts a Ctrl-C; a signal handler calls it, so it does nothing else."""
+        self._num_asked += 1
+
+    def has_ended(self) -> bool:
+        """Carries out what was asked since the last call, and returns whether the process has ended."""
+        if self._num_asked > self._num_carried_out and self._process.poll() is None:
+            is_first = self._num_carried_out == 0
+            self._num_carried_out = self._num_asked
+            # Nothing can be printed to a closed terminal.
+            with contextlib.suppress(OSError):
+                if is_first:
+                    self._stop()
+                else:
+                    os.killpg(self._process.pid, signal.SIGTERM)
+                    note("ending the ranks")
+        return self._process.poll() is not None
+
+    def _stop(self) -> None:
+        if max(existing_attempts(self._run), default=-1) > self.last_attempt_before:
+            self._run.stop_file.touch()
+            note("saving and stopping; Ctrl-C once more ends the ranks at once")
+            return
+        # Without a new attempt there is nothing to save.
+        self._process.terminate()
+        note("no rank has started, so the command is ended")
+
+
 # --- the runs of a sweep ---
+
+
+class _StopFlag:
+    """Whether a person has asked for a stop. No `Event`: it has a lock, and a second signal may interrupt the first."""
+
+    is_set = False
+
+    def set(self) -> None:
+        """Asks for a stop; a signal handler calls it."""
+        self.is_set = True
 
 
 def train_each(sweep: SweepDirectory, elements: Sequence[Element], *, num_parallel: int, env: Mapping[str, str]) -> int:
     """Trains runs that are on disk, so many at a time; returns 0, 1 if a run failed, 75 if it was asked to stop."""
     waiting = list(elements)
-    at_work = dict[RunDirectory, subprocess.Popen[bytes]]()
-    num_failed = 0
-    asked = list[None]()
-    with on_stop(lambda: asked.append(None)):
-        while waiting or at_work:
-            while waiting and len(at_work) < num_parallel and not (asked or sweep.stop_file.exists()):
+    processes = dict[RunDirectory, subprocess.Popen[bytes]]()
+    stop = _StopFlag()
+
+    def is_stopping() -> bool:
+        return stop.is_set or sweep.stop_file.exists()
+
+    with on_stop(stop.set):
+        while True:
+            while waiting and len(processes) < num_parallel and not is_stopping():
                 element = waiting.pop(0)
                 if element.run.result.exists():
                     note(f"run {element.index}: {describe(element.overrides)}  was finished by another command")
                     continue
-                at_work[element.run] = _start(element, shares_terminal=num_parallel > 1, env=env)
-            if not (asked or at_work or waiting):
+                processes[element.run] = _start(element, shares_terminal=num_parallel > 1, env=env)
+            if stop.is_set:
+                _stop_all(processes.values())
                 break
-            if asked:
-                # A terminal signals the runs as well, `kill` does not; asked twice they save once.
-                for process in at_work.values():
-                    process.terminate()
-                for process in at_work.values():
-                    process.wait()
-            ended = [run for run, process in at_work.items() if process.poll() is not None]
-            unfinished = sum(not run.result.exists() for run in ended)
-            if asked or not at_work:
-                num_left = len(waiting) + unfinished
-                note(f"stopped; without a result: {count(num_left, 'run')}; the same command continues")
-                return EXIT_REQUEUE
-            num_failed += unfinished
+            ended = [run for run, process in processes.items() if process.poll() is not None]
             for run in ended:
-                del at_work[run]
+                del processes[run]
+            if not processes and (not waiting or is_stopping()):
+                break
             if not ended:
                 time.sleep(_LOOK_S)
+    num_unfinished = sum(not element.run.result.exists() for element in elements)
+    if stop.is_set or waiting:
+        note(f"stopped; without a result: {count(num_unfinished, 'run')}; the same command continues")
+        return EXIT_REQUEUE
     if elements:
-        note(f"{len(elements) - num_failed} of {len(elements)} runs are finished; next:")
+        note(f"{len(elements) - num_unfinished} of {len(elements)} runs are finished; next:")
         for verb in ("status", "collate", "report"):
             note(f"  python -m slurm_train {verb} {sweep.sweep_id}")
-    return EXIT_FAILURE if num_failed else EXIT_DONE
+    return EXIT_FAILURE if num_unfinished else EXIT_DONE
+
+
+def _stop_all(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Asks runs to save and stop, and waits until all have ended."""
+    # A terminal signals the runs as well, `kill` does not; asked twice they save once.
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait()
 
 
 def _start(element: Element, *, shares_terminal: bool, env: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -62,9 +62,10 @@ def test_a_run_that_another_sweep_finishes_meanwhile_is_left_alone(num_parallel:
     assert "run 2: script=[train.py,good]  was finished by another command" in done.err
 
 
-def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "slurm_train", "-m", "script=[train.py,slow],[train.py,fine]", "run.processes=1"],
+def started(person: Person, scripts: str) -> subprocess.Popen[str]:
+    """Returns a sweep that trains one script after the other."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "slurm_train", "-m", scripts, "run.processes=1"],
         cwd=person.folder,
         env=person.environment(),
         stdout=subprocess.PIPE,
@@ -72,6 +73,10 @@ def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> Non
         text=True,
         start_new_session=True,
     )
+
+
+def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> None:
+    process = started(person, "script=[train.py,slow],[train.py,fine]")
     sweep = SweepDirectory(Path(process.stdout.readline().split()[1]))
     first, second = (element.run for element in read_table(sweep))
     wait_for(lambda: read_ledger(first), within_s=60, what="the first run")
@@ -81,3 +86,14 @@ def test_ctrl_c_stops_the_run_at_work_and_starts_no_other(person: Person) -> Non
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75 and "the same command continues" in err
     assert not second.epochs.exists()
+
+
+def test_a_stopped_sweep_counts_the_runs_that_failed_before_as_well(person: Person) -> None:
+    process = started(person, "script=[train.py,bad],[train.py,slow],[train.py,fine]")
+    sweep = SweepDirectory(Path(process.stdout.readline().split()[1]))
+    slow = read_table(sweep)[1].run
+    wait_for(lambda: read_ledger(slow), within_s=60, what="the second run")
+    sweep.stop_file.touch()
+    (person.folder / "mended").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "without a result: 2 runs" in err
