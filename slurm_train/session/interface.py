@@ -2,7 +2,7 @@
 
 Under plain Python or another launcher nothing is written, no stop is requested, and `save` yields a temporary
 directory. In a process that a rank has started by `multiprocessing`, saves and stops are refused. In a run the session
-is `session.client.JoinedSession`.
+is `session.joined.JoinedSession`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import EXIT_REQUEUE
-from slurm_train.session.training import ChildTraining, Training, no_rank_error
+from slurm_train.errors import EXIT_REQUEUE, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +34,46 @@ class Checkpoint:
     step: int
     world_size: int
     """Ranks that wrote it."""
+
+
+class Training:
+    """A training outside of a run: nothing is saved, and it always begins."""
+
+    def resume(self) -> int:
+        """Restores the newest checkpoint that verifies, and returns how many steps are done, 0 for none. Collective.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none can be loaded.
+            RunError: the model, the optimizer or another object do not fit the checkpoint.
+        """
+        return 0
+
+    def is_due(self, step: int) -> bool:  # noqa: ARG002  # there is no checkpoint outside of a run
+        """Returns whether to save after this step by `checkpoint.every_steps`; to be asked once for each step.
+
+        The same on all ranks, without an exchange.
+        """
+        return False
+
+    def save(self, step: int) -> None:
+        """Makes a checkpoint of this moment; returns when it is copied, after a stop when it is on disk. Collective.
+
+        A periodic save that fails costs that checkpoint: rank 0 says so in its log, and the one before is intact.
+
+        Args:
+            step: how many optimizer steps are done.
+
+        Raises:
+            SlurmTrainError: on every rank: this moment cannot be saved, or the save before it ended in a way that ends
+                the run.
+        """
+
+    def finish(self) -> None:
+        """Waits until a save that is under way is on disk; `leave` and the end of the program do so, too.
+
+        Raises:
+            CheckpointError: the newest save has failed; after a program has ended, its exit code is 1.
+        """
 
 
 class Session:
@@ -257,6 +296,14 @@ class Session:
         raise SystemExit(EXIT_REQUEUE)
 
 
+class ChildTraining(Training):
+    """A training in a process that a rank has started, which is no rank."""
+
+    def save(self, step: int) -> None:  # noqa: ARG002  # it refuses any step
+        """Refuses; nothing would be saved."""
+        raise no_rank_error("save")
+
+
 class ChildSession(Session):
     """A process that a rank of a run has started by `multiprocessing`: it is no rank, and nothing of it is saved.
 
@@ -280,3 +327,25 @@ class ChildSession(Session):
     ) -> Training:
         """Returns a training that refuses to save."""
         return ChildTraining()
+
+
+def no_rank_error(call: str) -> ConfigError:
+    """Returns the error for a call of the session in a process that is no rank."""
+    return ConfigError(
+        f"{call} was called in a process that a rank has started (multiprocessing, torch.multiprocessing.spawn): it is "
+        "no rank of the run, so nothing would be saved and no stop would reach it",
+        hint="let the launcher start the processes, e.g. +cluster=1x8, each with its RANK and LOCAL_RANK; or call the "
+        "session in the process that the launcher has started",
+    )
+
+
+def whole_step(step: Any) -> int:
+    """Returns a number of steps as an int, which numpy, a tensor or a division may have made of another type.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    whole = int(step)
+    if whole != step:
+        raise ConfigError(f"{step!r} was given as a step", hint="a step is a whole number: how many steps are done")
+    return whole

@@ -25,7 +25,7 @@ from slurm_train.session.random_streams import is_random_file
 
 
 class DirectorySave:
-    """The save of one step. All ranks call `begin`, then `end` or `fail`.
+    """The save of one step. All ranks fill their `folder`, then call `end`.
 
     Args:
         place: the run directory's checkpoints.
@@ -40,21 +40,22 @@ class DirectorySave:
         self._filling: Filling | None = None
         self._folder = Path()
 
-    def begin(self) -> Path:
-        """Returns this rank's empty directory. Collective.
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Yields this rank's empty directory; an error on any rank ends the save on all. Collective.
 
         Raises:
-            SlurmTrainError: on every rank.
+            SlurmTrainError: on every rank but those with an error of their own; what was written is removed.
         """
-        filling = begin_filling(self._place, self._header, group=self._group)
-        self._filling = filling
-        parent = filling.staging
-        if filling.is_saved:
-            # The program writes its files anyway; they are removed afterwards.
-            parent = on_every_rank(self._group, self._open_spare)[0]
-        self._folder = parent / f".rank_{rank_in(self._group):05d}"
-        on_every_rank(self._group, self._make_folder)
-        return self._folder
+        folder = self._begin()
+        try:
+            yield folder
+        except BaseException as err:
+            # The other ranks wait for this one; they raise an error that names it.
+            with contextlib.suppress(SlurmTrainError):
+                self._fail(err)
+            raise
+        self._fail(None)
 
     def end(self) -> Saved:
         """Makes the files durable and the directory a checkpoint; returns it. Collective.
@@ -76,7 +77,23 @@ class DirectorySave:
             self._discard()
             raise
 
-    def fail(self, error: BaseException | None) -> None:
+    def _begin(self) -> Path:
+        """Returns this rank's empty directory. Collective.
+
+        Raises:
+            SlurmTrainError: on every rank.
+        """
+        filling = begin_filling(self._place, self._header, group=self._group)
+        self._filling = filling
+        parent = filling.staging
+        if filling.is_saved:
+            # The program writes its files anyway; they are removed afterwards.
+            parent = on_every_rank(self._group, self._open_spare)[0]
+        self._folder = parent / f".rank_{rank_in(self._group):05d}"
+        on_every_rank(self._group, self._make_folder)
+        return self._folder
+
+    def _fail(self, error: BaseException | None) -> None:
         """Ends a save that failed on some rank; what was written is removed. Collective.
 
         Args:

@@ -477,9 +477,9 @@ def test_steps_of_several_optimizers_pass_no_save_and_what_follows_is_no_hang(tm
         trainer = lightning.Trainer(max_epochs=1, callbacks=[callback], **programs.QUIET)
         module = programs.Adversaries()
         trainer.fit(module, loader)
-        assert session._heartbeat.phase == "end"
+        assert session._progress.heartbeat.phase == "end"
         trainer.validate(module, loader, verbose=False)
-        assert session._heartbeat.phase == "end"
+        assert session._progress.heartbeat.phase == "end"
     # 24 batches are 72 steps; each save is at the first step at or after a multiple of ten.
     assert [line["step"] for line in read_saves(run)] == [12, 21, 30, 42, 51, 60, 72]
 

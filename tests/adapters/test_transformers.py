@@ -275,9 +275,9 @@ def train(
             assert ended.code == 75 and stop_at
             return trainer
         # Whatever follows the training may take longer than a step.
-        assert session._heartbeat.phase in NOT_WATCHED
+        assert session._progress.heartbeat.phase in NOT_WATCHED
         trainer.evaluate()
-        assert session._heartbeat.phase in NOT_WATCHED
+        assert session._progress.heartbeat.phase in NOT_WATCHED
     return trainer
 
 

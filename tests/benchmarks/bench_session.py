@@ -21,7 +21,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.session.client import JoinedSession
+from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag
 
 MOST_US = 20.0

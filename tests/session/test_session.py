@@ -28,8 +28,8 @@ from slurm_train.rundir.heartbeat import Heartbeat, Limits, has_joined, limits_o
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, read_record
-from slurm_train.session.client import JoinedSession
 from slurm_train.session.interface import Session
+from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import STOP_SIGNALS, StopFlag, install
 from slurm_train.status.run_status import read_files
 from slurm_train.supervise.hang import Observer
@@ -284,7 +284,7 @@ def test_an_evaluation_before_a_resume_supersedes_nothing(before: dict[str, floa
     for first in (1, 3):
         mine = join(run)
         mine.report(0, **before)
-        assert mine._heartbeat.phase == "joined"
+        assert mine._progress.heartbeat.phase == "joined"
         mine.newest()
         for step in (first, first + 1):
             mine.report(step, loss=1.0)
@@ -307,7 +307,7 @@ def test_more_numbers_of_a_step_are_added_to_it(tmp_path: Path) -> None:
     mine.report(2)
     # One that took long.
     mine.report(1, eval_late_loss=4.0)
-    assert mine._heartbeat.step == 2
+    assert mine._progress.heartbeat.step == 2
     mine.close()
     counted = [key for line in read_metrics(run.metrics) for key in line if key.endswith("loss")]
     assert counted == ["loss", "eval_loss", "test_loss", "eval_late_loss"]
@@ -415,7 +415,7 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_program(tmp_path: Path) ->
         session.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert session._heartbeat.phase == "step"
+    assert session._progress.heartbeat.phase == "step"
     assert stop._seen_by_children[0] == 0
     session.close()
     assert [line["step"] for line in read_metrics(run.metrics)] == [1]
@@ -528,7 +528,7 @@ def test_a_call_that_other_ranks_do_not_make_is_named(others: str, tmp_path: Pat
 
     def call(peers: ThreadPeers) -> None:
         session = sessions[peers.rank()]
-        session._group = lambda: peers
+        session._calls.group = lambda: peers
         if peers.rank() == 1:
             getattr(session, others)()
         else:

@@ -24,7 +24,7 @@ from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.events import read_saves
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.session.client import JoinedSession
+from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag
 from tests.support.ports import rank_environments
 from tests.support.sessions import join_alone
@@ -272,15 +272,15 @@ def test_the_save_of_a_stop_is_on_disk_when_it_returns(run: RunDirectory) -> Non
 
 
 def test_saves_are_due_as_configured(run: RunDirectory) -> None:
-    config = RunConfig()
-    mine = join(run, config=replace(config, checkpoint=replace(config.checkpoint, every_steps=3)))
+    config = replace(RunConfig(), checkpoint=replace(RunConfig().checkpoint, every_steps=3))
+    mine = join(run, config=config)
     parts = Parts()
     training = mine.training(parts.model, parts.optimizer)
     assert [step for step in range(10) if training.is_due(step)] == [3, 6, 9]
     training.save(3)
     mine.close()
     others = Parts()
-    again = join(run, config=mine._config).training(others.model, others.optimizer)
+    again = join(run, config=config).training(others.model, others.optimizer)
     assert [step for step in range(again.resume(), 10) if again.is_due(step)] == [6, 9]
 
 

@@ -7,7 +7,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.rundir.attempts import AttemptStart, open_attempt
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.session.client import JoinedSession
+from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag
 
 ALONE = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, host="here")

@@ -1,0 +1,87 @@
+"""The calls of a program that all ranks make together: each begins with an exchange that shows whether they do."""
+
+from __future__ import annotations
+
+import os
+
+from slurm_train.checkpoint.agreement import Group, on_every_rank
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import ConfigError
+from slurm_train.session.interface import no_rank_error
+from slurm_train.session.peers import GroupChooser
+from slurm_train.session.progress import Progress
+
+_CALLS = ("should_stop", "save", "newest", "training")
+
+
+class CollectiveCalls:
+    """One rank's part in the calls that all ranks make together.
+
+    Args:
+        place: this rank.
+        group: returns the group of the ranks at this moment.
+        progress: of this rank.
+    """
+
+    def __init__(self, place: RankPlace, group: GroupChooser, progress: Progress) -> None:
+        self.group = group
+        self._place = place
+        self._progress = progress
+        self._pid = os.getpid()
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether this process is the rank, and was not forked from it."""
+        return os.getpid() == self._pid
+
+    def require_rank(self, call: str) -> None:
+        """Refuses a call in a process that was forked from this rank.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        if not self.is_rank:
+            raise no_rank_error(call)
+
+    def meet(self, call: str, *, requested: bool = False) -> bool:
+        """Returns whether any rank passes a request. Collective.
+
+        Args:
+            call: what the program has called, one of `_CALLS`.
+            requested: whether this rank requests to stop.
+
+        Raises:
+            ConfigError: another rank has called something else; or this process was forked from a rank.
+        """
+        self.require_rank(call)
+        group = self.group()
+        self._progress.heartbeat.marks += 1
+        if group is None:
+            return requested
+        clock = self._progress.heartbeat.clock
+        start_s = clock()
+        try:
+            codes = _exchange(group, 2 * _CALLS.index(call) + int(requested))
+        finally:
+            self._progress.add_exchange(clock() - start_s)
+        others = {_CALLS[code // 2] for code in codes} - {call}
+        if others:
+            raise ConfigError(
+                f"rank {self._place.rank} has called {call}, and another rank {min(others)}: all ranks have to call "
+                "them alike, and as often",
+                hint="where rank 0 alone has something to write: `if run.rank == 0` inside of `with run.save(step)`",
+            )
+        return any(code % 2 for code in codes)
+
+
+def _exchange(group: Group, code: int) -> list[int]:
+    """Returns the codes of all ranks, or the largest and the smallest. Collective."""
+    if hasattr(group, "gather_values"):
+        return on_every_rank(group, lambda: code)
+    import torch
+    import torch.distributed as dist
+
+    # One reduction is cheaper than gathering, and differing codes show in it as well.
+    largest = torch.tensor([code, -code], dtype=torch.int32)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return [int(largest[0]), -int(largest[1])]

@@ -1,0 +1,181 @@
+"""Which checkpoint a program continues, and what is known of those that it saves; the content is the program's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from slurm_train.checkpoint.agreement import Group
+from slurm_train.checkpoint.manifest import CheckpointHeader
+from slurm_train.checkpoint.resumption import Resumption, run_place
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import CheckpointError, ConfigError
+from slurm_train.rundir.events import SaveLog
+from slurm_train.rundir.files import read_json
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.interface import Checkpoint
+from slurm_train.session.orders import ORDERS, Orders
+from slurm_train.session.random_streams import RandomStreams
+
+if TYPE_CHECKING:
+    from slurm_train.checkpoint.load import Choice
+
+
+class SessionCheckpoints:
+    """One rank's view of the checkpoints of its run.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        rank_place: this rank.
+        env: its environment.
+        keep: how many whole checkpoints stay.
+    """
+
+    def __init__(
+        self, run: RunDirectory, attempt: int, rank_place: RankPlace, env: Mapping[str, str], *, keep: int
+    ) -> None:
+        self._run = run
+        self._rank_place = rank_place
+        self._env = env
+        self.place = run_place(run, attempt, keep=keep, is_leader=rank_place.is_first)
+        self._resumption = Resumption(run, self.place)
+        self._log = SaveLog(run, attempt) if rank_place.is_first else None
+        self.orders = Orders()
+        self.random = RandomStreams(rank_place.rank)
+        self.loaded: Checkpoint | None = None
+        """What the program continues; None at the beginning of its training."""
+        self.newest_step = 0
+        """Step of the newest checkpoint that this attempt has saved or loaded."""
+        self._is_behind = False
+        """Whether a step before that was reported since."""
+
+    @property
+    def resumed_step(self) -> int:
+        """Step of the checkpoint that the program continues, 0 without one."""
+        return self._resumption.origin.step
+
+    def choose(self, group: Group | None) -> Choice | None:
+        """Returns the newest checkpoint of `Session.save` that verifies; None where there is none. Collective.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none verifies; or something else has saved them.
+        """
+        # Imported late, since it imports torch.
+        from slurm_train.checkpoint.load import choose_checkpoint
+
+        place = self.place
+        choice = choose_checkpoint(place.root, group=group, attempt=place.attempt, fence=place.fence)
+        if choice is not None and not choice.manifest.is_directory:
+            writer = "a `training` of a session" if choice.manifest.is_program else "the built-in trainer"
+            raise CheckpointError(
+                f"{choice.path} was saved by {writer}, not by `save`",
+                hint="load it with resume() of the training, or start the program under another run.name",
+            )
+        return choice
+
+    def take(self, choice: Choice | None) -> None:
+        """Continues from a checkpoint that all ranks have chosen; None: from the beginning."""
+        self._resumption.take(choice)
+        self.newest_step = self.resumed_step
+        self._is_behind = False
+        self.loaded = None
+        if choice is None:
+            self.orders.take(0, [])
+            return
+        manifest = choice.manifest
+        self.orders.take(manifest.step, manifest.extra.get(ORDERS, []))
+        self.loaded = Checkpoint(path=choice.path, step=manifest.step, world_size=manifest.world_size)
+        for line in (*choice.warnings, choice.resuming):
+            self._say(line)
+        if manifest.world_size != self._rank_place.world_size and not self.orders.saved:
+            self._say(
+                f"{manifest.world_size} ranks have saved it, and these are {self._rank_place.world_size}: the program "
+                "itself has to find its place in the data"
+            )
+        if manifest.is_program:
+            self.restore_random()
+
+    def restore_random(self) -> None:
+        """Puts the random generators back as they were in the checkpoint that the program continues."""
+        if self.loaded is None:
+            return
+        problem = self.random.restore(self.loaded.path, world_size=self.loaded.world_size)
+        if problem:
+            self._say(problem)
+
+    def add_step(self, step: int) -> None:
+        """Takes note of a step that is reported for the first time, before anything is saved after it."""
+        if step < self.newest_step:
+            self._is_behind = True
+        repeated = self.random.look(None if self.loaded is None else self.loaded.path)
+        if repeated:
+            print(
+                f"slurm_train: since the resume, rank {self._rank_place.rank} draws the random numbers of the first "
+                f"steps again ({', '.join(repeated)}): call `restore_random()` of the session right before the loop",
+                file=sys.stderr,
+            )
+        self._resumption.move_on()
+
+    def require_ahead(self, step: int) -> None:
+        """Refuses to save a step that a resume would not choose.
+
+        Raises:
+            ConfigError: the steps were counted anew since a save of this or a later step.
+        """
+        if not self._is_behind or step > self.newest_step:
+            return
+        raise ConfigError(
+            f"step {step} is to be saved, and step {self.newest_step} was before: a resume begins at the largest "
+            "step, so this save would be lost",
+            hint="a run is one training: count its steps on, make another training another run, and call `newest()` to "
+            "go back to a checkpoint",
+        )
+
+    def header(self, step: int, *, kind: str) -> CheckpointHeader:
+        """Returns the facts of a save.
+
+        Args:
+            step: how many optimizer steps are done.
+            kind: `manifest.DIRECTORY` or `manifest.PROGRAM`.
+        """
+        place = self._rank_place
+        plan = read_json(self._run.plan) or {}
+        try:
+            torch_version = version("torch")
+        except PackageNotFoundError:
+            torch_version = ""
+        orders = self.orders.present
+        samples = step * orders[0]["global_size"] if orders else 0
+        epoch = samples // orders[0]["num_samples"] if orders else 0
+        return CheckpointHeader(
+            step=step,
+            samples=samples,
+            epoch=epoch,
+            mesh={"dp_replicate": place.world_size},
+            batch_plan={},
+            config_hash=str(plan.get("config_hash", self._run.run_id)),
+            data_fingerprint="",
+            torch_version=torch_version,
+            **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),
+            extra={"kind": kind, ORDERS: orders},
+        )
+
+    def log_save(self, step: int, seconds: float, *, num_bytes: int, error: str) -> None:
+        """Writes what became of a save that kept the program waiting; rank 0 does.
+
+        Args:
+            step: which one.
+            seconds: from its begin until it was durable, or failed.
+            num_bytes: size of all its files.
+            error: why it failed, "" if it did not.
+        """
+        if self._log is not None:
+            self._log.stalled(step, seconds)
+            self._log.ended(step, num_bytes=num_bytes, save_s=seconds, error=error)
+
+    def _say(self, text: str) -> None:
+        if self._rank_place.is_first:
+            print(f"slurm_train: {text}", file=sys.stderr)

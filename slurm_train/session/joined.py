@@ -1,0 +1,379 @@
+"""A rank of a run, as a program with its own training loop sees it; `client.join` gives it.
+
+It has a heartbeat from `join` on, which `status` and the watchdog read; `report` records the progress; `should_stop`,
+`save`, `training` and `newest` are collective decisions of all ranks. The ranks exchange values by torch.distributed if
+the program has opened it, else by sockets (`session.peers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.checkpoint.manifest import DIRECTORY
+from slurm_train.config.schema import CheckpointSection, RunConfig
+from slurm_train.distributed.place import RankPlace
+from slurm_train.errors import EXIT_REQUEUE, ConfigError
+from slurm_train.rundir.attempts import note_saved
+from slurm_train.rundir.heartbeat import Heartbeat, limits_of
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.calls import CollectiveCalls
+from slurm_train.session.checkpoints import SessionCheckpoints
+from slurm_train.session.interface import Checkpoint, Session, Training, whole_step
+from slurm_train.session.peers import GroupChooser
+from slurm_train.session.progress import Progress
+from slurm_train.session.saving import DirectorySave
+from slurm_train.session.signals import StopFlag, install
+from slurm_train.session.stopping import Stopping
+from slurm_train.session.training import RunTraining
+from slurm_train.session.wandb_calls import guard_calls
+from slurm_train.slurm.job_variables import step_id
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+# Longer than a suspension of a job; the watchdog, which notices suspensions, ends ranks that hang.
+_WATCHED_TIMEOUT_S = 7 * 86400.0
+
+
+class JoinedSession(Session):
+    """One rank of a run.
+
+    Args:
+        run: the run.
+        config: its configuration.
+        place: this rank.
+        env: its environment.
+        attempt: number of the attempt.
+        stop: set by the signal handlers, which are installed already.
+        heartbeat: not started yet.
+        is_under_agent: whether torchrun's agent sees the exit code of this process.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: RunConfig,
+        place: RankPlace,
+        env: Mapping[str, str],
+        *,
+        attempt: int,
+        stop: StopFlag,
+        heartbeat: Heartbeat,
+        is_under_agent: bool = False,
+    ) -> None:
+        super().__init__(place, env)
+        self._run = run
+        self._settings = config.checkpoint
+        self._attempt = attempt
+        self._stop = stop
+        self._is_under_agent = is_under_agent
+        limits = limits_of(config)
+        group = GroupChooser(
+            run,
+            attempt,
+            place,
+            env,
+            start_timeout_s=config.train.start_timeout_s,
+            timeout_s=config.checkpoint.save_timeout_s if limits is None else _WATCHED_TIMEOUT_S,
+        )
+        self._progress = Progress(
+            run,
+            attempt,
+            place,
+            heartbeat,
+            pace_every_steps=config.health.pace_every_steps,
+            choose_device=lambda: self.device,
+        )
+        self._calls = CollectiveCalls(place, group, self._progress)
+        self._checkpoints = SessionCheckpoints(run, attempt, place, env, keep=config.checkpoint.keep)
+        self._stopping = Stopping(run, attempt, stop, spent=self._progress.spent, group=group)
+        self._training: RunTraining | None = None
+        self._stop_reason = ""
+        """What `should_stop` has answered; "" while the program goes on."""
+        self._has_warned = False
+        """Whether handlers of somebody else were reported."""
+        self._has_ended = False
+        """Whether a training of the program is over."""
+        self._progress.start(limits=limits, step_id=step_id(env))
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this process is a rank of a run."""
+        return True
+
+    @property
+    def run_directory(self) -> Path:
+        """The directory of the run, the same in each attempt."""
+        return self._run.path
+
+    @property
+    def attempt(self) -> int:
+        """Number of this start of the run, from 0."""
+        return self._attempt
+
+    def report(self, step: int, /, **numbers: Any) -> None:
+        """See `Session.report`."""
+        step = whole_step(step)
+        progress = self._progress
+        if progress.is_evaluation(step, numbers):
+            progress.add_evaluation(step, numbers)
+            return
+        if progress.step is None and self._training is not None:
+            self._training.look()
+        if step != progress.step:
+            self._checkpoints.add_step(step)
+        progress.add_step(step, numbers, resumed_step=self._checkpoints.resumed_step)
+
+    def mark(self, phase: str) -> None:
+        """See `Session.mark`."""
+        if phase == "end":
+            self._has_ended = True
+        self._progress.mark(phase)
+
+    def begin_training(self) -> None:
+        """See `Session.begin_training`."""
+        if self._has_ended:
+            step = max(self._progress.step or 0, self._checkpoints.newest_step)
+            raise ConfigError(
+                f"a training of this program is over, at step {step}, and another begins: a run has the checkpoints of "
+                "one training, so a resume would give those of one to the other",
+                hint="make each training a run: a sweep for folds and seeds, another run.name for a second stage; or "
+                "leave the SessionCallback out of those that may be repeated",
+            )
+
+    def should_stop(self) -> str:
+        """See `Session.should_stop`."""
+        guard_calls(self._stop)
+        if self._place.is_first:
+            self._stopping.look()
+            self._warn_of_other_handlers()
+        if self._stop_reason:
+            return self._stop_reason
+        if not self._calls.meet("should_stop", requested=bool(self._stop.requested)):
+            return ""
+        step = self._progress.step or 0
+        self._stop_reason, left_s = self._stopping.announce(step=step)
+        remaining = "" if left_s is None else f"; {left_s:.0f} s are left"
+        self._say(f"asked to stop at step {step} ({self._stop_reason}){remaining}")
+        return self._stop_reason
+
+    def training(
+        self, model: nn.Module | Mapping[str, nn.Module], optimizer: Optimizer | Sequence[Optimizer], /, **others: Any
+    ) -> Training:
+        """See `Session.training`."""
+        self._calls.require_rank("training")
+        if self._training is not None:
+            raise ConfigError(
+                "this program has two trainings, and a run has the checkpoints of one",
+                hint="hand over all models and optimizers in one call of `training`, or make each training a run",
+            )
+        self._calls.meet("training")
+        self._training = self._build_training(model, optimizer, others)
+        return self._training
+
+    @contextlib.contextmanager
+    def save(self, step: int, /) -> Iterator[Path]:
+        """See `Session.save`."""
+        self._calls.require_rank("save")
+        if self._training is not None:
+            raise ConfigError(
+                "the checkpoints of this program are those of its `training`, which `save` would stand between",
+                hint="call save of the training; write what belongs to no checkpoint into run.run_directory",
+            )
+        step = whole_step(step)
+        checkpoints = self._checkpoints
+        clock = self._progress.heartbeat.clock
+        start_s = clock()
+        num_bytes = 0
+        error = ""
+        try:
+            with self._around_save(step):
+                if step == checkpoints.newest_step and self._place.is_first:
+                    # Something was done since, such as an evaluation or the end of an epoch.
+                    checkpoints.place.save_again(step)
+                save = DirectorySave(checkpoints.place, checkpoints.header(step, kind=DIRECTORY), self._calls.group())
+                with save.folder() as folder:
+                    yield folder
+                    checkpoints.random.write(folder)
+                self._progress.make_lines_durable()
+                saved = save.end()
+            num_bytes = saved.num_bytes
+        except BaseException as err:
+            error = f"{type(err).__name__}: {err}"
+            raise
+        finally:
+            seconds = clock() - start_s
+            checkpoints.log_save(step, seconds, num_bytes=num_bytes, error=error)
+        self._note_longest_save(seconds)
+        for problem in saved.problems:
+            self._say(problem)
+
+    def newest(self) -> Checkpoint | None:
+        """See `Session.newest`."""
+        if self._training is not None:
+            raise ConfigError(
+                "this program has a `training`, whose checkpoints `newest` cannot give",
+                hint="call resume() of the training",
+            )
+        with self._around_load():
+            choice = self._checkpoints.choose(self._calls.group())
+        self._checkpoints.take(choice)
+        return self._checkpoints.loaded
+
+    def restore_random(self) -> None:
+        """See `Session.restore_random`."""
+        self._checkpoints.restore_random()
+
+    def take_signals(self) -> None:
+        """See `Session.take_signals`."""
+        install(self._stop)
+
+    def leave(self) -> NoReturn:
+        """See `Session.leave`."""
+        self.close()
+        if self._is_under_agent:
+            # The agent would restart ranks that end with a code other than 0.
+            note_saved(self._run, self._attempt)
+            raise SystemExit(0)
+        raise SystemExit(EXIT_REQUEUE)
+
+    def close(self) -> None:
+        """Writes all that is not written yet; the time from now on belongs to no step."""
+        if not self._calls.is_rank:
+            return  # a child that was forked ends as the program does
+        try:
+            if self._training is not None:
+                self._training.finish()
+        finally:
+            self._progress.end()
+            self._stop.let_children_end()
+
+    def _build_training(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        others: Mapping[str, Any],
+    ) -> RunTraining:
+        # Imported late, since they import torch.
+        from torch import nn
+        from torch.distributed import ProcessGroup
+        from torch.optim import Optimizer
+
+        from slurm_train.checkpoint.program import ProgramState
+        from slurm_train.checkpoint.saves import build_saves
+
+        group = self._calls.group()
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise ConfigError(
+                "`training` was called before torch.distributed was opened",
+                hint="call init_process_group first; or write the files yourself in `with run.save(step)`",
+            )
+        state = ProgramState(
+            model if isinstance(model, nn.Module) else nn.ModuleDict(model),
+            [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer),
+            others,
+            group=group,
+        )
+        saves = build_saves(
+            self._run,
+            place=self._checkpoints.place,
+            rank_place=self._place,
+            settings=self._program_settings(),
+            env=self._env,
+            device=state.device,
+            clock=self._progress.heartbeat.clock,
+            peers=group,
+        )
+        return RunTraining(
+            state,
+            saves,
+            self._checkpoints,
+            saving=self._around_training_save,
+            loading=self._around_load,
+            is_first=self._place.is_first,
+        )
+
+    def _program_settings(self) -> CheckpointSection:
+        """Returns how a program's training is saved: on the shared file system only."""
+        local_dir = self._settings.local_dir
+        if local_dir is None:
+            return self._settings
+        # The last save of a program would be on the nodes alone.
+        self._say(
+            f"checkpoints of a program go into the run directory; checkpoint.local_dir={local_dir} is for the built-in "
+            "trainer"
+        )
+        return replace(self._settings, local_dir=None)
+
+    @contextlib.contextmanager
+    def _around_save(self, step: int) -> Iterator[None]:
+        """Surrounds each save: the ranks meet, a step that no resume would choose is refused, the time is set apart."""
+        self._calls.require_rank("save")
+        progress = self._progress
+        clock = progress.heartbeat.clock
+        start_s = clock()
+        phase = progress.heartbeat.phase
+        progress.mark("save")
+        try:
+            self._calls.meet("save")
+            on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_ahead(step))
+            yield
+            self._checkpoints.newest_step = step
+        finally:
+            progress.set_apart(clock() - start_s, "checkpoint_stall_s")
+            progress.heartbeat.mark(phase)
+
+    @contextlib.contextmanager
+    def _around_training_save(self, step: int) -> Iterator[bool]:
+        """Surrounds a save of a training; gives whether to wait until it is on disk."""
+        with self._around_save(step):
+            # The thread that writes the checkpoint makes the lines durable.
+            with contextlib.suppress(OSError):
+                self._progress.write_lines()
+            yield bool(self._stop_reason)
+        if self._training is not None:
+            self._note_longest_save(self._training.longest_save_s)
+
+    @contextlib.contextmanager
+    def _around_load(self) -> Iterator[None]:
+        """Surrounds the choice and the loading of a checkpoint: the ranks meet, the time is set apart."""
+        clock = self._progress.heartbeat.clock
+        start_s = clock()
+        self._calls.meet("newest")
+        yield
+        self._progress.set_apart(clock() - start_s, "load_s")
+
+    def _note_longest_save(self, seconds: float) -> None:
+        spent = self._progress.spent
+        if spent is not None:
+            spent.longest_save_s = max(spent.longest_save_s, seconds)
+
+    @property
+    def _steps_done(self) -> int:
+        return self._checkpoints.orders.done
+
+    def _note_order(self, order: dict[str, int], *, done: int) -> None:
+        self._checkpoints.orders.add(order, done=done)
+
+    def _warn_of_other_handlers(self) -> None:
+        """Says once that a library or the program has installed other handlers of the stop signals since `join`."""
+        replaced = [] if self._has_warned else self._stop.replaced()
+        if not replaced:
+            return
+        self._has_warned = True
+        self._say(
+            f"{' and '.join(replaced)} got another handler after `join()`, so `should_stop` does not see "
+            f"{'them' if len(replaced) > 1 else 'it'} and the ranks will not save before they are ended; call "
+            "`take_signals()` of the session afterwards"
+        )
+
+    def _say(self, text: str) -> None:
+        if self._place.is_first:
+            print(f"slurm_train: {text}", file=sys.stderr)

@@ -1,0 +1,267 @@
+"""The progress of one rank of a program: its heartbeat, the times of its steps, and on rank 0 numbers and account.
+
+The heartbeat's thread writes what is not written yet, so a step needs no system call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from slurm_train.checkpoint.verify import newest_committed_step
+from slurm_train.distributed.place import RankPlace
+from slurm_train.metrics import MetricsWriter
+from slurm_train.rundir.files import fsync_file
+from slurm_train.rundir.heartbeat import Heartbeat, Limits
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.timing import Spent, StepTimes
+
+if TYPE_CHECKING:
+    import torch
+
+    from slurm_train.distributed.pace import PaceProbe
+
+_ACCOUNT_EVERY_S = 2.0
+
+
+class Progress:
+    """What one rank has done so far.
+
+    Wide because its sums and times belong together: all of them change at the same report.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        place: this rank.
+        heartbeat: not started yet.
+        pace_every_steps: steps between samples of this rank's own part of a step, see `distributed.pace.PaceProbe`.
+        choose_device: returns this rank's device.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: int,
+        place: RankPlace,
+        heartbeat: Heartbeat,
+        *,
+        pace_every_steps: int | Literal["auto"] | None,
+        choose_device: Callable[[], torch.device],
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._place = place
+        self._pace_every_steps = pace_every_steps
+        self._choose_device = choose_device
+        self.heartbeat = heartbeat
+        self.spent = Spent(begin_unix_s=time.time()) if place.is_first else None
+        """What rank 0 has used its time for; None on the others."""
+        self.step: int | None = None
+        """The newest reported step; None before the first report."""
+        self._step_s: float | None = None
+        """Seconds that it took."""
+        self._since_s = heartbeat.clock()
+        """When it was reported."""
+        self._apart_s = 0.0
+        """Seconds since then that belong to no step: mostly saves."""
+        self._times = StepTimes(run, attempt, rank=place.rank, host=place.host, clock=heartbeat.clock)
+        self._pace: PaceProbe | None = None
+        """Measures this rank's own part of a step; from the second report on."""
+        self._lines: deque[dict[str, Any]] = deque()
+        """Lines of metrics.jsonl that are not written yet."""
+        self._writer: MetricsWriter | None = None
+        self._lock = threading.Lock()
+        self._account_due_s = 0.0
+
+    def start(self, *, limits: Limits | None, step_id: str) -> None:
+        """Starts the heartbeat.
+
+        Args:
+            limits: of the watchdog; None without one.
+            step_id: Slurm's id of the step whose task this rank is.
+        """
+        heartbeat = self.heartbeat
+        heartbeat.phase = "joined"
+        heartbeat.periodic_work = self._write_when_due
+        heartbeat.record = _newest_collectives
+        heartbeat.start(
+            self._run,
+            self._attempt,
+            rank=self._place.rank,
+            local_rank=self._place.local_rank,
+            host=self._place.host,
+            limits=limits,
+            step_id=step_id,
+        )
+
+    def mark(self, phase: str) -> None:
+        """Sets the phase of the heartbeat; before the first report there is none but "joined"."""
+        if self.heartbeat.phase != "joined":
+            self.heartbeat.mark(phase)
+
+    def is_evaluation(self, step: int, numbers: Mapping[str, Any]) -> bool:
+        """Returns whether a report is that of an evaluation, where no step is done or a later one is."""
+        if self.step is not None and step >= self.step:
+            return False
+        has_results = step == 0 or any(name.startswith("eval_") for name in numbers)
+        return bool(numbers) and "loss" not in numbers and has_results
+
+    def add_evaluation(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Adds the numbers of an evaluation."""
+        self.heartbeat.marks += 1
+        if self._place.is_first and not self._is_before_resume(step):
+            self._lines.append(self._line(step, numbers))
+
+    def add_step(self, step: int, numbers: Mapping[str, Any], *, resumed_step: int) -> None:
+        """Adds the steps since the last report, and numbers.
+
+        Args:
+            step: the step that is done; a second report of a step adds numbers only.
+            numbers: of this step.
+            resumed_step: the step that this attempt has resumed from.
+        """
+        now_s = self.heartbeat.clock()
+        seconds = max(now_s - self._since_s - self._apart_s, 0.0)
+        previous = self.step
+        num_steps = 0 if previous is None else step - previous
+        self.heartbeat.step = step
+        self.heartbeat.phase = "step"
+        self.heartbeat.marks += 1
+        if num_steps > 0:
+            # The start of the first reported step is not known.
+            self.heartbeat.settled = True
+            if self._step_s is None:
+                self._pace = self._probe_pace()
+            self._step_s = seconds / num_steps
+            self._times.add(self._step_s, 0.0)
+            self._sample_pace(num_steps)
+        if step != previous:
+            self.step = step
+            self._since_s = now_s
+            self._apart_s = 0.0
+        if self.spent is None:
+            return
+        if previous is None:
+            self.spent.first_step = resumed_step
+            self.spent.steps = max(step - resumed_step, 0)
+            self.spent.add("compile_s", seconds)
+        elif num_steps > 0:
+            self.spent.add_steps(num_steps, seconds=seconds, data_wait_s=0.0)
+        if numbers:
+            self._lines.append(self._step_line(step, numbers, is_new=step != previous))
+
+    def set_apart(self, seconds: float, cause: str) -> None:
+        """Excludes time that belongs to no step from the present step.
+
+        Args:
+            seconds: the time.
+            cause: account of `Spent` that it goes to.
+        """
+        self._apart_s += seconds
+        if self._pace is not None:
+            self._pace.leave_out()
+        if self.spent is not None:
+            self.spent.add(cause, seconds)
+
+    def add_exchange(self, seconds: float) -> None:
+        """Adds time in which this rank waited for others outside of the model's own exchanges."""
+        if self._pace is not None:
+            self._pace.exchange_s += seconds
+
+    def write_lines(self) -> None:
+        """Writes the lines of metrics.jsonl."""
+        with self._lock:
+            if self._lines and self._writer is None:
+                self._writer = MetricsWriter(self._run.metrics)
+            while self._lines:
+                assert self._writer is not None
+                self._writer.write(self._lines[0])
+                self._lines.popleft()
+
+    def make_lines_durable(self) -> None:
+        """Writes the lines, and returns when they are on disk; for rank 0, before a checkpoint is complete.
+
+        No later attempt reports the steps before a checkpoint again. A failure to write them does not stop training.
+        """
+        if self._place.is_first:
+            with contextlib.suppress(OSError):
+                self.write_lines()
+                fsync_file(self._run.metrics)
+
+    def end(self) -> None:
+        """Writes all that is not written yet; the time from now on belongs to no step."""
+        self.heartbeat.mark("end")
+        self.write_lines()
+        self._times.keep()
+        self._write_account()
+
+    def _write_when_due(self) -> None:
+        self.write_lines()
+        self._times.keep_when_due()
+        now_s = time.monotonic()
+        if now_s >= self._account_due_s:
+            self._account_due_s = now_s + _ACCOUNT_EVERY_S
+            self._write_account()
+
+    def _write_account(self) -> None:
+        if self.spent is not None:
+            self.spent.write(self._run.account(self._attempt))
+
+    def _is_before_resume(self, step: int) -> bool:
+        """Returns whether an evaluation is that of a model into which no checkpoint was loaded yet, in a later attempt.
+
+        Its line would supersede the evaluations of all steps that the attempt goes on from.
+        """
+        return step == 0 and self._attempt > 0 and newest_committed_step(self._run.checkpoints) > 0
+
+    def _probe_pace(self) -> PaceProbe | None:
+        if self._place.world_size == 1 or "torch.distributed" not in sys.modules:
+            return None
+        from slurm_train.distributed.pace import probe_program
+
+        return probe_program(self.heartbeat, every=self._pace_every_steps, device=self._choose_device())
+
+    def _sample_pace(self, num_steps: int) -> None:
+        """Called where a step has ended and the next one begins."""
+        if self._pace is None:
+            return
+        if num_steps > 1:
+            # The time between two reports would count as one step, so it is left out.
+            self._pace.leave_out()
+            return
+        self._pace.end()
+        self._pace.begin()
+
+    def _step_line(self, step: int, numbers: Mapping[str, Any], *, is_new: bool) -> dict[str, Any]:
+        line = self._line(step, numbers)
+        if is_new and not any(name.startswith("eval_") for name in numbers):
+            # Readers recognize the line of a step by its loss, and let it supersede what the step has had before.
+            line.setdefault("loss", None)
+        if self._step_s is not None:
+            line["step_time_s"] = self._step_s
+        return line
+
+    def _line(self, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        values = {name: _number(value) for name, value in numbers.items() if name != "step"}
+        facts = {"attempt": self._attempt, "world_size": self._place.world_size, "time_unix_s": time.time()}
+        return {"step": step, **values, **facts}
+
+
+def _number(value: Any) -> float | int | None:
+    """Returns a number for JSON; None, which becomes null, for one that is not finite."""
+    number = value if type(value) is int else float(value)
+    return number if math.isfinite(number) else None
+
+
+def _newest_collectives() -> bytes | None:
+    if "torch.distributed" not in sys.modules:
+        return None
+    from slurm_train.distributed.group import newest_collectives
+
+    return newest_collectives()
