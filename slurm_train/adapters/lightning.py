@@ -28,7 +28,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from slurm_train.adapters.epoch_means import EpochMeans
-from slurm_train.adapters.switches import Switches
+from slurm_train.checkpoint.switches import Switches
 from slurm_train.distributed.seeds import mix, rng_state, set_rng_state
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints

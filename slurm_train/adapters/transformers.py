@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy, has_length
 
-from slurm_train.adapters.switches import Switches
+from slurm_train.checkpoint.switches import Switches
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.files import read_json
 from slurm_train.session import join

@@ -7,6 +7,7 @@ same, else for each rank.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
@@ -28,8 +30,9 @@ from slurm_train.checkpoint.division import (
     own_part,
     own_tensors,
 )
+from slurm_train.checkpoint.encoding import decode, encode, plain_number
 from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
-from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader
+from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
 from slurm_train.checkpoint.saves import Content
 from slurm_train.checkpoint.state import (
     buffer_shapes,
@@ -39,26 +42,33 @@ from slurm_train.checkpoint.state import (
     on_host,
     plain_names,
     require_known_state,
+    require_loadable,
     require_loadable_states,
     saved_buffers,
     split_state,
     take_extra_states,
     training_state,
 )
+from slurm_train.checkpoint.switches import Switches
 from slurm_train.checkpoint.training import MADE_BUFFERS, restore_training
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 
 PER_RANK = "per_rank"
 """Key in a manifest's `extra`: objects whose state each rank has saved for itself."""
+OWN_BUFFERS = "own_buffers"
+"""Key in a manifest's `extra`, and among a rank's states: buffers of the model that each rank has saved for itself."""
+_SWITCHES = "switches"
 # By name, since importing them takes long. What they hold looks like the whole, and is a part.
 _OF_PARTS = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer", "DeepSpeedEngine")
 _OPTIMIZERS = "optimizers"
 _OTHERS = "others"
 # Ranks that hold the same numbers get norms that differ by less, also where their GPUs are of different models.
 _NORM_TOLERANCE = 1e-5
-# Up to so many bytes a tensor is compared byte by byte, above by its norm.
+# Up to so many bytes a tensor of a GPU is compared byte by byte.
 _LARGE_BYTES = 1 << 16
+# A prime: rows of a common width begin at other columns each time.
+_SKETCH_COLUMNS = 1021
 
 
 class Stateful(Protocol):
@@ -117,6 +127,8 @@ class ProgramState:
         self.require_savable()
         self._buffers = buffer_shapes(model)
         """Shapes of the buffers as the program has made the model."""
+        # Programs set modes around each evaluation by themselves.
+        self._switches = Switches(model, has_modes=False)
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def content(self, header: CheckpointHeader, *, more: Mapping[str, Any]) -> Content:
@@ -133,7 +145,7 @@ class ProgramState:
         self.require_savable()
         state = training_state(self._model, self._optimizers, makes_state=False)
         take_extra_states(state["model"])
-        states = {name: other.state_dict() for name, other in self._others.items()}
+        states = {name: encode(other.state_dict()) for name, other in self._others.items()}
         # A module changes its buffers on each rank by itself, and so does an average of modules.
         buffers = {
             name: saved_buffers(other).keys() for name, other in self._others.items() if isinstance(other, nn.Module)
@@ -151,6 +163,7 @@ class ProgramState:
         tensors = {name: inner for name, inner in tensors.items() if inner}
         if tensors:
             state[CALLBACKS] = tensors
+        own_buffers = self._own_buffers()
         shapes = buffer_shapes(self._model)
         agreed = self._division.agree(state, values={}, of_first_rank=[MODEL + name for name in shapes] + averaged)
         _require_replicas(self._model, group=self._group)
@@ -158,13 +171,17 @@ class ProgramState:
             values = {name: values[name] for name in per_rank}
         made = sorted(name for name, shape in shapes.items() if self._buffers.get(name) != shape)
         kinds = [type(optimizer).__name__ for optimizer in self._optimizers]
-        extra = {**header.extra, _OPTIMIZERS: kinds, PER_RANK: per_rank, **({MADE_BUFFERS: made} if made else {})}
+        extra = {**header.extra, _OPTIMIZERS: kinds, PER_RANK: per_rank}
+        extra |= {MADE_BUFFERS: made} if made else {}
+        extra |= {OWN_BUFFERS: sorted(own_buffers)} if own_buffers else {}
         return Content(
             tensors=own_part(state, agreed),
             rank_state={
                 **more,
                 "extra": module_states(self._model)["extra"],
                 _OTHERS: on_host(values),
+                OWN_BUFFERS: on_host(own_buffers),
+                _SWITCHES: self._switches.changed(),
             },
             header=replace(header, weights=agreed.weights, extra=extra),
             expected=agreed.tensors,
@@ -213,8 +230,23 @@ class ProgramState:
             settings=None,
             makes_state=False,
         )
+        self._switches.set(of_first.get(_SWITCHES, {}))
+        notes = self._restore_own_buffers(manifest, (own or {}).get(OWN_BUFFERS, {}))
         values = {**of_first.get(_OTHERS, {}), **((own or {}).get(_OTHERS, {}) if lost else {})}
-        return self._restore_others(choice, values, described=described)
+        return notes + self._restore_others(choice, values, described=described)
+
+    def require_loadable(self) -> None:
+        """Checks on this rank that a resume could read what a save would have now beside tensors.
+
+        Raises:
+            CheckpointError: it could not, so that no save would succeed.
+        """
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                settings = {key: plain_number(value) for key, value in group.items() if key != "params"}
+                _require_loadable(settings, f"a group of {type(optimizer).__name__}")
+        for name, other in self._others.items():
+            _require_loadable(split_state(encode(other.state_dict()))[1], f"the state of {name}")
 
     def require_savable(self) -> None:
         """Checks on this rank, e.g. after the first step, that a save will have all that is trained.
@@ -267,6 +299,42 @@ class ProgramState:
         if len(set(names)) < len(names):
             raise ConfigError("two parameters of the model have the same name", hint="rename one of the modules")
 
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that differ from rank to rank. Collective.
+
+        Those that DDP broadcasts at each step are left out: rank 0's count.
+        """
+        if self._group is None:
+            return {}
+        plain = plain_names(self._model)
+        broadcast = [
+            f"{prefix}.module.".lstrip(".")
+            for prefix, module in self._model.named_modules()
+            if isinstance(module, DistributedDataParallel) and module.broadcast_buffers
+        ]
+        buffers = {
+            plain(name): buffer
+            for name, buffer in saved_buffers(self._model).items()
+            if not name.startswith(tuple(broadcast)) and not hasattr(buffer, "placements")
+        }
+        differing = self._differing({name: {"": buffer} for name, buffer in buffers.items()})
+        return {name: buffers[name] for name in differing}
+
+    def _restore_own_buffers(self, manifest: Manifest, own: Mapping[str, Tensor]) -> list[str]:
+        """Gives this rank the buffers that it has saved for itself; returns notes for the user."""
+        names = manifest.extra.get(OWN_BUFFERS, [])
+        if names and manifest.world_size != size_of(self._group):
+            return [
+                f"each of the {manifest.world_size} ranks had its own {shorten(names)} at step {manifest.step}; all of "
+                f"the {size_of(self._group)} ranks now go on with those of rank 0"
+            ]
+        plain = plain_names(self._model)
+        with torch.no_grad():
+            for name, buffer in saved_buffers(self._model).items():
+                if plain(name) in own:
+                    buffer.copy_(own[plain(name)])
+        return []
+
     def _differing(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Returns the names of the objects whose states differ from rank to rank. Collective."""
         digests = on_every_rank(self._group, lambda: {name: _digest(state) for name, state in states.items()})
@@ -290,7 +358,7 @@ class ProgramState:
             if path[0] == CALLBACKS and path[1] in self._others
         }
         # A loader begins to read when it is asked, so only those that have saved tensors are.
-        states = {name: self._others[name].state_dict() for name in {path[1] for path in paths.values()}}
+        states = {name: encode(self._others[name].state_dict()) for name in {path[1] for path in paths.values()}}
         present = {full_name(path): tensor for path, tensor in leaves_of({CALLBACKS: split_state(states)[0]})}
         wanted: dict[str, Any] = {}
         for full, path in paths.items():
@@ -307,10 +375,16 @@ class ProgramState:
         notes = [f"{name}: left out from step {step} on" for name in values if name not in self._others]
         for name, other in self._others.items():
             if name in values:
-                other.load_state_dict(merge_state(values[name], of_objects.get(name, {})))
+                other.load_state_dict(decode(merge_state(values[name], of_objects.get(name, {}))))
             else:
                 notes.append(f"{name}: begins at step {step}, where it has no state")
         return notes
+
+
+def _require_loadable(values: dict[str, Any], subject: str) -> None:
+    data = io.BytesIO()
+    torch.save(values, data)
+    require_loadable(data, subject)
 
 
 def _put(state: dict[str, Any], path: Sequence[Any], value: Any) -> None:
@@ -347,17 +421,31 @@ def _digest(state: Mapping[str, Any]) -> str:
             hasher.update(f"{value.dtype} {tuple(value.shape)} {getattr(value, 'placements', '')}".encode())
             if hasattr(value, "placements"):
                 return
-            if value.nbytes > _LARGE_BYTES and value.is_floating_point():
+            is_remote = value.device.type != "cpu"
+            if is_remote and value.nbytes > _LARGE_BYTES and value.is_floating_point():
                 large.append(value.detach())
             else:
-                hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     add(state)
     if large:
-        # One pass over memory, and one wait for the device.
-        norms = torch._foreach_norm(large, 2, dtype=torch.float32)
-        hasher.update(torch.stack(norms).cpu().numpy().tobytes())
+        hasher.update(_sketch(large).cpu().numpy().data)
     return hasher.hexdigest()
+
+
+def _sketch(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns numbers that differ where large tensors do, with two passes over the device's memory and no copy of it.
+
+    The norm alone is the same for rows of norm 1 and for other orders of the same rows.
+    """
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+    sums = []
+    for tensor in tensors:
+        numbers = tensor.reshape(-1)
+        num_whole = tensor.numel() // _SKETCH_COLUMNS * _SKETCH_COLUMNS
+        sums.append(numbers[:num_whole].view(-1, _SKETCH_COLUMNS).sum(0, dtype=torch.float32))
+        sums.append(numbers[num_whole:].float())
+    return torch.cat([torch.stack(norms), *sums])
 
 
 def _require_replicas(model: nn.Module, *, group: ProcessGroup | None) -> None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from slurm_train.checkpoint.encoding import plain_number
 from slurm_train.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
@@ -56,7 +57,9 @@ def training_state(model: nn.Module, optimizers: Optimizers, *, makes_state: boo
         name_of = dict[Any, str]()
         for group, group_names in zip(numbered["param_groups"], names_of_groups(model, optimizer), strict=True):
             name_of |= dict(zip(group["params"], group_names, strict=True))
-            groups.append({**group, "params": group_names})
+            # Programs take learning rates out of arrays, and checkpoints have plain numbers.
+            settings = {key: plain_number(value) for key, value in group.items()}
+            groups.append({**settings, "params": group_names})
         states |= {name_of[number]: kept for number, kept in numbered["state"].items()}
     return {"model": weights, "optimizer": {"state": states, "param_groups": groups}}
 

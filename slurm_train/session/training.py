@@ -123,9 +123,11 @@ class RunTraining(Training):
 
         Raises:
             ConfigError: it will not.
-            CheckpointError: an optimizer keeps something that no checkpoint has.
+            CheckpointError: an optimizer keeps something that no checkpoint has, or an object has values that could
+                not be loaded again.
         """
         self._state.require_savable()
+        self._state.require_loadable()
         if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from slurm_train.checkpoint.program import _sketch
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
@@ -103,6 +107,83 @@ def test_everything_goes_on_bit_for_bit(run: RunDirectory, capsys: pytest.Captur
     assert [save["step"] for save in read_saves(run) if "bytes" in save] == list(range(1, 10))
     newest = newest_verified(run.checkpoints).newest
     assert newest is not None and newest[1].step == 9 and "0.weight" in newest[1].weights
+
+
+class Memory:
+    """Past inputs in numpy, with its own generator, and an average of weights in a list."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.inputs = np.zeros((3000, 4), np.float32)
+        self.num_seen = 0
+        self.random = np.random.default_rng(5)
+        self.average = [parameter.detach().clone() for parameter in parameters]
+        self.best = np.float32(np.inf)
+
+    def step(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        self.inputs[self.num_seen : self.num_seen + 16] = self.random.normal(size=(16, 4))
+        self.num_seen += 16
+        for mean, parameter in zip(self.average, parameters, strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+        return torch.from_numpy(self.inputs[self.random.integers(0, self.num_seen, 8)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "inputs": self.inputs,
+            "num_seen": self.num_seen,
+            "random": self.random.bit_generator.state,
+            "average": self.average,
+            "more": ({"best": self.best},),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inputs, self.num_seen, self.average = state["inputs"], state["num_seen"], state["average"]
+        self.random.bit_generator.state = state["random"]
+        ((more),) = state["more"]
+        self.best = more["best"]
+
+
+def test_arrays_lists_of_tensors_and_layers_that_are_unfrozen_go_on_bit_for_bit(run: RunDirectory) -> None:
+    rates = np.linspace(0.1, 0.001, 9)
+
+    def train(mine: JoinedSession, last: int) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        model[0].requires_grad_(False)
+        parameters = list(model.parameters())
+        memory = Memory(parameters)
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        training = mine.training(model, optimizer, memory=memory)
+        for step in range(training.resume(), last):
+            if step == 2:
+                model[0].requires_grad_(True)
+            optimizer.param_groups[0]["lr"] = rates[step]
+            loss = model(memory.step(parameters)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            memory.best = np.float32(min(memory.best, loss.item()))
+            mine.report(step + 1, loss=loss.item())
+        training.save(last)
+        mine.close()
+        assert isinstance(memory.best, np.float32) and optimizer.param_groups[0]["lr"] == rates[last - 1]
+        return [[tensor.tolist() for tensor in (*parameters, *memory.average)], memory.inputs.tolist(), memory.best]
+
+    whole = RunDirectory(run.path.parent / "whole")
+    whole.path.mkdir()
+    expected = train(join(whole), 9)
+    train(join(run), 4)
+    assert train(join(run), 9) == expected
+    assert losses_of(run) == losses_of(whole)
+
+
+def test_a_state_that_no_save_could_have_is_refused_after_the_first_step(run: RunDirectory) -> None:
+    parts = Parts()
+    mine = join(run)
+    reader = SimpleNamespace(state_dict=lambda: {"file": Path("shard.tar")}, load_state_dict=lambda _: None)
+    training = mine.training(parts.model, parts.optimizer, reader=reader)
+    assert training.resume() == 0
+    with pytest.raises(CheckpointError, match="the state of reader could not be loaded again"):
+        mine.report(1, loss=parts.step())
 
 
 def test_another_model_or_optimizer_or_group_is_refused(run: RunDirectory) -> None:
@@ -389,6 +470,59 @@ if reader.kept is not None:
 # As most programs call it.
 destroy_process_group()
 """
+OWN = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from slurm_train import session
+
+last = int(sys.argv[1])
+run = session.join()
+dist.init_process_group("gloo")
+torch.manual_seed(3)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.register_buffer("queue", torch.zeros(8, 4))
+
+    def forward(self, x):
+        x = self.head(self.norm(self.inner(x)))
+        loss = (x - self.queue.mean(0)).square().mean() + self.norm.running_mean.sum()
+        self.queue[:] = torch.cat([self.queue[len(x):], x.detach()])
+        return loss
+
+class Average:
+    def __init__(self, weights): self.weights = [weight.detach().clone() for weight in weights]
+    def update(self, weights):
+        for mean, weight in zip(self.weights, weights, strict=True):
+            mean.mul_(0.9).add_(weight.detach() * 0.1)
+    def state_dict(self): return {"weights": self.weights}
+    def load_state_dict(self, state): self.weights = state["weights"]
+
+net = Net()
+for part in (net.inner, net.head, net):
+    fully_shard(part)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+average = Average(net.parameters())
+training = run.training(net, optimizer, average=average)
+step = training.resume()
+data = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+for ids in run.batches(96, global_size=12, steps=last, seed=1):
+    loss = net(data[ids])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    average.update(net.parameters())
+    step += 1
+    total = torch.stack([loss.detach(), *(mean.full_tensor().sum() for mean in average.weights)]).sum()
+    dist.all_reduce(total)
+    run.report(step, loss=total.item())
+training.save(step)
+dist.destroy_process_group()
+"""
 UNLIKE = """
 import sys, torch
 import torch.distributed as dist
@@ -458,6 +592,31 @@ def test_what_differs_from_rank_to_rank_goes_on_on_as_many_ranks(tmp_path: Path)
     assert losses_of(parts) == losses_of(whole)
     ((code, text),) = train(parts, OF_RANKS, "9", ranks=1)
     assert code == 1 and "each of the 2 ranks has saved its own state of reader, and there are 1 ranks now" in text
+
+
+@pytest.mark.distributed
+def test_buffers_of_a_rank_and_lists_of_shards_go_on(tmp_path: Path) -> None:
+    whole, parts = new_run(tmp_path / "whole"), new_run(tmp_path / "parts")
+    train_well(whole, OWN, "8", ranks=2)
+    train_well(parts, OWN, "4", ranks=2)
+    train_well(parts, OWN, "8", ranks=2)
+    assert losses_of(parts) == losses_of(whole)
+    (code, text), *_ = train(parts, OWN, "9", ranks=3)
+    assert code == 0 and "each of the 2 ranks had its own norm.running_mean" in text
+
+
+@pytest.mark.parametrize("change", ["order", "sign", "nan", "last"])
+def test_large_tensors_that_differ_are_told_apart_without_a_copy(change: str) -> None:
+    rows = nn.functional.normalize(torch.randn(300, 128, generator=torch.Generator().manual_seed(0)), dim=-1)
+    other = rows.clone()
+    if change == "order":
+        other = other.roll(1, 0)
+    elif change == "nan":
+        rows[0, 0] = other[0, 1] = math.nan
+    else:
+        other[-1 if change == "last" else 5] *= -1
+    sketches = [_sketch([tensor]).numpy().tobytes() for tensor in (rows, rows.clone(), other)]
+    assert sketches[0] == sketches[1] != sketches[2]
 
 
 @pytest.mark.distributed

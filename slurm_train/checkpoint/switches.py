@@ -1,4 +1,4 @@
-"""What a training freezes, unfreezes or puts into another mode: libraries leave it as the program has made its model.
+"""What a training freezes, unfreezes or puts into another mode: checkpoints of weights leave it as the model was made.
 
 Only changes since the start of the training are kept, so what a person makes otherwise at the next start holds.
 """
@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from slurm_train.checkpoint.state import plain_names
 
 
 class Switches:
@@ -31,15 +33,24 @@ class Switches:
 
     def set(self, changed: Mapping[str, bool]) -> None:
         """Makes what `changed` returned, where the model still has it."""
-        parts: dict[str, Any] = {**dict(self._model.named_parameters()), **dict(self._model.named_modules())}
+        plain = plain_names(self._model)
+        parts: dict[str, Any] = {
+            # What is within a wrapper comes after it.
+            **{plain(f"{name}.").removesuffix("."): module for name, module in self._model.named_modules()},
+            **{plain(name): weight for name, weight in self._model.named_parameters()},
+        }
         for path, value in changed.items():
             name, _, switch = path.rpartition(".")
             if name in parts:
                 setattr(parts[name], switch, value)
 
     def _read(self) -> dict[str, bool]:
-        switches = {f"{name}.requires_grad": weight.requires_grad for name, weight in self._model.named_parameters()}
-        for name, part in self._model.named_modules():
+        plain = plain_names(self._model)
+        switches = {
+            f"{plain(name)}.requires_grad": weight.requires_grad for name, weight in self._model.named_parameters()
+        }
+        for prefix, part in self._model.named_modules():
+            name = plain(f"{prefix}.").removesuffix(".")
             if self._has_modes:
                 switches[f"{name}.training"] = part.training
             if isinstance(part, _BatchNorm):
