@@ -28,7 +28,7 @@ from slurm_train.rundir.paths import RunDirectory
 
 PARTS = ("config", "code", "environment")
 _STYLES = {"---": BOLD, "+++": BOLD, "+": "32", "-": "31", "@@": "36"}
-"""Of a line by its beginning, the first that fits; 32 is green, 31 red, 36 cyan."""
+"""The style of a line by its beginning, of which the first that fits counts; 32 is green, 31 red, 36 cyan."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -58,7 +58,7 @@ def _style_of(line: str) -> str:
     return ""
 
 
-# --- what differs, as plain values ---
+# --- the differences as plain values ---
 
 
 def compare(
@@ -76,24 +76,32 @@ def compare(
         RunError: the folder that the code came from is not there any more.
     """
     comparison: dict[str, Any] = {"old": str(old.path), "new": None if new is None else str(new.path)}
-    unknown: list[str] = []
     if "config" in parts and new is not None:
         comparison["config"] = _config_changes(old, new)
     if "code" in parts:
-        comparison["code"] = _code_changes(_copied_code(old), _code_now(old, env) if new is None else _copied_code(new))
+        code_of_new = _code_now(old, env) if new is None else _copied_code(new)
+        comparison["code"] = _code_changes(_copied_code(old), code_of_new)
     if "environment" in parts:
-        before = environment_of(old)
-        after = environment_of(new) if new is not None else before and read_environment(slurm=before.get("slurm"))
-        if before is not None and after is not None:
-            comparison["environment"] = [change._asdict() for change in environment_changes(before, after)]
-        for run, environment in ((old, before), (new, after)):
-            if run is not None and environment is None:
-                unknown.append(f"nothing is known of the environment of {run.name}/{run.run_id}")
+        comparison |= _compare_environments(old, new)
     files = comparison.get("code", {}).get("files")
     comparison["same"] = not (comparison.get("config") or files or comparison.get("environment"))
-    if unknown:
-        comparison["unknown"] = unknown
     return comparison
+
+
+def _compare_environments(old: RunDirectory, new: RunDirectory | None) -> dict[str, Any]:
+    """Returns the "environment" that differs where both are known, and under "unknown" a line for each that is not."""
+    before = environment_of(old)
+    if new is not None:
+        after = environment_of(new)
+    else:
+        after = None if before is None else read_environment(slurm=before.get("slurm"))
+    if before is not None and after is not None:
+        return {"environment": [change._asdict() for change in environment_changes(before, after)]}
+    unknown: list[str] = []
+    for run, environment in ((old, before), (new, after)):
+        if run is not None and environment is None:
+            unknown.append(f"nothing is known of the environment of {run.name}/{run.run_id}")
+    return {"unknown": unknown}
 
 
 def _config_changes(old: RunDirectory, new: RunDirectory) -> list[dict[str, Any]]:
@@ -149,7 +157,7 @@ def _code_now(run: RunDirectory, env: Mapping[str, str]) -> tuple[Code, str]:
         )
     state = read_git(folder, env)
     code = read_source(run, load_config(run.config), folder, state, env=env).code()
-    # What was not copied then (a shipped model outside git has no code) is not looked at now.
+    # Where nothing was copied (a shipped model outside git has no code), no file of today is compared.
     if not read_index(run):
         code = Code({}, code.locate)
     return code, _revision(state.commit, is_dirty=bool(state.difference))
@@ -177,7 +185,7 @@ def _unified(change: FileChange, before: Code, after: Code) -> Iterator[str]:
     yield from difflib.unified_diff(old, new, old_path, new_path, lineterm="")
 
 
-# --- the same for people ---
+# --- the differences as printed lines ---
 
 
 def _lines(old: RunDirectory, new: RunDirectory | None, comparison: Mapping[str, Any], *, stat: bool) -> Iterator[str]:
@@ -196,11 +204,10 @@ def _lines(old: RunDirectory, new: RunDirectory | None, comparison: Mapping[str,
         revisions = "" if is_same_revision else f": {' -> '.join(code['revisions'])}"
         yield _heading(f"code{revisions}", code["files"])
         for file in code["files"]:
-            lines = file.pop("diff").split("\n")
             if stat:
-                yield f"  {FileChange(**file)}"
+                yield f"  {FileChange(**{name: value for name, value in file.items() if name != 'diff'})}"
             else:
-                yield from lines
+                yield from file["diff"].split("\n")
     environment = comparison.get("environment")
     if environment is not None:
         yield _heading("environment", environment)

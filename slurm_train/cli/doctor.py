@@ -36,35 +36,31 @@ from slurm_train.tools.doctor.site_rules import (
 from slurm_train.verbs import parse
 
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman", "docker", "shifter", "sarus")
-_FIRST = ("preflight.bandwidth=true",)
-_LAST = ("preflight.enabled=true", "preflight.only=true", "requeue.enabled=false")
+_DEFAULT_SETTINGS = ("preflight.bandwidth=true",)
+"""In front of what is typed, which may change them."""
+_FIXED_SETTINGS = ("preflight.enabled=true", "preflight.only=true", "requeue.enabled=false")
 _ASK_EVERY_S = 1.0
 
 
 def main(words: Sequence[str]) -> int:
-    """Prints what was found and returns 0, or 1 where there is an error among it."""
+    """Prints the findings and returns 0, or 1 if one of them is an error."""
     arguments = parse("doctor", words)
     if arguments.settings:
         return _check_nodes(arguments.settings, dict(os.environ), as_json=arguments.json)
-    commands = SlurmCommands(os.environ, timeout_s=20.0)
-    view = SiteView(has_slurm=False)
-    if commands.is_available():
-        runtimes = [name for name in _RUNTIMES if shutil.which(name)]
-        try:
-            facts = gather_facts(commands, user=login_name())
-            view = SiteView(
-                facts=facts,
-                runtimes=runtimes,
-                nodes=commands.node_names(),
-                federation=commands.federation(),
-                filtered=_filtered(facts, commands),
-            )
-        except ClusterError as err:
-            view = SiteView(away=err.message)
+    return _check_site(as_json=arguments.json)
+
+
+def _check_site(*, as_json: bool) -> int:
+    """Prints what this site does to a run; returns 1 where something would keep a run from working."""
+    view = _view_site(SlurmCommands(os.environ, timeout_s=20.0))
     findings = find_site_facts(replace(view, mount=_mount_here()))
-    table, sentences = (site_table(view), in_words(view)) if view.settings else ({}, [])
-    if arguments.json:
-        document = {"site": table, "in_words": sentences} if table else {}
+    table: dict[str, str] = {}
+    sentences: list[str] = []
+    if view.settings:
+        table = site_table(view)
+        sentences = in_words(view)
+    if as_json:
+        document: dict[str, object] = {"site": table, "in_words": sentences} if table else {}
         print(json.dumps({**document, "findings": [finding.as_json() for finding in findings]}, indent=2))
     else:
         for name, value in table.items():
@@ -79,15 +75,33 @@ def main(words: Sequence[str]) -> int:
     return EXIT_FAILURE if any(finding.level == "error" for finding in findings) else EXIT_DONE
 
 
-def _filtered(facts: SiteFacts, commands: SlurmCommands) -> str:
-    """Returns with which words a submit filter refuses a plain job, "" where it does not or there is none."""
+def _view_site(commands: SlurmCommands) -> SiteView:
+    """Returns what Slurm says about the site, or that there is no Slurm, or none that answers."""
+    if not commands.is_available():
+        return SiteView(has_slurm=False)
+    try:
+        facts = gather_facts(commands, user=login_name())
+        return SiteView(
+            facts=facts,
+            runtimes=[name for name in _RUNTIMES if shutil.which(name)],
+            nodes=commands.node_names(),
+            federation=commands.federation(),
+            filtered=_refusal_of_filter(facts, commands),
+        )
+    except ClusterError as err:
+        return SiteView(away=err.message)
+
+
+def _refusal_of_filter(facts: SiteFacts, commands: SlurmCommands) -> str:
+    """Returns the message with which a submit filter refuses a plain job; "" where it does not or there is none."""
     from slurm_train.launch.acceptance import slurm_verdict
 
     if facts.settings.get("JobSubmitPlugins", "(null)") == "(null)":
         return ""
     verdict = slurm_verdict("#!/bin/sh\n#SBATCH --requeue\ntrue\n", commands)
-    lines = (line.strip() for line in verdict.message.splitlines())
-    return "" if verdict.is_accepted else "; ".join(filter(None, lines))
+    if verdict.is_accepted:
+        return ""
+    return "; ".join(line.strip() for line in verdict.message.splitlines() if line.strip())
 
 
 def _mount_here() -> Mount | None:
@@ -102,7 +116,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     """Runs a job that does what every run does before it trains, prints what it found, and returns the exit code.
 
     It works in a folder of its own, `<root>/.doctor/<random name>`: whatever `run.name` is, no folder of a run is
-    touched, and no verb lists it. Where all is well the folder is removed again; else it stays, with its logs.
+    touched, and no verb lists it. The folder is removed where no error was found; else it stays, with its logs.
 
     Raises:
         ClusterError: no Slurm here, or it refuses the job.
@@ -116,7 +130,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     from slurm_train.launch.start import Start
 
     cwd = working_folder(env)
-    plan = plan_run(compose(Words(overrides=[*_FIRST, *settings, *_LAST])), cwd=cwd, env=env)
+    plan = plan_run(compose(Words(overrides=[*_DEFAULT_SETTINGS, *settings, *_FIXED_SETTINGS])), cwd=cwd, env=env)
     run = plan.run
     cluster = plan.config.cluster
     if cluster is None:
@@ -137,7 +151,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
         note(f"checking the nodes of this allocation, job {env['SLURM_JOB_ID']}")
         subprocess.run(["bash", str(run.submit_script)], env=dict(env), stdout=sys.stderr, check=False)
     else:
-        # Nodes that were found bad are not left out: they are to be checked as well.
+        # Nodes that earlier runs found bad are not left out: this job is to check them as well.
         job_id = start.submit_written(run, plan.config, script, excludes_bad_nodes=False)
         note(f"submitted job {job_id}; logs in {run.logs}; Ctrl-C cancels it")
         try:
@@ -147,7 +161,7 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
             raise
     code = _print_record(run, as_json=as_json)
     if code == EXIT_DONE:
-        # Made by this very command, under a name of its own.
+        # This command made the folder, under a random name.
         shutil.rmtree(run.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             run.path.parent.rmdir()
@@ -155,17 +169,19 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
 
 
 def _wait(job_id: str, commands: SlurmCommands) -> None:
-    """Waits for the end of a job and prints its state whenever it changes."""
+    """Waits for the end of a job; prints its state, or that Slurm does not answer, whenever that changes."""
     printed = ""
     while True:
-        with contextlib.suppress(ClusterError):
+        try:
             state = commands.job_states([job_id]).get(job_id)
             if state is None or not state.is_active:
                 return
-            state_text = f"{state.phase.value} {state.reason or state.nodelist}".strip()
-            if state_text != printed:
-                printed = state_text
-                note(f"job {job_id} is {state_text}")
+            text = f"job {job_id} is " + f"{state.phase.value} {state.reason or state.nodelist}".strip()
+        except ClusterError as err:
+            text = f"Slurm does not answer and is asked again: {err.message}"
+        if text != printed:
+            printed = text
+            note(text)
         time.sleep(_ASK_EVERY_S)
 
 
@@ -183,6 +199,9 @@ def _print_record(run: RunDirectory, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(record, indent=2))
     else:
-        print(*record.get("table", []), *(f"{finding.level}: {finding.line}" for finding in findings), sep="\n")
+        for line in record.get("table", []):
+            print(line)
+        for finding in findings:
+            print(f"{finding.level}: {finding.line}")
         note(f"{len(findings)} findings in {record.get('seconds', 0):g} s")
     return EXIT_FAILURE if errors_of(findings) else EXIT_DONE

@@ -2,8 +2,8 @@
 
 Settings change what is measured and how (data.path=DIR, parallel.dp_shard=8). An evaluation is a run of its own in
 `evaluations/` of the run's directory, with the run's code; nothing else of the run changes. It prints its result.json.
-The save and the held-out samples are its identity: the same number is measured once, whoever owns the checkpoint by
-then, and other samples are another evaluation. The checkpoint is kept while the evaluation is queued or running.
+Its id follows from the checkpoint and the held-out samples: asked for again, the result is printed and nothing is
+measured; other samples are another evaluation. The checkpoint is kept while the evaluation is queued or running.
 
 `evaluate RUN --follow` scores every checkpoint as it appears, oldest first, until the run is over; with +cluster=1x1
 in a small job that is requeued like any other. `--with "script=[score.py]"` calls a scorer of your own for each. A
@@ -55,12 +55,12 @@ from slurm_train.status.following import MOST_WAITING, summary_of
 
 
 def main(words: Sequence[str]) -> int:
-    """Evaluates here and prints the result, or submits the evaluation; a second time it prints what is known."""
+    """Evaluates here and prints the result, or submits the evaluation; prints the result again if it is there."""
     arguments = parse_runs("evaluate", words)
     if arguments.follow:
         return _follow(arguments, words)
-    alone = {"--with": arguments.scorer, "--name": arguments.name, "--keep": arguments.keep}
-    for flag, value in alone.items():
+    flags_of_follow = {"--with": arguments.scorer, "--name": arguments.name, "--keep": arguments.keep}
+    for flag, value in flags_of_follow.items():
         if value is not None:
             raise ConfigError(f"{flag} {value} is for an evaluation that follows a run", hint="add --follow")
     checkpoint, run = find_saved(arguments.run, root=arguments.root)
@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tuple[int, dict[str, Any] | None]:
-    """Returns the exit code and the result of a run that uses a checkpoint; it is started where there is no result."""
+    """Returns the exit code and the result of a run that uses a checkpoint; starts it if it has no result yet."""
     if not plan.run.result.exists():
         require_writable(plan.run)
         check_inputs(plan, cwd=Path(plan.directory))
@@ -93,7 +93,7 @@ def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tup
 
 
 def find_saved(word: str, *, root: Path) -> tuple[Path, RunDirectory]:
-    """Returns the checkpoint that a word names, and its run; relative paths mean where the run was typed from now on.
+    """Returns the checkpoint that a word names, and its run; changes into the folder in which the run was typed.
 
     Raises:
         CheckpointError, RunError: there is none, or others may have written it.
@@ -112,7 +112,7 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     name = arguments.name or ""
     scorer = arguments.scorer
     settings = arguments.settings
-    _require_follows(name, scorer, settings, most=arguments.keep)
+    _check_following(name, scorer, settings, most=arguments.keep)
     run = enter_run(find_run(arguments.root, arguments.run).path.resolve())
     plan = plan_following(
         run, env=dict(os.environ), settings=settings, config_dir=arguments.config_dir, name=name, scorer=scorer
@@ -134,17 +134,17 @@ def _follow(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     return code
 
 
-def _require_follows(name: str, scorer: str | None, settings: Sequence[str], *, most: int | None) -> None:
+def _check_following(name: str, scorer: str | None, settings: Sequence[str], *, most: int | None) -> None:
     """Checks what was typed behind `evaluate --follow`.
 
     Raises:
-        ConfigError: it makes no sense.
+        ConfigError: a name that no measure can have, no scorer, other data without a name, or a negative number.
     """
     measures_other_data = any(word.lstrip("+~").startswith("data") for word in settings)
     require_all(
         [
             (
-                bool(re.fullmatch(r"\w*", name)) is False,
+                re.fullmatch(r"\w*", name) is None,
                 f"--name {name!r} becomes a part of the names of measures",
                 "use letters, digits and _, e.g. --name wiki for eval_wiki_loss",
             ),
@@ -191,47 +191,60 @@ def generate(words: Sequence[str]) -> int:
     arguments = parse_runs("generate", words)
     sampling = _read_sampling(arguments)
     settings = arguments.settings
-    is_submitted = is_for_slurm(settings)
-    if settings and not is_submitted:
+    uses_slurm = is_for_slurm(settings)
+    if settings and not uses_slurm:
         raise ConfigError(
             f"{settings[0]} is a setting of a run that is submitted, and `generate` without a cluster works here",
             hint=f"add +cluster=1x1, or leave {settings[0]} out",
         )
-    if arguments.tokenizer is not None:
-        arguments.tokenizer = str(Path(arguments.tokenizer).resolve())
-    checkpoint, run = find_saved(arguments.run, root=arguments.root)
+    tokenizer = None if arguments.tokenizer is None else str(Path(arguments.tokenizer).resolve())
     prompts = arguments.prompt or [""]
-    plan = None
-    if is_submitted:
-        texts = {"prompts": prompts, "tokenizer": arguments.tokenizer, **sampling}
-        plan = plan_texts(
-            run, checkpoint, texts, env=dict(os.environ), settings=settings, config_dir=arguments.config_dir
-        )
+    checkpoint, run = find_saved(arguments.run, root=arguments.root)
+    if not uses_slurm:
+        return _generate_here(run, checkpoint, prompts, tokenizer=tokenizer, sampling=sampling)
+    texts = {"prompts": prompts, "tokenizer": tokenizer, **sampling}
+    plan = plan_texts(run, checkpoint, texts, env=dict(os.environ), settings=settings, config_dir=arguments.config_dir)
+    _require_generates(run, checkpoint, tokenizer=tokenizer)
+    code, result = _result_of(plan, run, words=["generate", *words])
+    if result is not None:
+        for prompt, text in zip(prompts, result.get("texts", ()), strict=False):
+            answer(prompt + text)
+    return code
+
+
+def _generate_here(
+    run: RunDirectory, checkpoint: Path, prompts: Sequence[str], *, tokenizer: str | None, sampling: dict[str, Any]
+) -> int:
+    """Prints each prompt with its continuation; the model is in this process, on a GPU if there is one."""
     import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
-    if plan is None:
-        # A model may compile parts of itself.
-        os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
+    # A model may compile parts of itself.
+    os.environ.update(kernel_variables(os.environ, instead=run.kernels(node_name(os.environ))))
     import torch
 
-    from slurm_train.models.build import build_filled_model, build_names_and_shapes
-    from slurm_train.train.evaluate_checkpoint import load_model, require_same_weights
+    from slurm_train.models.build import build_filled_model
+    from slurm_train.train.evaluate_checkpoint import load_model
     from slurm_train.train.texts import continue_text, encoding_of, require_generates
 
     config = load_config(run.config)
-    if plan is None:
-        model = build_filled_model(config, device=torch.device("cpu"))
-    else:
-        model = build_names_and_shapes(config)
+    model = build_filled_model(config, device=torch.device("cpu"))
     require_generates(model)
-    encoding = encoding_of(config, arguments.tokenizer)
-    if plan is not None:
-        require_same_weights(model, checkpoint)
-        code, result = _result_of(plan, run, words=["generate", *words])
-        for prompt, text in zip(prompts, (result or {}).get("texts", ()), strict=False):
-            answer(prompt + text)
-        return code
+    encoding = encoding_of(config, tokenizer)
     load_model(model, checkpoint)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     for prompt in prompts:
         answer(prompt + continue_text(model, encoding, prompt, **sampling))
     return EXIT_DONE
+
+
+def _require_generates(run: RunDirectory, checkpoint: Path, *, tokenizer: str | None) -> None:
+    """Refuses before the queue a model that writes no text, a missing tokenizer, and weights of another model."""
+    import_from_snapshot(str(run.path), python_path=os.environ.get("PYTHONPATH", ""))
+    from slurm_train.models.build import build_names_and_shapes
+    from slurm_train.train.evaluate_checkpoint import require_same_weights
+    from slurm_train.train.texts import encoding_of, require_generates
+
+    config = load_config(run.config)
+    model = build_names_and_shapes(config)
+    require_generates(model)
+    encoding_of(config, tokenizer)
+    require_same_weights(model, checkpoint)

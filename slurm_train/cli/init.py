@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
         note(f"Slurm does not say: {problem}")
     name = _name_of(arguments.name, facts)
     answers = _ask_all(facts) if asks else {}
-    site, problems = _tried(build_profile(facts, answers), facts, commands)
+    site, problems = _try(build_profile(facts, answers), facts, commands)
     text = render_site(site, name=name, problems=[*facts.problems, *problems])
     if arguments.print:
         print(text, end="")
@@ -62,10 +62,10 @@ def _ask_all(facts: SiteFacts) -> dict[str, str]:
     answers: dict[str, str] = {}
     while True:
         # An answer may open more questions.
-        left = [question for question in open_questions(facts, answers) if question.key not in answers]
-        if not left:
+        unanswered = [question for question in open_questions(facts, answers) if question.key not in answers]
+        if not unanswered:
             return answers
-        answers[left[0].key] = _ask(left[0])
+        answers[unanswered[0].key] = _ask(unanswered[0])
 
 
 def _ask(question: Question) -> str:
@@ -82,7 +82,8 @@ def _ask(question: Question) -> str:
             note(f"  {err.message}; {err.hint}")
 
 
-def _tried(site: SiteFile, facts: SiteFacts, commands: SlurmCommands) -> tuple[SiteFile, list[str]]:
+def _try(site: SiteFile, facts: SiteFacts, commands: SlurmCommands) -> tuple[SiteFile, list[str]]:
+    """Returns the site file as Slurm accepts it, and what it does not accept; prints the latter."""
     from slurm_train.launch.acceptance import slurm_verdict
 
     def ask(script: str) -> TestVerdict:

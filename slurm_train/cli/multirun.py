@@ -1,8 +1,8 @@
 """`--multirun`: the words are a sweep. With a cluster its runs become job arrays, without one they are trained here.
 
-Everything is composed, planned and looked at before anything is written. A sweeper that needs values gets its points in
-batches: each is waited for, and its results are read; all of them are one sweep. What was finished before is not
-trained again, so a driver that was killed catches up when the same words are typed again.
+Everything is composed, planned and checked before anything is written. A sweeper that needs values asks for its points
+in batches: the runs of a batch are trained to their end, and their results are read; all batches are one sweep. Runs
+that are finished are not trained again, so the same words continue a study whose process was killed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,45 +71,64 @@ def multirun(
     if check is not None and settings.sweeper_needs_values:
         hint = "type the words behind `python -m slurm_train`, or sweep given values: -m optim.lr=1e-3,3e-4"
         raise ConfigError("this sweeper waits for the values of its runs, which may take days", hint=hint)
-    num_before = 0
-    study_id = settings.study_id if settings.sweeper_needs_values else None
-
-    def carry_out(points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
-        nonlocal num_before
-        plan = plan_points(points, settings=settings, env=env, cwd=cwd, first=num_before, sweep_id=study_id)
-        num_before += len(points)
-        if check is not None:
-            check(plan.plans[0].config)
-        # A run that needs the code of the submitting directory, if there is one.
-        with_own_code = [candidate for candidate in plan.plans if names_own_code(candidate.config)]
-        example = with_own_code[0] if with_own_code else plan.plans[0]
-        source = read_source(example.run, example.config, cwd, env=env)
-        for line in source_notes(source):
-            note(line)
-        warn_unexported_keys(example.config, env)
-        start = Start(words=words, env=env, say=note, after=flags.after)
-        return _start(start, plan, source, wait=wait), plan
-
-    if study_id is None:
-        code, plan = carry_out(read_points(settings.sweep_words), wait=flags.wait)
+    sweep = _TypedSweep(flags=flags, words=words, settings=settings, env=env, cwd=cwd, check=check)
+    if not settings.sweeper_needs_values:
+        code, plan = sweep.start(read_points(settings.sweep_words), wait=flags.wait)
         return code, plan.sweep
-    fixed = settings.fixed_keys()
-
-    def launch(batch: list[list[str]]) -> list[Any]:
-        points = {tuple(point_words): _point(point_words, fixed) for point_words in batch}
-        code, plan = carry_out(list(points.values()), wait=True)
-        if code == EXIT_REQUEUE:
-            # Not a failure of the runs, which a study may allow.
-            raise _Stopped
-        plans = dict(zip(points, plan.plans, strict=True))
-        objective_key = plan.plans[0].config.sweep.objective
-        return [_returned(point_words, plans[tuple(point_words)].run, objective_key) for point_words in batch]
-
     try:
-        settings.drive_sweeper(launch)
+        settings.drive_sweeper(sweep.results_of)
     except _Stopped:
         return EXIT_REQUEUE, None
     return EXIT_DONE, None
+
+
+@dataclass(slots=True, kw_only=True)
+class _TypedSweep:
+    """The sweep of a command line: its points are started all together, or in the batches that a sweeper asks for."""
+
+    flags: Words
+    words: Sequence[str]
+    settings: HydraSettings
+    env: Mapping[str, str]
+    cwd: Path
+    check: Callable[[RunConfig], None] | None
+    num_started: int = 0
+    """Points of earlier batches."""
+
+    def start(self, points: Sequence[Point], *, wait: bool) -> tuple[int, SweepPlan]:
+        """Starts the runs of some points; returns the exit code and their plan."""
+        sweep_id = self.settings.study_id if self.settings.sweeper_needs_values else None
+        plan = plan_points(
+            points, settings=self.settings, env=self.env, cwd=self.cwd, first=self.num_started, sweep_id=sweep_id
+        )
+        self.num_started += len(points)
+        if self.check is not None:
+            self.check(plan.plans[0].config)
+        # A run that needs the code of the submitting directory, if there is one.
+        with_own_code = [candidate for candidate in plan.plans if names_own_code(candidate.config)]
+        example = with_own_code[0] if with_own_code else plan.plans[0]
+        source = read_source(example.run, example.config, self.cwd, env=self.env)
+        for line in source_notes(source):
+            note(line)
+        warn_unexported_keys(example.config, self.env)
+        start = Start(words=self.words, env=self.env, say=note, after=self.flags.after)
+        return _start(start, plan, source, wait=wait), plan
+
+    def results_of(self, batch: list[list[str]]) -> list[Any]:
+        """Runs the points of a batch to their end and returns their results, as Hydra's sweepers ask for them.
+
+        Raises:
+            _Stopped: a person has stopped the runs; not a failure of the runs, which a study may allow.
+        """
+        fixed_keys = self.settings.fixed_keys()
+        # A sweeper may ask for the same point twice in a batch; it is one run.
+        points = {tuple(point_words): _point(point_words, fixed_keys) for point_words in batch}
+        code, plan = self.start(list(points.values()), wait=True)
+        if code == EXIT_REQUEUE:
+            raise _Stopped
+        plans = dict(zip(points, plan.plans, strict=True))
+        objective_key = plan.plans[0].config.sweep.objective
+        return [_job_return(point_words, plans[tuple(point_words)].run, objective_key) for point_words in batch]
 
 
 def _start(start: Start, plan: SweepPlan, source: Source, *, wait: bool) -> int:
@@ -158,7 +178,7 @@ def plan_points(
         cwd: where the words were typed.
         first: how many points were before these.
         sweep_id: as in `plan_sweep`.
-        take: what is done about a run's inputs: they are fetched from the Hub, or only looked at.
+        take: fetches or checks the inputs of a run: `take_inputs` or `check_inputs`.
 
     Raises:
         ConfigError: as `plan_sweep`.
@@ -189,11 +209,12 @@ def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:
         axes.append(f"{key} ({len(values)})")
     size = f"{len(plan.plans)} runs" + (f": {' x '.join(axes)}" if axes else "")
     rows = [("sweep", size), ("directory", str(plan.sweep.path))]
-    seen: dict[str, dict[str, None]] = {}
-    for name, text in (row for run_plan in plan.plans for row in plan_rows(run_plan)):
-        seen.setdefault(name, {})[text] = None
-    del seen["run"]
-    for name, texts in seen.items():
+    texts_by_name: dict[str, dict[str, None]] = {}
+    for run_plan in plan.plans:
+        for name, text in plan_rows(run_plan):
+            texts_by_name.setdefault(name, {})[text] = None
+    del texts_by_name["run"]
+    for name, texts in texts_by_name.items():
         rows.append((name, shorten(texts, _SHOWN_VALUES, separator=" | ")))
     return rows
 
@@ -201,12 +222,14 @@ def sweep_rows(plan: SweepPlan) -> list[tuple[str, str]]:
 # --- the values that a sweeper reads ---
 
 
-def _point(words: Sequence[str], fixed: set[str]) -> Point:
-    values = {key: unquoted(value or "") for _, key, value in map(split_word, words) if key not in fixed}
+def _point(words: Sequence[str], fixed_keys: set[str]) -> Point:
+    """Returns the point of a sweeper's words; keys that are the same for all runs are not among its values."""
+    values = {key: unquoted(value or "") for _, key, value in map(split_word, words) if key not in fixed_keys}
     return Point(tuple(words), values)
 
 
-def _returned(words: Sequence[str], run: RunDirectory, key: str | None) -> Any:
+def _job_return(words: Sequence[str], run: RunDirectory, key: str | None) -> Any:
+    """Returns Hydra's `JobReturn` of a point, with its value or with the error that it has none."""
     from hydra.core.utils import JobReturn, JobStatus
 
     value: float | StudyError
@@ -234,7 +257,9 @@ def objective(run: RunDirectory, key: str | None) -> float:
     result: Mapping[str, Any] = read_json(run.result) or {}
     # The loss of a training says little where other things were evaluated.
     has_evaluations = any(name.startswith("eval_") for name in result)
-    names = (key or "eval_loss", *(() if key or has_evaluations else ("loss",)))
+    names = [key or "eval_loss"]
+    if key is None and not has_evaluations:
+        names.append("loss")
     for name in names:
         value = result.get(name, "")
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
@@ -244,8 +269,9 @@ def objective(run: RunDirectory, key: str | None) -> float:
     if not result:
         ledger = read_ledger(run)
         why = str(ledger[-1].get("note", "")) if ledger else ""
+        reason = f": {why}" if why else ""
         raise StudyError(
-            f"{run.path} has ended without a result for the sweeper{f': {why}' if why else ''}",
+            f"{run.path} has ended without a result for the sweeper{reason}",
             hint=f"`logs {run.run_id}` says more; {again}",
         )
     numbers = ", ".join(name for name, value in result.items() if isinstance(value, float)) or "no number"

@@ -42,7 +42,7 @@ _SUPERVISED = re.compile(r"^exec .* -m slurm_train supervise (.+) -- \\$", re.MU
 
 
 def main(words: Sequence[str]) -> int:
-    """Submits the run's own script again, or trains on here; prints `<job id> <run directory>`."""
+    """Submits the run's own script again, or continues it here; prints `<job id> <run directory>`."""
     arguments = parse_runs("resume", words)
     settings: list[str] = arguments.settings
     env = dict(os.environ)
@@ -64,14 +64,15 @@ def main(words: Sequence[str]) -> int:
     run = find_run(root, arguments.run)
     # What is resumed runs in the name of whoever types it.
     require_private(run)
-    before = config = load_config(run.config)
+    frozen_config = load_config(run.config)
+    config = frozen_config
     if settings or accept:
         from slurm_train.config.compose import apply_words
 
-        config = apply_words(before, settings, config_dir=arguments.config_dir)
-    refuse_finished(run, before, config, accept=accept)
+        config = apply_words(frozen_config, settings, config_dir=arguments.config_dir)
+    refuse_finished(run, frozen_config, config, accept=accept)
     if not (settings or accept):
-        _refuse_touched(run)
+        _refuse_edited(run)
         for line in changed_code_notes(run, config, Path.cwd()):
             note(line)
         if config.cluster is None:
@@ -120,22 +121,25 @@ def _needs_another_script(run: RunDirectory, config: RunConfig) -> bool:
     if not run.submit_script.is_file():
         return False
     script = run.submit_script.read_text(encoding="utf-8")
-    gone = gone_python(config, script)
-    if gone:
-        note(f"the Python of the run is gone: {gone}; it goes on with {sys.executable}")
-    named = _SUPERVISED.search(script)
-    path = Path(shlex.split(named[1])[0]) if named else run.path
-    return bool(gone) or (path != run.path and not (path.exists() and path.samefile(run.path)))
+    missing_python = gone_python(config, script)
+    if missing_python:
+        note(f"the Python of the run is gone: {missing_python}; it goes on with {sys.executable}")
+        return True
+    supervise_line = _SUPERVISED.search(script)
+    if supervise_line is None:
+        return False
+    path = Path(shlex.split(supervise_line[1])[0])
+    return path != run.path and not (path.exists() and path.samefile(run.path))
 
 
-def _refuse_touched(run: RunDirectory) -> None:
+def _refuse_edited(run: RunDirectory) -> None:
     """Refuses here what the ranks would refuse later: files of the run directory that were edited since."""
     require_sealed(run)
-    before = _read_plan(run)
-    if "batch" not in before:
+    frozen_plan = _read_plan(run)
+    if "batch" not in frozen_plan:
         return
     try:
-        plan = replan_run(load_config(run.config), before, run=run, typed=(), env=os.environ)
+        plan = replan_run(load_config(run.config), frozen_plan, run=run, typed=(), env=os.environ)
         check_drift(plan, None, accept=(), say=note)
     except RunError as err:
         # Nothing was typed, so somebody has edited the run's own files, or the data.
@@ -144,7 +148,7 @@ def _refuse_touched(run: RunDirectory) -> None:
 
 
 def _resume_here(start: Start, run: RunDirectory) -> int:
-    """Trains on, on this machine, with the frozen configuration and plan."""
+    """Continues the training on this machine, with the frozen configuration and plan."""
     from slurm_train.cli.here import train_here
 
     world_size = int(_read_plan(run)["world"]["size"])

@@ -42,10 +42,12 @@ _MOST_ELSEWHERE = 10
 _EVERY_ON_TERMINAL_S = 5.0
 _EVERY_ELSEWHERE_S = 30.0
 _EXIT_INTERRUPTED = 130
+# Blanks between two columns of a table.
+_GAP = 2
 
-# What a terminal that is too narrow does without, in this order; notes then stand below the table.
+# Columns that are left out where the terminal is too narrow, in this order; notes are then printed below the table.
 _LEAST_IMPORTANT = ("NOTE", "ATTEMPTS", "MFU", "HEARTBEAT", "NODES", "JOB", "SPEED", "LOSS", "ETA")
-# What a terminal that is too low does without, in this order.
+# Runs that are left out where the terminal has too few lines, in this order.
 _LEAST_INTERESTING = (RunState.FINISHED, RunState.NOT_STARTED, RunState.CANCELLED, RunState.QUEUED)
 _GREEN = "32"
 _YELLOW = "33"
@@ -61,8 +63,8 @@ _STYLES = {
     RunState.CANCELLED: _MAGENTA,
     RunState.STOPPED: _MAGENTA,
 }
-# All other states need a person.
-_TROUBLE = BOLD_RED
+# Every other state needs a person.
+_STYLE_OF_TROUBLE = BOLD_RED
 
 
 def main(words: Sequence[str]) -> int:
@@ -103,9 +105,16 @@ def _read_watch(arguments: argparse.Namespace) -> tuple[float | None, list[str]]
 
 
 def _note_nothing(selection: Selection, *, num_runs: int) -> None:
-    """Prints why there is nothing to show, if so many runs would be meant without the filter by state."""
-    text = f"no such run below {selection.root.resolve()}; `python -m slurm_train` starts one"
-    note(f"none of {num_runs} runs is in such a state" if num_runs else text)
+    """Prints why there is nothing to show.
+
+    Args:
+        selection: what was asked for.
+        num_runs: how many runs it names, in whatever state.
+    """
+    if num_runs:
+        note(f"none of {num_runs} runs is in such a state")
+    else:
+        note(f"no such run below {selection.root.resolve()}; `python -m slurm_train` starts one")
 
 
 # --- the table ---
@@ -128,27 +137,39 @@ def table_lines(
         of_sweep: the runs are those of one sweep: with their numbers and values in front.
         in_colour: paint headings and states.
     """
-    keys = list(dict.fromkeys(key for status in statuses for key in status.subject.overrides)) if of_sweep else []
-    rows = [_cells(status, keys, now_unix_s=now_unix_s, of_sweep=of_sweep) for status in statuses]
+    swept_keys: list[str] = []
+    if of_sweep:
+        swept_keys = list(dict.fromkeys(key for status in statuses for key in status.subject.overrides))
+    rows = [_cells(status, swept_keys, now_unix_s=now_unix_s, of_sweep=of_sweep) for status in statuses]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
-    for name in (*_LEAST_IMPORTANT, *(["RUN", *keys] if of_sweep else [])):
-        if width is not None and name in columns and sum(widths[column] + 2 for column in columns) - 2 > width:
+    for name in [*_LEAST_IMPORTANT, "RUN", *swept_keys] if of_sweep else _LEAST_IMPORTANT:
+        if width is None or _begin_of(None, columns, widths) - _GAP <= width:
+            break
+        if name in columns:
             columns.remove(name)
     cells = [[row[name] or "-" for name in columns] for row in rows]
     lines = [line[:width] for line in table(columns, cells).splitlines()]
     if in_colour:
-        begin = sum(widths[name] + 2 for name in columns[: columns.index("STATE")])
         lines[0] = painted(lines[0], BOLD)
+        begin = _begin_of("STATE", columns, widths)
         for number, status in enumerate(statuses, start=1):
             line = lines[number]
             end = begin + len(status.state.label)
-            lines[number] = line[:begin] + painted(line[begin:end], _STYLES.get(status.state, _TROUBLE)) + line[end:]
+            style = _STYLES.get(status.state, _STYLE_OF_TROUBLE)
+            lines[number] = line[:begin] + painted(line[begin:end], style) + line[end:]
     if "NOTE" not in columns:
         for status, row in zip(statuses, rows, strict=True):
-            name = f"run {status.subject.index}" if of_sweep else status.label
-            lines += _wrapped(f"  {name}: {row['NOTE']}", width) if row["NOTE"] else []
+            if row["NOTE"]:
+                name = f"run {status.subject.index}" if of_sweep else status.label
+                lines += _wrapped(f"  {name}: {row['NOTE']}", width)
     return lines
+
+
+def _begin_of(column: str | None, columns: Sequence[str], widths: Mapping[str, int]) -> int:
+    """Returns the number of characters in front of a column; None: of the one that would come behind the last."""
+    before = columns if column is None else columns[: columns.index(column)]
+    return sum(widths[name] + _GAP for name in before)
 
 
 def _wrapped(text: str, width: int | None) -> list[str]:
@@ -157,7 +178,11 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 def _cells(status: RunStatus, keys: Sequence[str], *, now_unix_s: float, of_sweep: bool) -> dict[str, str]:
     """Returns the texts of a row by column, "" for what is not known."""
-    speeds = ((status.tokens_per_s, "tok/s"), (status.samples_per_s, "samples/s"))
+    speed = ""
+    if status.tokens_per_s is not None:
+        speed = f"{status.tokens_per_s:,.0f} tok/s"
+    elif status.samples_per_s is not None:
+        speed = f"{status.samples_per_s:,.0f} samples/s"
     front = {"RUN": status.label}
     if of_sweep:
         values = {key: status.subject.overrides.get(key, "") for key in keys}
@@ -167,7 +192,7 @@ def _cells(status: RunStatus, keys: Sequence[str], *, now_unix_s: float, of_swee
         "STATE": status.state.label,
         "STEP": f"{status.step}/{status.max_steps}" if status.max_steps else "",
         "LOSS": "" if status.loss is None else f"{status.loss:.4f}",
-        "SPEED": next((f"{value:,.0f} {unit}" for value, unit in speeds if value is not None), ""),
+        "SPEED": speed,
         "MFU": "" if status.mfu is None else f"{status.mfu:.1%}",
         "ETA": "" if status.time_left_s is None else clock(status.time_left_s),
         "ATTEMPTS": str(status.attempts),
@@ -196,25 +221,31 @@ def note_of(status: RunStatus, *, now_unix_s: float) -> str:
 
 def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mapping[str, str]) -> None:
     sweep = selection.sweep()
-    after = list[str]()
+    lines = table_lines(
+        statuses,
+        now_unix_s=time.time(),
+        width=width_of(sys.stdout),
+        of_sweep=sweep is not None,
+        in_colour=takes_escapes(sys.stdout, env),
+    )
     if sweep is not None:
-        after = [summary(statuses), str(sweep.path)]
+        lines += [summary(statuses), str(sweep.path)]
     elif len(statuses) == 1:
         run = statuses[0].run
-        kept = [f"{name}: {path.name}" for path, name in find_kept(run.checkpoints).items()]
-        ends = [] if statuses[0].is_finished else _attempt_lines(run)
-        after = [str(run.path), *kept, *_follower_lines(run, env), *_goodput_lines(run), *ends]
-    width = width_of(sys.stdout)
-    in_colour = takes_escapes(sys.stdout, env)
-    lines = table_lines(statuses, now_unix_s=time.time(), width=width, of_sweep=sweep is not None, in_colour=in_colour)
-    print("\n".join([*lines, *after]))
+        lines.append(str(run.path))
+        lines += [f"{name}: {path.name}" for path, name in find_kept(run.checkpoints).items()]
+        lines += _follower_lines(run, env)
+        lines += _goodput_lines(run)
+        if not statuses[0].is_finished:
+            lines += _attempt_lines(run)
+    print("\n".join(lines))
     if sweep is None and len(statuses) > 1:
         # The table of a sweep also has what each run was given.
         runs = {status.run for status in statuses}
         for other in list_sweeps(selection.root)[:_MOST_SWEEPS]:
-            num = len({element.run for element in read_table(other)} & runs)
-            if num > 1:
-                note(f"{num} of them are a sweep: `status {other.sweep_id}` shows the values of each")
+            num_shown = len({element.run for element in read_table(other)} & runs)
+            if num_shown > 1:
+                note(f"{num_shown} of them are a sweep: `status {other.sweep_id}` shows the values of each")
 
 
 def _follower_lines(run: RunDirectory, env: Mapping[str, str]) -> list[str]:
@@ -229,19 +260,24 @@ def _follower_lines(run: RunDirectory, env: Mapping[str, str]) -> list[str]:
 
 
 def _attempt_lines(run: RunDirectory) -> list[str]:
-    """Returns how the last attempts of a run ended that has had several: what the newest state does not say."""
+    """Returns how the last attempts ended, one line each; of a run with one attempt its state says it."""
     ledger = read_ledger(run)
-    stopped = {event.get("attempt"): event["step"] for event in read_events(run, "stop")}
-    ended = [entry for entry in ledger if "end_time_unix_s" in entry] if len(ledger) > 1 else []
-    lines = []
+    if len(ledger) < 2:
+        return []
+    stop_steps = {event.get("attempt"): event["step"] for event in read_events(run, "stop")}
+    ended = [entry for entry in ledger if "end_time_unix_s" in entry]
+    lines: list[str] = []
     for entry in ended[-_MOST_ATTEMPTS:]:
         reason = str(entry.get("reason", "unknown"))
-        why = f": {entry.get('note', '')}" if reason == "failed" else ""
         end = "finished" if reason == "done" else reason.replace("_", " ")
+        line = f"attempt {entry['attempt']}: {end} after {held_s(entry):,.0f} s"
         # The steps of a script of the user's own are not counted.
-        last_step = stopped.get(entry["attempt"], entry.get("last_step"))
-        step = f", step {last_step}" if last_step else ""
-        lines.append(f"attempt {entry['attempt']}: {end} after {held_s(entry):,.0f} s{step}{why}")
+        last_step = stop_steps.get(entry["attempt"], entry.get("last_step"))
+        if last_step:
+            line += f", step {last_step}"
+        if reason == "failed":
+            line += f": {entry.get('note', '')}"
+        lines.append(line)
     return lines
 
 
@@ -249,13 +285,15 @@ def _goodput_lines(run: RunDirectory) -> list[str]:
     measured = goodput(read_ledger(run))
     if measured.productive_s <= 0:
         return []
-    cause, seconds = next(iter(measured.losses_s.items()), ("", 0.0))
-    # The causes are named in docs/report.md, e.g. "data_wait_s".
-    loss = f"; most was lost to {cause.removesuffix('_s').replace('_', ' ')}: {seconds:,.0f} s" if seconds > 0 else ""
-    return [
+    line = (
         f"goodput {measured.share:.0%}: {measured.productive_s:,.0f} s of steps that count "
-        f"in {measured.allocated_s:,.0f} s of allocation (attempts that have ended){loss}"
-    ]
+        f"in {measured.allocated_s:,.0f} s of allocation (attempts that have ended)"
+    )
+    # Largest first; docs/report.md names the causes, e.g. "data_wait_s".
+    for cause, seconds in [*measured.losses_s.items()][:1]:
+        if seconds > 0:
+            line += f"; most was lost to {cause.removesuffix('_s').replace('_', ' ')}: {seconds:,.0f} s"
+    return [line]
 
 
 # --- again and again ---
@@ -356,16 +394,24 @@ def _headline(survey: Survey, now_unix_s: float) -> str:
 
 def _fitted(statuses: Sequence[RunStatus], lines_of: Callable[[Sequence[RunStatus]], list[str]]) -> list[str]:
     """Returns the lines of as many runs as the terminal has room for, in their order; see `_LEAST_INTERESTING`."""
-    rank = {state: len(_LEAST_INTERESTING) - place for place, state in enumerate(_LEAST_INTERESTING)}
-    order = sorted(range(len(statuses)), key=lambda index: rank.get(statuses[index].state, 0))
-    # An empty line, the headline, which may take two, and the cursor's.
-    room = shutil.get_terminal_size().lines - 4
-    number = len(statuses)
+    most_interesting_first = sorted(range(len(statuses)), key=lambda index: _dullness(statuses[index].state))
+    # The rest is for an empty line, the headline, which may take two, and the cursor's.
+    max_lines = shutil.get_terminal_size().lines - 4
+    num_shown = len(statuses)
     while True:
-        lines = lines_of([statuses[index] for index in sorted(order[:number])])
-        hidden = len(statuses) - number
-        lines += [f"... and {hidden} more; a taller window shows them"] if hidden else []
-        too_many = len(lines) - room
-        if too_many <= 0 or number == 1:
+        shown = sorted(most_interesting_first[:num_shown])
+        lines = lines_of([statuses[index] for index in shown])
+        num_hidden = len(statuses) - num_shown
+        if num_hidden:
+            lines.append(f"... and {num_hidden} more; a taller window shows them")
+        num_excess = len(lines) - max_lines
+        if num_excess <= 0 or num_shown == 1:
             return lines
-        number = max(1, number - too_many)
+        num_shown = max(1, num_shown - num_excess)
+
+
+def _dullness(state: RunState) -> int:
+    """Returns 0 for states that are always shown, and more the earlier a state is left out."""
+    if state not in _LEAST_INTERESTING:
+        return 0
+    return len(_LEAST_INTERESTING) - _LEAST_INTERESTING.index(state)

@@ -10,13 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from slurm_train.formatting import printable, unfiltered
 from slurm_train.status.failure import HEADLINE
-
-if TYPE_CHECKING:
-    pass
 
 RED = "31"
 BOLD_RED = "1;31"
@@ -24,8 +21,8 @@ FAINT = "2"
 BOLD = "1"
 """Parameters of SGR escape sequences, as are "32" (green), "33" (yellow), "35" (magenta) and "36" (cyan)."""
 _HEADLINE = HEADLINE.encode()
-# In a log: colours of any program, carriage returns; and runs of everything else.
-_HARMLESS = re.compile(r"(\x1b\[[0-9;:]*m|\r)|([^\x1b\r]+|\x1b)")
+# Of a log: first what a terminal may obey, colours and carriage returns; second everything else, in runs.
+_OBEYED_OR_TEXT = re.compile(r"(\x1b\[[0-9;:]*m|\r)|([^\x1b\r]+|\x1b)")
 _ERRORS = (b"error: ", b"srun: error: ", b"slurmstepd: error: ")
 
 
@@ -92,13 +89,13 @@ def redraw(stream: TextIO, text: str, *, num_lines: int) -> None:
 class Painter:
     """Prepares a log that comes in pieces for a terminal. Bytes in, bytes out.
 
-    What a terminal would obey is written out, but for a program's own colours, tabs and carriage returns (progress
-    bars); tracebacks and errors are coloured.
+    Characters that a terminal would obey are written out, except for a program's own colours, tabs and carriage returns
+    (progress bars). Tracebacks and errors are coloured.
 
     Args:
         for_terminal: False passes everything on as it is.
         in_colour: colour tracebacks and errors.
-        is_cause: asked at each traceback whether it may be the first of its attempt; others are faint.
+        is_cause: returns at each traceback whether it may be the first of its attempt; other tracebacks are faint.
     """
 
     def __init__(self, *, for_terminal: bool, in_colour: bool, is_cause: Callable[[], bool] = lambda: True) -> None:
@@ -126,16 +123,22 @@ class Painter:
 
     def _line(self, line: bytes) -> bytes:
         text = line.decode(errors="backslashreplace")
-        line = _HARMLESS.sub(lambda match: match[1] or printable(match[2]), text).encode()
+        line = _OBEYED_OR_TEXT.sub(lambda match: match[1] or printable(match[2]), text).encode()
         if not self._in_colour:
             return line
-        style = BOLD_RED if line.startswith(_ERRORS) else ""
+        style = self._style_of(line)
+        return b"\x1b[%sm%s\x1b[0m" % (style.encode(), line) if line and style else line
+
+    def _style_of(self, line: bytes) -> str:
+        """Returns the style of the next line; remembers whether it is in a traceback."""
         if line == _HEADLINE:
-            self._frames, self._message = (RED, BOLD_RED) if self._is_cause() else (FAINT, FAINT)
+            is_cause = self._is_cause()
+            self._frames = RED if is_cause else FAINT
+            self._message = BOLD_RED if is_cause else FAINT
             self._in_traceback = True
-            style = self._message
-        elif self._in_traceback:
+            return self._message
+        if self._in_traceback:
             # The first line without an indent is the exception itself.
             self._in_traceback = line[:1] in (b" ", b"\t")
-            style = self._frames if self._in_traceback else self._message
-        return b"\x1b[%sm%s\x1b[0m" % (style.encode(), line) if line and style else line
+            return self._frames if self._in_traceback else self._message
+        return BOLD_RED if line.startswith(_ERRORS) else ""
