@@ -156,11 +156,12 @@ def _code_now(run: RunDirectory, env: Mapping[str, str]) -> tuple[Code, str]:
             hint="compare it with another run: diff RUN_A RUN_B",
         )
     state = read_git(folder, env)
-    code = read_source(run, load_config(run.config), folder, state, env=env).code()
+    source = read_source(run, load_config(run.config), folder, state, env=env)
+    code = source.code()
     # Where nothing was copied (a shipped model outside git has no code), no file of today is compared.
     if not read_index(run):
         code = Code({}, code.locate)
-    return code, _revision(state.commit, is_dirty=bool(state.difference))
+    return code, _revision(state.commit, is_dirty=source.differs_from_commit())
 
 
 def _revision(commit: str | None, *, is_dirty: bool) -> str:

@@ -53,8 +53,11 @@ class SourceState:
     """Paths relative to the folder, those of submodules and of repositories inside it as well; None outside git."""
     commit: str | None = None
     difference: str = ""
+    """The changes of tracked files since the commit, as a diff."""
     problem: str = ""
     """git's error if it cannot read the repository of the folder; "" for none, or outside of a repository."""
+    untracked: frozenset[str] = frozenset()
+    """Those of `files` that the commit does not know."""
 
 
 def run_git(
@@ -162,23 +165,26 @@ def read_git(folder: Path, env: Mapping[str, str], *, prefix: str = "") -> Sourc
         env: environment of the caller.
         prefix: its path below the outermost folder, e.g. "libs/mylib/".
     """
-    listed = run_git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard", env=env)
+    # -t puts a letter and a blank in front of each name: "?" for files that git does not track.
+    listed = run_git(folder, "ls-files", "-z", "-t", "--cached", "--others", "--exclude-standard", env=env)
     if listed is None:
         return SourceState(problem=_problem(folder, env))
     commit = (run_git(folder, "rev-parse", "HEAD", env=env) or b"").decode().strip() or None
     difference = _difference(folder, env, prefix=prefix)
     files: list[str] = []
-    for entry in sorted(set(listed.decode(errors="surrogateescape").split("\0")) - {""}):
-        name = entry.rstrip("/")  # git ends a repository inside with "/"
+    untracked: set[str] = set()
+    entries = set(listed.decode(errors="surrogateescape").split("\0")) - {""}
+    tag_of_name = {entry[2:].rstrip("/"): entry[0] for entry in entries}  # git ends a repository inside with "/"
+    for name, tag in sorted(tag_of_name.items()):
         inner = SourceState()
         if os.path.lexists(f"{folder}/{name}/.git") and not (folder / name).is_symlink():
             inner = read_git(folder / name, env, prefix=f"{prefix}{name}/")
-        if inner.files is None:
-            files.append(name)
-        else:
-            files += [f"{name}/{file}" for file in inner.files]
+        names = [name] if inner.files is None else [f"{name}/{file}" for file in inner.files]
+        files += names
+        # The commit of a repository that is no submodule is recorded nowhere.
+        untracked |= set(names) if tag == "?" else {f"{name}/{file}" for file in inner.untracked}
         difference += inner.difference
-    return SourceState(tuple(files), commit, difference)
+    return SourceState(tuple(files), commit, difference, untracked=frozenset(untracked))
 
 
 def _difference(folder: Path, env: Mapping[str, str], *, prefix: str) -> str:

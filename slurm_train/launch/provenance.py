@@ -68,7 +68,10 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
             source = _source_of(item)
             if source:
                 sources[name] = source
-    models = (_search_file(r"(?m)^Model:\s*(.+?)\s*$", path) for path in sorted(_DRIVER.glob("gpus/*/information")))
+    gpus: list[str] = []
+    for path in sorted(_DRIVER.glob("gpus/*/information")):
+        model = _search_file(r"(?m)^Model:\s*(.+?)\s*$", path)
+        gpus.append("unknown" if model is None else model[1])
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "executable": sys.executable,
@@ -76,7 +79,7 @@ def read_environment(*, slurm: str | None, paths: Sequence[str] | None = None) -
         "host": socket.gethostname(),
         "torch": packages.get("torch"),
         **read_gpu_software(folders),
-        "gpus": ["unknown" if model is None else model[1] for model in models],
+        "gpus": gpus,
         "slurm": slurm,
         "packages": dict(sorted(packages.items())),
         "sources": dict(sorted(sources.items())),
@@ -169,7 +172,7 @@ def write_provenance(path: Path, source: Source, *, words: Sequence[str], slurm:
     git = {
         place: {
             "git_commit": state.commit,
-            "git_dirty": bool(state.difference),
+            "git_dirty": source.differs_from_commit(place),
             "git_diff": redact(state.difference),
         }
         for place, state in states.items()
@@ -214,8 +217,11 @@ def _elsewhere(place: str, sources: Mapping[str, Mapping[str, Any]]) -> dict[str
 
 def environment_of(run: RunDirectory) -> dict[str, Any] | None:
     """Returns the environment of a run: that of its newest attempt, else that of its submission."""
-    recorded = (read_json(run.environment(attempt)) for attempt in reversed(existing_attempts(run)))
-    return next(filter(None, recorded), None) or (read_json(run.provenance) or {}).get("environment")
+    for attempt in reversed(existing_attempts(run)):
+        environment = read_json(run.environment(attempt))
+        if environment:
+            return environment
+    return (read_json(run.provenance) or {}).get("environment")
 
 
 def record_environment(run: RunDirectory, attempt: int, *, slurm: str | None) -> list[str]:

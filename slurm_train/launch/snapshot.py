@@ -58,6 +58,13 @@ class Source:
         """Returns the files with their present hashes."""
         return Code(index_code(self.files.__getitem__, self.files), self.files.__getitem__)
 
+    def differs_from_commit(self, place: str = "") -> bool:
+        """Returns whether a copied folder has changes or files that are not in its commit."""
+        state = self.states.get(place, SourceState())
+        if state.difference:
+            return True
+        return any(os.path.join(place, name) in self.files for name in state.untracked)  # noqa: PTH118  # as below
+
 
 def names_own_code(config: RunConfig) -> bool:
     """Returns whether a configuration names code that does not ship with this package."""

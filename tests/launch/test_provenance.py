@@ -120,6 +120,13 @@ def test_words_code_and_versions_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_a_new_file_in_the_copy_is_a_difference_to_the_commit(tmp_path: Path) -> None:
+    states = {"": SourceState(("train.py", "new.py", "runs/x"), "abc", untracked=frozenset({"new.py", "runs/x"}))}
+    for copied, is_dirty in (("train.py", False), ("new.py", True)):
+        facts = written(tmp_path, Source({"": tmp_path}, {copied: tmp_path / copied}, states))
+        assert facts["git_dirty"] is is_dirty, copied
+
+
 def test_code_that_is_not_copied_is_named_with_its_commit(tmp_path: Path) -> None:
     library = tmp_path / "library"
     library.mkdir()

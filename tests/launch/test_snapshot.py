@@ -78,6 +78,7 @@ def test_what_git_does_not_ignore_is_the_code(project: Path, tmp_path: Path) -> 
     state = read_git(project, os.environ)
     assert state.commit is not None and len(state.commit) == 40
     assert "+modified" in state.difference and "-old" in state.difference
+    assert "new.py" in state.untracked and "train.py" not in state.untracked
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "env").symlink_to("/usr/bin/env")
     without_git = read_git(project, {"PATH": str(tmp_path / "bin")})
@@ -285,6 +286,7 @@ def test_submodules_are_part_of_the_code_with_what_is_not_committed_in_them(tmp_
 
     state = read_git(project, os.environ)
     assert "--- a/deps/lib/deps/inner/inner.py" in state.difference and "+changed" in state.difference
+    assert state.untracked == {"clone/tool.py", "deps/lib/deps/inner/new.py"}
     files, left_out = plan_files(project, state, limit_mb=1, exclude=project / "runs")
     python = [name for name in files if name.endswith(".py")]
     deps = ["deps/lib/deps/inner/inner.py", "deps/lib/deps/inner/new.py", "deps/lib/lib.py"]
