@@ -8,6 +8,7 @@ variables. The library is imported only if a repository is named.
 
 from __future__ import annotations
 
+import errno
 import functools
 import re
 import shutil
@@ -43,6 +44,7 @@ _FILES: Mapping[Kind, Sequence[str]] = {
 }
 _SUBFOLDERS = "*/*"
 _TIMEOUT_S = 20.0
+_CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NEEDED: Mapping[Kind, Sequence[str]] = {
     "weights": (r"config\.json", r"model.*\.safetensors"),
     "config": (r"config\.json",),
@@ -349,12 +351,13 @@ def _fetch(files: HubFiles, missing: Sequence[str]) -> None:
             # The library records it in the same way, for reads of the cache without network.
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(files.commit, encoding="utf-8")
-    except PermissionError as err:
-        raise ConfigError(
-            f"{setting}: the cache of the Hub cannot be written: {err.filename}: {err.strerror}",
-            hint="name another one: export HF_HOME=/shared/hf, visible on all nodes",
-        ) from err
     except Exception as err:  # as in _look_up
+        # The library's errors of the network are OSErrors as well, with other numbers or none.
+        if isinstance(err, OSError) and err.errno in _CANNOT_WRITE:
+            raise ConfigError(
+                f"{setting}: the cache of the Hub cannot be written: {err.filename or files.folder}: {err.strerror}",
+                hint="make room there, or name another cache: export HF_HOME=/shared/hf, visible on all nodes",
+            ) from err
         raise _refusal(
             library,
             err,

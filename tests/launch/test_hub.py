@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,14 +208,15 @@ def test_a_hub_that_goes_away_a_full_disk_and_a_cache_of_others_are_said(
         patch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 0, 10))
         with pytest.raises(ConfigError, match=r"11 B are to be fetched, and .* has 10 B free"):
             fetch_hub_files(pinned)
-    with monkeypatch.context() as patch:
+    for number in (errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        with monkeypatch.context() as patch:
 
-        def refuses(*_words: Any, **_named: Any) -> str:
-            raise PermissionError(13, "Permission denied", "/shared/hf")
+            def refuses(*_words: Any, number: int = number, **_named: Any) -> str:
+                raise OSError(number, "it does not work", "/shared/hf")
 
-        patch.setattr(library, "snapshot_download", refuses)
-        with pytest.raises(ConfigError, match="cannot be written: /shared/hf"):
-            fetch_hub_files(pinned)
+            patch.setattr(library, "snapshot_download", refuses)
+            with pytest.raises(ConfigError, match="cannot be written: /shared/hf"):
+                fetch_hub_files(pinned)
     hub.repositories["lab/tiny"].is_gated = True
     with pytest.raises(ConfigError, match="is gated"):
         fetch_hub_files(pinned)
