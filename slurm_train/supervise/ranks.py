@@ -515,23 +515,38 @@ def start_local(
         attempt: number of the attempt.
         num_ranks: world size; all ranks are on this machine.
         env: environment of the ranks, MASTER_ADDR and MASTER_PORT included.
+
+    Raises:
+        OSError: a rank could not be started; those before it have been ended.
     """
     ranks = LocalRanks()
-    for rank in range(num_ranks):
-        rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-        rank_env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        log = open_file(run.rank_log(attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        # In their own session the ranks do not get Ctrl-C of the terminal: the parent asks them to stop.
-        ranks.processes.append(
-            subprocess.Popen(
-                command,
-                cwd=run.code if run.code.is_dir() else None,
-                env=rank_env,
-                stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else log,
-                stderr=None if rank == 0 else log,
-                start_new_session=True,
-            )
-        )
-        os.close(log)
+    try:
+        for rank in range(num_ranks):
+            rank_env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+            rank_env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+            ranks.processes.append(_start_rank(command, run, rank, log=run.rank_log(attempt, rank), env=rank_env))
+    except BaseException:
+        # The system has no process or file for a further rank, or Ctrl-C: those that have started would wait for it.
+        ranks.kill()
+        ranks.wait()
+        raise
     return ranks
+
+
+def _start_rank(
+    command: Sequence[str], run: RunDirectory, rank: int, *, log: Path, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    descriptor = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=run.code if run.code.is_dir() else None,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == 0 else descriptor,
+            stderr=None if rank == 0 else descriptor,
+            # In their own session the ranks do not get Ctrl-C of the terminal: the parent asks them to stop.
+            start_new_session=True,
+        )
+    finally:
+        os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -478,3 +480,21 @@ def test_a_node_that_has_looked_for_the_attempt_before_it_was_opened_sees_it(tmp
         env = {**os.environ, "SLURMD_NODENAME": "n1"}
         answer = subprocess.run(question, env=env, capture_output=True, text=True, check=True)
         assert answer.stdout == "fine n1\n"
+
+
+def test_ranks_that_started_before_one_that_could_not_are_ended(
+    local: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def refuses_the_third(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if len(started) == 2:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(real(*words, **options))
+        return started[-1]
+
+    monkeypatch.setattr(ranks.subprocess, "Popen", refuses_the_third)
+    with pytest.raises(BlockingIOError):
+        start_local(["sleep", "60"], run=local, attempt=0, num_ranks=3, env=dict(os.environ))
+    assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
