@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,9 @@ def disagreement(flights: Mapping[int, Flights]) -> str:
                 kinds_by_number.setdefault((key, collective.number), {}).setdefault(collective.kind, (rank, collective))
     for (_, number), kinds in sorted(kinds_by_number.items()):
         if len(kinds) > 1:
-            parts = (f"rank {rank} has begun {kind}" for kind, (rank, _) in kinds.items())
-            group = next(iter(kinds.values()))[1].group
+            parts = [f"rank {rank} has begun {kind}" for kind, (rank, _) in kinds.items()]
+            _, first_collective = next(iter(kinds.values()))
+            group = first_collective.group
             members = "all ranks" if group in ("", _ALL_RANKS) else group
             return f"as collective #{number} of {members} " + ", but ".join(parts)
     return ""
@@ -275,11 +276,11 @@ class Observer:
         first_behind = working[behind[0]]
         named = set(behind)
         waiting = [rank for rank in working if rank not in named]
-        several = len(behind) > 1
+        are_several = len(behind) > 1
         if frozen:
-            state = f"{'do' if several else 'does'} not run (stopped or lost), "
+            state = f"{'do' if are_several else 'does'} not run (stopped or lost), "
         else:
-            state = "are " if several else "is "
+            state = "are " if are_several else "is "
         phase = _IN_WORDS.get(first_behind.beat.phase, first_behind.beat.phase)
         position = f"in {phase} at step {first_behind.beat.step} since {self._now_s - first_behind.moved_s:.0f} s"
         activity = f"{state}{position}{_waiting(waiting, stacks, flights, behind)}"
@@ -331,25 +332,30 @@ def _behind(
     points = {rank: (*_point(observation.beat), observation.beat.marks) for rank, observation in working.items()}
     earliest_point = min(points.values())
     earliest = [rank for rank, point in points.items() if point == earliest_point]
-    # Absent ranks have begun fewer collectives than others which wait.
+    absent = absent_ranks(earliest, flights)
+    if absent:
+        # A rank that others wait for in one group may itself wait in another group.
+        free = []
+        for rank in absent:
+            if all(flight.waits_in is None for flight in flights.get(rank, {}).values()):
+                free.append(rank)
+        return sorted(free or absent)
+    busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
+    return busy or earliest
+
+
+def absent_ranks(ranks: Iterable[int], flights: Mapping[int, Flights]) -> list[int]:
+    """Returns those of some ranks that have begun fewer collectives of a group than others which wait in it."""
     furthest: dict[str, int] = {}
     for groups in flights.values():
         for key, flight in groups.items():
             if flight.waits_in is not None:
                 furthest[key] = max(furthest.get(key, 0), flight.last_begun)
     absent = []
-    for rank in earliest:
+    for rank in ranks:
         if any(flight.last_begun < furthest.get(key, 0) for key, flight in flights.get(rank, {}).items()):
             absent.append(rank)
-    # A rank that others wait for in one group may itself wait in another group.
-    free = []
-    for rank in absent:
-        if all(flight.waits_in is None for flight in flights.get(rank, {}).values()):
-            free.append(rank)
-    if absent:
-        return sorted(free or absent)
-    busy = [rank for rank in earliest if rank in stacks and exchange_in(stacks[rank]) is None]
-    return busy or earliest
+    return absent
 
 
 def _waiting(waiting: list[int], stacks: Mapping[int, str], flights: Mapping[int, Flights], behind: list[int]) -> str:
@@ -382,9 +388,22 @@ def exchange_in(stack: str) -> str | None:
     Args:
         stack: what the rank wrote: "main thread 0x...", then faulthandler's dump.
     """
+    names = re.findall(r"^  File .* in (\S+)$", main_thread_of(stack), re.MULTILINE)
+    for name in names[:_INNERMOST]:
+        if name in _EXCHANGES:
+            return _EXCHANGES[name]
+    return None
+
+
+def main_thread_of(stack: str) -> str:
+    """Returns the lines of the main thread's frames, innermost first; "" where there are none.
+
+    Args:
+        stack: what the rank wrote: "main thread 0x...", then faulthandler's dump of all threads.
+    """
     main = re.match(r"main thread (0x[0-9a-f]+)", stack)
     if main is None:
-        return None
-    part = re.search(rf"hread {main[1]}[^\n]*\n((?:  [^\n]*\n?)+)", stack)
-    names = re.findall(r"^  File .* in (\S+)$", part[1], re.MULTILINE)[:_INNERMOST] if part else []
-    return next((_EXCHANGES[name] for name in names if name in _EXCHANGES), None)
+        return ""
+    # "Thread 0x..." or "Current thread 0x...", then indented lines.
+    frames = re.search(rf"hread {main[1]}[^\n]*\n((?:  [^\n]*\n?)+)", stack)
+    return frames[1] if frames else ""

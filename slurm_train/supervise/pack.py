@@ -50,11 +50,9 @@ def return_of(run: RunDirectory, job: SlurmJob) -> Decision:
     ledger = BestEffort()("the ledger", lambda: read_ledger(run), list[dict[str, Any]]())
     newest_entry = ledger[-1] if ledger else {}
     this_start = (job.job_id, job.start.restart_count)
-    is_closed_here = (
-        newest_entry.get("job_id"),
-        newest_entry.get("restart_count"),
-    ) == this_start and "action" in newest_entry
-    if not is_closed_here or newest_entry.get("reason") == "file_system":
+    is_of_this_start = (newest_entry.get("job_id"), newest_entry.get("restart_count")) == this_start
+    is_closed = is_of_this_start and "action" in newest_entry
+    if not is_closed or newest_entry.get("reason") == "file_system":
         # Its attempt could not be opened or closed; later that may be possible.
         note = "the run could not write its files"
         return Decision("file_system", "requeue", note, is_over=is_over, delay_s=FIRST_DELAY_S)

@@ -283,10 +283,9 @@ class SlurmJob(Scheduler):
             return False
         if self.lost:
             # The step exists until Slurm declares the node down; on the other nodes its ranks are killed at once.
-            name = self.step_name(attempt)
-            steps = self.commands.steps(self.job_id)
-            for step in [step for step, step_name in steps.items() if step_name == name]:
-                self.commands.cancel_step(step, kill=True)
+            for step, step_name in self.commands.steps(self.job_id).items():
+                if step_name == self.step_name(attempt):
+                    self.commands.cancel_step(step, kill=True)
             return True
         mark = first_mark(self._run, attempt)
         # After a kill of slurmstepd no process of Slurm can end its step (22.05: the step exists until the job ends).
@@ -360,23 +359,24 @@ class SlurmJob(Scheduler):
         job = self.commands.show_job(self.job_id)
         present = list(self._present(job))
         bad = tuple(node for node in present if node in self._left_out)
-        well = len(present) - len(bad)
-        missing = self.pool.sizes[-1] - well
-        if missing <= 0:
+        num_healthy = len(present) - len(bad)
+        num_missing = self.pool.sizes[-1] - num_healthy
+        if num_missing <= 0:
             return Room(nodes=self.pool.sizes[-1], exclude=bad)
         if job.get("Requeue") == "0" or nodes_in(job, "ReqNodeList"):
-            return Room(nodes=well, limit_reason="the job may not be requeued, or names its nodes")
+            return Room(nodes=num_healthy, limit_reason="the job may not be requeued, or names its nodes")
         waiting = self._waiting_for(present)
         if waiting:
-            return Room(nodes=well, limit_reason=f"job {waiting[0]} waits for nodes of the same partition")
-        flags = (f"--nodes=1-{missing}", f"--exclude={compact_nodelist([*present, *nodes_in(job, 'ExcNodeList')])}")
+            return Room(nodes=num_healthy, limit_reason=f"job {waiting[0]} waits for nodes of the same partition")
+        excluded = compact_nodelist([*present, *nodes_in(job, "ExcNodeList")])
+        flags = (f"--nodes=1-{num_missing}", f"--exclude={excluded}")
         verdict = self.commands.test_only(self._run.submit_script, *flags)
         start_unix_s = unix_s(verdict.start)
         is_now = start_unix_s is not None and start_unix_s <= time.time() + _SOON_S
         if not is_now or verdict.preempts:
-            return Room(nodes=well, limit_reason="no other node is free")
-        free = len(parse_nodelist(verdict.nodelist))
-        return Room(nodes=well + min(free, missing), exclude=bad)
+            return Room(nodes=num_healthy, limit_reason="no other node is free")
+        num_free = len(parse_nodelist(verdict.nodelist))
+        return Room(nodes=num_healthy + min(num_free, num_missing), exclude=bad)
 
     def _waiting_for(self, nodes: Sequence[str]) -> list[str]:
         """Returns the jobs that would take these nodes if they were free."""
@@ -423,11 +423,14 @@ class SlurmJob(Scheduler):
             ClusterError: Slurm refused, or does not answer.
         """
         for step_id in {beat.step_id for beat in beats.values()} - {""}:
-            job, _, step = step_id.partition(".")
+            job_id, _, step = step_id.partition(".")
+            self.commands.cancel_step(step_id, kill=True)
+            if job_id not in self.job_ids:
+                continue
             # The step has the same number in each component.
-            components = self.job_ids if job in self.job_ids else ()
-            for job_id in (job, *(component for component in components if component != job)):
-                self.commands.cancel_step(f"{job_id}.{step}", kill=True)
+            for component_id in self.job_ids:
+                if component_id != job_id:
+                    self.commands.cancel_step(f"{component_id}.{step}", kill=True)
 
     def notice(self) -> Notice:
         """Returns when the job ends, and how the site ends jobs; the latter is asked once, since it does not change.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from slurm_train.formatting import duration
 from slurm_train.rundir.signs import Signs
-from slurm_train.supervise.hang import Flights, Hang, disagreement
+from slurm_train.supervise.hang import Flights, Hang, absent_ranks, disagreement, main_thread_of
 from slurm_train.supervise.stragglers import ranks_in_words
 
 # --- slow or dead ---
@@ -112,11 +112,7 @@ def frames_of(stack: str) -> list[Frame]:
     Args:
         stack: "main thread 0x...", then faulthandler's dump of all threads.
     """
-    main = re.match(r"main thread (0x[0-9a-f]+)", stack)
-    if main is None:
-        return []
-    part = re.search(rf"hread {main[1]}[^\n]*\n((?:  [^\n]*\n?)+)", stack)
-    matches = _FRAME.finditer(part[1]) if part else ()
+    matches = _FRAME.finditer(main_thread_of(stack))
     return [Frame(match["file"], int(match["line"]), match["function"]) for match in matches]
 
 
@@ -135,12 +131,14 @@ def waits_in(frames: Sequence[Frame]) -> str:
 
 
 def place_of(frames: Sequence[Frame]) -> str:
-    """Returns where a rank is, "" if unknown: its innermost frame outside of libraries.
+    """Returns where a rank is, "" if unknown: its innermost frame outside of libraries, else its innermost frame.
 
     E.g. "load (train.py:31)"; "train.py:80" for code outside of functions.
     """
-    outside = (frame for frame in frames if not _LIBRARY.search(frame.file))
-    return str(next(outside, next(iter(frames), "")))
+    for frame in frames:
+        if not _LIBRARY.search(frame.file):
+            return str(frame)
+    return str(frames[0]) if frames else ""
 
 
 # --- which ranks wait for which ---
@@ -168,7 +166,7 @@ def explain(
     behind = _behind(working, waits, flights)
     first_behind = behind[0]
     waiting = [rank for rank in working if rank not in set(behind)]
-    sentence = _doing(working[first_behind], frames[first_behind], waits[first_behind], several=len(behind) > 1)
+    sentence = _activity(working[first_behind], frames[first_behind], waits[first_behind], are_several=len(behind) > 1)
     sentence += f", without a sign of life for {duration(silent_s)}"
     if waiting:
         names = [waits[rank] for rank in waiting if waits[rank]]
@@ -208,15 +206,7 @@ def _behind(working: Mapping[int, Signs], waits: Mapping[int, str], flights: Map
     blocked = [rank for rank, signs in working.items() if signs.state == "D" and not waits[rank]]
     if blocked:
         return blocked
-    furthest: dict[str, int] = {}
-    for groups in flights.values():
-        for key, flight in groups.items():
-            if flight.waits_in is not None:
-                furthest[key] = max(furthest.get(key, 0), flight.last_begun)
-    absent = []
-    for rank in working:
-        if any(flight.last_begun < furthest.get(key, 0) for key, flight in flights.get(rank, {}).items()):
-            absent.append(rank)
+    absent = absent_ranks(working, flights)
     # A rank that others wait for in one group may itself wait in another group.
     free = [rank for rank in absent if not waits[rank]]
     if free:
@@ -225,15 +215,15 @@ def _behind(working: Mapping[int, Signs], waits: Mapping[int, str], flights: Map
     return elsewhere or absent or list(working)
 
 
-def _doing(signs: Signs, frames: Sequence[Frame], wait: str, *, several: bool) -> str:
+def _activity(signs: Signs, frames: Sequence[Frame], wait: str, *, are_several: bool) -> str:
     """Returns what a rank does, e.g. "does not run (stopped)", "is in load (train.py:31)"."""
     place = place_of(frames)
-    verb = "are" if several else "is"
+    verb = "are" if are_several else "is"
     if signs.state in ("T", "t"):
-        return f"{'do' if several else 'does'} not run (stopped)"
+        return f"{'do' if are_several else 'does'} not run (stopped)"
     at = f" at {place}" if place else ""
     if wait:
-        return f"{'wait' if several else 'waits'} in {wait}{at}"
+        return f"{'wait' if are_several else 'waits'} in {wait}{at}"
     if signs.state == "D":
         return f"{verb} held by the kernel (a file system that does not answer?){at}"
     return f"{verb} in {place}" if place else f"{verb} at an unknown place (no stack)"

@@ -311,8 +311,6 @@ class _GrowthWatch(Task):
         if pace is None:
             return None
         step, larger_step = pace
-        max_steps = next((line.get("max_steps") for line in reversed(last_lines(run.metrics))), None)
-        max_steps = max_steps or (read_json(run.plan) or {}).get("max_steps")
         end_unix_s = read_notice(run, self._attempt).end_unix_s
         growth = assess(
             Prospect(
@@ -321,7 +319,7 @@ class _GrowthWatch(Task):
                 step=step,
                 larger_step=larger_step,
                 restart=restart_seconds(ledger, delay_s=self._job.requeue_delay_s(), save_s=spent.longest_save_s),
-                steps_left=None if max_steps is None else max(0, int(max_steps) - last_step(run)),
+                steps_left=_steps_left(run),
                 time_left_s=None if end_unix_s is None else end_unix_s - time.time(),
             )
         )
@@ -334,6 +332,15 @@ class _GrowthWatch(Task):
         self._newest_note = sentence
         say(sentence)
         append_event(self._run, "growth", attempt=self._attempt, sentence=sentence)
+
+
+def _steps_left(run: RunDirectory) -> int | None:
+    """Returns how many steps a run has not taken yet, None where it has no end that is known."""
+    # A run that is counted in epochs has its number of steps in the metrics, not in the plan.
+    lines = last_lines(run.metrics)
+    max_steps = lines[-1].get("max_steps") if lines else None
+    max_steps = max_steps or (read_json(run.plan) or {}).get("max_steps")
+    return None if max_steps is None else max(0, int(max_steps) - last_step(run))
 
 
 class _NextRanks(Task):

@@ -184,7 +184,11 @@ def _unpack(folder: str, archive: Path, nodes: Sequence[str], env: Mapping[str, 
     program = read_template("stage_packages.sh")
     words = ["/bin/sh", "-c", program, "sh", folder, archive.stem, str(archive), str(_seal_of(archive))]
     finished = run_on_each_node(words, nodes, env, timeout_s=_LONGEST_S)
-    lines = (line.split() for line in finished.stdout.splitlines())
-    complaint = finished.stderr.strip().splitlines()
-    answers = {words[1]: words[0] for words in lines if len(words) == 2 and words[0] in _ANSWERS}
-    return answers, f": {complaint[-1]}" if complaint else ""
+    answers: dict[str, str] = {}
+    for line in finished.stdout.splitlines():
+        parts = line.split()
+        if len(parts) == 2 and parts[0] in _ANSWERS:
+            answer, node = parts
+            answers[node] = answer
+    errors = finished.stderr.strip().splitlines()
+    return answers, f": {errors[-1]}" if errors else ""

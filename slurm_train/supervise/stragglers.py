@@ -285,4 +285,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.2f} s"
