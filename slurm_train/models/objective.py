@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -187,6 +188,8 @@ class Objective(nn.Module):
             self._images_and_targets(batch)
         if isinstance(batch, dict):
             self._check_names(batch)
+        else:
+            self._check_call(batch)
         pair = _sequences_in(batch)
         if pair is None:
             self._repeats = False
@@ -348,6 +351,31 @@ class Objective(nn.Module):
                 f"(forward takes {', '.join(parameters)})",
                 hint="leave them out of the samples, or define training_loss(batch) on the model",
             )
+
+    def _check_call(self, batch: tuple[Tensor, ...]) -> None:
+        """Checks that the model can be called with what `_call` gives it of a tuple."""
+        name = type(self.model).__name__
+        if type(self.model).forward is nn.Module.forward:
+            raise ConfigError(
+                f"{name} has no method forward",
+                hint="define forward(inputs), which gives scores, or training_loss(batch) on the model",
+            )
+        if len(batch) != 2 or _has_lists(batch):
+            return
+        words = {"targets": None} if self.takes_targets else {}
+        if self._gives_loss_of_tuples:
+            words = {LABELS: None}
+        signature = inspect.signature(self.model.forward)
+        try:
+            signature.bind(batch[0], **words)
+        except TypeError as err:
+            raise ConfigError(
+                f"{name}.forward takes {', '.join(signature.parameters)}; of a batch (inputs, targets) it is called "
+                f"with the inputs alone: {err}",
+                hint="let it take the inputs and return scores, whose loss is computed here; or define "
+                "training_loss(batch) on the model: it returns the sum of the loss and the number of items, of a mean "
+                "over n items mean * n, n",
+            ) from err
 
     # --- what every step does ---
 
@@ -601,6 +629,21 @@ def _has_lists(batch: Batch) -> bool:
     """Returns whether parts of a batch are lists or dicts of tensors."""
     parts: Any = batch.values() if isinstance(batch, dict) else batch
     return not all(isinstance(part, Tensor) for part in parts)
+
+
+def call_in(err: BaseException) -> str:
+    """Returns how a model was called that has raised an exception, in one line; "" where no call of one is in it."""
+    frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__) if frame.f_code is Objective._call.__code__]
+    if not frames or "batch" not in frames[-1].f_locals:
+        return ""
+    name = type(frames[-1].f_locals["self"].model).__name__
+    batch = frames[-1].f_locals["batch"]
+    if isinstance(batch, dict):
+        return f"{name} was called with {', '.join(f'{key}: {_kind(item)}' for key, item in batch.items())}"
+    return (
+        f"{name} was called with the inputs of a batch (inputs, targets): {_kind(batch[0])}; a model that takes the "
+        "whole batch has training_loss(batch), see docs/bring-your-own.md"
+    )
 
 
 def _takes_two(model: nn.Module) -> bool:

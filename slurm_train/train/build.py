@@ -30,7 +30,7 @@ from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import end_training
 from slurm_train.train.evaluate import build_evaluator
 from slurm_train.train.health import Health, position_after_rollbacks
-from slurm_train.train.layout import apply_parallelism, casts_explained
+from slurm_train.train.layout import apply_parallelism, failures_explained
 from slurm_train.train.metrics import build_recorder, flops_per_token
 from slurm_train.train.optimizer import build_optimizer, build_schedule, require_rules_fit, to_training
 from slurm_train.train.samples import begin_stream, build_global_batches, build_samples, build_split
@@ -68,11 +68,11 @@ def train(rank: Rank) -> int:
     if rank.place.is_first:
         display = open_display(sys.stderr, max_steps=rank.config.train.max_steps, env=rank.env)
     start_s = rank.clock()
-    with casts_explained(rank):
+    with failures_explained(rank):
         trainer = build_trainer(parts, callbacks=callbacks, display=display, spent=spent)
     spent.add("load_s", rank.clock() - start_s)
     try:
-        with casts_explained(rank):
+        with failures_explained(rank):
             finished = trainer.run()
         rank.heartbeat.mark("end")
     finally:

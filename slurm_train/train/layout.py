@@ -25,8 +25,9 @@ from slurm_train.distributed.parallelize import (
     units,
 )
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.first_weights import fill, first_values
+from slurm_train.models.objective import call_in
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.optimizer import begin_state, build_optimizer, can_call_kernel
 
@@ -115,12 +116,15 @@ def _prepare_shards(parts: Parts) -> None:
 
 
 @contextmanager
-def casts_explained(rank: Rank) -> Iterator[None]:
-    """Says what to do where a model whose shards are cast computes with something of another type."""
+def failures_explained(rank: Rank) -> Iterator[None]:
+    """Says how a model was called that raises, and what to do where its shards are cast and it computes otherwise."""
     try:
         yield
-    except RuntimeError as err:
-        if rank.casts_shards and "BFloat16" in str(err):
+    except Exception as err:
+        call = "" if isinstance(err, SlurmTrainError) else call_in(err)
+        if call:
+            print(call, file=sys.stderr)
+        if isinstance(err, RuntimeError) and rank.casts_shards and "BFloat16" in str(err):
             remedies = "cast it to the type of the inputs, buffer.to(x.dtype)"
             if rank.config.train.param_dtype != "bfloat16":
                 remedies += "; or set parallel.gather_dtype=float32"

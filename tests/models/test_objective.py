@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import IGNORED, Objective, bigram_bits_per_byte, default_loss, default_sums
+from slurm_train.models.objective import (
+    IGNORED,
+    Objective,
+    bigram_bits_per_byte,
+    call_in,
+    default_loss,
+    default_sums,
+)
 
 
 class Given(nn.Module):
@@ -225,6 +232,45 @@ def test_a_model_with_a_training_step_is_refused_but_for_one_that_says_what_is_t
         own(training_step=None).look_at(batch)
     assert "own-training-program.md" in str(refused.value)
     own(training_step=None, training_loss=None).look_at(batch)
+
+
+class Both(nn.Module):
+    """Takes the targets as well, and gives a mean."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(x, y)
+
+
+class Unpacks(nn.Module):
+    """Takes its argument for the whole batch."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y, z = batch
+        return functional.cross_entropy(x + z, y)
+
+
+def test_a_model_that_cannot_be_called_with_the_inputs_is_refused_before_the_first_step() -> None:
+    batch = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ConfigError) as refused:
+        Objective(Both()).look_at(batch)
+    assert "Both.forward takes x, y; of a batch (inputs, targets) it is called with the inputs" in str(refused.value)
+    assert "training_loss(batch)" in str(refused.value.hint)
+    with pytest.raises(ConfigError, match="Module has no method forward"):
+        Objective(nn.Module()).look_at(batch)
+    own(training_loss=None).look_at(batch)
+
+
+def test_a_model_that_raises_is_said_to_have_been_called_with_the_inputs() -> None:
+    objective = Objective(Unpacks())
+    with pytest.raises(ValueError, match="not enough values") as raised:
+        objective((torch.ones(2, 3), torch.zeros(2, dtype=torch.long)))
+    assert call_in(raised.value).startswith(
+        "Unpacks was called with the inputs of a batch (inputs, targets): tensor of (2, 3); a model that takes the"
+    )
+    with pytest.raises(ValueError, match="too many values") as raised:
+        objective({"batch": torch.ones(4, 3)})
+    assert call_in(raised.value) == "Unpacks was called with batch: tensor of (4, 3)"
+    assert call_in(ValueError()) == ""
 
 
 def weighted() -> Given:
