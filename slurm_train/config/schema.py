@@ -13,13 +13,14 @@ import dataclasses
 import fnmatch
 import functools
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from slurm_train.config.synonyms import REMOVED_VALUES, advise
+from slurm_train.config.synonyms import OTHER_VALUES, REMOVED_VALUES, advise
 from slurm_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -827,7 +828,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     typed = f"{path}={example}"
     if expected.startswith("a text") and isinstance(value, (list, tuple)) and value:
         typed = f"{path}={','.join(map(str, value))}"
-    if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
+    if path == "script" and isinstance(value, str):
+        with contextlib.suppress(ValueError):  # an open quote
+            typed = f"script=[{','.join(shlex.split(value))}]"
+    elif isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
         # A text that only lacks what makes it a list or a target, or is another spelling of a choice.
         if expected.startswith("a list"):
             typed = f"{path}=[{value}]"
@@ -837,7 +841,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             typed = f"{path}._target_={value}"
         else:
             choices = expected.replace(",", "").split(" or ")
-            near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+            same = OTHER_VALUES.get(value, "")
+            near = [same] if same in choices else difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
             typed = f"{path}={near[0]}" if near else typed
     hint_text = REMOVED_VALUES.get((path, str(value)), f'for example "{typed}"')
     raise ConfigError(f"{path} must be {expected}, got {value!r}", hint=hint_text)

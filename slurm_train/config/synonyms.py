@@ -205,6 +205,13 @@ _ANSWERS = dict(_PAIRS)
 OTHER_NAMES = tuple(name for name, _ in _PAIRS)
 """All names that `advise` knows."""
 
+OTHER_VALUES = {
+    **dict.fromkeys(("fp16", "half", "16", "16-mixed"), "float16"),
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
+    **dict.fromkeys(("fp32", "32", "32-true", "float", "full"), "float32"),
+}
+"""Values that other trainers call otherwise."""
+
 
 def advise(name: str, value: object = None) -> str:
     """Returns what to type for a name of another trainer or of Slurm, "" for one that is not known.

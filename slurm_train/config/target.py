@@ -18,6 +18,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -399,7 +400,11 @@ def _read_signature(tree: ast.Module, name: str) -> inspect.Signature | None:
 def _split_path(path: str, owner: str = "") -> list[str]:
     words = path.split(".")
     if len(words) < 2 or not all(word.isidentifier() for word in words):
-        raise ConfigError(f"{owner}{TARGET}={path!r} is not a dotted path", hint="write it as package.module.name")
+        # As others write it: my_file.py:Model, src/my_file.py:Model.
+        dotted = re.sub(r"(\.py)?[:/]+", ".", path.removeprefix("./"))
+        is_meant = dotted != path and all(word.isidentifier() for word in dotted.split("."))
+        hint = f"write {owner}{TARGET}={dotted}" if is_meant else "write it as package.module.name"
+        raise ConfigError(f"{owner}{TARGET}={path!r} is not a dotted path", hint=hint)
     _refuse_path(path)
     return words
 

@@ -314,6 +314,11 @@ def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, s
 
 def default_name(composed: Composed) -> str:
     """Returns a run's name if none was given, e.g. "gpt-stdlib", "train" for script=[train.py]."""
+    # Nobody typed it, so it is no name that is refused.
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", _name_of_program(composed)).lstrip(".-_") or "run"
+
+
+def _name_of_program(composed: Composed) -> str:
     config = composed.config
     if config.script:
         name = script_name(config.script)
@@ -447,6 +452,11 @@ def _check_script(config: RunConfig, cwd: Path) -> None:
         )
     if name == "-m" and not "".join(words[1:2]).replace(".", "").isidentifier():
         raise ConfigError(f"script={words}: -m is followed by no module", hint='"script=[-m,my_package.train,--flag]"')
+    if " " in name and name.split()[0].endswith(".py") and not (cwd / name).is_file():
+        raise ConfigError(
+            f"script=[{name}]: there is no file of this name in {cwd}",
+            hint=f"commas between the words: script=[{','.join([*name.split(), *words[1:]])}]",
+        )
     # Other words than Python files may be programs that exist only on the nodes.
     if name.endswith(".py") and not (cwd / name).is_file():
         raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")
