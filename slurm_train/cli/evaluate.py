@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slurm_train.checkpoint.manifest import MANIFEST_FILE
 from slurm_train.cli.checkpoint import find_checkpoint
 from slurm_train.cli.preview import check_inputs
 from slurm_train.cli.selection import parse_runs
@@ -40,6 +41,7 @@ from slurm_train.launch.evaluation import (
     plan_evaluation,
     plan_following,
     plan_texts,
+    require_trainer,
 )
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan
@@ -49,7 +51,7 @@ from slurm_train.launch.write import require_writable
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.node_disk import kernel_variables
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, find_save
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.status.following import MOST_WAITING, summary_of
 
@@ -83,7 +85,7 @@ def _result_of(plan: RunPlan, run: RunDirectory, *, words: Sequence[str]) -> tup
     if not plan.run.result.exists():
         require_writable(plan.run)
         check_inputs(plan, cwd=Path(plan.directory))
-        note(f"{words[0]}s from {plan.config.train.evaluate_from} in {plan.run.path}")
+        note(f"{words[0]}s from {find_save(Path(str(plan.config.train.evaluate_from)))} in {plan.run.path}")
         start = Start(words=words, env=dict(os.environ), say=note)
         with pinned(plan, run, start.commands):
             code = start_run(start, plan, run)
@@ -96,8 +98,12 @@ def find_saved(word: str, *, root: Path) -> tuple[Path, RunDirectory]:
     """Returns the checkpoint that a word names, and its run; changes into the folder in which the run was typed.
 
     Raises:
-        CheckpointError, RunError: there is none, or others may have written it.
+        RunError: the run is no training of the built-in trainer, or others may have written it.
+        CheckpointError: there is no such checkpoint.
     """
+    is_path = (Path(word) / MANIFEST_FILE).is_file()
+    name = word.partition("@")[0]
+    require_trainer(RunDirectory(Path(word).resolve().parent.parent) if is_path else find_run(root, name or None))
     real = find_checkpoint(word, root=root).resolve()
     folder = real.parent.parent
     run = enter_run(folder)

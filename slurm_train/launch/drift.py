@@ -64,10 +64,11 @@ def refuse_finished(run: RunDirectory, before: RunConfig, now: RunConfig, *, acc
         return
     reason = f" ({ended_early})" if ended_early else ""
     key = "callbacks=[] --accept callbacks; " if ended_early else ""
+    longer = f"to train it longer: {key}train.max_steps=N --accept train.max_steps (or train.max_epochs); "
     raise RunError(
         f"{run.name}/{run.run_id} is finished{reason}; there is nothing to resume",
-        hint=f"to train it longer: {key}train.max_steps=N --accept train.max_steps (or train.max_epochs); another "
-        "run of the same: the first command again with run.name=NAME, or seed=N",
+        hint=f"{longer if before.trains else ''}another run of the same: the first command again with run.name=NAME, "
+        "or seed=N",
     )
 
 

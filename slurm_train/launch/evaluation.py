@@ -169,17 +169,28 @@ def is_for_slurm(settings: Sequence[str]) -> bool:
     return any(word.lstrip("+").startswith("cluster=") for word in settings)
 
 
-def _on_saved_weights(
-    run: RunDirectory, checkpoint: Path, name: str, settings: Sequence[str], *, needs_trainer: bool = True
-) -> RunConfig:
-    """Returns the run's configuration with its model and data, without the settings of its training."""
-    trained = load_config(run.config)
-    if needs_trainer and not trained.trains:
+def require_trainer(run: RunDirectory) -> None:
+    """Checks that a run has model and data of the built-in trainer.
+
+    Raises:
+        RunError: it is a task or script.
+    """
+    # A folder without a configuration is refused by whoever reads it.
+    if run.config.is_file() and not load_config(run.config).trains:
         raise RunError(
             f"{run.name}/{run.run_id} is a task or script of your own, which the built-in evaluation does not know",
             hint="`evaluate` and `generate` are for runs with model and data; `evaluate --follow --with "
             '"script=[score.py]"` calls a scorer of your own',
         )
+
+
+def _on_saved_weights(
+    run: RunDirectory, checkpoint: Path, name: str, settings: Sequence[str], *, needs_trainer: bool = True
+) -> RunConfig:
+    """Returns the run's configuration with its model and data, without the settings of its training."""
+    if needs_trainer:
+        require_trainer(run)
+    trained = load_config(run.config)
     batch = (read_json(run.plan) or {}).get("batch", {})
     return replace(
         trained,

@@ -53,7 +53,9 @@ class Failure:
     """The first to fail, None where that is not known."""
     host: str
     log: Path | None
-    """Its log, None where it has none: rank 0 of a run on this machine writes to its terminal."""
+    """Its log, None where it has none."""
+    wrote_to_terminal: bool
+    """Whether its words are in a terminal instead, as those of rank 0 of a run on this machine."""
     excerpt: str
     """Its traceback, the stacks of a rank that hung, or the last lines of its log."""
     kind: str
@@ -70,7 +72,8 @@ class Failure:
             return lines
         first = f"rank {self.rank}{f' on {self.host}' if self.host else ''} failed first; "
         if self.log is None:
-            return [*lines, f"{first}it has no log of its own"]
+            where = ": it wrote to the terminal that the run was started in" if self.wrote_to_terminal else ""
+            return [*lines, f"{first}it has no log of its own{where}"]
         if not self.kind:
             return [*lines, f"{first}its log is empty"]
         if self.is_in_log_of(rank_shown):
@@ -91,7 +94,10 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     note = str(entry.get("note", ""))
     rank, host, message = _first_failed(run, attempt, note)
     log = None if rank is None else run.rank_log(attempt, rank)
-    log = log if log is not None and log.is_file() else None
+    is_here = not entry.get("job_id")
+    # An empty one is made for what a crash of the interpreter would write.
+    has_log = log is not None and log.is_file() and not (is_here and log.stat().st_size == 0)
+    log = log if has_log else None
     excerpt = ""
     kind = ""
     if rank is not None and run.stacks(attempt, rank).is_file():
@@ -104,7 +110,17 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
         if not excerpt:
             excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
             kind = "last lines" if excerpt else ""
-    return Failure(attempt=attempt, note=note, rank=rank, host=host, log=log, excerpt=excerpt, kind=kind)
+    in_terminal = is_here and rank == 0 and log is None
+    return Failure(
+        attempt=attempt,
+        note=note,
+        rank=rank,
+        host=host,
+        log=log,
+        wrote_to_terminal=in_terminal,
+        excerpt=excerpt,
+        kind=kind,
+    )
 
 
 def first_failed_rank(run: RunDirectory, attempt: int) -> int | None:

@@ -469,6 +469,9 @@ def _not_recorded(files: RunFiles, job: JobState | None, *, slurm_answers: bool)
     continues = f"; `resume {files.run.run_id}` continues"
     if job is not None and job.phase in (Phase.PREEMPTED, Phase.NODE_FAIL):
         return ""
+    if job is not None and job.is_active:
+        # Slurm calls a job so as soon as it is cancelled, while the ranks still save.
+        return "its job is ending"
     if files.record is None:
         return f"its process is gone{continues}"
     if job is None and not slurm_answers:

@@ -44,7 +44,9 @@ def run(shell: Shell) -> RunDirectory:
 
 def test_an_evaluation_is_a_run_of_its_own_below_the_run(shell: Shell, run: RunDirectory) -> None:
     before = shell.left()
-    own = shell.submits("evaluate gpt-stdlib@1 +cluster=1x8 parallel.dp_shard=8")
+    done = shell.types("evaluate gpt-stdlib@1 +cluster=1x8 parallel.dp_shard=8")
+    own = done.job_and_run[1]
+    assert f"evaluates from {list_checkpoints(run.checkpoints)[1]} in {own.path}\n" in done.err
     assert own.path.parent == run.path / "evaluations"
     config = load_config(own.config)
     assert (config.train.evaluate_from or "").startswith(f"{run.checkpoints}/checkpoint_0000001_")
@@ -73,6 +75,16 @@ def test_other_held_out_samples_are_another_evaluation(shell: Shell, run: RunDir
     assert json.loads(shell.types(words).out) == {"eval_loss": 1.0}, "what is known is not measured again"
     assert prepared("b") != first
     assert load_config(first.config).train.evaluate_data != load_config(prepared("c").config).train.evaluate_data
+
+
+def test_a_script_is_refused_whatever_checkpoints_it_has(shell: Shell, run: RunDirectory) -> None:
+    config = replace(load_config(run.config), model=None, data=None, script=["train.py"], parallel=ParallelSection())
+    run.config.write_text(dump_config(config))
+    none = shell.has_run("plain", "bbbb0000")
+    none.config.write_text(dump_config(config))
+    saved = list_checkpoints(run.checkpoints)[0]
+    for words in ("evaluate gpt-stdlib", "generate gpt-stdlib@1", "evaluate plain", f"generate {saved}"):
+        shell.refuses("is a task or script of your own, which the built-in evaluation does not know", words)
 
 
 def test_it_says_where_it_cannot_see_the_samples(shell: Shell, run: RunDirectory) -> None:

@@ -102,6 +102,15 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_once(
     assert done.err.splitlines() == [f"attempt 0 failed: {NOTE}", named]
 
 
+def test_rank_0_of_a_run_on_this_machine_has_written_to_a_terminal(shell: Shell) -> None:
+    failed = attempt(0, job_id=None, reason="failed", action="stop", note="rank 0 on here: ValueError: no such layer")
+    run = shell.has_run(ledger=failed, logs={"attempt_0/rank_0.log": ""})
+    leave_mark(run, 0, FailureMark(rank=0, host="here", exit_code=1, message="ValueError: no such layer"))
+    assert shell.types("logs").err.splitlines()[-1] == (
+        "rank 0 on here failed first; it has no log of its own: it wrote to the terminal that the run was started in"
+    )
+
+
 # -f
 
 START = AttemptStart(job_id="12", restart_count=0, nodes=("node1",), world_size=4)

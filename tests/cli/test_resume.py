@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
+from slurm_train.config.frozen import dump_config, load_config
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import read_table
 from slurm_train.rundir.timing import Spent
@@ -72,6 +74,9 @@ def test_an_active_run_is_not_submitted_twice(shell: Shell) -> None:
 def test_what_cannot_go_on_says_what_to_type(shell: Shell) -> None:
     shell.has_run("done", "aaaa0000", result={})
     assert "run.name=NAME, or seed=N" in shell.refuses("is finished; there is nothing to resume", "resume done")
+    script = shell.has_run("script", "dddd0000", result={})
+    script.config.write_text(dump_config(replace(load_config(script.config), model=None, data=None, script=["a.py"])))
+    assert "train.max_steps" not in shell.refuses("is finished; there is nothing to resume", "resume script")
     shell.has_run("lost", "bbbb0000", script=None)
     assert "first command again" in shell.refuses("submit.sh is missing", "resume lost")
     shell.has_run("here", "cccc0000", cluster=False).plan.write_text("{")

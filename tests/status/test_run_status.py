@@ -61,6 +61,12 @@ STATES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         *(job_state("12", "CANCELLED by 0"), {"ledger": PREEMPTED}),
         *("cancelled", "the job was cancelled while it waited to come back; `resume 3f9a1c07` continues"),
     ),
+    "cancelled a moment ago": (
+        job_state("12", "COMPLETING"),
+        {"ledger": attempt(0)},
+        "finishing",
+        "its job is ending",
+    ),
     "failed before it began": (
         *(job_state("12", "FAILED", source="sacct", nodelist="node3"), {}),
         *("failed", "ended before it began: does node3 see the run directory? (run.root=/shared/path)"),
@@ -100,7 +106,7 @@ def test_state_and_note(case: str, has_run: Any) -> None:
     job, facts, state, note = STATES[case]
     found = seen(has_run(**{"job_ids": ("12",)} | facts), look() if job is None else look(job))
     assert found.state.value == state and found.note.startswith(note) and bool(found.note) is bool(note)
-    assert found.is_active is (state in ("queued", "running"))
+    assert found.is_active is (state in ("queued", "running", "finishing"))
 
 
 MODULE = "slurm_script: line 16: module: command not found"
