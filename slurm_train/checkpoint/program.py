@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
 from slurm_train.checkpoint.division import (
@@ -33,6 +34,14 @@ from slurm_train.checkpoint.division import (
 from slurm_train.checkpoint.encoding import decode, encode, plain_number
 from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
+from slurm_train.checkpoint.readers import (
+    go_to_epoch,
+    has_schedule,
+    holds_schedule,
+    may_know_place,
+    require_moved,
+    require_whole_state,
+)
 from slurm_train.checkpoint.saves import Content
 from slurm_train.checkpoint.state import (
     buffer_shapes,
@@ -129,6 +138,9 @@ class ProgramState:
         """Shapes of the buffers as the program has made the model."""
         # Programs set modes around each evaluation by themselves.
         self._switches = Switches(model, has_modes=False)
+        self._is_resumed = False
+        self._begin_of_streams: dict[str, str] = {}
+        self._note_streams()
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def content(self, header: CheckpointHeader, *, more: Mapping[str, Any]) -> Content:
@@ -233,13 +245,55 @@ class ProgramState:
         self._switches.set(of_first.get(_SWITCHES, {}))
         notes = self._restore_own_buffers(manifest, (own or {}).get(OWN_BUFFERS, {}))
         values = {**of_first.get(_OTHERS, {}), **((own or {}).get(_OTHERS, {}) if lost else {})}
-        return notes + self._restore_others(choice, values, described=described)
+        notes += self._restore_others(choice, values, described=described)
+        self._is_resumed = True
+        self._note_streams()
+        return notes
 
-    def require_loadable(self) -> None:
-        """Checks on this rank that a resume could read what a save would have now beside tensors.
+    def look(self, *, has_order: bool) -> list[str]:
+        """Checks on this rank, after the first step, what could be wrong with a save; returns notes for the user.
+
+        Args:
+            has_order: the samples follow from the step.
 
         Raises:
-            CheckpointError: it could not, so that no save would succeed.
+            ConfigError: a save would lack something that is trained, or where the samples are.
+            CheckpointError: a resume could not read what it has, so that no save would succeed.
+        """
+        self.require_savable()
+        self._require_loadable()
+        for name, other in self._others.items():
+            if name in self._begin_of_streams:
+                has_moved = _digest(encode(other.state_dict())) != self._begin_of_streams[name]
+                require_moved(name, other, has_moved=has_moved)
+        notes = []
+        others = [other for other in self._others.values() if not isinstance(other, _OfGenerator)]
+        scheduled = [type(optimizer).__name__ for optimizer in self._optimizers if has_schedule(optimizer)]
+        if scheduled and not any(holds_schedule(other) for other in others):
+            notes.append(
+                f"the learning-rate schedule of {scheduled[0]} is in no checkpoint: after a resume it begins anew "
+                "unless the program sets it to its step; hand it over: training(model, optimizer, schedule=schedule)"
+            )
+        if self._is_resumed and not has_order and not any(may_know_place(other) for other in others):
+            notes.append(
+                "the checkpoint does not say which samples of the present epoch were used: a loader that begins anew "
+                "gives them again; take run.batches, hand over a stateful loader, or leave out what is done"
+            )
+        return notes
+
+    def _note_streams(self) -> None:
+        """Keeps what the states of streams are before the first step."""
+        self._begin_of_streams = {
+            name: _digest(encode(other.state_dict()))
+            for name, other in self._others.items()
+            if isinstance(other, IterableDataset)
+        }
+
+    def _require_loadable(self) -> None:
+        """Checks that a resume could read what a save would have now beside tensors.
+
+        Raises:
+            CheckpointError: it could not.
         """
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -278,6 +332,8 @@ class ProgramState:
                 f"{shorten(stateless)} has no state_dict or no load_state_dict, so nothing of it could be saved",
                 hint="hand over the object that has them, or give its class the two methods",
             )
+        for name, other in self._others.items():
+            require_whole_state(name, other)
         for optimizer in self._optimizers:
             require_known_state(optimizer)
         plain = plain_names(self._model)
@@ -375,7 +431,11 @@ class ProgramState:
         notes = [f"{name}: left out from step {step} on" for name in values if name not in self._others]
         for name, other in self._others.items():
             if name in values:
-                other.load_state_dict(decode(merge_state(values[name], of_objects.get(name, {}))))
+                # It is none where an object has had no state yet, as a stream before its first sample.
+                if isinstance(values[name], dict):
+                    state = decode(merge_state(values[name], of_objects.get(name, {})))
+                    go_to_epoch(other, state)
+                    other.load_state_dict(state)
             else:
                 notes.append(f"{name}: begins at step {step}, where it has no state")
         return notes

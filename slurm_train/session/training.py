@@ -122,12 +122,11 @@ class RunTraining(Training):
         """Checks after the first step that a save will have all that is trained, and prepares memory for it.
 
         Raises:
-            ConfigError: it will not.
+            ConfigError: it will not, or not which samples were used.
             CheckpointError: an optimizer keeps something that no checkpoint has, or an object has values that could
                 not be loaded again.
         """
-        self._state.require_savable()
-        self._state.require_loadable()
+        self._say(self._state.look(has_order=bool(self._checkpoints.orders.present)))
         if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, IterableDataset
 
 from slurm_train.checkpoint.program import _sketch
 from slurm_train.checkpoint.verify import newest_verified
@@ -30,6 +31,7 @@ from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag
+from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.ports import rank_environments
 from tests.support.sessions import join_alone
 from tests.support.warm_ranks import start_rank
@@ -184,6 +186,89 @@ def test_a_state_that_no_save_could_have_is_refused_after_the_first_step(run: Ru
     assert training.resume() == 0
     with pytest.raises(CheckpointError, match="the state of reader could not be loaded again"):
         mine.report(1, loss=parts.step())
+
+
+class Stream(IterableDataset[int]):
+    """Numbers, with a place."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.place += 1
+            yield self.place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def test_a_stream_that_workers_read_is_refused_after_the_first_step(run: RunDirectory) -> None:
+    for place, workers in ((0, 0), (4, 0), (8, 1)):
+        parts, stream = Parts(), Stream()
+        mine = join(run)
+        training = mine.training(parts.model, parts.optimizer, schedule=parts.schedule, stream=stream)
+        step = training.resume()
+        loader = DataLoader(
+            stream, batch_size=4, num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
+        assert stream.place == place and next(iter(loader)).tolist()[0] == place + 1
+        if workers:
+            with pytest.raises(ConfigError, match="the state of stream is as it was before the first step"):
+                mine.report(step + 1, loss=parts.step())
+        else:
+            mine.report(step + 1, loss=parts.step())
+            training.save(step + 1)
+        mine.close()
+
+
+@NEEDS_TRANSFORMERS
+def test_a_stream_of_datasets_goes_on_in_its_epoch_and_without_a_buffer_that_no_state_has(run: RunDirectory) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def stream(buffer_size: int) -> Any:
+        numbers = datasets.Dataset.from_dict({"number": list(range(12))}).to_iterable_dataset(num_shards=4)
+        return numbers.shuffle(seed=1, buffer_size=buffer_size).with_format("torch")
+
+    whole, numbers = stream(1), []
+    whole.set_epoch(1)
+    expected = [item["number"].item() for item in whole]
+    for _ in range(2):
+        parts, data = Parts(), stream(1)
+        mine = join(run)
+        training = mine.training(parts.model, parts.optimizer, schedule=parts.schedule, data=data)
+        if training.resume() == 0:
+            data.set_epoch(1)
+        for item in data:
+            numbers.append(item["number"].item())
+            if len(numbers) == 5:
+                break
+        mine.report(1, loss=parts.step())
+        training.save(1)
+        mine.close()
+    assert numbers == expected
+    with pytest.raises(ConfigError, match="shuffles in a buffer of 7 samples"):
+        join(run).training(parts.model, parts.optimizer, data=stream(7))
+
+
+def test_a_schedule_that_is_forgotten_and_a_place_that_nobody_knows_are_named(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (0, 1):
+        parts = Parts()
+        torch.optim.lr_scheduler.StepLR(parts.optimizer, 2)
+        mine = join(run)
+        training = mine.training(parts.model, parts.optimizer, average=parts.average)
+        assert training.resume() == step
+        mine.report(step + 1, loss=parts.step())
+        training.save(step + 1)
+        mine.close()
+        said = capsys.readouterr().err
+        assert "the learning-rate schedule of AdamW is in no checkpoint" in said
+        assert ("which samples of the present epoch were used" in said) == (step > 0)
 
 
 def test_another_model_or_optimizer_or_group_is_refused(run: RunDirectory) -> None:
