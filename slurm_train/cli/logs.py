@@ -45,6 +45,8 @@ def main(words: Sequence[str]) -> int:
             until=lambda: has_ended(run) or (attempt is not None and is_closed(run, attempt)),
         )
     elif log is not None:
+        if rank >= 0 and log.path != run.rank_log(log.attempt, rank):
+            note(f"rank {rank} has no log of its own in attempt {log.attempt}; this is {log.path}")
         printer.print_all(log)
     else:
         newest = max(existing_attempts(run), default=0) if attempt is None else attempt

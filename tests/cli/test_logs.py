@@ -44,6 +44,9 @@ def test_which_log_is_shown(shell: Shell) -> None:
     shell.refuses("has no log yet", "logs")
     shell.has_run(ledger=(*attempt(0, reason="preempted"), *attempt(1)), logs=FILES)
     assert {words: shell.types(f"logs gpt-stdlib {words}").out for words in CHOICES} == CHOICES
+    other = shell.types("logs gpt-stdlib --rank 5")
+    assert "rank 5 has no log of its own in attempt 1; this is " in other.err and "attempt_1/batch.log" in other.err
+    assert "no log of its own" not in shell.types("logs gpt-stdlib").err
     shell.refuses("has no attempt 7\nhint: attempts: 0, 1", "logs gpt-stdlib --attempt 7")
 
 
