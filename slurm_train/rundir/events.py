@@ -52,12 +52,19 @@ def append_event(run: RunDirectory, event: str, *, attempt: int, **facts: Any) -
 
 
 def read_events(run: RunDirectory, event: str | None = None, *, attempt: int | None = None) -> list[dict[str, Any]]:
-    """Returns the lines of all nodes by time; only those of one kind, or of one attempt, where it is named."""
-    return [
-        line
-        for line in read_shared(run.events)
-        if event in (None, line.get("event")) and attempt in (None, line.get("attempt"))
-    ]
+    """Returns the lines of all nodes by time.
+
+    Args:
+        run: the run.
+        event: only lines of this kind; None: of all kinds.
+        attempt: only lines of this attempt; None: of all attempts.
+    """
+    lines = read_shared(run.events)
+    if event is not None:
+        lines = [line for line in lines if line.get("event") == event]
+    if attempt is not None:
+        lines = [line for line in lines if line.get("attempt") == attempt]
+    return lines
 
 
 def _plain(value: Any) -> Any:
@@ -83,7 +90,12 @@ class AcceptedChange:
     @property
     def names(self) -> list[str]:
         """What was changed: keys, "code", "data"."""
-        return [*self.config, *(["code"] if self.code else []), *(["data"] if self.data else [])]
+        names = list(self.config)
+        if self.code:
+            names.append("code")
+        if self.data:
+            names.append("data")
+        return names
 
 
 def read_changes(run: RunDirectory) -> list[AcceptedChange]:
@@ -104,7 +116,8 @@ def covers_config(changes: Sequence[AcceptedChange], key: str, value: Any) -> bo
 
 def covers_code(changes: Sequence[AcceptedChange], digest: str) -> bool:
     """Returns whether the newest accepted change of the code has brought the snapshot with this digest."""
-    return [change.code["new"] for change in changes if change.code][-1:] == [digest]
+    brought = [change.code["new"] for change in changes if change.code]
+    return brought[-1:] == [digest]
 
 
 def covers_data(changes: Sequence[AcceptedChange], *, old: str, new: str) -> bool:
@@ -274,10 +287,10 @@ def add_bad_nodes(run: RunDirectory, reasons: Mapping[str, str], *, hours: float
 def forgive_nodes(run: RunDirectory, nodes: Iterable[str], *, now_unix_s: float) -> list[str]:
     """Takes nodes off the list that were found well; returns those that were on it."""
     listed = {bad.node for bad in read_bad_nodes(run, now_unix_s=now_unix_s)}
-    well = [node for node in nodes if node in listed]
-    for node in well:
+    forgiven = [node for node in nodes if node in listed]
+    for node in forgiven:
         _list_node(run, BadNode(node=node, why="found well", until_unix_s=0.0), now_unix_s)
-    return well
+    return forgiven
 
 
 def _list_node(run: RunDirectory, bad: BadNode, now_unix_s: float) -> None:

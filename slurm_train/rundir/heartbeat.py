@@ -230,7 +230,7 @@ class Heartbeat:
 
 
 class _Writer:
-    """The thread's part."""
+    """Writes a heartbeat in a thread of its own, and the stacks of a rank that makes no progress."""
 
     def __init__(
         self,
@@ -246,15 +246,20 @@ class _Writer:
         self._heart = heart
         self._limits = limits
         self._facts = facts
-        rank = facts["rank"]
-        self._stacks, self._flight = run.stacks(attempt, rank), run.flight(attempt, rank)
+        self._stacks = run.stacks(attempt, facts["rank"])
+        self._flight = run.flight(attempt, facts["rank"])
         self._main = threading.main_thread().ident or 0
         make_folder(path.parent)
-        self._file, self._part = open_file(path, os.O_WRONLY | os.O_CREAT), part
+        self._file = open_file(path, os.O_WRONLY | os.O_CREAT)
+        self._part = part
         self._beats = 0
-        self._last = self._flushed = self._since = heart.clock()
+        now = heart.clock()
+        self._last = now
+        self._flushed = now
+        # When the marks last changed, and how many there were then.
+        self._since = now
         self._marks = -1
-        self._dumped = False
+        self._has_dumped = False
         self._write()
 
     def run(self, done: threading.Event) -> None:
@@ -298,17 +303,17 @@ class _Writer:
         was_away = now - self._last > 10 * _EVERY_S
         self._last = now
         if was_away or self._heart.marks != self._marks:
-            if self._dumped:  # it went on after all: what was written is not where it is
+            if self._has_dumped:  # it went on after all: the stacks are no longer where its threads are
                 self._stacks.unlink(missing_ok=True)
                 self._flight.unlink(missing_ok=True)
             self._marks = self._heart.marks
             self._since = now
-            self._dumped = False
+            self._has_dumped = False
             return
-        if self._limits is None or self._dumped or self._heart.phase in NOT_WATCHED:
+        if self._limits is None or self._has_dumped or self._heart.phase in NOT_WATCHED:
             return
         if now - self._since > 0.9 * self._limits.of(settled=self._heart.settled) - _EVERY_S:
-            self._dumped = True
+            self._has_dumped = True
             create_empty(self._stacks)
             with self._stacks.open("w") as file:
                 file.write(f"main thread {self._main:#018x}\n")

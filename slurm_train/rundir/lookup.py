@@ -124,19 +124,21 @@ def known_roots(env: Mapping[str, str]) -> list[Path]:
         roots = list(dict.fromkeys(str(line.get("root")) for line in read_lines(file)))
     except OSError:
         return []
-    there = [root for root in roots if os.path.isdir(root)]  # noqa: PTH112  # Path.is_dir may raise
-    if there != roots:
+    existing = [root for root in roots if os.path.isdir(root)]  # noqa: PTH112  # Path.is_dir may raise
+    if existing != roots:
         with contextlib.suppress(OSError):
-            write_atomic(file, "".join(json.dumps({"root": root}) + "\n" for root in there), durable=False)
-    return [Path(root) for root in there]
+            write_atomic(file, "".join(json.dumps({"root": root}) + "\n" for root in existing), durable=False)
+    return [Path(root) for root in existing]
 
 
 def root_of(word: str, root: Path, env: Mapping[str, str]) -> Path:
     """Returns the root below which a job id, run id or sweep id names something: this one, else one that is known."""
     if not _ID.fullmatch(word) or os.path.exists(word):  # noqa: PTH110  # as above
         return root
-    places = (place for place in [root, *reversed(known_roots(env))] if _holds(place, word))
-    return next(places, root)
+    for place in (root, *reversed(known_roots(env))):
+        if _holds(place, word):
+            return place
+    return root
 
 
 def _holds(root: Path, word: str) -> bool:
@@ -183,7 +185,7 @@ def find_run(root: Path, word: str | None) -> RunDirectory:
 
 
 def is_own(run: RunDirectory) -> bool:
-    """Returns whether a run is this user's; one that is gone is."""
+    """Returns whether a run belongs to this user; a run whose directory is gone counts as this user's."""
     try:
         return run.path.stat().st_uid == os.geteuid()
     except OSError:

@@ -68,7 +68,8 @@ class SignsFile:
     def __init__(self, run: RunDirectory, attempt: int, *, rank: int, local_rank: int) -> None:
         path = run.signs(attempt, rank - local_rank)
         make_folder(path.parent)
-        self._file, self._part = open_file(path, os.O_WRONLY | os.O_CREAT), local_rank
+        self._file = open_file(path, os.O_WRONLY | os.O_CREAT)
+        self._part = local_rank
         self._flushed_s = time.monotonic()
 
     def write(self, signs: Signs) -> None:

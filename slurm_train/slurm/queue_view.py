@@ -33,7 +33,9 @@ class _Pace:
 
     def __init__(self, least_s: float) -> None:
         self.due_s = float("-inf")
-        self._least_s = self._unanswered_s = least_s
+        self._least_s = least_s
+        self._unanswered_s = least_s
+        """Pause after the next question without an answer, before it is doubled."""
 
     def answered(self, now_s: float, *, took_s: float) -> None:
         self._unanswered_s = self._least_s
@@ -81,7 +83,8 @@ class QueueView:
     def __init__(self, commands: SlurmCommands, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._commands = commands
         self._clock = clock
-        self._pace, self._account_pace = _Pace(_ASK_EVERY_S), _Pace(_ACCOUNT_EVERY_S)
+        self._pace = _Pace(_ASK_EVERY_S)
+        self._account_pace = _Pace(_ACCOUNT_EVERY_S)
         self._jobs: dict[str, JobState] = {}
         self._accounted: dict[str, JobState] = {}
         self._ahead: Mapping[str, int] = {}
@@ -140,9 +143,10 @@ class QueueView:
             self._pace.unanswered(self._clock())
             self._problem = "" if self._ask_accounting(unsettled) else err.message
             return
-        self._answered_s, self._problem = self._clock(), ""
+        self._answered_s = self._clock()
+        self._problem = ""
         self._pace.answered(self._answered_s, took_s=self._answered_s - start_s)
-        # What the queue has is alive, whatever was on account of its last end.
+        # A job in the queue is active, whatever accounting has recorded about the end of its last start.
         self._accounted = {job_id: job for job_id, job in self._accounted.items() if job_id not in self._jobs}
         ended = {job_id for job_id, job in self._accounted.items() if not job.is_active}
         self._ask_accounting(unsettled - set(self._jobs) - ended)

@@ -205,9 +205,12 @@ def parse_queue(text: str, job_ids: Sequence[str]) -> tuple[dict[str, JobState],
             line.append((place, set(partitions.split(",")), number, _num_elements(element_ids)))
     num_ahead: dict[str, int] = {}
     for place, wanted, number, _ in line:
-        if number in numbers:
-            counts = (count for other, others, _, count in line if other < place and others & wanted)
-            num_ahead[number] = sum(counts)
+        if number not in numbers:
+            continue
+        num_ahead[number] = 0
+        for other_place, other_partitions, _, num_jobs in line:
+            if other_place < place and other_partitions & wanted:
+                num_ahead[number] += num_jobs
     ahead: dict[str, int] = {}
     for job_id, job in jobs.items():
         number = _array_number(job_id)
@@ -381,8 +384,11 @@ def unix_s(text: str) -> float | None:
 
 def queue_seconds(job: Mapping[str, str]) -> float | None:
     """Returns how long a started job had waited since it could have started, None where its record does not say."""
-    start, eligible = (unix_s(job.get(key, "")) for key in ("StartTime", "EligibleTime"))
-    return None if start is None or eligible is None else max(0.0, start - eligible)
+    start_unix_s = unix_s(job.get("StartTime", ""))
+    eligible_unix_s = unix_s(job.get("EligibleTime", ""))
+    if start_unix_s is None or eligible_unix_s is None:
+        return None
+    return max(0.0, start_unix_s - eligible_unix_s)
 
 
 def end_and_limit(job: Mapping[str, str]) -> tuple[float | None, float | None]:
@@ -391,8 +397,11 @@ def end_and_limit(job: Mapping[str, str]) -> tuple[float | None, float | None]:
     Args:
         job: the fields of `scontrol show job`.
     """
-    start, end = (unix_s(job.get(key, "")) for key in ("StartTime", "EndTime"))
-    return (None, None) if start is None or end is None else (end, end - start)
+    start_unix_s = unix_s(job.get("StartTime", ""))
+    end_unix_s = unix_s(job.get("EndTime", ""))
+    if start_unix_s is None or end_unix_s is None:
+        return None, None
+    return end_unix_s, end_unix_s - start_unix_s
 
 
 def split_rows(text: str, num_fields: int) -> list[list[str]]:

@@ -73,12 +73,12 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
     associations = ask("accounts", lambda: commands.associations(user)) or []
     # The database writes names in lower case, scontrol as they were configured.
     cluster = settings.get("ClusterName", "").lower()
-    mine = [association for association in associations if association.cluster.lower() == cluster]
+    of_this_cluster = [association for association in associations if association.cluster.lower() == cluster]
     return SiteFacts(
         settings=settings,
         partitions=partitions,
         records=records,
-        associations=mine or associations,
+        associations=of_this_cluster or associations,
         qos=ask("QOS", commands.all_qos) or [],
         problems=problems,
     )
@@ -89,10 +89,11 @@ def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:
     record = facts.record(partition)
     named_qos = facts.qos_named(qos)
     preemption = read_preemption(facts.settings, qos=named_qos, partition=record)
-    nobody = Preemption(by="nobody", mode="OFF", grace_s=0.0, kill_wait_s=preemption.kill_wait_s)
-    if preemption.by == "qos" and named_qos is not None and not preempting_qos(facts, qos):
-        return nobody
-    return nobody if preemption.by == "partition" and record and not _higher_partitions(facts, record) else preemption
+    is_safe_qos = preemption.by == "qos" and named_qos is not None and not preempting_qos(facts, qos)
+    is_safe_partition = preemption.by == "partition" and bool(record) and not _higher_partitions(facts, record)
+    if is_safe_qos or is_safe_partition:
+        return Preemption(by="nobody", mode="OFF", grace_s=0.0, kill_wait_s=preemption.kill_wait_s)
+    return preemption
 
 
 def preempting_qos(facts: SiteFacts, name: str) -> list[str]:
@@ -118,13 +119,10 @@ def _nodes(record: Mapping[str, str]) -> set[str]:
 
 def default_account(associations: Sequence[Association]) -> str:
     """Returns the account that Slurm charges where none is named; "" where it is not known."""
-    return next(
-        (
-            association.account
-            for association in sorted(associations, key=lambda association: not association.is_default)
-        ),
-        "",
-    )
+    for association in associations:
+        if association.is_default:
+            return association.account
+    return associations[0].account if associations else ""
 
 
 def default_qos(facts: SiteFacts, partition: str, *, account: str | None = None) -> str:
@@ -176,8 +174,8 @@ def cpus_for_jobs(node: NodeGroup, record: Mapping[str, str]) -> int:
     cpus = number_or_none(counts.get("cpu"))
     nodes = number_or_none(counts.get("node"))
     total = number_or_none(record.get("TotalCPUs"))
-    left = cpus // nodes if cpus and nodes and total and cpus < total else None
-    limits = [node.cpus_per_node, number_or_none(record.get("MaxCPUsPerNode")), left]
+    mean_for_jobs = cpus // nodes if cpus and nodes and total and cpus < total else None
+    limits = [node.cpus_per_node, number_or_none(record.get("MaxCPUsPerNode")), mean_for_jobs]
     return min(limit for limit in limits if limit)
 
 

@@ -10,6 +10,7 @@ for the names of jobs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -74,7 +75,7 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
     for run in runs:
         recorded = _job_ids(run, holders[run], by_script.get(run, ()))
         ids[run] = [job_id for job_id in recorded if not is_of_another_run(scripts.get(job_id, ""), run)]
-    all_ids = [job_id for run in runs for job_id in ids[run]]
+    all_ids = list(itertools.chain.from_iterable(ids.values()))
     states = commands.job_states(all_ids, ended=False) if all_ids and has_slurm else {}
     if may_have_jobs:
         idle = [run for run in runs if not any(_is_active(job_id, states) for job_id in ids[run])]
@@ -284,7 +285,7 @@ def wait_for_runs(
     see: str = "",
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Returns when no run is active any more: whether all are finished. Ctrl-C ends the waiting, not the runs.
+    """Waits until no run is active any more, and returns whether all are finished. Ctrl-C ends the waiting alone.
 
     Slurm is asked rarely, with one command for all runs: `result.json` says by itself that a run is finished.
 
@@ -298,22 +299,22 @@ def wait_for_runs(
     pause_s = _FIRST_PAUSE_S
     num_seen = -1
     while True:
-        left = [run for run in runs if not run.result.exists()]
-        if not left:
+        unfinished = [run for run in runs if not run.result.exists()]
+        if not unfinished:
             say(f"all {len(runs)} runs are finished")
             return True
         try:
-            if not find_active(left, commands):
-                status = f"`status {see or left[0].run_id}` says why"
-                say(f"{len(left)} of {len(runs)} runs ended without a result; {status}")
+            if not find_active(unfinished, commands):
+                status = f"`status {see or unfinished[0].run_id}` says why"
+                say(f"{len(unfinished)} of {len(runs)} runs ended without a result; {status}")
                 return False
         except ClusterError as err:
             say(f"Slurm does not answer, asking again later: {err.message}")
-        if len(left) != num_seen:
-            say(f"{len(runs) - len(left)} of {len(runs)} runs are finished; Ctrl-C leaves the others alone")
-            # Where something happens more may follow soon.
+        if len(unfinished) != num_seen:
+            say(f"{len(runs) - len(unfinished)} of {len(runs)} runs are finished; Ctrl-C leaves the others alone")
+            # When one run has ended, others may end soon.
             pause_s = _FIRST_PAUSE_S
-            num_seen = len(left)
+            num_seen = len(unfinished)
         sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 

@@ -1,8 +1,8 @@
 """What a follower does next: the oldest checkpoint of a run without a score, or waiting, or the end. No torch.
 
 `Follower` is used by rank 0 of the built-in evaluation and by the process that calls a scorer of the user's own. All
-that it knows is on disk (the scores, the checkpoints, the run's own files), so one that was killed at any moment goes
-on where it was. Of `status` and reports: `summary_of`.
+that it knows is on disk (the scores, the checkpoints, the run's own files), so a follower that was killed at any moment
+goes on where it was. `summary_of` is for `status` and reports.
 
 A checkpoint is pinned before it is looked at, and stays pinned until its line is durable. The run is over when its
 files say so, or when nothing of it has been queued or running for a while; whether it is over is asked before the
@@ -80,7 +80,7 @@ class Follower:
     """One evaluator at work, from the looks at a run to the lines of its scores; one process only.
 
     Args:
-        own: the evaluator's run directory, in `evaluations/` of the run that it follows.
+        evaluation: the evaluator's run directory, in `evaluations/` of the run that it follows.
         attempt: of the evaluator.
         commands: Slurm, to be asked whether the run goes on.
         clock: seconds that never run backwards.

@@ -202,16 +202,18 @@ def read_files(run: RunDirectory) -> RunFiles:
     record = read_job(run)
     is_open = bool(ledger) and "end_time_unix_s" not in ledger[-1]
     attempt = int(ledger[-1]["attempt"]) if ledger else 0
-    line: Mapping[str, Any] = next((line for line in reversed(last_lines(run.metrics)) if "loss" in line), {})
+    lines_with_loss = [line for line in last_lines(run.metrics) if "loss" in line]
+    line: Mapping[str, Any] = lines_with_loss[-1] if lines_with_loss else {}
+    checkpoints = list_checkpoints(run.checkpoints)
     return RunFiles(
         run=run,
         record=record,
         holder_job=holder.job_id if holder is not None else None,
         ledger=ledger,
         line=line,
-        # Of epochs the ranks have counted them.
+        # The steps of a run of some epochs are counted by its ranks.
         max_steps=line.get("max_steps") or (read_json(run.plan) or {}).get("max_steps") or None,
-        checkpoint_step=next((name_of(path).step for path in list_checkpoints(run.checkpoints)), 0),
+        checkpoint_step=name_of(checkpoints[0]).step if checkpoints else 0,
         is_finished=run.result.exists(),
         ended_early=str((read_json(run.result) or {}).get("ended_early", "")),
         runs_here=holder is not None and holder.job_id is None and process_lives(holder),
@@ -223,8 +225,11 @@ def read_files(run: RunDirectory) -> RunFiles:
 
 def _slow_because(run: RunDirectory, attempt: int) -> str:
     window = newest_window(run)
-    findings = () if window is None or window.attempt != attempt else window.findings
-    return "; ".join([*(f"{finding.sentence} ({finding.advice})" for finding in findings), *read_remarks(run, attempt)])
+    sentences: list[str] = []
+    if window is not None and window.attempt == attempt:
+        sentences += [f"{finding.sentence} ({finding.advice})" for finding in window.findings]
+    sentences += read_remarks(run, attempt)
+    return "; ".join(sentences)
 
 
 def _number(values: Mapping[str, Any], key: str) -> float | None:
@@ -343,12 +348,19 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         and float(last.get("end_time_unix_s", 0)) > now_unix_s - (look.age_s or 0.0)
     )
     job = None if is_old else _newest_job(files, look)
-    job_id = job.job_id if job is not None else files.job_ids[-1] if files.job_ids else None
+    job_id = None
+    if job is not None:
+        job_id = job.job_id
+    elif files.job_ids:
+        job_id = files.job_ids[-1]
     state, note = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
     note = "; ".join(filter(None, [note, files.lost_answer]))
     is_running = state is RunState.RUNNING
     beat = files.oldest_beat if is_running else None
-    nodes = (job.nodelist if job is not None else "") or ",".join(map(str, last.get("nodes") or ()))
+    nodelist = None
+    if is_running:
+        by_slurm = "" if job is None else job.nodelist
+        nodelist = by_slurm or ",".join(map(str, last.get("nodes") or ())) or None
     return RunStatus(
         subject=subject,
         state=state,
@@ -363,7 +375,7 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         heartbeat_age_s=None if beat is None else max(0.0, now_unix_s - beat.written_unix_s),
         heartbeat_rank=None if beat is None else beat.rank,
         heartbeat_host=None if beat is None else beat.host,
-        nodelist=nodes or None if is_running else None,
+        nodelist=nodelist,
         jobs_ahead=look.jobs_ahead.get(job_id) if job_id is not None else None,
         expected_start_unix_s=_expected_start(job, now_unix_s),
         submit_time_unix_s=files.record.submit_time_unix_s if files.record is not None else None,
@@ -379,12 +391,14 @@ def _expected_start(job: JobState | None, now_unix_s: float) -> float | None:
 def newest_job_state(job_ids: Sequence[str], jobs: Mapping[str, JobState]) -> JobState | None:
     """Returns the job that a run's status depends on: the last of its jobs that is active, else the last, if known."""
     active = [jobs[job_id] for job_id in job_ids if job_id in jobs and jobs[job_id].is_active]
-    return active[-1] if active else jobs.get(job_ids[-1]) if job_ids else None
+    if active:
+        return active[-1]
+    return jobs.get(job_ids[-1]) if job_ids else None
 
 
 def _newest_job(files: RunFiles, look: Look) -> JobState | None:
     job = newest_job_state(files.job_ids, look.jobs)
-    # Whatever becomes of a job that others go on in says nothing of this run.
+    # A job that this run has left and that goes on for others says nothing about this run.
     return None if job is not None and job.job_id in files.left_jobs else job
 
 
@@ -476,7 +490,8 @@ def _not_recorded(files: RunFiles, job: JobState | None, *, slurm_answers: bool)
         return f"its process is gone{continues}"
     if job is None and not slurm_answers:
         return "no recent heartbeat from its ranks, and Slurm does not answer or is not installed here"
-    return f"the batch script was killed{f' (Slurm: {job.word})' if job is not None else ''}{continues}"
+    by_slurm = "" if job is None else f" (Slurm: {job.word})"
+    return f"the batch script was killed{by_slurm}{continues}"
 
 
 # Ends of a job that say more than those of the attempts before it.
@@ -569,9 +584,9 @@ class Survey:
         return not self.look.problem or self.is_settled
 
 
-# Where reading the files takes long, the file system gets as much rest as this times over.
+# Pause between two looks, as a multiple of the time that reading the files took: a slow file system gets more rest.
 _REST = 4.0
-# Where nothing is active any more it is looked once more, with a new answer of Slurm's if that comes soon.
+# When nothing is active any more, the runs are looked at once more after this time, or with Slurm's next answer.
 _SURE_AFTER_S = 3.0
 _LONGEST_DOUBT_S = 30.0
 
@@ -620,8 +635,10 @@ class Surveyor:
             if any(file.unrecorded_jobs for file in files):
                 look = self._view.look(wanted_of(files))
         now_unix_s = self._now()
-        pairs = zip(subjects, files, strict=True)
-        return Survey(tuple(status_of(subject, status, look, now_unix_s=now_unix_s) for subject, status in pairs), look)
+        statuses = []
+        for subject, run_files in zip(subjects, files, strict=True):
+            statuses.append(status_of(subject, run_files, look, now_unix_s=now_unix_s))
+        return Survey(tuple(statuses), look)
 
     def _without_jobs_of_others(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
         """Returns the files of runs; those that have stopped for good lose ids which Slurm has given out again."""
@@ -646,18 +663,18 @@ class Surveyor:
             return list(files)
 
         def find(commands: SlurmCommands, scripts: Mapping[str, str]) -> dict[RunDirectory, list[str]]:
-            by_script = jobs_by_script([status.run for status in idle], scripts)
-            jobs = {status.run: _without(status.job_ids, by_script.get(status.run, ())) for status in idle}
+            by_script = jobs_by_script([file.run for file in idle], scripts)
+            jobs = {file.run: _without(file.job_ids, by_script.get(file.run, ())) for file in idle}
             by_name = jobs_by_name([run for run in jobs if not jobs[run]], commands, scripts)
             return jobs | by_name
 
         without_slurm: dict[RunDirectory, list[str]] = {}
         jobs = self._view.search(find, nothing=without_slurm)
         completed = {}
-        for status in idle:
-            unrecorded = tuple((jobs or {}).get(status.run, ()))
-            lost = "" if unrecorded else _lost_answer(status.run, slurm_answers=jobs is not None)
-            completed[status.run] = replace(status, unrecorded_jobs=unrecorded, lost_answer=lost)
+        for file in idle:
+            unrecorded = tuple((jobs or {}).get(file.run, ()))
+            lost = "" if unrecorded else _lost_answer(file.run, slurm_answers=jobs is not None)
+            completed[file.run] = replace(file, unrecorded_jobs=unrecorded, lost_answer=lost)
         return [completed.get(file.run, file) for file in files]
 
     def read(self, run: RunDirectory) -> RunFiles:
