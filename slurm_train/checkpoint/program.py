@@ -76,6 +76,8 @@ _OTHERS = "others"
 _NORM_TOLERANCE = 1e-5
 # Up to so many bytes a tensor of a GPU is compared byte by byte.
 _LARGE_BYTES = 1 << 16
+# Integers of quantized models, float8 and bool have no norms.
+_TYPES_WITH_NORMS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # A prime: rows of a common width begin at other columns each time.
 _SKETCH_COLUMNS = 1021
 
@@ -498,14 +500,31 @@ def _sketch(tensors: Sequence[Tensor]) -> Tensor:
 
     The norm alone is the same for rows of norm 1 and for other orders of the same rows.
     """
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+    norms = _norms(tensors)
     sums = []
     for tensor in tensors:
         numbers = tensor.reshape(-1)
         num_whole = tensor.numel() // _SKETCH_COLUMNS * _SKETCH_COLUMNS
         sums.append(numbers[:num_whole].view(-1, _SKETCH_COLUMNS).sum(0, dtype=torch.float32))
         sums.append(numbers[num_whole:].float())
-    return torch.cat([torch.stack(norms), *sums])
+    return torch.cat([norms, *sums])
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the Euclidean norm of each tensor, (n,) on their device; n is at least 1.
+
+    Norms are float32, or float64 where one of the tensors has that type: torch refuses to narrow it.
+    """
+    values = [_as_floats(tensor) for tensor in tensors]
+    has_double = any(value.dtype == torch.float64 for value in values)
+    return torch.stack(torch._foreach_norm(values, 2, dtype=torch.float64 if has_double else torch.float32))
+
+
+def _as_floats(tensor: Tensor) -> Tensor:
+    """Returns a tensor of a type that torch computes norms of: complex numbers in pairs, integers as float32."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.dtype in _TYPES_WITH_NORMS else tensor.float()
 
 
 def _require_replicas(model: nn.Module, *, group: ProcessGroup | None) -> None:
@@ -524,7 +543,7 @@ def _require_replicas(model: nn.Module, *, group: ProcessGroup | None) -> None:
     }
     if not whole:
         return
-    norms = torch.stack(torch._foreach_norm(list(whole.values()), 2, dtype=torch.float32)).double().cpu()
+    norms = _norms(list(whole.values())).double().cpu()
     bounds = torch.cat([norms, -norms])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     most, least = bounds.chunk(2)

@@ -12,11 +12,11 @@ stages.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,11 +68,11 @@ class Passes:
         self.num_cut = 0
         """Samples of this rank that were longer than the model's table of positions."""
         self._num_seen = 0
-        self._say: Callable[[str], None] = partial(print, file=sys.stderr) if rank.place.is_first else lambda _: None
         self._rank = rank
         self._part = rank.sequence_part
         self._device = rank.device
         self._objective: Any = objective
+        self._norm_type = _norm_type(objective.parameters())
         self.buffers = SharedBuffers(objective)
         """Those that all ranks have alike when a step begins."""
         self._mark = rank.heartbeat.mark
@@ -120,6 +120,10 @@ class Passes:
             notes.append(objective.agree(gather(objective.repeats)))
         return "; ".join(filter(None, notes)) or None
 
+    def _say(self, text: str) -> None:
+        if self._rank.place.is_first:
+            print(text, file=sys.stderr)
+
     def _require_lists_fit(self) -> None:
         """Checks that the layout leaves lists of tensors as they are.
 
@@ -153,6 +157,10 @@ class Passes:
         """Returns all parameters of this rank's part of the model."""
         named: list[tuple[str, nn.Parameter]] = list(self._objective.named_parameters())
         return named
+
+    def _norms(self, gradients: list[Tensor]) -> Tensor:
+        """Returns the Euclidean norm of each gradient, float (n,) on their device; at least float32."""
+        return torch.stack(torch._foreach_norm(gradients, 2, self._norm_type))
 
     def frozen_parameters(self) -> list[nn.Parameter]:
         """Returns those that are not trained."""
@@ -277,7 +285,7 @@ class ReplicaPasses(Passes):
         assert numbers is not None
         # What torch.nn.utils.get_total_norm computes for one device, without sorting the gradients by device and type
         # again at every step (30 us).
-        return gradients, numbers, torch.linalg.vector_norm(_norms(gradients))
+        return gradients, numbers, torch.linalg.vector_norm(self._norms(gradients))
 
     def forget(self) -> None:
         """Drops the numbers, and completes the order of DDP's buckets after a first step. Collective."""
@@ -363,7 +371,7 @@ class ShardPasses(Passes):
             of_positions = [gradient for number, gradient in numbered if number in self._of_positions]
             self._add_up(of_positions, groups=[self._positions_group])
         if gradients:
-            norms = _norms(gradients).double()
+            norms = self._norms(gradients).double()
             if with_gradient != self._with_gradient:
                 # Kept, since the host waits for a copy to a GPU. Gradients that are offloaded are on the host.
                 shares = [self._shares[number] for number in with_gradient]
@@ -481,10 +489,15 @@ def changed_error(names: Sequence[str], change: str) -> ConfigError:
     )
 
 
-def _norms(gradients: list[Tensor]) -> Tensor:
-    """Returns the norm of each gradient; of those in bfloat16 in float32, since they decide about clipping."""
-    lowered = gradients[0].dtype == torch.bfloat16
-    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32 if lowered else None))
+def _norm_type(parameters: Iterable[Tensor]) -> torch.dtype | None:
+    """Returns the type in which the norms of gradients are computed, None for the gradients' own.
+
+    It is at least float32, since norms decide about clipping, and at least that of each trained parameter.
+    """
+    types = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if types <= {torch.float32} or any(dtype.is_complex for dtype in types):
+        return None
+    return functools.reduce(torch.promote_types, types, torch.float32)
 
 
 def _gradient_as_parameter(parameter: Tensor) -> Tensor:

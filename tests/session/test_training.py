@@ -629,6 +629,28 @@ training = run.training(model, optimizer)
 training.save(1)
 """
 
+# Frozen numbers as quantized models have them, and weights in double precision.
+OF_MANY_TYPES = """
+import sys
+import torch
+import torch.distributed as dist
+from slurm_train import session
+
+run = session.join()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4).double()
+model.packed = torch.nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+model.phases = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+model.small = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(128, 128).double())
+training = run.training(model, torch.optim.SGD(model.parameters()), average=average)
+training.save(1)
+with torch.no_grad():
+    model.packed[3] += run.rank
+training.save(2)
+"""
+
 
 def train(run: RunDirectory, program: str, *words: str, ranks: int) -> list[tuple[int | None, str]]:
     """Runs a program as the ranks of the run's next attempt; returns exit code and output of each."""
@@ -718,3 +740,10 @@ def test_ranks_whose_states_one_checkpoint_cannot_have_are_refused(kind: str, wo
     for code, text in train(run, UNLIKE, kind, ranks=2):
         assert code == 1 and words in text, text
     assert list_checkpoints(run.checkpoints) == []
+
+
+@pytest.mark.distributed
+def test_values_of_all_number_types_are_saved_and_compared(run: RunDirectory) -> None:
+    for code, text in train(run, OF_MANY_TYPES, ranks=2):
+        assert code == 1 and "ranks hold different values of packed, and a checkpoint" in text, text
+    assert [path.name.split("_")[1] for path in list_checkpoints(run.checkpoints)] == ["0000001"]

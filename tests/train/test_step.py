@@ -100,6 +100,41 @@ def test_the_result_is_that_of_the_mean_over_all_items() -> None:
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
 
+class Mixed(nn.Module):
+    """A model whose weights are of several number types, in the given order."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(4, 3, dtype=dtype)) for dtype in dtypes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        # Gradients of 1000 and more each, whose squares float16 does not hold.
+        return sum((1000 * inputs.to(weight.dtype) @ weight).float() for weight in self.weights)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, torch.float16),
+        (torch.float16,),
+        (torch.bfloat16, torch.float64),
+        (torch.float64, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_the_norm_of_gradients_of_several_types_is_precise(dtypes: tuple[torch.dtype, ...], shards: bool) -> None:
+    model = Mixed(*dtypes)
+    batch = make_batch(size=8)
+    stepper = make_stepper(model, shards=shards, wraps=False, optim=OptimSection(_target_="torch.optim.SGD", lr=1e-6))
+    gradients: list[Tensor] = []
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight: gradients.append(weight.grad.double() / 8))
+    result = step_of(stepper, batch)
+    expected = torch.linalg.vector_norm(torch.stack([gradient.flatten() for gradient in gradients])).item()
+    assert result.grad_norm == pytest.approx(expected, rel=1e-5) and result.applied
+
+
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_targets_that_do_not_count_weigh_nothing_in_any_split(static_graph: bool) -> None:
     inputs, targets = make_batch(size=12).tensors
