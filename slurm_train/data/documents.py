@@ -32,6 +32,8 @@ _SPLITS = {
 }
 _ABOUT_DATA = ("readme", "license", "licence", "citation", "changelog")
 _TEXT = FileKind(form="text", compression="", encoding="utf-8")
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, at most."""
 _COLUMN_HINT = "name the column of the text: data.text_column=NAME, of `prepare` --text-column NAME"
 
 
@@ -76,13 +78,21 @@ class Document:
         return num_rows(self.path, self.kind) if self.has_rows else 1
 
     def split(self, held_out: float) -> tuple[Document, Document]:
-        """Returns the beginning of a text file, and its end that is held out.
+        """Returns the beginning of a text file, and its end that is held out; no UTF-8 character is cut.
 
         Raises:
             DataError: the file cannot be read.
         """
-        size = len(text_of(self.path, self.kind)) if self.kind.is_converted else self.num_bytes
+        converted = text_of(self.path, self.kind) if self.kind.is_converted else None
+        size = self.num_bytes if converted is None else len(converted)
         border = max(1, round(size * (1 - held_out)))
+        if converted is None:
+            with readable(self.path), self.path.open("rb") as file:
+                file.seek(border)
+                following = file.read(_LONGEST_CHARACTER - 1)
+        else:
+            following = converted[border : border + _LONGEST_CHARACTER - 1]
+        border += _num_continuation_bytes(following)
         return replace(self, stop=border, is_part=True), replace(self, start=border, stop=size, is_part=True)
 
     def texts(self, rows: NDArray[np.bool_], *, column: str) -> Iterator[bytes]:
@@ -137,6 +147,16 @@ class Document:
                 ".csv, .tsv, .parquet and .arrow; convert UTF-16 without a mark at its beginning with iconv",
             )
         return data
+
+
+def _num_continuation_bytes(data: bytes) -> int:
+    """Returns how many bytes at the beginning of UTF-8 text belong to a character that begins before it."""
+    count = 0
+    for byte in data:
+        if byte & 0b11000000 != 0b10000000:
+            break
+        count += 1
+    return count
 
 
 def find_documents(

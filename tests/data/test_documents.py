@@ -138,6 +138,18 @@ def test_compressed_and_marked_text_is_text_and_its_end_is_held_out(name: str, d
     assert 0 < len(held) < len(train)
 
 
+@pytest.mark.parametrize("letter", ["\u00e4", "\u6f22", "\U0001f600"])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_the_end_that_is_held_out_begins_with_a_whole_character(
+    letter: str, compress: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_bytes(compress((letter * 101).encode()))
+    for tenths in range(1, 10):
+        halves = split_documents(find_documents([tmp_path / "a.txt"]), held_out=tenths / 10)
+        train, held = (next(file.texts(rows, column="text")) for ((file, rows),) in halves)
+        assert train.decode() + held.decode() == letter * 101
+
+
 def test_rows_without_text_are_counted_and_nothing_else_is_an_error(tmp_path: Path) -> None:
     rows = [{"text": text} for text in ("one", None, "", "two", "three", None)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -30,7 +30,7 @@ def num_open(folder: Path) -> int:
 @pytest.fixture(params=[10**6, 100], ids=["one shard", "many shards"])
 def shards(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
-    (tmp_path / "a.txt").write_bytes(rng.integers(1, 256, 2 * LENGTH, dtype=np.uint8).tobytes())
+    (tmp_path / "a.txt").write_bytes(rng.integers(1, 128, 2 * LENGTH, dtype=np.uint8).tobytes())
     options = PrepareOptions(held_out=0.5, max_targets=request.param)
     prepare([tmp_path / "a.txt"], out=tmp_path / "out", options=options)
     return tmp_path / "out"
