@@ -45,6 +45,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LEAST_SHARE = 0.1
 """Smallest share of the time in which it could run that a working process gets, on the busiest node that is assumed. A
 process that got less was asleep and woken for a moment, e.g. by the watcher's request, which costs 0.1 to 0.3 ms."""
+_LONGEST_WAITS = 200
+"""Characters of what a rank waits in: the name of a group may be any text, and a rank's record has 1,024 bytes."""
 _HEADER = 64
 """Bytes reserved for the first line of the stacks, which names the main thread."""
 
@@ -298,7 +300,7 @@ class Watcher:
         self._gpu = _Gpu(local_rank=local_rank)
         self._newest: Sample | None = None
         self._frames: list[Frame] = []
-        self._stuck: tuple[list[Frame], str] = ([], "")
+        self._last_place: tuple[list[Frame], list[str]] = ([], [])
         """Frames and unfinished collectives at the last answer."""
         self._sign_s = time.monotonic()
         self._has_report = False
@@ -368,13 +370,14 @@ class Watcher:
         flights = read_flights(record) if record else {}
         collectives = sum(flight.last_begun + flight.last_ended for flight in flights.values())
         sample = replace(sample, collectives=collectives or sample.collectives)
-        waiting = _unfinished(flights)
+        unfinished = _unfinished(flights)
         # In the same place and the same collective as before, its processor time is that of the waiting itself.
-        is_stuck = bool(waiting) and bool(frames) and self._stuck == (frames, waiting)
-        self._stuck = (frames, waiting)
+        is_stuck = bool(unfinished) and bool(frames) and self._last_place == (frames, unfinished)
+        self._last_place = (frames, unfinished)
         sign = self._sign(sample, waits=is_stuck)
         self._take(sample, sign)
-        self._signs = replace(self._signs, waits=waiting.partition(",")[0] or waits_in(frames))
+        waits = unfinished[0] if unfinished else waits_in(frames)
+        self._signs = replace(self._signs, waits=waits[:_LONGEST_WAITS])
         if not sign and time.monotonic() - self._sign_s > 0.6 * self._limit_s:
             self._write_report(stack, record)
 
@@ -417,10 +420,10 @@ class Watcher:
             self._file.write(self._signs)
 
 
-def _unfinished(flights: Flights) -> str:
-    """Returns the collectives that have begun and not ended, by name and number, "" for none."""
-    waiting = [flight.waits_in for flight in flights.values() if flight.waits_in is not None]
-    return ",".join(sorted(map(str, waiting)))
+def _unfinished(flights: Flights) -> list[str]:
+    """Returns the collectives that have begun and not ended, e.g. ["all_reduce #8 of 1,310,720 elements"]."""
+    collectives = [flight.waits_in for flight in flights.values()]
+    return sorted(str(collective) for collective in collectives if collective is not None)
 
 
 class _EndOfProcess:

@@ -6,6 +6,7 @@ of torch's, since a path is all that a stack shows.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -205,6 +206,25 @@ def test_stacks_stay_once_the_hang_is_on_record(tmp_path: Path) -> None:
     watcher._take(sample, "processor time")
     assert run.stacks(0, 0).exists() and run.flight(0, 0).exists(), "it is being ended"
     os.close(threads)
+
+
+@pytest.mark.parametrize(
+    ("group", "waits"),
+    [("default_pg", "all_reduce #8 of 1,310,720 elements"), ("x" * 2000, "all_reduce #8 of 1,310,720 elements in xxx")],
+)
+def test_what_a_rank_waits_in_is_whole_and_fits_its_part_of_the_file(group: str, waits: str, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    facts = {"run": str(tmp_path), "attempt": 0, "rank": 0, "local_rank": 0, "host": "here", "pid": os.getpid()}
+    watcher = Watcher({**facts, "step_id": "", "limit_s": LIMIT_S, "descriptors": [-1, -1, -1, -1]})
+    process = read_process(os.getpid())
+    assert process is not None
+    entry = {"pg_id": 0, "process_group": ["0", group], "collective_seq_id": 8, "input_sizes": [[1310720]]}
+    status = {"last_enqueued_collective": "8", "last_completed_collective": "7"}
+    record = [{"entries": [{**entry, "profiling_name": "nccl:all_reduce"}], "pg_status": {"0": status}}]
+    watcher._judge(Counters(os.getpid(), tmp_path / "log").sample(process), ("", json.dumps(record).encode()))
+    watcher._write("S")
+    assert read_signs(run, 0)[0].waits.startswith(waits)
+    assert run.signs(0, 0).stat().st_size == 1024
 
 
 def test_the_counters_of_a_process_are_those_of_the_kernel(tmp_path: Path) -> None:
