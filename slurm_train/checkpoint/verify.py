@@ -84,6 +84,10 @@ def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path
                 path = now
 
 
+LAST_FINITE = "last finite loss"
+"""Name of the rule by which a checkpoint stays while the losses of a program are not finite (`session.losses`)."""
+
+
 def newest_verified(root: Path, check: Callable[[Path], Manifest] | None = None) -> Search:
     """Looks for the newest checkpoint that verifies; `root` may be absent.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from slurm_train.checkpoint.collect import collect_checkpoints
 from slurm_train.checkpoint.commit import list_passed_over
 from slurm_train.checkpoint.manifest import MANIFEST_FILE
-from slurm_train.checkpoint.verify import find_kept, newest_verified, read_manifest, survey, verify
+from slurm_train.checkpoint.verify import LAST_FINITE, find_kept, newest_verified, read_manifest, survey, verify
 from slurm_train.cli.selection import parse_runs, split_step
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
@@ -69,13 +69,13 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
     run, step = split_step(word)
     checkpoints = find_run(root, run or None).checkpoints
     if step == "best":
-        kept = find_kept(checkpoints)
-        if not kept:
+        best = [path for path, rule in find_kept(checkpoints).items() if not rule.startswith(LAST_FINITE)]
+        if not best:
             raise CheckpointError(
                 f"{checkpoints} has no best checkpoint",
                 hint="the callback BestCheckpoint keeps it, see docs/callbacks.md",
             )
-        return next(iter(kept))
+        return best[0]
     if step:
         paths = {str(name_of(path).step): path for path in reversed(list_checkpoints(checkpoints))}
         if step not in paths:

@@ -34,7 +34,7 @@ from slurm_train.rundir.files import (
 )
 from slurm_train.rundir.paths import RunDirectory, trusted_owners
 
-CALM_EVENTS = ("stop", "shares", "exchange", "resume", "growth")
+CALM_EVENTS = ("finite", "stop", "shares", "exchange", "resume", "growth")
 """Kinds that report nothing wrong."""
 
 

@@ -16,6 +16,7 @@ from slurm_train.rundir.events import SaveLog
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.interface import Checkpoint
+from slurm_train.session.losses import LossWatch
 from slurm_train.session.orders import ORDERS, Orders
 from slurm_train.session.random_streams import RandomStreams
 
@@ -32,14 +33,23 @@ class SessionCheckpoints:
         rank_place: this rank.
         env: its environment.
         keep: how many whole checkpoints stay.
+        losses: watches the losses; None on other ranks than rank 0.
     """
 
     def __init__(
-        self, run: RunDirectory, attempt: int, rank_place: RankPlace, env: Mapping[str, str], *, keep: int
+        self,
+        run: RunDirectory,
+        attempt: int,
+        rank_place: RankPlace,
+        env: Mapping[str, str],
+        *,
+        keep: int,
+        losses: LossWatch | None,
     ) -> None:
         self._run = run
         self._rank_place = rank_place
         self._env = env
+        self._losses = losses
         self.place = run_place(run, attempt, keep=keep, is_leader=rank_place.is_first)
         self._resumption = Resumption(run, self.place)
         self._log = SaveLog(run, attempt) if rank_place.is_first else None
@@ -81,6 +91,8 @@ class SessionCheckpoints:
         self._resumption.take(choice)
         self.newest_step = self.resumed_step
         self._is_behind = False
+        if self._losses is not None:
+            self._losses.begin(self.resumed_step, {} if choice is None else choice.manifest.extra)
         self.loaded = None
         if choice is None:
             self.orders.take(0, [])
@@ -119,6 +131,12 @@ class SessionCheckpoints:
             )
         self._resumption.move_on()
 
+    def add_save(self, step: int) -> None:
+        """Takes note of a save that has begun or is complete."""
+        self.newest_step = step
+        if self._losses is not None:
+            self._losses.add_save(step)
+
     def require_ahead(self, step: int) -> None:
         """Refuses to save a step that a resume would not choose.
 
@@ -150,6 +168,7 @@ class SessionCheckpoints:
         orders = self.orders.present
         samples = step * orders[0]["global_size"] if orders else 0
         epoch = samples // orders[0]["num_samples"] if orders else 0
+        kept = [] if self._losses is None else self._losses.kept()
         return CheckpointHeader(
             step=step,
             samples=samples,
@@ -160,7 +179,7 @@ class SessionCheckpoints:
             data_fingerprint="",
             torch_version=torch_version,
             **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),
-            extra={"kind": kind, ORDERS: orders},
+            extra={"kind": kind, ORDERS: orders, **({"kept": kept} if kept else {})},
         )
 
     def log_save(self, step: int, seconds: float, *, num_bytes: int, error: str) -> None:

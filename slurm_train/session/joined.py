@@ -25,6 +25,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.calls import CollectiveCalls
 from slurm_train.session.checkpoints import SessionCheckpoints
 from slurm_train.session.interface import Checkpoint, Session, Training, whole_step
+from slurm_train.session.losses import LossWatch
 from slurm_train.session.peers import GroupChooser
 from slurm_train.session.progress import Progress
 from slurm_train.session.saving import DirectorySave
@@ -83,6 +84,7 @@ class JoinedSession(Session):
             start_timeout_s=config.train.start_timeout_s,
             timeout_s=config.checkpoint.save_timeout_s if limits is None else _WATCHED_TIMEOUT_S,
         )
+        losses = LossWatch(run, attempt) if place.is_first else None
         self._progress = Progress(
             run,
             attempt,
@@ -90,9 +92,10 @@ class JoinedSession(Session):
             heartbeat,
             pace_every_steps=config.health.pace_every_steps,
             choose_device=lambda: self.device,
+            losses=losses,
         )
         self._calls = CollectiveCalls(place, group, self._progress)
-        self._checkpoints = SessionCheckpoints(run, attempt, place, env, keep=config.checkpoint.keep)
+        self._checkpoints = SessionCheckpoints(run, attempt, place, env, keep=config.checkpoint.keep, losses=losses)
         self._stopping = Stopping(run, attempt, stop, spent=self._progress.spent, group=group)
         self._training: RunTraining | None = None
         self._stop_reason = ""
@@ -325,7 +328,7 @@ class JoinedSession(Session):
             self._calls.meet("save")
             on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_ahead(step))
             yield
-            self._checkpoints.newest_step = step
+            self._checkpoints.add_save(step)
         finally:
             progress.set_apart(clock() - start_s, "checkpoint_stall_s")
             progress.heartbeat.mark(phase)

@@ -21,6 +21,7 @@ from slurm_train.rundir.files import fsync_file
 from slurm_train.rundir.heartbeat import Heartbeat, Limits
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Spent, StepTimes
+from slurm_train.session.losses import LossWatch
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ class Progress:
         heartbeat: not started yet.
         pace_every_steps: steps between samples of this rank's own part of a step, see `distributed.pace.PaceProbe`.
         choose_device: returns this rank's device.
+        losses: watches the losses; None on other ranks than rank 0.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Progress:
         *,
         pace_every_steps: int | Literal["auto"] | None,
         choose_device: Callable[[], torch.device],
+        losses: LossWatch | None,
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._place = place
         self._pace_every_steps = pace_every_steps
         self._choose_device = choose_device
+        self._losses = losses
         self.heartbeat = heartbeat
         self.spent = Spent(begin_unix_s=time.time()) if place.is_first else None
         """What rank 0 has used its time for; None on the others."""
@@ -155,6 +159,8 @@ class Progress:
             self.spent.add_steps(num_steps, seconds=seconds, data_wait_s=0.0)
         if numbers:
             self._lines.append(self._step_line(step, numbers, is_new=step != previous))
+        if self._losses is not None and "loss" in numbers:
+            self._losses.add(step, float(numbers["loss"]))
 
     def set_apart(self, seconds: float, cause: str) -> None:
         """Excludes time that belongs to no step from the present step.

@@ -17,6 +17,7 @@ from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
 from slurm_train.rundir.heartbeat import Beat, read_oldest
 from slurm_train.rundir.jobs import JobRecord, has_stopped, left_jobs, number_of, process_lives, read_holder, read_job
@@ -162,6 +163,8 @@ class RunFiles:
     """The oldest heartbeat of the ranks that are at work; None where there is none."""
     slow_because: str
     """What makes the steps of the open attempt longer than they would have to be, and what helps; "" for nothing."""
+    loss_problem: str = ""
+    """Since when the loss of a program is not finite; "" where it is."""
     unrecorded_jobs: tuple[str, ...] = ()
     """Its jobs that only Slurm knows of: typed by hand, or submitted by somebody who has not learnt the id."""
     jobs_of_others: tuple[str, ...] = ()
@@ -219,6 +222,7 @@ def read_files(run: RunDirectory) -> RunFiles:
         runs_here=holder is not None and holder.job_id is None and process_lives(holder),
         oldest_beat=read_oldest(run, attempt) if is_open else None,
         slow_because=_slow_because(run, attempt) if is_open else "",
+        loss_problem=_loss_problem(run, line),
         left_jobs=left_jobs(run, record, ledger),
     )
 
@@ -230,6 +234,22 @@ def _slow_because(run: RunDirectory, attempt: int) -> str:
         sentences += [f"{finding.sentence} ({finding.advice})" for finding in window.findings]
     sentences += read_remarks(run, attempt)
     return "; ".join(sentences)
+
+
+def _loss_problem(run: RunDirectory, line: Mapping[str, Any]) -> str:
+    """Returns since when the loss of a program is not finite, "" where it is. The trainer applies no such step.
+
+    Args:
+        run: the run.
+        line: its newest line with a training loss; null stands for one that is not finite, or that was not reported.
+    """
+    if line.get("loss", 0.0) is not None:
+        return ""
+    events = [event for event in read_events(run, attempt=line.get("attempt")) if event.get("action") == "none"]
+    changes = [event for event in events if event["event"] in ("non_finite", "finite")]
+    if not changes or changes[-1]["event"] == "finite":
+        return ""
+    return f"the loss is {changes[-1]['value']} since step {changes[-1]['step']}"
 
 
 def _number(values: Mapping[str, Any], key: str) -> float | None:
@@ -354,7 +374,7 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
     elif files.job_ids:
         job_id = files.job_ids[-1]
     state, note = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
-    note = "; ".join(filter(None, [note, files.lost_answer]))
+    note = "; ".join(filter(None, [note, files.loss_problem, files.lost_answer]))
     is_running = state is RunState.RUNNING
     beat = files.oldest_beat if is_running else None
     nodelist = None
