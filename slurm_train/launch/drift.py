@@ -60,15 +60,22 @@ def refuse_finished(run: RunDirectory, before: RunConfig, now: RunConfig, *, acc
     ended_early = (read_json(run.result) or {}).get("ended_early")
     has_more_steps = now.train.max_steps > before.train.max_steps
     has_other_epochs = now.train.max_epochs != before.train.max_epochs
-    if has_more_steps or has_other_epochs or (ended_early and accept):
+    # How long a program trains is in its words; one that has saved nothing here has nothing to go on from.
+    can_go_on = not before.trains and newest_manifest(run) is not None
+    has_other_words = can_go_on and (now.script, now.task) != (before.script, before.task)
+    if has_more_steps or has_other_epochs or has_other_words or (ended_early and accept):
         return
     reason = f" ({ended_early})" if ended_early else ""
     key = "callbacks=[] --accept callbacks; " if ended_early else ""
-    longer = f"to train it longer: {key}train.max_steps=N --accept train.max_steps (or train.max_epochs); "
+    longer = ""
+    if before.trains:
+        longer = f"to train it longer: {key}train.max_steps=N --accept train.max_steps (or train.max_epochs); "
+    elif can_go_on:
+        longer = "to train it longer: with other words, "
+        longer += '"script=[train.py,--epochs,6]" --accept script; ' if before.script else "task.KEY=N --accept task; "
     raise RunError(
         f"{run.name}/{run.run_id} is finished{reason}; there is nothing to resume",
-        hint=f"{longer if before.trains else ''}another run of the same: the first command again with run.name=NAME, "
-        "or seed=N",
+        hint=f"{longer}another run of the same: the first command again with run.name=NAME, or seed=N",
     )
 
 

@@ -17,6 +17,7 @@ import json
 import math
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +35,12 @@ from slurm_train.rundir.files import (
 )
 from slurm_train.rundir.paths import RunDirectory, trusted_owners
 
+_IN_WORKER = "Original Traceback (most recent call last):"
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+# Failures of devices, networks and files may be transient; started again, the same program may continue.
+_PASSES = re.compile(
+    r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError", re.I
+)
 CALM_EVENTS = ("finite", "stop", "shares", "exchange", "resume", "growth")
 """Kinds that report nothing wrong."""
 
@@ -351,3 +358,24 @@ def read_marks(run: RunDirectory, attempt: int) -> list[FailureMark]:
 def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
     """Returns the earliest mark of an attempt, None where no rank left one."""
     return next(iter(read_marks(run, attempt)), None)
+
+
+# What a mark says of an exception.
+
+
+def message_of(err: BaseException) -> str:
+    """Returns an exception in one line; for a DataLoader's worker torch has put its traceback into the message."""
+    lines = f"{type(err).__name__}: {err}".splitlines()
+    return lines[-1] if _IN_WORKER in lines else lines[0]
+
+
+def place_of(err: BaseException) -> str:
+    """Returns where an exception was raised, e.g. "model.py:41 in forward"; "" for a kind that may be transient."""
+    if isinstance(err, OSError) or _PASSES.search(f"{type(err).__name__}: {err}"):
+        return ""
+    worker_frames = _FRAME.findall(str(err)) if _IN_WORKER in str(err) else []
+    if worker_frames:
+        file, line, name = worker_frames[-1]
+        return f"{Path(file).name}:{line} in {name}"
+    innermost = traceback.extract_tb(err.__traceback__)[-1]
+    return f"{Path(innermost.filename).name}:{innermost.lineno} in {innermost.name}"

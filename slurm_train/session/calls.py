@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from slurm_train.checkpoint.agreement import Group, on_every_rank
 from slurm_train.distributed.place import RankPlace
@@ -62,6 +63,14 @@ class CollectiveCalls:
         start_s = clock()
         try:
             codes = _exchange(group, 2 * _CALLS.index(call) + int(requested))
+        except (RuntimeError, OSError):
+            print(
+                f"slurm_train: rank {self._place.rank} waited in `{call}`, which all ranks call together, and another "
+                "rank did not come: it failed, see its log, or its program ended without this call",
+                file=sys.stderr,
+                flush=True,
+            )
+            raise
         finally:
             self._progress.add_exchange(clock() - start_s)
         others = {_CALLS[code // 2] for code in codes} - {call}

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import importlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -52,7 +51,7 @@ from slurm_train.rundir.attempts import (
     read_round,
     rendezvous_secret,
 )
-from slurm_train.rundir.events import FailureMark, leave_mark
+from slurm_train.rundir.events import FailureMark, leave_mark, message_of, place_of
 from slurm_train.rundir.files import is_there, open_file, read_json
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.lineage import first_step_of
@@ -69,12 +68,6 @@ if TYPE_CHECKING:
     from slurm_train.train.context import Rank
 
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
-_IN_WORKER = "Original Traceback (most recent call last):"
-_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-# Failures of devices, networks and files may be transient; started again, the same program may continue.
-_PASSES = re.compile(
-    r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError", re.I
-)
 _COMMIT_S = 5.0
 """Longest wait for a checkpoint that is just being renamed to its final name; a zombie must end within 10 s."""
 _NOTHING_TO_DO = -1
@@ -156,24 +149,6 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_status(code))
-
-
-def message_of(err: BaseException) -> str:
-    """Returns an exception in one line; for a DataLoader's worker torch has put its traceback into the message."""
-    lines = f"{type(err).__name__}: {err}".splitlines()
-    return lines[-1] if _IN_WORKER in lines else lines[0]
-
-
-def place_of(err: BaseException) -> str:
-    """Returns where an exception was raised, e.g. "model.py:41 in forward"; "" for a kind that may be transient."""
-    if isinstance(err, OSError) or _PASSES.search(f"{type(err).__name__}: {err}"):
-        return ""
-    worker_frames = _FRAME.findall(str(err)) if _IN_WORKER in str(err) else []
-    if worker_frames:
-        file, line, name = worker_frames[-1]
-        return f"{Path(file).name}:{line} in {name}"
-    innermost = traceback.extract_tb(err.__traceback__)[-1]
-    return f"{Path(innermost.filename).name}:{innermost.lineno} in {innermost.name}"
 
 
 def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "") -> NoReturn:

@@ -40,7 +40,7 @@ def main() -> None:
         sys.path.insert(0, os.path.dirname(sys.argv[0]))  # noqa: PTH120  # sys.path holds strings
     rank = os.getpid()
     folder = os.getcwd()  # noqa: PTH109  # strings, as of sys.path
-    code, words = run(sys.argv[0], is_module=is_module)
+    code, words, place = run(sys.argv[0], is_module=is_module)
     beside = left_out(words, copy=os.path.join(run_directory, "code"), folder=folder)  # noqa: PTH118
     if beside and os.getpid() == rank:
         print(
@@ -51,7 +51,7 @@ def main() -> None:
         )
     # What the script has forked may come here, too.
     if words and "RANK" in os.environ and os.getpid() == rank:
-        leave_failure_mark(run_directory, code, words)
+        leave_failure_mark(run_directory, code, words, place=place)
     if code == 0 and os.getpid() == rank:
         apart.end()
     # The interpreter does the same at its end; both functions are private, and have existed since 3.4.
@@ -75,11 +75,11 @@ def import_from_copy(run_directory: str) -> None:
     import_from_snapshot(run_directory, python_path="")
 
 
-def run(script: str, *, is_module: bool = False) -> tuple[int, str]:
+def run(script: str, *, is_module: bool = False) -> tuple[int, str, str]:
     """Runs a script, or a module by its name, to its end; an exception is printed as Python would.
 
     Returns:
-        The exit code, and how it failed in a few words, "" where it did not.
+        The exit code; how it failed in a few words, "" where it did not; and where it raised, as `place_of` says it.
     """
     try:
         if is_module:
@@ -87,11 +87,11 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str]:
         else:
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        return _exit_code(end)
+        return *_exit_code(end), ""
     except BaseException as err:
         traceback.print_exception(type(err), err, _from_script(err.__traceback__))
-        return 130 if isinstance(err, KeyboardInterrupt) else 1, f"{type(err).__name__}: {err}"
-    return 0, ""
+        return _code_of(err), f"{type(err).__name__}: {err}", _place_of(err)
+    return 0, "", ""
 
 
 def left_out(words: str, *, copy: str, folder: str) -> str:
@@ -109,7 +109,7 @@ def left_out(words: str, *, copy: str, folder: str) -> str:
     return beside if os.path.exists(beside) else ""  # noqa: PTH110
 
 
-def leave_failure_mark(run_directory: str, code: int, words: str) -> None:
+def leave_failure_mark(run_directory: str, code: int, words: str, *, place: str = "") -> None:
     """Leaves the mark that names this rank, its exit code and its error, as ranks of the trainer do."""
     from pathlib import Path
 
@@ -118,8 +118,24 @@ def leave_failure_mark(run_directory: str, code: int, words: str) -> None:
     from slurm_train.slurm.job_variables import node_name
 
     env = os.environ
-    mark = FailureMark(rank=int(env["RANK"]), host=node_name(env), exit_code=code, message=words.split("\n")[0])
+    message = words.split("\n")[0]
+    mark = FailureMark(rank=int(env["RANK"]), host=node_name(env), exit_code=code, message=message, place=place)
     leave_mark(RunDirectory(Path(run_directory)), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
+
+
+def _code_of(err: BaseException) -> int:
+    """Returns the exit code of an exception: a wrong use of the session is one of the run, which is not tried again."""
+    from slurm_train.errors import SlurmTrainError
+
+    if isinstance(err, SlurmTrainError):
+        return err.exit_code
+    return 130 if isinstance(err, KeyboardInterrupt) else 1
+
+
+def _place_of(err: BaseException) -> str:
+    from slurm_train.rundir.events import place_of
+
+    return place_of(err)
 
 
 def _exit_code(end: SystemExit) -> tuple[int, str]:

@@ -257,6 +257,18 @@ def test_a_finished_run_can_be_made_longer(shell: Shell, run: RunDirectory) -> N
     assert not run.result.exists() and (run.before_change(1) / "result.json").exists()
 
 
+def test_a_program_that_was_saved_is_made_longer_by_its_words(shell: Shell) -> None:
+    (shell.folder / "train.py").touch()
+    run = submitted(shell, "+cluster=1x2 script=[train.py,--steps,300]")
+    run.result.write_text("{}")
+    shell.refuses('longer: with other words, "script=[train.py,--epochs,6]"', f"resume {run.run_id} seed=3")
+    words = f"resume {run.run_id} script=[train.py,--steps,400]"
+    shell.refuses("--accept script;", words)
+    shell.submits(f"{words} --accept script")
+    assert load_config(run.config).script == ["train.py", "--steps", "400"]
+    assert not run.result.exists() and (run.before_change(1) / "result.json").exists()
+
+
 def test_prepared_text_that_was_made_again_is_found_before_anything_is_submitted(shell: Shell) -> None:
     def prepare(content: str) -> None:
         for path in (shell.folder / "tokens").glob("*"):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from slurm_train.checkpoint.agreement import Peers
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
@@ -539,6 +540,28 @@ def test_a_call_that_other_ranks_do_not_make_is_named(others: str, tmp_path: Pat
     assert isinstance(first, ConfigError) and isinstance(second, ConfigError)
     assert f"has called save, and another rank {others}: all ranks have to call them alike" in first.message
     assert f"has called {others}, and another rank save" in second.message
+
+
+def test_a_rank_that_waits_for_one_that_has_gone_says_in_which_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 saves, and the program of the others has ended."""
+
+    class Gone(Peers):
+        def rank(self) -> int:
+            return 0
+
+        def gather_values(self, value: Any) -> list[Any]:
+            raise RuntimeError("Connection closed by peer")
+
+    session = join(new_run(tmp_path))
+    session._calls.group = lambda: Gone()
+    with pytest.raises(RuntimeError, match="closed by peer"), session.save(1):
+        pass
+    assert capsys.readouterr().err.startswith(
+        "slurm_train: rank 0 waited in `save`, which all ranks call together, and another rank did not come: it failed"
+    )
+    session.close()
 
 
 def test_a_session_outside_gives_a_device() -> None:

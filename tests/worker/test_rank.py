@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.events import first_mark, message_of, place_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import StopFlag
 from slurm_train.supervise.ranks import WAITS
 from slurm_train.worker import rank
-from slurm_train.worker.rank import allocator_environment, message_of, place_of
+from slurm_train.worker.rank import allocator_environment
 from tests.support.command_line import REPOSITORY, Person
 from tests.support.run_facts import RunFacts
 from tests.support.waiting import wait_for

@@ -131,15 +131,20 @@ def test_a_script_does_not_begin_after_a_request_to_stop(tmp_path: Path, number:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("", (0, "")),
-        ("raise SystemExit(75)", (75, "")),
-        ("raise SystemExit(2)", (2, "the script ended with code 2")),
+        ("", (0, "", "")),
+        ("raise SystemExit(75)", (75, "", "")),
+        ("raise SystemExit(2)", (2, "the script ended with code 2", "")),
         # The system would keep the lowest byte.
-        ("raise SystemExit(256)", (1, "the script ended with code 1")),
-        ("raise ValueError('odd')", (1, "ValueError: odd")),
+        ("raise SystemExit(256)", (1, "the script ended with code 1", "")),
+        ("raise ValueError('odd')", (1, "ValueError: odd", "train.py:1 in <module>")),
+        ("raise ConnectionError('away')", (1, "ConnectionError: away", "")),
+        (
+            "from slurm_train import errors\nraise errors.ConfigError('odd', hint='do')",
+            (2, "ConfigError: odd\nhint: do", "train.py:2 in <module>"),
+        ),
     ],
 )
-def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: tuple[int, str]) -> None:
+def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: tuple[int, str, str]) -> None:
     (tmp_path / "train.py").write_text(line)
     assert script_main.run(str(tmp_path / "train.py")) == found
 
@@ -179,9 +184,10 @@ def test_the_supervisor_learns_which_rank_failed_first(tmp_path: Path, monkeypat
     for rank in ("3", "0"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("SLURM_TRAIN_ATTEMPT", "2")
-        script_main.leave_failure_mark(str(tmp_path), 2, "ValueError: odd\nand more")
+        script_main.leave_failure_mark(str(tmp_path), 2, "ValueError: odd\nand more", place="train.py:3 in main")
     mark = first_mark(run, 2)
     assert mark is not None and (mark.rank, mark.exit_code, mark.message) == (3, 2, "ValueError: odd")
+    assert mark.place == "train.py:3 in main"
 
 
 @pytest.mark.parametrize(
