@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -102,7 +103,7 @@ def check_inputs(plan: RunPlan, *, cwd: Path) -> None:
 
 def _check_tools(config: RunConfig, *, cwd: Path) -> None:
     require_lasting_python(config)
-    for line in python_notes(config, cwd):
+    for line in python_notes(config, cwd, env=os.environ):
         note(line)
     # Another interpreter may have what this one lacks.
     if config.track != TrackSection() and uses_this_python(config):

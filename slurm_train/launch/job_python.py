@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import slurm_train
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.launch.imports import own_paths
+from slurm_train.slurm.commands import run_program
 
 # Where `uv run --with` and `--isolated` (0.13) make an environment that is removed when the command ends.
 _OF_ONE_COMMAND = re.compile(r"/builds-v\d+/\.tmp[^/]*/")
@@ -31,6 +33,12 @@ _ACTIVATES = re.compile(
 _STARTED = re.compile(r"^exec (.+?) -m slurm_train supervise ", re.MULTILINE)
 # Folders that each machine has for itself.
 _OF_ONE_MACHINE = ("/tmp/", "/var/tmp/", "/dev/shm/", "/run/")
+# Prints which of the packages that each rank imports an interpreter does not find; imports none of them.
+_PRINT_MISSING = (
+    "from importlib.util import find_spec\n"
+    "print(*(name for name in ('slurm_train', 'torch') if find_spec(name) is None))"
+)
+_TRY_PYTHON_S = 20.0
 _OF_PYTHON = (BuiltinImporter, FrozenImporter, PathFinder)
 
 
@@ -86,7 +94,7 @@ def gone_python(config: RunConfig, script: str) -> str:
     return "" if os.path.exists(python) or not python else python  # noqa: PTH110  # "" is no path
 
 
-def python_notes(config: RunConfig, directory: Path, *, prefix: str = sys.prefix) -> list[str]:
+def python_notes(config: RunConfig, directory: Path, *, env: Mapping[str, str], prefix: str = sys.prefix) -> list[str]:
     """Returns lines about a Python that the nodes may not have, and about environments that the ranks do not run.
 
     `cluster.setup` may activate another environment than that of the command, whose Python the ranks run.
@@ -94,11 +102,14 @@ def python_notes(config: RunConfig, directory: Path, *, prefix: str = sys.prefix
     Args:
         config: a run.
         directory: where the lines run.
+        env: environment in which the interpreter of `cluster.python` is tried.
         prefix: the environment of the interpreter that submits.
     """
     cluster = config.cluster
-    if cluster is None or cluster.python is not None or config.container is not None:
+    if cluster is None or config.container is not None:
         return []
+    if cluster.python is not None:
+        return _chosen_python_notes(cluster, env)
     notes = []
     own = next((folder for folder in _OF_ONE_MACHINE if prefix.startswith(folder)), "")
     if own:
@@ -121,6 +132,26 @@ def python_notes(config: RunConfig, directory: Path, *, prefix: str = sys.prefix
                     f"cluster.python={directory / folder if is_folder else 'PATH_OF_ITS_ENVIRONMENT'}/bin/python"
                 )
     return notes
+
+
+def _chosen_python_notes(cluster: ClusterSection, env: Mapping[str, str]) -> list[str]:
+    """Returns what `cluster.python` lacks on this machine; one without a folder is found on the nodes alone."""
+    python = cluster.python
+    if python is None or not Path(python).is_absolute():
+        return []
+    place = "on this machine, without cluster.setup" if cluster.setup else "on this machine"
+    try:
+        done = run_program([python, "-c", _PRINT_MISSING], env=env, timeout_s=_TRY_PYTHON_S, cwd="/")
+    except FileNotFoundError:
+        return [f"cluster.python={python} is not on this machine: on nodes that do not have it, the job ends at once"]
+    except (OSError, subprocess.TimeoutExpired) as err:
+        return [f"cluster.python={python} could not be tried {place}: {err}"]
+    if done.return_code:
+        return [f"cluster.python={python} does not work {place}: {done.last_line}"]
+    if not done.stdout.strip():
+        return []
+    packages = " and ".join(done.stdout.split())
+    return [f"cluster.python={python} has no {packages} {place}: install what the ranks need into it"]
 
 
 def with_absolute_python_path(env: Mapping[str, str], folder: Path) -> dict[str, str]:

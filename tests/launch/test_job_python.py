@@ -71,15 +71,15 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("line", ACTIVATIONS)
 def test_another_environment_than_that_of_the_ranks_is_named(line: str) -> None:
-    notes = python_notes(config_of(setup=[line]), Path("/home/ada/project"), prefix=PREFIX)
+    notes = python_notes(config_of(setup=[line]), Path("/home/ada/project"), env={}, prefix=PREFIX)
     assert [note.rpartition("cluster.python=")[2] for note in notes] == [ACTIVATIONS[line]] * bool(ACTIVATIONS[line])
-    assert python_notes(config_of(setup=[line], python="/apps/python3"), Path("/"), prefix=PREFIX) == []
+    assert python_notes(config_of(setup=[line], python="python3"), Path("/"), env={}, prefix=PREFIX) == []
 
 
 def test_a_python_that_the_nodes_may_not_have_is_named() -> None:
-    (note,) = python_notes(config_of(), Path("/home/ada"), prefix="/dev/shm/venv")
+    (note,) = python_notes(config_of(), Path("/home/ada"), env={}, prefix="/dev/shm/venv")
     assert note.startswith("the ranks run /dev/shm/venv/bin/python, and /dev/shm/ is mostly a machine's own")
-    assert python_notes(config_of(), Path("/home/ada"), prefix=PREFIX) == []
+    assert python_notes(config_of(), Path("/home/ada"), env={}, prefix=PREFIX) == []
 
 
 def test_the_python_of_a_script_that_is_not_there_any_more(tmp_path: Path) -> None:
@@ -102,3 +102,24 @@ def test_a_relative_python_path_means_the_same_in_a_job() -> None:
     env = with_absolute_python_path({"PYTHONPATH": "src:../lib::/abs", "A": "1"}, Path("/home/ada"))
     assert env == {"PYTHONPATH": "/home/ada/src:/home/ada/../lib:/abs", "A": "1"}
     assert with_absolute_python_path({"A": "1"}, Path("/")) == {"A": "1"}
+
+
+def test_a_chosen_python_is_tried_before_the_queue(tmp_path: Path) -> None:
+    def notes(python: str) -> list[str]:
+        return python_notes(config_of(python=python), Path("/"), env={"PATH": "/usr/bin:/bin"}, prefix=PREFIX)
+
+    assert notes(sys.executable) == []
+    # Found by the PATH of the nodes, after `cluster.setup`.
+    assert notes("python3.99") == []
+    (absent,) = notes(str(tmp_path / "python"))
+    assert "is not on this machine" in absent
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'libpython3.12.so.1.0: cannot open' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    (does_not_work,) = notes(str(broken))
+    assert does_not_work.endswith("does not work on this machine: libpython3.12.so.1.0: cannot open")
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    (lacks,) = notes(str(bare))
+    assert "has no slurm_train and torch on this machine" in lacks
