@@ -21,11 +21,12 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, SkipBatchSampler
 from accelerate.utils import gather_object
 from torch.utils.data import IterableDataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, optimization
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy, has_length
 
 from slurm_train.checkpoint.switches import Switches
+from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.files import read_json
 from slurm_train.session import join
@@ -34,6 +35,10 @@ _NAMES = {"learning_rate": "lr"}
 """Numbers of the Trainer that have another name in metrics.jsonl."""
 _BY_BATCHES = ("group_by_length", "batch_rebalance")
 """Sampling strategies whose order depends on how the global batch is divided."""
+# Schedules that follow from evaluations; `GreedyLR` is of newer versions of the library.
+_BY_MEASURE = tuple(
+    kind for kind in (torch.optim.lr_scheduler.ReduceLROnPlateau, getattr(optimization, "GreedyLR", None)) if kind
+)
 _FACTS = "slurm_train.json"
 """What a checkpoint says beside what the Trainer writes."""
 
@@ -46,7 +51,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._save = contextlib.ExitStack()
         self._output_dir = ""
         self._saved_step = 0
-        self._has_to_evaluate = False
+        self._lacks_evaluation = False
+        """Whether the evaluation of the step that is resumed was left out at a stop, and is not made yet."""
         self._leaves = False
         self._resumed_from: Path | None = None
         self._has_trained = False
@@ -59,8 +65,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._num_passes = 0
         """Epochs that this training has begun."""
         self._switches: Switches | None = None
-        self._evaluates_on_start = False
-        """Whether the arguments say so, and it is left out at this start."""
+        self._eval_on_start: bool | None = None
+        """What the arguments said, where something else holds at this start."""
+        self._random: dict[str, Any] | None = None
+        """States of the random generators before an evaluation that is due."""
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Has the Trainer restore the states of other callbacks at a resume, which it saves anyway."""
@@ -90,7 +98,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         self._saved_step = state.global_step
         # The Trainer takes a step more from where a training has ended.
         self._has_reached_end = 0 < state.max_steps <= state.global_step
-        self._has_to_evaluate = _lacks_evaluation(args, state)
+        self._lacks_evaluation = _lacks_evaluation(args, state) and not self._has_reached_end
         self._leaves = False
         self._is_resumed = state.global_step > 0
         self._num_passes = 0
@@ -141,10 +149,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             self._has_reached_end |= _has_ended_early(self._resumed_from, facts)
             if self._switches is not None:
                 self._switches.set(facts.get("switches", {}))
-        if self._is_resumed and args.eval_on_start:
-            # It was made at the start of the run; another one would count for the patience of early stopping.
-            args.eval_on_start = False
-            self._evaluates_on_start = True
+        if self._is_resumed and args.eval_on_start != self._lacks_evaluation:
+            # Another one than at the start of the run would count for the patience of early stopping.
+            self._eval_on_start = args.eval_on_start
+            args.eval_on_start = self._lacks_evaluation
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Reports progress within a step."""
@@ -161,9 +169,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             ConfigError: the data set has no length, and has ended before the training.
         """
         loader = objects.get("train_dataloader")
-        if self._evaluates_on_start:
-            args.eval_on_start = True
-            self._evaluates_on_start = False
+        if self._eval_on_start is not None:
+            args.eval_on_start = self._eval_on_start
+            self._eval_on_start = None
+        self._lacks_evaluation = False
         self._num_passes += 1
         is_second = self._num_passes > 1 and not self._has_reached_end
         if self.session.is_active and is_second and not has_length(loader):
@@ -205,15 +214,21 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             # It may take longer than there is time; it is made after the resume.
             control.should_evaluate = False
             control.should_save = True
-        elif self._has_to_evaluate:
-            self._has_to_evaluate = False
-            control.should_evaluate = True
-        # An evaluation comes between this and the save.
-        if not control.should_evaluate:
-            self._begin_save(args, state, control)
+        self._prepare(args, state, control)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepares for a save of the Trainer's own that follows the evaluation."""
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
+        """Does what the Trainer leaves out at a start, and prepares for a save of its own that follows the evaluation.
+
+        An evaluation draws no numbers of the training's, so one that a resume makes anew changes nothing.
+        """
+        if self._random is not None:
+            set_rng_state(self._random)
+        if self._lacks_evaluation:
+            _take_measure(args, state, objects["metrics"], objects["lr_scheduler"])
+            # Early stopping has looked at it before; the Trainer would take another step.
+            self._has_reached_end |= control.should_training_stop
         self._begin_save(args, state, control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -234,8 +249,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             # The Trainer comes here in the middle of an epoch as well, where it stops.
             control.should_evaluate = False
             control.should_save = False
-        elif not control.should_evaluate:
-            self._begin_save(args, state, control)
+        else:
+            self._prepare(args, state, control)
 
     def on_log(self, _: TrainingArguments, state: TrainerState, *__: Any, logs: dict[str, Any], **___: Any) -> None:
         """Writes the Trainer's numbers into metrics.jsonl; those at the end of the training are no step's."""
@@ -295,6 +310,13 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         if num_others > 0:
             loader.batch_sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=num_others)
 
+    def _prepare(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Prepares for the evaluation or the save that the Trainer makes next; a save comes after an evaluation."""
+        if control.should_evaluate:
+            self._random = rng_state()
+        else:
+            self._begin_save(args, state, control)
+
     def _begin_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if not (control.should_save and self.session.is_active) or self._output_dir:
             return
@@ -312,6 +334,23 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         }
         (folder / _FACTS).write_text(json.dumps(facts))
         self._output_dir, args.output_dir = str(args.output_dir), str(folder)
+
+
+def _take_measure(args: TrainingArguments, state: TrainerState, metrics: dict[str, float], schedule: Any) -> None:
+    """Does what the Trainer leaves out after an evaluation at its start: a schedule's step, and the best value."""
+    if args.metric_for_best_model is None:
+        return
+    measure = metrics.get(f"eval_{args.metric_for_best_model.removeprefix('eval_')}")
+    if measure is None:
+        return  # one of several data sets
+    if isinstance(schedule, _BY_MEASURE):
+        schedule.step(measure)
+    best = state.best_metric
+    is_better = best is None or (measure > best if args.greater_is_better else measure < best)
+    if is_better:
+        state.best_metric = measure
+        if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH):
+            state.best_global_step = state.global_step
 
 
 def _lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
