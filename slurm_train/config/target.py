@@ -21,6 +21,7 @@ import inspect
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -205,17 +206,20 @@ def _check_call(
         raise ConfigError(f"{target} {err}", hint=f"it takes {names}") from err
 
 
-def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Sequence[str]) -> None:
+def require_target(
+    key: str, mapping: Mapping[str, Any] | None, *, search: Sequence[str], judges_syntax: bool = True
+) -> None:
     """Checks that a mapping's `_target_` exists and takes its keywords, as far as its source tells; imports nothing.
 
     Args:
         key: where the mapping is in the configuration, e.g. "model".
         mapping: has `_target_`; None, no `_target_` and one of this package pass.
         search: directories in which Python would look, e.g. sys.path.
+        judges_syntax: the ranks use this Python, so that what it cannot read fails on them.
 
     Raises:
-        ConfigError: there is no such module, it has no such name, or that takes other keywords; or a model has a
-            training step of its own, which nothing here calls.
+        ConfigError: there is no such module, it is no Python, it has no such name, or that takes other keywords; or a
+            model has a training step of its own, which nothing here calls.
     """
     import difflib
 
@@ -231,7 +235,7 @@ def require_target(key: str, mapping: Mapping[str, Any] | None, *, search: Seque
             f"{key}.{TARGET}={target}: there is no module {words[0]!r}",
             hint="start from the folder that holds it, or install it",
         )
-    tree = _source_of(spec)
+    tree = _source_of(spec, owner=f"{key}.{TARGET}={target}" if judges_syntax else "")
     if tree is None or not attributes:
         return
     names = _names_bound(tree)
@@ -318,13 +322,31 @@ def _find_longest(words: Sequence[str], search: Sequence[str]) -> tuple[ModuleSp
     return longest, []
 
 
-def _source_of(spec: ModuleSpec) -> ast.Module | None:
-    """Returns a module's source, None where there is none to read."""
+def _source_of(spec: ModuleSpec, *, owner: str = "") -> ast.Module | None:
+    """Returns a module's source, None where there is none to read.
+
+    Args:
+        spec: of the module.
+        owner: what names it, e.g. "model._target_=mine.Model"; "" where another Python may know another syntax.
+
+    Raises:
+        ConfigError: it would fail at its first line, in a job that may have waited for hours.
+    """
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except SyntaxError as err:
+        if not owner:
+            return None
+        line = f": {err.text.strip()}" if err.text else ""
+        raise ConfigError(
+            f"{owner}: {type(err).__name__} in line {err.lineno} of {spec.origin}: {err.msg}{line}",
+            hint="correct it there",
+        ) from err
+    except (OSError, ValueError):
         return None
 
 
@@ -412,7 +434,10 @@ def _split_path(path: str, owner: str = "") -> list[str]:
 def _refuse_path(path: str) -> None:
     reason = _why_refused(path)
     if reason:
-        raise ConfigError(f"{TARGET}={path} {reason}", hint="name a class or a function of your own that does it")
+        head = path.partition(".")[0]
+        renamed = f"; a file {head}.py of yours needs another name" if head in sys.stdlib_module_names else ""
+        hint = f"name a class or a function of your own that does it{renamed}"
+        raise ConfigError(f"{TARGET}={path} {reason}", hint=hint)
 
 
 def _why_refused(path: str) -> str:
@@ -423,6 +448,11 @@ def _why_refused(path: str) -> str:
     if head == "slurm_train":
         return "" if path.startswith(_OWN_ROOMS) else "is machinery of this package, not a part of a run"
     if head in sys.stdlib_module_names:
-        return "" if head in _HARMLESS and path not in _CALLERS else "acts on the machine and builds no part of a run"
+        is_harmless = head in _HARMLESS and path not in _CALLERS
+        return (
+            ""
+            if is_harmless
+            else f"is in Python's module {head}, which acts on the machine and builds no part of a run"
+        )
     loads = any(path == loader or path.startswith(f"{loader}.") for loader in _LOADERS)
     return "runs what it is given and builds no part of a run" if loads else ""

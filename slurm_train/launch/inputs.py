@@ -156,8 +156,9 @@ def _require_targets(config: RunConfig, *, cwd: Path) -> None:
         targets["data.collate"] = dict(collate)
     # A rank's Python starts in this directory, or in the snapshot of it.
     search = [str(cwd), *sys.path]
+    judges_syntax = config.container is None and uses_this_python(config)
     for key, mapping in targets.items():
-        require_target(key, mapping, search=search)
+        require_target(key, mapping, search=search, judges_syntax=judges_syntax)
 
 
 def _optimizer_calls(optim: OptimSection) -> dict[str, Mapping[str, Any] | None]:

@@ -639,11 +639,18 @@ def call_in(err: BaseException) -> str:
     name = type(frames[-1].f_locals["self"].model).__name__
     batch = frames[-1].f_locals["batch"]
     if isinstance(batch, dict):
-        return f"{name} was called with {', '.join(f'{key}: {_kind(item)}' for key, item in batch.items())}"
+        return f"{name} was called with {', '.join(f'{key}: {_typed(item)}' for key, item in batch.items())}"
     return (
-        f"{name} was called with the inputs of a batch (inputs, targets): {_kind(batch[0])}; a model that takes the "
+        f"{name} was called with the inputs of a batch (inputs, targets): {_typed(batch[0])}; a model that takes the "
         "whole batch has training_loss(batch), see docs/bring-your-own.md"
     )
+
+
+def _typed(item: object) -> str:
+    """Returns e.g. "float32 (32, 10)"."""
+    if not isinstance(item, Tensor):
+        return _kind(item)
+    return f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
 
 
 def _takes_two(model: nn.Module) -> bool:

@@ -33,7 +33,13 @@ from slurm_train.train.health import Health, position_after_rollbacks
 from slurm_train.train.layout import apply_parallelism, failures_explained
 from slurm_train.train.metrics import build_recorder, flops_per_token
 from slurm_train.train.optimizer import build_optimizer, build_schedule, require_rules_fit, to_training
-from slurm_train.train.samples import begin_stream, build_global_batches, build_samples, build_split
+from slurm_train.train.samples import (
+    begin_stream,
+    build_global_batches,
+    build_samples,
+    build_split,
+    note_of_few,
+)
 from slurm_train.train.start_up import StartUp
 from slurm_train.train.step import build_stepper
 from slurm_train.train.stops import Stops
@@ -213,7 +219,9 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
 
     recorder = None
     if display is not None:
-        for note in notes:
+        is_stream = isinstance(parts.train_data, StreamSource)
+        few = "" if is_stream else note_of_few(len(parts.train_data), global_size=rank.plan.global_size)
+        for note in filter(None, [*notes, few]):
             display.say(note)
         recorder = build_recorder(parts, display, spent, first_step=position.step)
 

@@ -98,6 +98,16 @@ class Samples:
             yield batch
 
 
+def note_of_few(num_samples: int, *, global_size: int) -> str:
+    """Returns a line about data of which a step takes samples more than once; "" for others."""
+    if num_samples >= global_size:
+        return ""
+    return (
+        f"the training data have {num_samples} samples and a step takes {global_size}, so some count several times in "
+        f"a step: set batch.global_size={num_samples} or less if that is not meant"
+    )
+
+
 def build_global_batches(rank: Rank, source: SampleSource, position: Position) -> GlobalBatches:
     """Returns the samples of every step; moves the position to where a global batch begins.
 

@@ -92,6 +92,12 @@ def test_a_way_around_through_a_users_own_module_ends_at_the_same_place(package:
         resolve_target(f"{package}.{way}")
 
 
+def test_a_file_with_the_name_of_a_module_of_python_is_to_be_renamed() -> None:
+    error = refusal(ConfigError, require_target, "model", {"_target_": "queue.Net"}, search=sys.path)
+    assert "is in Python's module queue, which acts on the machine" in error.message
+    assert error.hint.endswith("; a file queue.py of yours needs another name")
+
+
 DIRECTIONS = [
     ({"_args_": [3, 4]}, (3, 4)),
     ({"x": 1, "_convert_": "all"}, (1, 0)),
@@ -144,6 +150,13 @@ def test_what_is_there_is_found_without_running_it(search: list[str]) -> None:
     for target in FOUND:
         require_target("model", {"_target_": target}, search=[*search, *sys.path])
     require_target("task", None, search=[])
+    (Path(search[0]) / "broken.py").write_text("import torch\nclass Net\n    pass\n")
+    broken = {"_target_": "broken.Net"}
+    error = refusal(ConfigError, require_target, "model", broken, search=search)
+    assert error.message.startswith("model._target_=broken.Net: SyntaxError in line 2 of ") and "class Net" in str(
+        error
+    )
+    require_target("model", broken, search=search, judges_syntax=False)  # another Python may read it
     for target, text, hint in NOT_FOUND:
         error = refusal(ConfigError, require_target, "model", {"_target_": target}, search=search)
         assert text in error.message and hint in error.hint

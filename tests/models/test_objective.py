@@ -265,11 +265,11 @@ def test_a_model_that_raises_is_said_to_have_been_called_with_the_inputs() -> No
     with pytest.raises(ValueError, match="not enough values") as raised:
         objective((torch.ones(2, 3), torch.zeros(2, dtype=torch.long)))
     assert call_in(raised.value).startswith(
-        "Unpacks was called with the inputs of a batch (inputs, targets): tensor of (2, 3); a model that takes the"
+        "Unpacks was called with the inputs of a batch (inputs, targets): float32 (2, 3); a model that takes the"
     )
     with pytest.raises(ValueError, match="too many values") as raised:
         objective({"batch": torch.ones(4, 3)})
-    assert call_in(raised.value) == "Unpacks was called with batch: tensor of (4, 3)"
+    assert call_in(raised.value) == "Unpacks was called with batch: float32 (4, 3)"
     assert call_in(ValueError()) == ""
 
 

@@ -11,6 +11,7 @@ from slurm_train.checkpoint.load import load_rank_state
 from slurm_train.checkpoint.verify import read_manifest
 from slurm_train.rundir.events import append_event, read_events
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
+from slurm_train.train.samples import note_of_few
 from tests.support.small_checkpoints import steps_in
 from tests.train.small_runs import (
     PADDED,
@@ -23,6 +24,11 @@ from tests.train.small_runs import (
     steps_of,
     weights_of,
 )
+
+
+def test_data_that_are_fewer_than_a_step_takes_are_named() -> None:
+    assert [note_of_few(size, global_size=32) for size in (32, 33)] == ["", ""]
+    assert note_of_few(10, global_size=32).startswith("the training data have 10 samples and a step takes 32, so some")
 
 
 def sequences(shares: Any = "even", **model: Any) -> dict[str, Any]:
