@@ -82,6 +82,11 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
             steps = ", ".join(reversed(paths)) or "none"
             raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}", hint=f"steps there: {steps}")
         return paths[step]
+    if not list_checkpoints(checkpoints):
+        raise CheckpointError(
+            f"{checkpoints} has no checkpoint yet",
+            hint="`status` shows how far the run is, and checkpoint.every_steps says when it saves",
+        )
     search = newest_verified(checkpoints)
     if search.newest is None:
         raise CheckpointError(f"no checkpoint in {checkpoints} verifies", hint="look with `checkpoint verify`")

@@ -11,6 +11,9 @@ from slurm_train.errors import EXIT_DONE
 from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_path
 from slurm_train.verbs import parse
 
+_MUCH_MORE = 2.0
+"""So many times the asked share is said."""
+
 
 def main(words: Sequence[str]) -> int:
     """Prepares text, prints the directory of the shards on stdout and returns 0."""
@@ -37,5 +40,12 @@ def main(words: Sequence[str]) -> int:
         )
     for line in notes_of(index):
         note(line)
+    held_out = index.splits["heldout"].targets if "heldout" in index.splits else 0
+    share = held_out / max(sum(split.targets for split in index.splits.values()), 1)
+    if share > _MUCH_MORE * arguments.held_out:
+        note(
+            f"{share:.0%} of the tokens are held out, and --held-out {arguments.held_out} was asked: whole files are, "
+            "chosen by a hash of their names; of few files make one (`cat *.txt > all.txt`), whose end is held out then"
+        )
     print(arguments.out)
     return EXIT_DONE

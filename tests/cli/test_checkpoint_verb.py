@@ -141,3 +141,9 @@ def test_gc_of_a_run_that_is_going_is_refused(shell: Shell, run: RunDirectory) -
     done = shell.types("checkpoint gc gpt-stdlib")
     assert done.code != 0 and "is being run by" in done.err
     assert json.loads(run.lock.read_text()) == held
+
+
+def test_a_run_that_has_not_saved_yet_is_no_run_whose_checkpoints_are_broken(shell: Shell) -> None:
+    shell.has_run("young", "aaaa0000")
+    for words in ("evaluate young", "generate young", "checkpoint export young out.safetensors"):
+        shell.refuses("checkpoints has no checkpoint yet\nhint: `status` shows how far the run is", words)
