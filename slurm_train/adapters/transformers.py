@@ -255,7 +255,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
     def on_log(self, _: TrainingArguments, state: TrainerState, *__: Any, logs: dict[str, Any], **___: Any) -> None:
         """Writes the Trainer's numbers into metrics.jsonl; those at the end of the training are no step's."""
         numbers = {_NAMES.get(name, name): value for name, value in logs.items() if _is_number(value)}
-        if "train_runtime" not in numbers:
+        # With `include_num_input_tokens_seen` a step's have the time so far, too.
+        if "train_steps_per_second" not in numbers:
             self.session.report(state.global_step, **numbers, max_steps=state.max_steps)
         if self._has_trained:
             self.session.mark("end")

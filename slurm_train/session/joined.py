@@ -71,7 +71,7 @@ class JoinedSession(Session):
     ) -> None:
         super().__init__(place, env)
         self._run = run
-        self._settings = config.checkpoint
+        self._settings = self._program_settings(config.checkpoint)
         self._attempt = attempt
         self._stop = stop
         self._is_under_agent = is_under_agent
@@ -288,7 +288,7 @@ class JoinedSession(Session):
             self._run,
             place=self._checkpoints.place,
             rank_place=self._place,
-            settings=self._program_settings(),
+            settings=self._settings,
             env=self._env,
             device=state.device,
             clock=self._progress.heartbeat.clock,
@@ -303,17 +303,16 @@ class JoinedSession(Session):
             is_first=self._place.is_first,
         )
 
-    def _program_settings(self) -> CheckpointSection:
-        """Returns how a program's training is saved: on the shared file system only."""
-        local_dir = self._settings.local_dir
-        if local_dir is None:
-            return self._settings
+    def _program_settings(self, settings: CheckpointSection) -> CheckpointSection:
+        """Returns how a program is saved: on the shared file system only."""
+        if settings.local_dir is None:
+            return settings
         # The last save of a program would be on the nodes alone.
         self._say(
-            f"checkpoints of a program go into the run directory; checkpoint.local_dir={local_dir} is for the built-in "
-            "trainer"
+            "checkpoints of a program go into the run directory at once; "
+            f"checkpoint.local_dir={settings.local_dir} is for the built-in trainer"
         )
-        return replace(self._settings, local_dir=None)
+        return replace(settings, local_dir=None)
 
     @contextlib.contextmanager
     def _around_save(self, step: int) -> Iterator[None]:
@@ -326,6 +325,7 @@ class JoinedSession(Session):
         progress.mark("save")
         try:
             self._calls.meet("save")
+            self._warn_of_accumulation(step)
             on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_ahead(step))
             yield
             self._checkpoints.add_save(step)
@@ -364,6 +364,17 @@ class JoinedSession(Session):
 
     def _note_order(self, order: dict[str, int], *, done: int) -> None:
         self._checkpoints.orders.add(order, done=done)
+
+    def _warn_of_accumulation(self, step: int) -> None:
+        """Says that accelerate is adding up gradients, which a save does not have."""
+        # Imported by the program, or not in use. The state is that of the process.
+        module = sys.modules.get("accelerate.state")
+        if module is not None and module.GradientState._shared_state.get("sync_gradients") is False:
+            self._say(
+                f"step {step} is saved while accelerate adds up gradients: those since the last step are in "
+                "no checkpoint, and a resume does not train on their samples; call `should_stop` and `save` only where "
+                "`accelerator.sync_gradients` is true"
+            )
 
     def _warn_of_other_handlers(self) -> None:
         """Says once that a library or the program has installed other handlers of the stop signals since `join`."""

@@ -20,7 +20,7 @@ import torch
 from slurm_train.checkpoint.agreement import Peers
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
-from slurm_train.config.schema import RunConfig
+from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt
@@ -35,6 +35,7 @@ from slurm_train.session.signals import STOP_SIGNALS, StopFlag, install
 from slurm_train.status.run_status import read_files
 from slurm_train.supervise.hang import Observer
 from tests.fakes.thread_peers import ThreadPeers, on_threads
+from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.sessions import ALONE, join_alone
 from tests.support.waiting import wait_for
 
@@ -439,6 +440,32 @@ def test_another_handler_of_a_stop_signal_is_told_once(tmp_path: Path, capsys: p
     assert stop.replaced() == []
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@NEEDS_TRANSFORMERS
+def test_a_save_between_the_batches_of_a_step_of_accelerate_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from accelerate.state import GradientState
+
+    session = join(new_run(tmp_path))
+    gradients = GradientState()
+    for step, is_whole in ((1, True), (2, False)):
+        gradients._set_sync_gradients(is_whole)
+        with session.save(step) as folder:
+            (folder / "model.pt").touch()
+    gradients._set_sync_gradients(True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("slurm_train: step 2 is saved while accelerate adds up gradients")
+
+
+def test_a_program_is_told_that_it_saves_in_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig(checkpoint=CheckpointSection(local_dir="/tmp"))
+    _hearts.append(Heartbeat())
+    join_alone(new_run(tmp_path), heartbeat=_hearts[-1], config=config)
+    assert "checkpoint.local_dir=/tmp is for the built-in trainer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
