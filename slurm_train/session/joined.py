@@ -253,10 +253,25 @@ class JoinedSession(Session):
             return  # a child that was forked ends as the program does
         try:
             if self._training is not None:
+                self._warn_of_steps_without_a_save()
                 self._training.finish()
         finally:
             self._progress.end()
             self._stop.let_children_end()
+
+    def _warn_of_steps_without_a_save(self) -> None:
+        """Says that the last weights are in no checkpoint; not of a program that has failed, which goes on from it."""
+        step = self._progress.step or 0
+        saved = self._checkpoints.newest_step
+        # Set as by the interpreter, also where `worker.script_main` runs the program.
+        has_failed = getattr(sys, "last_value", None) is not None
+        if self._place.is_first and step > saved and not has_failed:
+            print(
+                f"slurm_train: the program has ended at step {step}, and its newest checkpoint is of step {saved}: "
+                "training.save(step) after the loop keeps the last weights",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _build_training(
         self,

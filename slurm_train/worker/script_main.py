@@ -90,6 +90,8 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str, str]:
         return *_exit_code(end), ""
     except BaseException as err:
         traceback.print_exception(type(err), err, _from_script(err.__traceback__))
+        # As the interpreter does: what runs at exit can tell that the program has failed.
+        sys.last_type, sys.last_value, sys.last_traceback = type(err), err, err.__traceback__
         return _code_of(err), f"{type(err).__name__}: {err}", _place_of(err)
     return 0, "", ""
 

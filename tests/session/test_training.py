@@ -437,6 +437,25 @@ def test_the_save_of_a_stop_is_on_disk_when_it_returns(run: RunDirectory) -> Non
     assert [save["step"] for save in read_saves(run) if "bytes" in save] == [7]
 
 
+@pytest.mark.parametrize("end", ["saved", "not saved", "failed"])
+def test_last_steps_that_no_checkpoint_has_are_named(
+    end: str, run: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts()
+    mine = join(run)
+    training = mine.training(parts.model, parts.optimizer)
+    for step in (1, 2, 3):
+        parts.step()
+        mine.report(step, loss=1.0)
+        if step == 2 or (step == 3 and end == "saved"):
+            training.save(step)
+    if end == "failed":
+        monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    mine.close()
+    line = "the program has ended at step 3, and its newest checkpoint is of step 2: training.save(step) after the loop"
+    assert (line in capsys.readouterr().err) == (end == "not saved")
+
+
 def test_saves_are_due_as_configured(run: RunDirectory) -> None:
     config = replace(RunConfig(), checkpoint=replace(RunConfig().checkpoint, every_steps=3))
     mine = join(run, config=config)
