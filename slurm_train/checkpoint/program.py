@@ -470,15 +470,19 @@ def _digest(state: Mapping[str, Any]) -> str:
     large: list[Tensor] = []
 
     def add(value: Any) -> None:
+        # Lengths keep [1, 23] and [12, 3] apart.
         if isinstance(value, Mapping):
+            hasher.update(f"{len(value)} keys ".encode())
             for key, item in value.items():
-                hasher.update(f"{key!r}:".encode())
+                add(key)
                 add(item)
         elif isinstance(value, (list, tuple)):
+            hasher.update(f"{len(value)} items ".encode())
             for item in value:
                 add(item)
         elif not isinstance(value, Tensor):
-            hasher.update(repr(value).encode())
+            text = repr(value).encode()
+            hasher.update(f"{len(text)} bytes ".encode() + text)
         else:
             hasher.update(f"{value.dtype} {tuple(value.shape)} {getattr(value, 'placements', '')}".encode())
             if hasattr(value, "placements"):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from slurm_train.checkpoint.program import _sketch
+from slurm_train.checkpoint.program import _digest, _sketch
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
@@ -729,6 +729,15 @@ def test_buffers_of_a_rank_and_lists_of_shards_go_on(tmp_path: Path) -> None:
     assert losses_of(parts) == losses_of(whole)
     (code, text), *_ = train(parts, OWN, "9", ranks=3)
     assert code == 0 and "each of the 2 ranks had its own norm.running_mean" in text
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [([1, 23], [12, 3]), ([[1], [2]], [[1, 2]]), ({"a": {}, "b": 1}, {"a": {"b": 1}}), (["a", "b"], ["a'b"])],
+    ids=["numbers", "lists", "dictionaries", "texts"],
+)
+def test_states_with_the_same_characters_are_told_apart(one: Any, other: Any) -> None:
+    assert _digest({"state": one}) == _digest({"state": one}) != _digest({"state": other})
 
 
 @pytest.mark.parametrize("change", ["order", "sign", "nan", "last"])
