@@ -398,6 +398,8 @@ def export_to(target: Path, write: Callable[[Path], int]) -> int:
     Raises:
         CheckpointError: it exists already, or cannot be written.
     """
+    from safetensors import SafetensorError
+
     if target.exists():
         raise CheckpointError(f"{target} exists already", hint="give another name, or remove it")
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
@@ -409,9 +411,11 @@ def export_to(target: Path, write: Callable[[Path], int]) -> int:
         fsync_file(temporary)
         rename(temporary, target)
         fsync_directory(target.parent)
-    except OSError as err:
+    except (OSError, SafetensorError) as err:
+        # The library wraps the system's error in its own.
+        reason = err.strerror if isinstance(err, OSError) else err
         raise CheckpointError(
-            f"cannot write {target}: {err.strerror}", hint="name a place that you may write to and that has room"
+            f"cannot write {target}: {reason}", hint="name a place that you may write to and that has room"
         ) from err
     finally:
         if temporary.is_dir():
@@ -437,8 +441,12 @@ def _difference(tensor: Tensor, other: Tensor) -> str:
         return f"{tuple(tensor.shape)} {tensor.dtype} and {tuple(other.shape)} {other.dtype}"
     if tensor.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8)):
         return ""
-    gap = (tensor.double() - other.double()).abs()
-    return f"{int((gap != 0).sum())} of {tensor.numel()} values, at most {gap.max().item():.3g} apart"
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    gap = (tensor.to(wide) - other.to(wide)).abs()
+    num_unequal = int((gap != 0).sum())
+    if num_unequal == 0:
+        return "equal values, of which some are 0 and others -0"
+    return f"{num_unequal} of {tensor.numel()} values, at most {gap.max().item():.3g} apart"
 
 
 def weights_digest(named_parameters: Iterable[tuple[str, Any]]) -> str:

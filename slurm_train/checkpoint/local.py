@@ -136,18 +136,24 @@ def choose_reachable(
         fetch: gives the text of a manifest that a rank's node has; called alike on all ranks.
     """
     for candidate in sorted({candidate for of_rank in held for candidate in of_rank}, reverse=True):
-        manifest = Manifest.from_json(
-            fetch(candidate, next(rank for rank, of_rank in enumerate(held) if candidate in of_rank))
-        )
-        able: list[list[int]] = [[] for _ in manifest.files]
+        first_holder = min(rank for rank, of_rank in enumerate(held) if candidate in of_rank)
+        manifest = Manifest.from_json(fetch(candidate, first_holder))
+        ranks_with_file: list[list[int]] = [[] for _ in manifest.files]
         for rank, of_rank in enumerate(held):
             for number in of_rank.get(candidate, ()):
-                able[number].append(rank)
-        if all(able):
-            # Where two nodes hold a file, the first and the last of its ranks are on different ones.
-            tries = (dict.fromkeys((ranks[n % len(ranks)], ranks[0], ranks[-1])) for n, ranks in enumerate(able))
-            return Reachable(manifest, dict(zip(sorted(manifest.files), map(tuple, tries), strict=True)))
+                ranks_with_file[number].append(rank)
+        if all(ranks_with_file):
+            names = sorted(manifest.files)
+            return Reachable(manifest, {name: _holders(ranks_with_file[n], n) for n, name in enumerate(names)})
     return None
+
+
+def _holders(ranks: Sequence[int], number: int) -> tuple[int, ...]:
+    """Returns the ranks that copy a file, one after the other until one can; files in turn begin with other ranks.
+
+    Where two nodes hold it, the first and the last of its ranks are on different ones.
+    """
+    return tuple(dict.fromkeys((ranks[number % len(ranks)], ranks[0], ranks[-1])))
 
 
 def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: ProcessGroup | None) -> Saved:
@@ -171,17 +177,17 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
             return {}, {}
         wait_until_visible(staging)
         source = _find(place, manifest)
-        left = dict[str, str]()
+        reasons = dict[str, str]()
         for name in names:
             try:
                 if source is None:
                     raise CheckpointError(f"step {manifest.step} is not on this node any more", hint=_LOST_HINT)
                 copy_file(source / name, staging / name, manifest.files[name])
             except (CheckpointError, OSError) as err:
-                left[name] = f"rank {rank} on {socket.gethostname()}: {as_agreed(err).message}"
+                reasons[name] = f"rank {rank} on {socket.gethostname()}: {as_agreed(err).message}"
                 with contextlib.suppress(OSError):
                     (staging / name).unlink()
-        return {name: manifest.files[name] for name in names if name not in left}, left
+        return {name: manifest.files[name] for name in names if name not in reasons}, reasons
 
     def copy_all(staging: Path) -> list[Records]:
         records: list[Records] = [{} for _ in range(size_of(group))]
@@ -190,13 +196,13 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
         while names:
             own_names = [name for name in names if reachable.holders[name][tries] == rank]
             outcomes = on_every_rank(group, partial(copy_own, staging, own_names))
-            left = dict[str, str]()
+            failed = dict[str, str]()
             for of_rank, (copied, reasons) in zip(records, outcomes, strict=True):
                 of_rank |= copied
-                left |= reasons
-            names = sorted(left)
-            tries = tries + 1
-            lost = [text for name, text in left.items() if len(reachable.holders[name]) == tries]
+                failed |= reasons
+            names = sorted(failed)
+            tries += 1
+            lost = [reason for name, reason in failed.items() if len(reachable.holders[name]) == tries]
             if lost:
                 raise CheckpointError("; ".join(dict.fromkeys(lost)), hint=_LOST_HINT)
         return records
@@ -206,7 +212,10 @@ def copy_to_run(place: NodePlace, run: Place, reachable: Reachable, *, group: Pr
 
 def _find(place: NodePlace, manifest: Manifest) -> Path | None:
     """Returns where a node has its files of a checkpoint."""
-    return next((path for path, outcome in survey(place.root, read_manifest) if outcome == manifest), None)
+    for path, outcome in survey(place.root, read_manifest):
+        if outcome == manifest:
+            return path
+    return None
 
 
 def _has(path: Path, record: FileRecord) -> bool:

@@ -75,13 +75,21 @@ def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path
                 yield path, check(path)
                 break
             except CheckpointError as err:
-                save_id = name_of(path).save_id
-                now = next((other for other in list_checkpoints(root) if name_of(other).save_id == save_id), None)
                 looks += 1
-                if now == path and not (is_stale(err) and looks < LOOKS_AT_STALE):
+                path_now = _path_of_save(root, name_of(path).save_id)
+                is_to_look_again = is_stale(err) and looks < LOOKS_AT_STALE
+                if path_now == path and not is_to_look_again:
                     yield path, err
                     break
-                path = now
+                path = path_now
+
+
+def _path_of_save(root: Path, save_id: str) -> Path | None:
+    """Returns the present directory of the checkpoint with an id, None where it has been removed."""
+    for path in list_checkpoints(root):
+        if name_of(path).save_id == save_id:
+            return path
+    return None
 
 
 LAST_FINITE = "last finite loss"
@@ -133,7 +141,10 @@ def kept_paths(newest: Manifest, paths: Sequence[Path]) -> dict[Path, str]:
 
 def newest_committed_step(root: Path) -> int:
     """Returns the newest step whose marker fits its manifest, -1 where there is none; other files are not read."""
-    return next((outcome.step for _, outcome in survey(root, read_manifest) if isinstance(outcome, Manifest)), -1)
+    for _, outcome in survey(root, read_manifest):
+        if isinstance(outcome, Manifest):
+            return outcome.step
+    return -1
 
 
 def committed_step_of_program(root: Path) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -138,6 +139,7 @@ def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback
         ConfigError: one cannot be made, or is no `Callback`.
     """
     callbacks: dict[str, Callback] = {}
+    num_of_target = Counter[str]()
     for number, mapping in enumerate(mappings):
         built = instantiate(mapping)
         target = str(mapping[TARGET])
@@ -146,7 +148,8 @@ def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback
                 f"callbacks[{number}].{TARGET}={target} gave a {type(built).__name__}, not a callback",
                 hint="derive the class from slurm_train.train.callbacks.Callback",
             )
-        callbacks[f"{sum(key.endswith(f' {target}') for key in callbacks)} {target}"] = built
+        callbacks[f"{num_of_target[target]} {target}"] = built
+        num_of_target[target] += 1
     return callbacks
 
 
@@ -193,8 +196,15 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
 
 
 def _require(key: str, value: float, *, least: float, below: float = math.inf) -> None:
-    kinds, kind = ((int,), "a whole number") if isinstance(least, int) else ((int, float), "a number")
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < below:
+    """Checks a number; a limit that is an int asks for a whole one.
+
+    Raises:
+        ConfigError: it is no number, or outside of the limits.
+    """
+    must_be_whole = isinstance(least, int)
+    is_number = isinstance(value, int if must_be_whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value < below:
+        kind = "a whole number" if must_be_whole else "a number"
         limit = "" if below == math.inf else f" and below {below:g}"
         raise ConfigError(
             f"{key} must be {kind}, at least {least:g}{limit}, got {value!r}", hint="see docs/callbacks.md"
@@ -490,8 +500,10 @@ class ProfilerWindow(Callback):
     def _close(self, trainer: Training) -> None:
         if self._profiler is None:
             return
-        rank, (profiler, self._profiler) = trainer.rank, (self._profiler, None)
+        profiler = self._profiler
+        self._profiler = None
         profiler.stop()
+        rank = trainer.rank
         rank.run.profiles.mkdir(exist_ok=True)
         path = rank.run.profiles / f"step_{self.first}_attempt_{rank.attempt}_rank_{rank.place.rank}.json.gz"
         profiler.export_chrome_trace(str(path))

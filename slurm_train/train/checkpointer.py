@@ -104,8 +104,11 @@ class Checkpointer:
             # Who changes a run that a callback has ended wants it to continue.
             position.ended = ""
         restored = self._restore(choice)
-        growth = manifest.batch_plan.get("growth", {})
-        if (manifest.batch_plan.get("global_size"), growth) != tuple(self._batch_sizes.values()):
+        saved_sizes = {
+            "global_size": manifest.batch_plan.get("global_size"),
+            "growth": manifest.batch_plan.get("growth", {}),
+        }
+        if saved_sizes != self._batch_sizes:
             position.batch_since = [manifest.step, manifest.samples]
         return position, [*notes, *choice.warnings, *accepted, *restored, choice.resuming]
 
@@ -243,10 +246,13 @@ class Checkpointer:
             load({CALLBACKS: tensors} if tensors else {})
         in_checkpoint = {name: path for name, path in stored.items() if path[0] == CALLBACKS}
         with_tensors = {path[1] for path in in_checkpoint.values()}
-        for key in self.callbacks.keys() & saved.keys():
+        # In the same order on all ranks: a callback may communicate while it loads its state.
+        for key, callback in self.callbacks.items():
+            if key not in saved:
+                continue
             is_empty_here = key not in tensors and not values[key]
             if key not in with_tensors or not is_empty_here:
-                self.callbacks[key].load_state_dict(merge_state(saved[key], tensors.get(key, {})))
+                callback.load_state_dict(merge_state(saved[key], tensors.get(key, {})))
         notes = []
         for key in self.callbacks:
             if key not in saved:

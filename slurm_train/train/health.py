@@ -35,7 +35,7 @@ _EMPTY_AT_FIRST = 3
 _EMPTY_IN_A_ROW = 10
 _EMPTY_WINDOW = 100
 _CHUNK = 1 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 class Health:
@@ -121,10 +121,11 @@ class Health:
         position.empty_steps += 1
         if self._rank.place.is_first:
             self._write(result, "no_items", "skip")
-        in_a_row = list(self._empty_steps)[-(_EMPTY_IN_A_ROW if position.items else _EMPTY_AT_FIRST) :]
-        is_full = len(in_a_row) == (_EMPTY_IN_A_ROW if position.items else _EMPTY_AT_FIRST)
-        if (is_full and all(in_a_row)) or sum(self._empty_steps) > _EMPTY_WINDOW // 2:
-            refuse(result, num_empty=sum(self._empty_steps), of=len(self._empty_steps))
+        most_in_a_row = _EMPTY_IN_A_ROW if position.items else _EMPTY_AT_FIRST
+        are_last_empty = sum(list(self._empty_steps)[-most_in_a_row:]) == most_in_a_row
+        num_empty = sum(self._empty_steps)
+        if are_last_empty or num_empty > _EMPTY_WINDOW // 2:
+            refuse(result, num_empty=num_empty, of=len(self._empty_steps))
         return True
 
     def roll_back(self, *, samples: int) -> Position:
@@ -284,10 +285,12 @@ def digest_of_parameters(parameters: Iterable[Tensor]) -> Tensor:
     changes it, since an odd factor loses no bit. Integer arithmetic depends on no order of summation.
     """
     tensors = [local_part(parameter).detach().reshape(-1) for parameter in parameters]
-    # Elements of 8 bytes count as two of 4.
-    longest = 2 * min(_CHUNK, max((tensor.numel() for tensor in tensors), default=0))
+    # An element of 8 bytes is two integers, one of 16 bytes four. A rank may hold no element of a small model.
+    lengths = (min(_CHUNK, tensor.numel()) * max(1, tensor.element_size() // 4) for tensor in tensors)
+    longest = max(lengths, default=0)
     device = tensors[0].device if tensors else None
-    weights = torch.arange(1, 2 * longest, 2, dtype=torch.int64, device=device) * -7046029254386353131
+    odd_numbers = 2 * torch.arange(longest, dtype=torch.int64, device=device) + 1
+    weights = odd_numbers * -7046029254386353131
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         for chunk in torch.split(tensor, _CHUNK):
@@ -320,16 +323,16 @@ def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> No
     dist.all_gather(gathered, own_digest)
     digests = [int(digest) for digest in torch.cat(gathered).tolist()]
     layout = rank.layout
-    alike: Any = [range(len(digests))] if layout.is_replicated else layout.groups(("dp_replicate",))
+    replica_groups: Any = [range(len(digests))] if layout.is_replicated else layout.groups(("dp_replicate",))
     divergent: list[int] = []
-    for ranks in alike:
+    for ranks in replica_groups:
         divergent += [ranks[position] for position in find_divergent([digests[number] for number in ranks])]
     if not divergent:
         return
     hosts = gather(rank.place.host)
-    names = ", ".join(f"{divergent_rank} on {hosts[divergent_rank]}" for divergent_rank in divergent[:8]) + (
-        ", ..." if len(divergent) > 8 else ""
-    )
+    names = ", ".join(f"{divergent_rank} on {hosts[divergent_rank]}" for divergent_rank in divergent[:8])
+    if len(divergent) > 8:
+        names += ", ..."
     raise SlurmTrainError(
         f"the replicas differ at step {step}: rank {names} holds other parameters than the other "
         f"{len(digests) - len(divergent)}",

@@ -158,7 +158,9 @@ class Recorder:
 
     def restart_window(self) -> None:
         """Begins to measure step times anew."""
-        self._window_start, self._window_steps, self._window_items = self._clock(), 0, 0
+        self._window_start = self._clock()
+        self._window_steps = 0
+        self._window_items = 0
 
     def skip(self, seconds: float, cause: str = "") -> None:
         """Takes time that was no step's out of the current window and the display's rate.
@@ -252,7 +254,8 @@ class GpuReader:
 
             pynvml.nvmlInit()
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            self._nvml = pynvml
 
     def read(self) -> dict[str, float]:
         """Returns what is known now; nothing within two seconds of the last time.
@@ -261,17 +264,19 @@ class GpuReader:
         `gpu_sm_clock_mhz`.
         """
         now = self._clock()
-        nvml = self._nvml
         if now < self._due_s:
             return {}
         self._due_s = now + _READ_GPU_EVERY_S
         readings = {"gpu_memory_gb": torch.cuda.max_memory_allocated(self._device) / 1e9}
+        nvml = self._nvml
+        if nvml is None:
+            return readings
         questions: dict[str, Callable[[], float]] = {
             "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
             "gpu_temperature_c": lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU),
             "gpu_sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
         }
-        for name, ask in {} if nvml is None else questions.items():
+        for name, ask in questions.items():
             with contextlib.suppress(Exception):
                 readings[name] = float(ask())
         return readings
@@ -282,7 +287,10 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for words, peak in PEAK_FLOPS.items() if all(word in name for word in words.split())), None)
+    for words, peak in PEAK_FLOPS.items():
+        if all(word in name for word in words.split()):
+            return peak
+    return None
 
 
 def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, float]:
@@ -300,10 +308,17 @@ def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, flo
     # `module.weight` of a parametrized layer would compute it, and a spectral norm counts that as a pass.
     looked_up = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)}
     multiplied = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
-    weights = [p for p in model.parameters() if p.dim() >= 2 and (id(p) not in looked_up or id(p) in multiplied)]
-    attention: int = positions * getattr(model, "attention_width", int)()
-    papers = 6.0 * sum(weight.numel() for weight in model.parameters()) + 12.0 * attention if attention else 0.0
-    return 6.0 * sum(weight.numel() for weight in weights), papers
+    num_multiplied = 0
+    num_parameters = 0
+    for parameter in model.parameters():
+        num_parameters += parameter.numel()
+        is_only_looked_up = id(parameter) in looked_up and id(parameter) not in multiplied
+        if parameter.dim() >= 2 and not is_only_looked_up:
+            num_multiplied += parameter.numel()
+    attention_width: Any = getattr(model, "attention_width", None)
+    attention: int = 0 if attention_width is None else positions * attention_width()
+    as_in_papers = 6.0 * num_parameters + 12.0 * attention if attention else 0.0
+    return 6.0 * num_multiplied, as_in_papers
 
 
 def format_measures(measures: dict[str, float]) -> str:

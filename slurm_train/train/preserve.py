@@ -104,7 +104,8 @@ class _Snapshot:
         if isinstance(value, Tensor):
             return self._restorer_of_tensor(value)
         if isinstance(value, np.ndarray):
-            return partial(np.copyto, value, value.copy())
+            # Nothing can write into one that is read-only, e.g. a mapped file.
+            return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
         if _is_generator(value):
             return _restorer_of_generator(value)
         if isinstance(value, dict):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, safe_open
 
 from slurm_train.checkpoint.commit import Place
+from slurm_train.checkpoint.load import differences
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.models.gpt import GPT
@@ -74,6 +75,8 @@ def test_export_writes_the_newest_that_verifies_or_a_step_and_overwrites_nothing
     assert shell.types("checkpoint export gpt-stdlib@1 one.safetensors").code == 0
     assert load_file("one.safetensors")["head.weight"][0, 0] == 1.0
     before = shell.left()
+    nowhere = shell.types("checkpoint export gpt-stdlib@1 no/such/folder/model.safetensors")
+    assert nowhere.code == 1 and "cannot write no/such/folder/model.safetensors" in nowhere.err
     for step, message in ((3, "cannot be trusted"), (5, "has no checkpoint of step 5\nhint: steps there: 3, 2, 1")):
         done = shell.types(f"checkpoint export gpt-stdlib@{step} other.safetensors")
         assert done.code == 1 and message in done.err
@@ -104,6 +107,16 @@ def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell
     done = shell.types("checkpoint export gpt-stdlib@2 other --format hf")
     assert done.code == 2 and "is known for the shipped GPT and for model=hf, not for None" in done.err
     assert not [name for name in shell.left() if "partial" in name or name.startswith("other")]
+
+
+def test_tensors_that_differ_by_a_sign_or_an_imaginary_part_are_not_zero_values_apart() -> None:
+    first = {"phase": torch.tensor([1 + 1j]), "bias": torch.tensor([0.0, 1.0])}
+    second = {"phase": torch.tensor([1 + 3j]), "bias": torch.tensor([-0.0, 1.0])}
+    assert differences(first, first) == []
+    assert differences(first, second) == [
+        ("bias", "equal values, of which some are 0 and others -0"),
+        ("phase", "1 of 1 values, at most 2 apart"),
+    ]
 
 
 def test_diff_names_tensors_and_facts_and_equal_is_equal(shell: Shell, run: RunDirectory) -> None:

@@ -204,6 +204,16 @@ def test_every_bit_changes_the_digest_of_parameters(dtype: torch.dtype) -> None:
     assert digest_of_parameters([tensor.to("meta")]).is_meta
 
 
+@pytest.mark.parametrize("tensors", [[], [torch.zeros(0)], [torch.zeros(0, 3), torch.zeros(0)]])
+def test_a_rank_without_an_element_has_a_digest(tensors: list[torch.Tensor]) -> None:
+    assert int(digest_of_parameters(tensors)) == int(digest_of_parameters(tensors))
+
+
+def test_a_digest_of_complex_numbers_counts_both_parts() -> None:
+    digests = {int(digest_of_parameters([torch.tensor([z], dtype=torch.complex128)])) for z in (1 + 1j, 1 + 2j, 2 + 1j)}
+    assert len(digests) == 3
+
+
 def test_the_order_of_tensors_and_elements_counts() -> None:
     one, two = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     digests = {int(digest_of_parameters(tensors)) for tensors in ([one, two], [two, one], [one, one], [two, two])}

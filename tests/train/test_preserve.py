@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,16 @@ def test_everything_is_put_back(change: Any) -> None:
         change(model)
         assert seen(model) != before
     assert seen(model) == before
+
+
+def test_arrays_that_are_read_only_are_left_alone(tmp_path: Path) -> None:
+    np.save(tmp_path / "table.npy", np.arange(3))
+    model = nn.Linear(1, 1)
+    model.mapped = np.load(tmp_path / "table.npy", mmap_mode="r")
+    model.bytes = np.frombuffer(b"abc", dtype=np.uint8)
+    with preserved(model):
+        model.bytes = None
+    assert model.mapped.tolist() == [0, 1, 2] and model.bytes.tolist() == [97, 98, 99]
 
 
 def test_it_is_put_back_after_an_error() -> None:
