@@ -44,7 +44,10 @@ _FACTS = "slurm_train.json"
 
 
 class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
-    """Reports each step, stops all ranks at the same one, and saves in the run's checkpoints."""
+    """Reports each step, stops all ranks at the same one, and saves in the run's checkpoints.
+
+    Wide because it keeps what one call of the Trainer tells for the next ones, and the Trainer has no place for it.
+    """
 
     def __init__(self) -> None:
         self.session = join()
