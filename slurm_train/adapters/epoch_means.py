@@ -1,8 +1,8 @@
-"""What the training steps of an epoch have added up so far: Lightning (2.6) forgets it at a resume.
+"""Saves and restores what the steps of an epoch have added up so far; Lightning (2.6) loses it at a resume.
 
-Without it the mean of a resumed epoch is that of its rest, and a schedule or an `EarlyStopping` that looks at it
-decides otherwise. Two kinds are kept, on each rank its own: the sums of `log(on_epoch=True)`, and the states of metrics
-of torchmetrics in the module. Nothing of a checkpoint of Lightning is changed.
+Without it the mean of a resumed epoch would be that of the steps after the resume, and a schedule or an `EarlyStopping`
+that depends on it would decide otherwise. Two kinds of sums are kept, for each rank: those of `log(on_epoch=True)`, and
+the states of torchmetrics' metrics in the module. Lightning's own part of the checkpoint is not changed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ _SUMS = ("value", "cumulated_batch_size")
 
 
 class EpochMeans:
-    """The sums of an epoch that is resumed in its middle, until they are all added to those of its rest."""
+    """Sums of an epoch that is resumed in its middle; each waits until Lightning has a sum that it can be added to."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, Tensor]] = {}
 
     def state(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-        """Returns what `restore` takes, after a step. Collective at the end of an epoch, as `log` may be."""
+        """Returns what `restore` and `show` take; to be called after a step.
+
+        Collective at the end of an epoch, where a `log` with `sync_dist` is.
+        """
         sums = dict(self._sums)
         for key, result in _results(trainer).items():
             if result.is_tensor and result.meta.on_epoch:
                 sums[key] = {name: getattr(result, name).cpu() for name in _SUMS if name in result._defaults}
         for part in module.modules():
             if isinstance(part, MetricCollection):
-                # Of several with the same states only the first one is updated; this gives the others theirs.
+                # Of metrics with the same states only the first is updated; this copies its state to the others.
                 part.items(keep_base=True, copy_state=False)
         results = list(_results(trainer).values())
         metrics = {}
@@ -40,21 +43,21 @@ class EpochMeans:
                 states = {state: _on_host(getattr(metric, state)) for state in metric._defaults}
                 is_logged = any(result.value is metric for result in results if not result.is_tensor)
                 metrics[name] = {"count": metric._update_count, "states": states, "is_logged": is_logged}
-        # Of the validation before, too, which a schedule may look at in each epoch.
-        seen = dict(trainer._logger_connector._callback_metrics)
+        # Includes the metrics of the last validation, which a schedule may read in each epoch.
+        shown = dict(trainer._logger_connector._callback_metrics)
         if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            # No step of the epoch follows that would log them.
-            seen |= trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
-        host = {name: torch.as_tensor(value).detach().cpu() for name, value in seen.items()}
-        return {"sums": sums, "metrics": metrics, "seen": host}
+            # No later step of the epoch logs them.
+            shown |= trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
+        on_host = {name: torch.as_tensor(value).detach().cpu() for name, value in shown.items()}
+        return {"sums": sums, "metrics": metrics, "seen": on_host}
 
     def restore(self, module: pl.LightningModule, state: dict[str, Any], *, is_within: bool) -> None:
-        """Takes over a state before the first step; the sums follow in `add`, where Lightning has its own of them.
+        """Restores the metrics, before the first step; the sums are added by `add`.
 
         Args:
-            module: what is trained.
-            state: see `state`.
-            is_within: whether steps of the epoch are left. Else `log` has no metric to reset at its end.
+            module: the trained module.
+            state: what `state` returned.
+            is_within: whether steps of the epoch are left. If not, nothing would reset the metrics that are logged.
         """
         self._sums = dict(state["sums"]) if is_within else {}
         for name, metric in _metrics(module).items():
@@ -69,18 +72,18 @@ class EpochMeans:
             metric._computed = None
 
     def show(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
-        """Lets callbacks and schedules see what was logged before, the means of an epoch if its last step was saved."""
+        """Gives callbacks and schedules what was logged before the save; at an epoch's last step that is its means."""
         device = trainer.strategy.root_device
-        seen = {name: value.to(device) for name, value in state["seen"].items()}
-        trainer._logger_connector._callback_metrics.update(seen)
+        shown = {name: value.to(device) for name, value in state["seen"].items()}
+        trainer._logger_connector._callback_metrics.update(shown)
 
     def add(self, trainer: pl.Trainer) -> None:
-        """Adds the sums to those that a step has begun anew."""
+        """Adds the restored sums to those that Lightning has begun in a step."""
         results = _results(trainer)
         for key in [key for key in self._sums if key in results]:
             before = self._sums.pop(key)
             result = results[key]
-            # What an epoch does at its start is done again.
+            # `on_train_epoch_start` is called again, and logs its values again.
             if result.meta.fx == "on_train_epoch_start" or not result.is_tensor:
                 continue
             value = before["value"].to(result.value.device)
@@ -94,12 +97,12 @@ class EpochMeans:
                 )
 
     def forget(self) -> None:
-        """Drops what the rest of the epoch has not logged again."""
+        """Drops the sums of what was not logged again until the end of the epoch."""
         self._sums = {}
 
 
 def _results(trainer: pl.Trainer) -> dict[str, Any]:
-    # There is no public name for it.
+    # Lightning has no public name for it.
     results: dict[str, Any] = trainer.fit_loop.epoch_loop._results
     return results
 

@@ -1,12 +1,14 @@
-"""A Lightning Trainer as a part of its run: one callback, and `ckpt_path`.
+"""Makes the training of a Lightning Trainer a part of its run: one callback, and `ckpt_path`.
 
     callback = SessionCallback(every_steps=1000)
     trainer = L.Trainer(callbacks=[callback], ...)
     trainer.fit(model, loader, ckpt_path=callback.newest())
 
-It takes the place of Lightning's own requeue under Slurm: no signal handler saves, broadcasts or asks for a requeue.
-All ranks stop after the same step, and the checkpoint is one of the run. The random streams of each rank are saved as
-well, which Lightning leaves out.
+The callback replaces Lightning's own requeue under Slurm: no signal handler saves, broadcasts or requeues. All ranks
+stop after the same step, and their checkpoint is one of the run's. It also holds what a checkpoint of Lightning lacks:
+the random streams of each rank, the states of each rank's loaders, and the sums of an epoch's means.
+
+Lightning (2.6) has no public names for some of this, so private attributes of its loops are read and set here.
 """
 
 from __future__ import annotations
@@ -35,56 +37,62 @@ from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session import Checkpoint, join
 
 _FILE = "lightning.ckpt"
-_ENDS = "slurm_train_should_stop"
-"""Key in a checkpoint of Lightning: whether something has asked the training to end."""
-_SWITCHES = "slurm_train_switches"
-"""Key in a checkpoint of Lightning: what the training has frozen, unfrozen or put into another mode."""
-_OF_VALIDATION = re.compile("val(?:id(?:ation)?)?[_/](.+)")
+_ENDED_KEY = "slurm_train_should_stop"
+"""Key in a checkpoint of Lightning: whether `trainer.should_stop` was set, e.g. by `EarlyStopping`."""
+_SWITCHES_KEY = "slurm_train_switches"
+"""Key in a checkpoint of Lightning: parameters and modules that the training has frozen or unfrozen, or whose mode it
+has changed."""
+_VALIDATION_NAME = re.compile("val(?:id(?:ation)?)?[_/](.+)")
 
 
 class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
-    """Reports each step, stops all ranks at the same one, and saves in the run's checkpoints.
+    """Reports each step, stops all ranks at the same step, and saves into the run's checkpoints.
 
-    Lightning calls it after callbacks of other kinds, so that what they change in a step is in its checkpoint; and
-    it makes none of its own beside it.
+    It derives from Lightning's `Checkpoint` for two reasons: Lightning calls it after callbacks of other kinds, so its
+    checkpoint has what they change in a step, and Lightning adds no `ModelCheckpoint` of its own.
 
     Wide because it keeps what a checkpoint of Lightning leaves out.
 
     Args:
-        every_steps: optimizer steps between two checkpoints; None: only where the ranks stop, and at the end.
-        log_every_steps: steps between lines of metrics.jsonl.
+        every_steps: optimizer steps between two checkpoints; None saves only where the ranks stop, and at the end.
+        log_every_steps: optimizer steps between two lines of metrics.jsonl.
     """
 
     def __init__(self, *, every_steps: int | None = None, log_every_steps: int = 10) -> None:
         self.session = join()
         self._every_steps = every_steps
         self._log_every_steps = log_every_steps
-        self._step = self._saved_step = 0
+        self._step = 0
+        """The newest step that was reported."""
+        self._saved_step = 0
+        """The newest step that was saved, or loaded."""
         self._checkpoint: Checkpoint | None = None
+        """What the training resumes from; None at its beginning."""
         self._is_before_validation = False
-        """Whether what is being saved is followed by a validation."""
+        """Whether a validation follows the save of this step."""
         self._saves_at_end_of_epoch = False
-        self._stops = False
+        """Whether the save of this step is left to `on_train_epoch_end`."""
+        self._is_stopping = False
+        """Whether the ranks have agreed to stop after this step."""
         self._has_trained = False
         self.best_model_path = ""
-        """The newest checkpoint of the run, where Lightning looks for what `test(ckpt_path="best")` loads."""
+        """The newest checkpoint of the run; Lightning loads it for `test(ckpt_path="best")`."""
         self._order_seed: int | None = None
-        """What the orders follow from that samplers draw."""
-        self._batches: list[int | None] = []
-        """Samples of a batch of each loader on all ranks, None where that is not known."""
-        self._saved_batches: list[int | None] | None = None
-        """Those of the checkpoint."""
-        self._loaders_of_epoch: int | None = None
-        """The epoch in which the loaders were made."""
+        """Seed of the orders that samplers draw, the same on all ranks; None before the training."""
+        self._batch_sizes: list[int | None] = []
+        """Samples of a batch over all ranks, for each loader; None where a loader does not say it."""
+        self._saved_batch_sizes: list[int | None] | None = None
+        """The same at the checkpoint."""
+        self._loaders_made_in_epoch: int | None = None
         self._means = EpochMeans()
         self._switches: Switches | None = None
-        self._switched: dict[str, bool] = {}
-        """What the training that is resumed had changed of them."""
-        self._lacks_epoch_start = False
-        """Whether what the program does at the start of an epoch is due, in one that is resumed in its middle."""
+        self._saved_switches: dict[str, bool] = {}
+        """The switches that had changed at the checkpoint."""
+        self._epoch_start_is_due = False
+        """Whether hooks of the start of the epoch are still to be called, in an epoch that is resumed in its middle."""
 
     def newest(self) -> str | None:
-        """Returns what `fit(ckpt_path=...)` takes. All ranks call it.
+        """Returns what `fit(ckpt_path=...)` takes: the path of the newest checkpoint, None without one. Collective.
 
         Raises:
             CheckpointError: there are checkpoints, but none of them verifies.
@@ -96,10 +104,11 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         return self.best_model_path
 
     def setup(self, trainer: pl.Trainer, _: pl.LightningModule, stage: str) -> None:
-        """Compares Lightning's ranks with those of the run, and has the checkpoint read.
+        """Compares Lightning's ranks with those of the run, and prepares the strategy to read the checkpoint.
 
         Raises:
-            ConfigError: they are not the same; or another training of this program is over.
+            ConfigError: Lightning and the run number the ranks differently; or another training of this program has
+                ended.
         """
         run = self.session
         if stage == "fit":
@@ -110,149 +119,170 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
                 f"{run.world_size} in the run",
                 hint="pass num_nodes and devices as in the cluster: +cluster=2x4 is num_nodes=2, devices=4",
             )
-        # The first one is taken for that which knows the best model.
-        trainer.callbacks = [*(other for other in trainer.callbacks if other is not self), self]
+        # For `ckpt_path="best"` Lightning asks the first checkpoint callback: one of the user's comes before this one.
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        trainer.callbacks = [*others, self]
         if self.best_model_path:
-            _read_any_types(trainer.strategy, Path(self.best_model_path).parent.parent)
+            _allow_any_types(trainer.strategy, Path(self.best_model_path).parent.parent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what Lightning puts into each checkpoint for this callback."""
-        return {"order_seed": self._order_seed, "batches": self._batches, "loaders_of_epoch": self._loaders_of_epoch}
+        """Returns what each checkpoint of Lightning has of this callback."""
+        return {
+            "order_seed": self._order_seed,
+            "batches": self._batch_sizes,
+            "loaders_of_epoch": self._loaders_made_in_epoch,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned, before the training starts."""
         self._order_seed = state_dict["order_seed"]
-        self._saved_batches = state_dict["batches"]
-        self._loaders_of_epoch = state_dict.get("loaders_of_epoch")
+        self._saved_batch_sizes = state_dict["batches"]
+        self._loaders_made_in_epoch = state_dict.get("loaders_of_epoch")
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Restores the random streams and the place in the data, and takes the stop signals back from Lightning.
+        """Restores random streams and the place in the data, and installs the session's stop signals over Lightning's.
 
         Raises:
-            ConfigError: other ranks or batches than those of the checkpoint, and it is one from within an epoch.
+            ConfigError: the checkpoint is from within an epoch, and this start has other ranks or batch sizes.
         """
         self._step = self._saved_step = trainer.global_step
         self.session.take_signals()
         self._switches = Switches(module, has_modes=True)
-        self._switches.set(self._switched)
-        self._make_loaders_again(trainer)
+        self._switches.set(self._saved_switches)
+        self._recreate_loaders(trainer)
         loaders = CombinedLoader(trainer.train_dataloader).flattened
-        self._batches = [_samples_of_batch(loader, trainer.world_size) for loader in loaders]
+        self._batch_sizes = [_global_batch_size(loader, trainer.world_size) for loader in loaders]
         if self._order_seed is None:
             self._order_seed = int(trainer.strategy.broadcast(torch.initial_seed()))
-        draws = self._set_orders(trainer)
-        if self._checkpoint is None:
-            if draws:
-                # There are iterators already.
-                iter(trainer.fit_loop._data_fetcher)
-            return
-        self._lacks_epoch_start = trainer.fit_loop.restarted_mid_epoch
+        has_drawing_samplers = self._set_orders(trainer)
+        if self._checkpoint is not None:
+            self._restore_rank(trainer, module, loaders)
+        elif has_drawing_samplers:
+            # The iterators that are there already have drawn another order.
+            iter(trainer.fit_loop._data_fetcher)
+
+    def _restore_rank(self, trainer: pl.Trainer, module: pl.LightningModule, loaders: list[Any]) -> None:
+        """Restores what the checkpoint has of this rank: means, place in the data, random streams.
+
+        Raises:
+            ConfigError: see `on_train_start`.
+        """
+        assert self._checkpoint is not None
+        self._epoch_start_is_due = trainer.fit_loop.restarted_mid_epoch
         folder = self._checkpoint.path
-        streams = _load(folder / f"rng_{self.session.rank}.pt", weights_only=True)
+        rank = self.session.rank
+        streams = _load(folder / f"rng_{rank}.pt", weights_only=True)
+        means = _load(folder / f"means_{rank}.pt", weights_only=True)
+        # States and samples are of any types; this program has written them.
+        states, fetched = _load(folder / f"loaders_{rank}.pt", weights_only=False) or ([], [])
         is_at_end_of_epoch = trainer.fit_loop.resumed_on_epoch_end
-        # A new iterator draws a number; that of the present epoch was there when the streams were saved.
+        # A new iterator draws a number. At the end of an epoch the saved streams come before that number, within an
+        # epoch after it.
         if streams is not None and is_at_end_of_epoch:
             set_rng_state(streams)
-        # States and samples of any types, written by this program.
-        states, fetched = _load(folder / f"loaders_{self.session.rank}.pt", weights_only=False) or ([], [])
         num_done = 0 if is_at_end_of_epoch else _num_batches_done(trainer)
         if num_done > 0:
             self._require_same_batches(trainer, loaders)
-        self._take_means(trainer, module, _load(folder / f"means_{self.session.rank}.pt", weights_only=True), num_done)
-        if is_at_end_of_epoch or len(states) < len(loaders) or self._checkpoint.world_size != trainer.world_size:
-            # The states are of other places than this rank's, or some loaders have none.
+        self._restore_means(trainer, module, means, num_done)
+        has_same_ranks = self._checkpoint.world_size == trainer.world_size
+        if is_at_end_of_epoch or not has_same_ranks or len(states) < len(loaders):
+            # The states do not say where this rank is, or some loaders have none.
             states = []
             fetched = []
-        _begin_in_epoch(trainer, states, fetched, num_done=0 if states else num_done)
+        _seek_in_epoch(trainer, states, fetched, num_done=0 if states else num_done)
         if streams is not None and not is_at_end_of_epoch:
             set_rng_state(streams)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Makes the order of an epoch follow from its number, so that a resume has the same."""
+        """Seeds the order of the epoch with its number, so that a resume has the same order."""
         self._set_orders(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        """Begins an epoch that is resumed in its middle."""
-        self._start_epoch_again(trainer, module)
+        """Calls the hooks of the epoch's start in an epoch that is resumed in its middle."""
+        self._repeat_epoch_start(trainer, module)
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Begins an epoch that is resumed in its middle, with a validation."""
-        self._start_epoch_again(trainer, module)
+        """Calls the hooks of the epoch's start where a resumed epoch begins with a validation."""
+        self._repeat_epoch_start(trainer, module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any) -> None:
-        """Reports a step; saves where that is due; leaves where all ranks are to stop."""
+        """Reports the step, saves where that is due, and ends the program where all ranks are to stop."""
         run = self.session
         step = trainer.global_step
-        before = self._step
+        step_before = self._step
         self._means.add(trainer)
-        if step == before:  # gradients are accumulated
+        if step == step_before:  # gradients are accumulated
             run.mark("step")
             return
         self._step = step
-        # With several optimizers Lightning counts several steps for a batch.
-        logs = step // self._log_every_steps > before // self._log_every_steps or step == trainer.max_steps
-        run.report(step, **(_numbers(trainer, outputs) if logs else {}))
-        is_due = self._every_steps is not None and step // self._every_steps > before // self._every_steps
-        self._stops = bool(run.should_stop())
-        # The end of the training comes without a stop, with its validation and a save.
+        # With several optimizers Lightning counts several steps for a batch, and passes over multiples.
+        is_logged = step // self._log_every_steps > step_before // self._log_every_steps or step == trainer.max_steps
+        metrics = _metrics_of_step(trainer, outputs) if is_logged else {}
+        run.report(step, **metrics)
+        every = self._every_steps
+        is_save_due = every is not None and step // every > step_before // every
+        self._is_stopping = bool(run.should_stop())
+        # After the last step Lightning validates, and `on_train_end` saves: nothing is to be stopped.
         is_last = step == trainer.max_steps or (trainer.should_stop and trainer.fit_loop._can_stop_early)
-        if not (self._stops or is_due) or is_last:
+        if is_last or not (self._is_stopping or is_save_due):
             return
         loop = trainer.fit_loop.epoch_loop
-        # There are no public names for either.
         self._is_before_validation = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
         if loop._num_ready_batches_reached() and not self._is_before_validation:
-            # From a checkpoint of the last step Lightning (2.6) leaves out an epoch, from one of the end it does not.
+            # Lightning (2.6) skips an epoch when it resumes from here, and not when it resumes from the epoch's end.
             self._saves_at_end_of_epoch = True
         else:
             self._save_and_leave(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Makes the save of the last step of an epoch."""
+        """Makes the save that was due at the last step of the epoch."""
         self._means.forget()
         loop = trainer.fit_loop
         is_resumed = self._checkpoint is not None and loop.restarting
         if is_resumed and loop.epoch_loop._num_ready_batches_reached():
-            # Lightning leaves this out in an epoch that was resumed, though the metrics are there.
+            # Lightning leaves this out in an epoch that was resumed, although the metrics are there.
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        # After the last epoch the training ends, with a save.
+        # After the last epoch `on_train_end` saves.
         if self._saves_at_end_of_epoch and trainer.current_epoch + 1 != trainer.max_epochs:
             self._save_and_leave(trainer)
         self._saves_at_end_of_epoch = False
 
     def on_save_checkpoint(self, trainer: pl.Trainer, _: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps what Lightning does not, and has the validation made that is due after the save.
+        """Adds what Lightning does not save, and lets a resume begin with the validation that follows this save.
 
-        Lightning takes it for done, unless its counters say that the step is over and a batch of validation has begun.
+        Lightning takes that validation for done, unless the saved counters say that the training batch has ended and
+        that one batch of the validation has begun.
         """
-        checkpoint[_ENDS] = bool(trainer.should_stop)
-        checkpoint[_SWITCHES] = {} if self._switches is None else self._switches.changed()
+        checkpoint[_ENDED_KEY] = bool(trainer.should_stop)
+        checkpoint[_SWITCHES_KEY] = {} if self._switches is None else self._switches.changed()
         if not self._is_before_validation:
             return
         progress = checkpoint["loops"]["fit_loop"]
-        for counts in (progress["epoch_loop.batch_progress"][name] for name in ("total", "current")):
-            counts["completed"] += 1
+        trained = progress["epoch_loop.batch_progress"]
+        trained["total"]["completed"] += 1
+        trained["current"]["completed"] += 1
         validated = progress["epoch_loop.val_loop.batch_progress"]
-        # Not one more than before: a batch that an earlier resume has begun is counted still.
-        validated["total"]["ready"] = validated["total"]["started"] = validated["total"]["processed"] + 1
-        # Those of the validation before: Lightning would go on after its last batch.
+        # One more than were processed: "ready" still counts a batch that an earlier resume has begun.
+        num_started = validated["total"]["processed"] + 1
+        validated["total"] |= {"ready": num_started, "started": num_started}
+        # These still count the validation before, behind whose last batch Lightning would continue.
         validated["current"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, _: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Ends a training again that was ended before its last step, as by `EarlyStopping`; Lightning would go on."""
+        """Keeps a training ended that e.g. `EarlyStopping` had ended before its last step; Lightning would continue."""
         if self._checkpoint is not None:
-            trainer.should_stop |= checkpoint.get(_ENDS, False)
-            self._switched = checkpoint.get(_SWITCHES, {})
+            trainer.should_stop |= checkpoint.get(_ENDED_KEY, False)
+            self._saved_switches = checkpoint.get(_SWITCHES_KEY, {})
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Reports progress within an evaluation; after the training it may take as long as it wants."""
+        """Marks progress within an evaluation; one after the training has no time limit."""
         self.session.mark("end" if self._has_trained else "evaluate")
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Writes what the validation has logged, "val_loss" or "valid_loss" as "eval_loss"."""
+        """Writes the metrics of the validation into metrics.jsonl, "val_loss" or "valid_loss" as "eval_loss"."""
         numbers = {}
         for name, value in trainer.callback_metrics.items():
-            match = _OF_VALIDATION.fullmatch(name)
+            match = _VALIDATION_NAME.fullmatch(name)
             if match is not None:
                 numbers[f"eval_{match[1]}"] = value
         if numbers and not trainer.sanity_checking:
@@ -261,14 +291,14 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             self.session.mark("end")
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Saves the end; what a program does after its training is no hang."""
+        """Saves the last step; whatever the program does after it is not taken for a hang."""
         if self._saved_step != trainer.global_step:
             self._save(trainer)
         self._end()
 
     def teardown(self, trainer: pl.Trainer, _: pl.LightningModule, stage: str) -> None:
-        """Says that the training is over where a resume has found it at its end, so that there was nothing to do."""
-        # A search for a learning rate or a batch size comes here before the first step.
+        """Marks the end where a resume has found the training finished, so that Lightning calls no `on_train_end`."""
+        # Lightning's searches for a learning rate or a batch size call this before the first step.
         if stage == "fit" and trainer.global_step > 0:
             self._end()
 
@@ -276,50 +306,50 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._has_trained = True
         self.session.mark("end")
 
-    def _start_epoch_again(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Has the program do what it does at the start of an epoch, which Lightning leaves out within a resumed one.
+    def _repeat_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Calls the hooks of the epoch's start, which Lightning leaves out in an epoch that is resumed in its middle.
 
-        What it sets by the number of the epoch is in no checkpoint.
+        What a program sets there by the number of the epoch is in no checkpoint.
         """
-        if not self._lacks_epoch_start:
+        if not self._epoch_start_is_due:
             return
-        self._lacks_epoch_start = False
+        self._epoch_start_is_due = False
         for callback in trainer.callbacks:
-            if callback is not self and _begins_epochs(callback):
+            if callback is not self and _acts_at_epoch_start(callback):
                 callback.on_train_epoch_start(trainer, module)
-        # It says where `log` is called from.
+        # Through Lightning: it records from which hook `log` is called.
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
 
-    def _make_loaders_again(self, trainer: pl.Trainer) -> None:
-        """Has the loaders made in their epoch at a resume, with `reload_dataloaders_every_n_epochs`.
+    def _recreate_loaders(self, trainer: pl.Trainer) -> None:
+        """Creates the loaders as in the epoch that had created them, with `reload_dataloaders_every_n_epochs`.
 
-        Lightning (2.6) makes them in the epoch of the resume, and counts anew until it makes the next ones.
+        At a resume Lightning (2.6) creates them in the present epoch, and counts from there to the next ones.
         """
         fit_loop = trainer.fit_loop
-        made_in = self._loaders_of_epoch
+        made_in = self._loaders_made_in_epoch
         every = trainer.reload_dataloaders_every_n_epochs
         if self._checkpoint is None or made_in is None or not every:
             return
         if trainer.current_epoch - made_in >= every:
-            # It is time for the next ones, which Lightning makes now.
+            # The next loaders are due, and Lightning creates them now.
             fit_loop._last_train_dl_reload_epoch = made_in
         elif fit_loop._last_train_dl_reload_epoch != made_in:
             progress = fit_loop.epoch_progress.current
-            present = progress.completed
+            present_epoch = progress.completed
             progress.completed = made_in
             fit_loop._combined_loader = None
             fit_loop.setup_data()
-            progress.completed = present
+            progress.completed = present_epoch
 
-    def _take_means(
+    def _restore_means(
         self, trainer: pl.Trainer, module: pl.LightningModule, means: dict[str, Any] | None, num_done: int
     ) -> None:
-        """Goes on with what the steps of the present epoch have added up, and shows what was logged before.
+        """Restores the sums of the present epoch's means, and the metrics that were logged before.
 
         Args:
             trainer: at the start of its training.
-            module: what is trained.
-            means: what the checkpoint has of this rank; None in an older one.
+            module: the trained module.
+            means: this rank's part of the checkpoint; None in a checkpoint of an older version.
             num_done: batches of the epoch that were trained on, 0 if those are all.
         """
         assert self._checkpoint is not None
@@ -329,100 +359,104 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._means.restore(module, means, is_within=num_done > 0)
         if num_done == 0 and means["lacks_plateau"]:
             progress = trainer.fit_loop.epoch_progress.current
-            # It is counted by the epoch that was saved.
+            # `ReduceLROnPlateau` has not seen the epoch that was saved; Lightning steps it by the number of the epoch.
             progress.completed -= 1
             trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             progress.completed += 1
 
     def _set_orders(self, trainer: pl.Trainer) -> bool:
-        """Gives the samplers that draw an order a generator of the present epoch, the same on all ranks.
+        """Gives each sampler that draws an order a generator seeded for the present epoch, the same on all ranks.
 
         Returns:
-            Whether there are any.
+            Whether there is such a sampler.
         """
         assert self._order_seed is not None
         epoch = trainer.current_epoch
         num_drawing = 0
         for loader in CombinedLoader(trainer.train_dataloader).flattened:
             for sampler in _samplers(loader):
-                # Lightning's `DistributedSamplerWrapper` has what it divides as the sampler of its data set.
-                divided = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+                # Lightning's `DistributedSamplerWrapper` keeps the sampler that it divides among ranks in its data set.
+                inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
                 seed = mix(self._order_seed, num_drawing)
-                if _draws(divided):
-                    sampler.dataset._sampler = _DrawnByEpoch(divided, seed)
+                if isinstance(inner, _SamplerSeededByEpoch):
+                    # Seeded in an earlier epoch; it counts, or the seeds of the samplers after it would change.
+                    num_drawing += 1
+                elif _draws_order(inner):
+                    sampler.dataset._sampler = _SamplerSeededByEpoch(inner, seed)
                     sampler.set_epoch(epoch)
-                elif _draws(sampler):
+                    num_drawing += 1
+                elif _draws_order(sampler):
                     sampler.generator = torch.Generator().manual_seed(mix(seed, epoch))
-                num_drawing += _draws(divided) or _draws(sampler)
+                    num_drawing += 1
         return num_drawing > 0
 
     def _require_same_batches(self, trainer: pl.Trainer, loaders: list[Any]) -> None:
-        """Refuses what would make the place in an epoch, which is a number of batches, another one.
+        """Checks that the saved number of batches leads to the same place in the epoch.
 
         Raises:
-            ConfigError: other batches, or other ranks that read a stream or batches of unknown size.
+            ConfigError: the batches have other sizes; or other ranks read a stream, or batches of unknown size.
         """
         assert self._checkpoint is not None
-        before = self._saved_batches
+        saved_sizes = self._saved_batch_sizes
         ranks_before = self._checkpoint.world_size
-        has_same_ranks = ranks_before == trainer.world_size
-        if before is None or None in self._batches or any(_is_stream(loader) for loader in loaders):
-            if has_same_ranks:
+        if saved_sizes is None or None in self._batch_sizes or any(_is_stream(loader) for loader in loaders):
+            if ranks_before == trainer.world_size:
                 return
             raise ConfigError(
                 f"step {trainer.global_step} is within an epoch and was saved by {ranks_before} ranks, these are "
                 f"{trainer.world_size}: where they are in a stream, or in batches of unknown size, is not known",
                 hint=f"resume on {ranks_before} ranks, or start anew under another run.name",
             )
-        if before == self._batches:
+        if saved_sizes == self._batch_sizes:
             return
         raise ConfigError(
-            f"step {trainer.global_step} is within an epoch whose batches have {before} samples on {ranks_before} "
-            f"ranks, this start has {self._batches} on {trainer.world_size}: samples would be used twice, others not",
+            f"step {trainer.global_step} is within an epoch whose batches have {saved_sizes} samples on {ranks_before} "
+            f"ranks, this start has {self._batch_sizes} on {trainer.world_size}: samples would be used twice, others "
+            "not",
             hint="choose batch_size by the number of ranks: their product is to stay the same",
         )
 
     def _save_and_leave(self, trainer: pl.Trainer) -> None:
         self._save(trainer)
         self._is_before_validation = False
-        if self._stops:
+        if self._is_stopping:
             self.session.leave()
 
     def _save(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
-        self._loaders_of_epoch = trainer.fit_loop._last_train_dl_reload_epoch
+        self._loaders_made_in_epoch = trainer.fit_loop._last_train_dl_reload_epoch
         with self.session.save(step) as folder:
             _require_same_place(trainer)
             trainer.save_checkpoint(folder / _FILE)
             if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
-                # It waits for its thread, and makes another one at the next save.
+                # Waits for the thread that writes; the next save starts another one.
                 trainer.strategy.checkpoint_io.teardown()
             torch.save(rng_state(), folder / f"rng_{self.session.rank}.pt")
             means = self._means.state(trainer, trainer.lightning_module)
-            # Lightning steps `ReduceLROnPlateau` after this.
+            # At the end of an epoch Lightning steps `ReduceLROnPlateau` after this save.
             means["lacks_plateau"] = self._saves_at_end_of_epoch
             torch.save(means, folder / f"means_{self.session.rank}.pt")
-            # Lightning saves the states of rank 0's loaders for all ranks. It loads none where loaders were there
-            # before, as with `trainer.estimated_stepping_batches`, and iterators that it makes meanwhile move them.
-            states = [loader.state_dict() for loader in _stateful(trainer)]
+            # Lightning saves the states of rank 0's loaders for all ranks. It loads none where loaders exist already,
+            # e.g. after `trainer.estimated_stepping_batches`, and iterators that it creates meanwhile change them.
+            states = [loader.state_dict() for loader in _stateful_loaders(trainer)]
             if states:
                 torch.save((states, _fetched_batches(trainer)), folder / f"loaders_{self.session.rank}.pt")
         self._saved_step = step
         if self.session.run_directory is not None:
             checkpoints = RunDirectory(self.session.run_directory).checkpoints
-            # Other nodes may see it later.
+            # Rank 0's answer: other nodes may see the new directory later.
             newest = str(list_checkpoints(checkpoints)[0] / _FILE) if trainer.is_global_zero else ""
             self.best_model_path = trainer.strategy.broadcast(newest)
 
 
-def _read_any_types(strategy: Strategy, checkpoints: Path) -> None:
-    """Has a strategy read checkpoints of the run, which may have values of any types: torch reads numbers only.
+def _allow_any_types(strategy: Strategy, checkpoints: Path) -> None:
+    """Lets a strategy load checkpoints of the run with values of any types; torch by default reads tensors and numbers.
 
-    Strategies that save in parts read without a `CheckpointIO`.
+    The strategy's method is replaced: strategies that save in parts read without a `CheckpointIO`.
 
     Args:
-        strategy: what reads.
-        checkpoints: where those of the run are.
+        strategy: of the trainer.
+        checkpoints: directory of the run's checkpoints; other files are read as before.
     """
     vars(strategy).pop("load_checkpoint", None)
     inner = strategy.load_checkpoint
@@ -435,30 +469,35 @@ def _read_any_types(strategy: Strategy, checkpoints: Path) -> None:
     strategy.load_checkpoint = load_checkpoint
 
 
-def _begins_epochs(callback: Any) -> bool:
-    """Returns whether a callback does something at the start of an epoch that may be done twice.
+def _acts_at_epoch_start(callback: Any) -> bool:
+    """Returns whether `on_train_epoch_start` of a callback may be called again within an epoch.
 
-    Of Lightning's own ones some would not come to the same: they keep what they have done in their state.
+    Most of Lightning's own callbacks keep in their state what they have done there, so they are left alone.
     """
     hook = callback.on_train_epoch_start
     is_of_lightning = str(hook.__module__).partition(".")[0] in ("lightning", "pytorch_lightning")
     return isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)) or not is_of_lightning
 
 
-def _numbers(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:
+def _metrics_of_step(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:
+    """Returns loss, learning rate and length of the training, as far as they are known."""
+    metrics: dict[str, Any] = {}
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers[:1]]
-    length = {"max_steps": trainer.max_steps} if trainer.max_steps > 0 else {}
-    numbers = {"loss": loss, **({"lr": rates[0]} if rates else {}), **length}
-    return {name: value for name, value in numbers.items() if value is not None}
+    if loss is not None:
+        metrics["loss"] = loss
+    if trainer.optimizers:
+        metrics["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+    if trainer.max_steps > 0:
+        metrics["max_steps"] = trainer.max_steps
+    return metrics
 
 
 def _load(path: Path, *, weights_only: bool) -> Any:
     return torch.load(path, weights_only=weights_only) if path.is_file() else None
 
 
-def _stateful(trainer: pl.Trainer) -> list[Any]:
-    """Returns the loaders that have a state."""
+def _stateful_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Returns the loaders that can save and load their state."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     return [loader for loader in loaders if hasattr(loader, "load_state_dict")]
 
@@ -466,35 +505,38 @@ def _stateful(trainer: pl.Trainer) -> list[Any]:
 def _fetched_batches(trainer: pl.Trainer) -> list[Any]:
     """Returns the batches that were taken from the loaders and not trained on yet.
 
-    Of a loader without length Lightning takes one ahead, so the state of the loader says that it is done.
+    From a loader without a length Lightning takes one batch ahead, which the state of the loader counts as read. Where
+    some loader has no state there are none: the batches are read again.
     """
-    if len(_stateful(trainer)) < len(CombinedLoader(trainer.train_dataloader).flattened):
+    if len(_stateful_loaders(trainer)) < len(CombinedLoader(trainer.train_dataloader).flattened):
         return []
     return list(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
 def _require_same_place(trainer: pl.Trainer) -> None:
-    """Refuses ranks in different places, as after a stream that had less batches on some of them. Collective.
+    """Checks that all ranks are at the same batch of the same epoch. Collective.
 
     Lightning saves rank 0's place for all.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: they are not, as after a stream that had fewer batches on some ranks.
     """
-    here = torch.tensor([trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready])
     if trainer.world_size == 1:
         return
-    places = trainer.strategy.all_gather(here.to(trainer.strategy.root_device)).tolist()
+    batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    own_place = torch.tensor([trainer.current_epoch, batch], device=trainer.strategy.root_device)
+    places = trainer.strategy.all_gather(own_place).tolist()
     if any(place != places[0] for place in places):
-        words = "; ".join(f"rank {rank}: epoch {place[0]}, batch {place[1]}" for rank, place in enumerate(places))
+        shown = "; ".join(f"rank {rank}: epoch {place[0]}, batch {place[1]}" for rank, place in enumerate(places))
         raise ConfigError(
             f"the ranks are in different places of their data at step {trainer.global_step}, and a resume would begin "
-            f"all of them where rank 0 is: {words}",
+            f"all of them where rank 0 is: {shown}",
             hint="give each rank as many batches in an epoch, e.g. with limit_train_batches=N",
         )
 
 
-def _samples_of_batch(loader: Any, world_size: int) -> int | None:
+def _global_batch_size(loader: Any, world_size: int) -> int | None:
+    """Returns the samples of a batch over all ranks, None where the loader does not say its batch size."""
     for holder in (loader, getattr(loader, "batch_sampler", None)):
         batch_size = getattr(holder, "batch_size", None)
         if batch_size is not None:
@@ -518,23 +560,23 @@ def _samplers(loader: Any) -> list[Any]:
     samplers: list[Any] = []
     for holder in (loader, getattr(loader, "batch_sampler", None)):
         sampler = getattr(holder, "sampler", None)
-        if isinstance(sampler, _RestOfEpoch):
+        if isinstance(sampler, _SamplerBehindSamples):
             sampler = sampler.sampler
         if sampler is not None and not any(sampler is other for other in samplers):
             samplers.append(sampler)
     return samplers
 
 
-def _draws(sampler: Any) -> bool:
+def _draws_order(sampler: Any) -> bool:
     """Returns whether the order of a sampler comes from a generator instead of the number of the epoch."""
     return hasattr(sampler, "generator") and not hasattr(sampler, "set_epoch")
 
 
-class _DrawnByEpoch:
-    """A sampler whose order is drawn anew by each iterator, and is the same for all iterators of an epoch.
+class _SamplerSeededByEpoch:
+    """A sampler whose iterators have the same order within an epoch, and another order in each epoch.
 
     Args:
-        sampler: what draws.
+        sampler: draws the order from its `generator`.
         seed: the same on all ranks.
     """
 
@@ -554,53 +596,53 @@ class _DrawnByEpoch:
         return len(self._sampler)
 
 
-class _RestOfEpoch:
-    """A sampler whose first iterator leaves out the samples that are done; later iterators give all samples."""
+class _SamplerBehindSamples:
+    """A sampler whose first iterator skips some samples; later iterators give all of them."""
 
-    def __init__(self, sampler: Any, num_samples: int) -> None:
+    def __init__(self, sampler: Any, num_skipped: int) -> None:
         self.sampler = sampler
-        self._num_samples = num_samples
+        self._num_skipped = num_skipped
 
     def __iter__(self) -> Iterator[Any]:
-        num_done = self._num_samples
-        self._num_samples = 0
-        return itertools.islice(iter(self.sampler), num_done, None)
+        num_skipped = self._num_skipped
+        self._num_skipped = 0
+        return itertools.islice(iter(self.sampler), num_skipped, None)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __getattr__(self, name: str) -> Any:
-        # What Lightning or the program asks it for, such as `set_epoch`.
+        # Lightning and the program use other methods of the sampler, such as `set_epoch`.
         return getattr(self.sampler, name)
 
 
-def _leave_out_samples(loaders: list[Any], num_batches: int) -> bool:
-    """Makes the next iterators of loaders begin after so many batches, without loading those.
+def _skip_samples(loaders: list[Any], num_batches: int) -> bool:
+    """Lets the next iterators of loaders begin behind so many batches, without loading those.
 
     Returns:
-        Whether they do; False if any of them has no sampler, or is run through more than once in an epoch.
+        Whether that is possible; False if a loader has no sampler, or is iterated more than once in an epoch.
     """
     for loader in loaders:
-        # Only of torch's own class is it known that a batch is the next `batch_size` of the sampler.
+        # Other classes than torch's may take other samples for a batch than the next `batch_size` of the sampler.
         if _is_stream(loader) or type(loader.batch_sampler) is not BatchSampler or len(loader) <= num_batches:
             return False
     for loader in loaders:
         batches = loader.batch_sampler
-        batches.sampler = _RestOfEpoch(batches.sampler, num_batches * batches.batch_size)
+        batches.sampler = _SamplerBehindSamples(batches.sampler, num_batches * batches.batch_size)
     return True
 
 
-def _begin_in_epoch(trainer: pl.Trainer, states: list[Any], fetched: list[Any], *, num_done: int) -> None:
-    """Makes the loaders continue in the order of the present epoch, at the same place.
+def _seek_in_epoch(trainer: pl.Trainer, states: list[Any], fetched: list[Any], *, num_done: int) -> None:
+    """Lets the loaders continue at their place in the order of the present epoch.
 
-    Lightning makes their iterators before it tells the samplers which epoch it is (2.6), so after a resume they would
-    continue in the order of the first one. Loaders without a state would begin the epoch anew.
+    Lightning (2.6) creates their iterators before it tells the samplers the number of the epoch, so after a resume they
+    would continue in the order of the first epoch. Loaders without a state would begin the epoch anew.
 
     Args:
         trainer: at the start of its training.
         states: of the loaders, in order; empty if they have none.
-        fetched: what was taken from them before that, and not trained on.
-        num_done: batches that are left out without states.
+        fetched: batches that had been taken from the loaders and not trained on.
+        num_done: batches to skip, where there are no states.
     """
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     for loader in loaders:
@@ -609,19 +651,18 @@ def _begin_in_epoch(trainer: pl.Trainer, states: list[Any], fetched: list[Any], 
                 sampler.set_epoch(trainer.current_epoch)
     for loader, state in zip(loaders, states, strict=False):
         loader.load_state_dict(state)
-    # There is no public name for it.
     fetcher = trainer.fit_loop._data_fetcher
     num_ahead = getattr(fetcher, "prefetch_batches", 0)
     if fetched:
         fetcher.prefetch_batches = 0
-    is_left_out = num_done == 0 or _leave_out_samples(loaders, num_done)
+    is_skipped = num_done == 0 or _skip_samples(loaders, num_done)
     iter(fetcher)
-    if not is_left_out:
-        # In a step that takes an iterator it is that of the fetcher.
+    if not is_skipped:
+        # A `training_step` that takes an iterator gets the fetcher's wrapper.
         batches = getattr(fetcher, "iterator_wrapper", fetcher)
         for _ in range(num_done):
             next(batches)
-        # Lightning adds them itself.
+        # Lightning adds the batches that were done itself.
         fetcher.fetched -= num_done
     if fetched:
         fetcher.prefetch_batches = num_ahead

@@ -1,6 +1,7 @@
-"""What a training freezes, unfreezes or puts into another mode: checkpoints of weights leave it as the model was made.
+"""What a training freezes, unfreezes, or puts into another mode; a checkpoint of weights does not have it.
 
-Only changes since the start of the training are kept, so what a person makes otherwise at the next start holds.
+Only what has changed since the start of the training is saved, so a setting that a person changes in the program before
+the next start takes effect.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from slurm_train.checkpoint.state import plain_names
 
 
 class Switches:
-    """The switches of a model as the program has made it, at the start of a training.
+    """The switches of a model: `requires_grad` of parameters, `training` of modules, `track_running_stats` of norms.
 
     Args:
-        model: what is trained.
-        has_modes: whether the training may change modes; a library may set them by itself at each step.
+        model: as the program has made it, at the start of the training.
+        has_modes: whether `training` counts; not where the library itself sets it at each step.
     """
 
     def __init__(self, model: nn.Module, *, has_modes: bool) -> None:
@@ -28,11 +29,11 @@ class Switches:
         self._at_start = self._read()
 
     def changed(self) -> dict[str, bool]:
-        """Returns what is otherwise now than at the start, e.g. {"backbone.weight.requires_grad": True}."""
-        return {name: now for name, now in self._read().items() if self._at_start.get(name) != now}
+        """Returns the switches that have changed since the start, e.g. {"backbone.weight.requires_grad": True}."""
+        return {name: value for name, value in self._read().items() if self._at_start.get(name) != value}
 
     def set(self, changed: Mapping[str, bool]) -> None:
-        """Makes what `changed` returned, where the model still has it."""
+        """Sets switches that `changed` returned; those of parameters and modules that the model lacks are ignored."""
         plain = plain_names(self._model)
         parts: dict[str, Any] = {
             # What is within a wrapper comes after it.
