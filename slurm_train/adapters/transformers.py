@@ -300,7 +300,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
             loader.batch_sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=num_others)
 
     def _prepare(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Prepares for what the Trainer does next: an evaluation, or a save; one after an evaluation is `on_evaluate`'s."""
+        """Prepares for what the Trainer does next, an evaluation or a save; `on_evaluate` prepares for a later save."""
         if control.should_evaluate:
             self._random = rng_state()
         else:

@@ -1,10 +1,10 @@
-"""The buckets of DDP in a resumed run: those of the run that was interrupted, from the first step on.
+"""Gives DDP in a resumed run the buckets that it had before the interruption, from the first step on.
 
 After its first backward pass DDP orders its buckets anew, by the order in which gradients became ready. Where three or
-more ranks add, the rounding depends on the place of a value in its bucket. So a run records the order in its first
-step and keeps it in its checkpoints; a resumed run repeats it before its first step, with gradients of zero. The model
-is not called for that, so it cannot change. With a static graph DDP looks at the order of its second backward pass, so
-a run repeats it once after its first step, and a resumed run twice.
+more ranks add, the rounding of a sum depends on the place of a value in its bucket. So a run records the order in its
+first step and keeps it in its checkpoints; a resumed run shows it to DDP before its first step, by backward passes with
+gradients of zero. The model is not called for that, so it cannot change. With a static graph DDP takes the order of its
+second backward pass, so a run shows it once after its first step, and a resumed run twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BucketOrder:
         self._parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         sparse = (part for part in ddp.module.modules() if getattr(part, "sparse", False) is True)
         self._sparse = {id(parameter) for part in sparse for parameter in part.parameters(recurse=False)}
-        # Backward passes in the recorded order that DDP has still to see.
+        # Backward passes in the recorded order that DDP still needs.
         self._num_missing = 2 if ddp.static_graph else 1
         # Only these settings make DDP order its buckets anew.
         self._is_used = ddp.static_graph or not ddp.find_unused_parameters
@@ -61,10 +61,13 @@ class BucketOrder:
             self._num_missing -= 1
 
     def repeat(self, numbers: Sequence[int]) -> bool:
-        """Lets DDP see gradients of zero in a recorded order, before the first step of a resumed run. Collective.
+        """Shows DDP a recorded order, before the first step of a resumed run. Collective.
+
+        Args:
+            numbers: see `numbers` of this class.
 
         Returns:
-            Whether the order is that of this module's parameters; where it is not, nothing is done.
+            Whether the order fits this module's parameters; if not, nothing is done.
         """
         if not self._is_used or not self._fits(numbers):
             return False
@@ -73,16 +76,16 @@ class BucketOrder:
         return True
 
     def complete(self) -> None:
-        """Lets DDP see what is still missing of the recorded order; between two steps. Collective."""
+        """Makes the backward passes that DDP still needs; between two steps. Collective."""
         while self.numbers and self._num_missing:
             self._num_missing -= 1
             self._show_zeros()
 
     def _show_zeros(self) -> None:
         module: Any = self._ddp.module
-        chosen = [self._parameters[number] for number in self.numbers]
-        # What was computed last is differentiated first.
-        module.forward = lambda _: _touch_all(chosen[::-1], sparse=self._sparse)
+        in_order = [self._parameters[number] for number in self.numbers]
+        # What is computed last is differentiated first.
+        module.forward = lambda _: _touch_all(in_order[::-1], sparse=self._sparse)
         try:
             self._ddp(None).backward()
         finally:
@@ -93,7 +96,7 @@ class BucketOrder:
     def _fits(self, numbers: Sequence[int]) -> bool:
         count = len(self._parameters)
         is_whole = len(numbers) == count or self._ddp.static_graph
-        # A block that is computed again in the backward pass may give a gradient in several parts.
+        # A block that is recomputed in the backward pass may add to a gradient several times: no order is kept then.
         return bool(numbers) and is_whole and len(set(numbers)) == len(numbers) and max(numbers) < count
 
 
@@ -102,7 +105,7 @@ def _note(ready: list[int], number: int, _parameter: Tensor) -> None:
 
 
 class _Touch(torch.autograd.Function):
-    """Passes a number on; its backward pass gives the parameter a gradient of zero."""
+    """Returns the given number; its backward pass gives the parameter a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, carried: Tensor, parameter: Tensor, is_sparse: bool) -> Tensor:
@@ -113,7 +116,7 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (parameter,) = ctx.saved_tensors
-        # DDP wants a gradient of the kind that the model gives; of an embedding a row of zeros.
+        # DDP needs the layout that the model's gradients have; a sparse one gets a single row of zeros.
         zeros = torch.zeros_like(parameter[:1] if ctx.is_sparse else parameter)
         if ctx.is_sparse:
             zeros = torch.sparse_coo_tensor(
@@ -123,11 +126,11 @@ class _Touch(torch.autograd.Function):
 
 
 def _touch_all(parameters: Sequence[nn.Parameter], *, sparse: Collection[int]) -> Tensor:
-    """Returns a number that depends on all parameters; the last one gets its gradient first.
+    """Returns a scalar that depends on all parameters; in the backward pass the last one gets its gradient first.
 
     Args:
         parameters: of the module.
-        sparse: ids of those that get sparse gradients.
+        sparse: `id` of each parameter that gets a sparse gradient.
     """
     touch: Any = _Touch.apply
     carried = torch.zeros((), device=parameters[0].device)

@@ -1,8 +1,8 @@
-"""The buffers of a model between ranks: all begin a step with those of the first rank, as with DDP's defaults.
+"""Keeps the buffers of a model the same on all ranks: each step begins with those of rank 0, as with DDP's defaults.
 
-Buffers that are saved may be read and changed by training: running statistics, a queue, a codebook. They are the same
-on all ranks at the beginning of each step, and so in an evaluation and after a resume. Buffers that are not saved
-(`persistent=False`) are taken for constants until the first step has changed them; `UnsavedState` finds those.
+Training may read and change buffers that are saved: running statistics, a queue, a codebook. They are the same on all
+ranks at the beginning of each step, and so in an evaluation and after a resume. Buffers that are not saved
+(`persistent=False`) are taken for constants unless the first step changes them; `UnsavedState` finds those.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# What these modules count is a cache.
+# Number attributes of their modules are caches, not state.
 _LIBRARIES = ("torch", "transformers", "slurm_train")
 Place = tuple[nn.Module, str]
-"""A module, and the name of one of its buffers: a model may put another tensor there."""
+"""A module and the name of one of its buffers; not the tensor, which a model may replace."""
 
 
 class SharedBuffers:
-    """The buffers that ranks have alike at the beginning of each step.
+    """The buffers that are the same on all ranks at the beginning of each step.
 
     Args:
-        model: all that this rank has.
+        model: this rank's part of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,18 +32,20 @@ class SharedBuffers:
         self._unsaved = _places(model, is_saved=False)
 
     def add(self, names: Iterable[str]) -> None:
-        """Adds buffers that are not saved and that training changes all the same, by their full names."""
-        self._places += [self._unsaved.pop(name) for name in sorted(set(names)) if name in self._unsaved]
+        """Adds buffers that are not saved although training changes them, by their full names."""
+        for name in sorted(set(names)):
+            if name in self._unsaved:
+                self._places.append(self._unsaved.pop(name))
 
     def add_new(self, model: nn.Module) -> None:
-        """Adds the buffers that the first step has made and that are saved."""
-        known = {(id(module), name) for module, name in self._places}
+        """Adds the saved buffers that the first step has made."""
+        present = {(id(module), name) for module, name in self._places}
         for module, name in _places(model, is_saved=True).values():
-            if (id(module), name) not in known:
+            if (id(module), name) not in present:
                 self._places.append((module, name))
 
     def take_first_ranks(self) -> None:
-        """Gives every rank rank 0's. Collective over all ranks; one exchange for each type of numbers."""
+        """Gives every rank the values of rank 0. Collective over all ranks; one exchange per device and number type."""
         if not self._places or dist.get_world_size() == 1:
             return
         buffers: list[Any] = [module._buffers[name] for module, name in self._places]
@@ -59,10 +61,10 @@ class SharedBuffers:
 
 
 class UnsavedState:
-    """What a model keeps and no checkpoint has: buffers that are not saved, and numbers that are attributes.
+    """State of a model that no checkpoint has: buffers that are not saved, and attributes that are numbers.
 
     Args:
-        model: as it is now.
+        model: in the state with which later states are compared.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,7 +75,12 @@ class UnsavedState:
     def changed_buffers(self) -> list[str]:
         """Returns the full names of the buffers that have changed since."""
         now = _unsaved_buffers(self._model)
-        return [name for name, (tensor, version) in self._buffers.items() if _is_other(now.get(name), tensor, version)]
+        changed = []
+        for name, (tensor, version) in self._buffers.items():
+            present_tensor, present_version = now.get(name, (None, 0))
+            if present_tensor is not tensor or present_version != version:
+                changed.append(name)
+        return changed
 
     def changed_numbers(self) -> list[str]:
         """Returns the full names of the numbers that have changed since."""
@@ -81,11 +88,8 @@ class UnsavedState:
         return [name for name, number in self._numbers.items() if now.get(name) != number]
 
 
-def _is_other(now: tuple[Tensor, int] | None, tensor: Tensor, version: int) -> bool:
-    return now is None or now[0] is not tensor or now[1] != version
-
-
 def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Returns each unsaved buffer by full name, with the number of changes in place that torch has counted."""
     buffers: dict[str, Any] = {
         name: module._buffers[buffer] for name, (module, buffer) in _places(model, is_saved=False).items()
     }
@@ -93,7 +97,7 @@ def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
 
 
 def _unsaved_numbers(model: nn.Module) -> dict[str, Any]:
-    """Returns numbers of the user's modules by full name; none where a module saves a state of its own."""
+    """Returns the number attributes of the user's modules by full name; none where some module saves extra state."""
     modules = list(model.named_modules())
     if any(type(module).get_extra_state is not nn.Module.get_extra_state for _, module in modules):
         return {}
@@ -107,7 +111,7 @@ def _unsaved_numbers(model: nn.Module) -> dict[str, Any]:
 
 
 def _places(model: nn.Module, *, is_saved: bool) -> dict[str, Place]:
-    """Returns where buffers are, by full name; one that several modules share once, and no part of a whole."""
+    """Returns the places of buffers by full name; a shared buffer once, DTensors not at all."""
     places: dict[str, Place] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():

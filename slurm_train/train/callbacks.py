@@ -1,4 +1,4 @@
-"""Code that is called at moments of a training: the protocol, and the callbacks that come with the package.
+"""Callbacks: code that the trainer calls at certain moments, the base class and those that come with the package.
 
 `callbacks=[{_target_: my_package.Mine, every: 10}]` names classes that derive from `Callback`. Every hook is called on
 every rank, at the same step and in the order of the list, so it may use collectives if all ranks do. Nothing is called
@@ -130,10 +130,10 @@ class Callback:
 
 
 def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback]:
-    """Returns callbacks in their order, by the name of their state: place among those of the same target, and target.
+    """Returns callbacks in their order, by the name of their state: number among those of one target, and target.
 
     Args:
-        mappings: `callbacks` of the configuration.
+        mappings: `callbacks` of the configuration, e.g. a callback of it is named "0 my_package.Mine".
 
     Raises:
         ConfigError: one cannot be made, or is no `Callback`.
@@ -154,7 +154,7 @@ def build_callbacks(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Callback
 
 
 def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
-    """Makes the callbacks that come with this package, which finds wrong arguments before a run is submitted.
+    """Builds the callbacks that come with this package, to find wrong arguments before a run is submitted.
 
     Args:
         config: the run's.
@@ -212,7 +212,7 @@ def _require(key: str, value: float, *, least: float, below: float = math.inf) -
 
 
 class Monitor(Callback):
-    """What callbacks have in common that compare the measures of evaluations.
+    """Base class of callbacks that compare the measures of evaluations.
 
     Args:
         monitor: the measure, e.g. "eval_loss".
@@ -275,18 +275,18 @@ class EarlyStopping(Monitor):
         self._next_look_s = 0.0
 
     def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
-        """Compares, and asks for the end."""
+        """Compares the measure with the best one, and asks for the end of the run where it is due."""
         if not self.follower:
             self._compare(self.read(measures), step=trainer.position.step)
             self._end_if_due(trainer)
 
     def on_step_end(self, trainer: Training) -> None:
-        """Looks at the scores of a follower, on rank 0; all ranks learn of the end with the exchange of a step."""
+        """Reads the scores of a follower, on rank 0; the request to end reaches all ranks with a step's exchange."""
         rank = trainer.rank
         if not self.follower or not rank.place.is_first or rank.clock() < self._next_look_s:
             return
         self._next_look_s = rank.clock() + _LOOK_AT_SCORES_S
-        # All scores are in the follower's file: nothing of them is lost, or counted twice, when the run resumes.
+        # The file has all scores, so counting anew loses none and counts none twice, also after a resume.
         self.best = math.inf
         self.best_step = 0
         self.num_worse = 0
@@ -315,7 +315,7 @@ class EarlyStopping(Monitor):
         return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
+        """Restores what `state_dict` returned."""
         self.best = state["best"]
         self.best_step = state["best_step"]
         self.num_worse = state["num_worse"]
@@ -338,7 +338,7 @@ class BestCheckpoint(Monitor):
         self.steps: list[list[Any]] = []
 
     def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
-        """Sorts the step in, and asks for a save if it is one to keep."""
+        """Adds the step to the best ones, and asks for a save if it is one to keep."""
         if self.follower:
             return
         value = self.read(measures)
@@ -352,7 +352,7 @@ class BestCheckpoint(Monitor):
             trainer.ask_to_save()
 
     def kept_steps(self) -> dict[str, Any] | None:
-        """Returns the best steps, or by which scores of a follower they are found."""
+        """Returns the best steps, or the measure of a follower by which they are found."""
         rule = {"name": f"best {self.monitor}", "keep": self.keep}
         if self.follower:
             return rule | {"measure": self.monitor, "mode": self.mode}
@@ -363,19 +363,19 @@ class BestCheckpoint(Monitor):
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
+        """Restores what `state_dict` returned."""
         self.steps = state["steps"]
 
 
 class EMA(Callback):
-    """Exponential moving average of the trained parameters, of which each rank has its own part.
+    """Exponential moving average of the trained parameters; each rank keeps its part of it.
 
-    The average follows faster at the beginning: update n decays by (1 + n) / (10 + n) at most. It is kept in the
+    The average adapts faster at the beginning: the decay of update n is at most (1 + n) / (10 + n). It is kept in the
     parameters' type, at least float32; buffers are not averaged. `checkpoint export --ema` writes it.
 
     Args:
-        decay: what stays of the average at each step.
-        evaluate: evaluate the averaged parameters in place of the trained ones.
+        decay: average = decay x average + (1 - decay) x parameters after each step; from 0 to below 1.
+        evaluate: whether evaluations use the averaged parameters in place of the trained ones.
     """
 
     def __init__(self, *, decay: float = 0.999, evaluate: bool = False) -> None:
@@ -385,7 +385,7 @@ class EMA(Callback):
         self.num_updates: int | None = None
 
     def attach(self, parts: Parts) -> None:
-        """Makes the average, of the same shards as the parameters."""
+        """Creates the average, with the same shards as the parameters."""
         import torch
 
         self.model = parts.model
@@ -415,7 +415,7 @@ class EMA(Callback):
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         trained = [parameter.detach().clone() for parameter in self.parameters]
-        # What FSDP2 has gathered is of other values.
+        # Parameters that FSDP2 has gathered have the old values.
         sharded: list[Any] = [module for module in self.model.modules() if hasattr(module, "reshard")]
         try:
             _copy(self.parameters, self.average)
@@ -439,7 +439,7 @@ class EMA(Callback):
         return {"num_updates": self.num_updates, "average": named}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the count; the average is filled already."""
+        """Restores the count; the average is filled already."""
         self.num_updates = state["num_updates"]
 
 
@@ -456,12 +456,12 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class ProfilerWindow(Callback):
-    """Profiles some steps with torch.profiler; the traces lie in `profiles/` of the run directory.
+    """Profiles some steps with torch.profiler, and writes the traces into `profiles/` of the run directory.
 
     Args:
-        start_step: the first step of the window; not the first of an attempt, which is start-up.
-        steps: how many steps.
-        ranks: which ranks.
+        start_step: the first step of the window; choose a later one than the first of an attempt, which is start-up.
+        steps: number of steps.
+        ranks: ranks that are profiled.
     """
 
     def __init__(self, *, start_step: int = 20, steps: int = 5, ranks: Sequence[int] = (0,)) -> None:
@@ -500,10 +500,10 @@ class ProfilerWindow(Callback):
     def _close(self, trainer: Training) -> None:
         if self._profiler is None:
             return
+        rank = trainer.rank
         profiler = self._profiler
         self._profiler = None
         profiler.stop()
-        rank = trainer.rank
         rank.run.profiles.mkdir(exist_ok=True)
         path = rank.run.profiles / f"step_{self.first}_attempt_{rank.attempt}_rank_{rank.place.rank}.json.gz"
         profiler.export_chrome_trace(str(path))
@@ -534,12 +534,12 @@ class TextSamples(Callback):
         self.parts = parts
         layout = parts.rank.layout
         can_generate = hasattr(parts.model, "generate") and hasattr(parts.train_data, "encoding")
-        # A text has any number of positions, also one.
+        # Sequence parallelism divides positions, and a text may have any number of them.
         splits_positions = parts.rank.config.parallel.sequence_parallel
         self.is_possible = can_generate and layout.pp == layout.cp == 1 and not splits_positions
 
     def on_start(self, trainer: Training) -> None:
-        """Says if there will be no samples."""
+        """Prints a line if there will be no samples."""
         if not self.is_possible:
             trainer.say(
                 "no text samples: they need prepared text, a model with generate, and no pp, cp or sequence_parallel"
@@ -549,7 +549,7 @@ class TextSamples(Callback):
         """Writes the samples of a step, when they are due."""
         rank = trainer.rank
         step = trainer.position.step
-        # Of a model that is cut all ranks compute the same.
+        # All ranks compute a model that is cut together.
         takes_part = rank.place.is_first or not rank.layout.is_replicated
         if step % self.every_steps or not self.is_possible or not takes_part:
             return

@@ -1,6 +1,6 @@
-"""What of a training is in a checkpoint, and how it gets back into model, optimizer, data and callbacks.
+"""What a checkpoint holds of a training, and how it is restored into model, optimizer, data and callbacks.
 
-When and how checkpoints are written is the business of `saves`.
+`checkpoint.saves` decides when checkpoints are written, and writes them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from slurm_train.train.position import Position
 
 @dataclass(slots=True, kw_only=True)
 class Checkpointer:
-    """Gives what a training has to save, and restores it. All ranks call the same methods in the same order."""
+    """Collects what a training has to save, and restores it. All ranks call the same methods in the same order."""
 
     parts: Parts
     callbacks: Mapping[str, Callback]
@@ -62,15 +62,15 @@ class Checkpointer:
     continuity: Continuity
     """Settings, code and data: what makes this the same training as the checkpoints'."""
     config_hash: str
-    """Of the frozen configuration, as in `plan.json`; a change that is accepted changes it, not the run id."""
+    """Hash of the frozen configuration, as in `plan.json`; an accepted change changes it, but not the run id."""
     lr: dict[str, Any]
-    """Peak learning rate, and how it follows the global batch; for the manifest."""
+    """Peak learning rate, and how it was adapted to the global batch; for the manifest."""
     division: Division
     """Which rank writes what."""
     saves: Saves
     """Writes the checkpoints."""
     resumption: Resumption
-    """What training was loaded from."""
+    """The checkpoint that the training was loaded from."""
     stream_state: dict[str, Any] | None = None
     """Where this rank's stream of samples was at the checkpoint; None to begin anew."""
     parameters: frozenset[str] = frozenset()
@@ -101,7 +101,7 @@ class Checkpointer:
         position = Position.of(manifest)
         accepted = self.continuity.check(manifest)
         if accepted:
-            # Who changes a run that a callback has ended wants it to continue.
+            # A person who changes a run that a callback has ended wants it to continue.
             position.ended = ""
         restored = self._restore(choice)
         saved_sizes = {
@@ -130,7 +130,7 @@ class Checkpointer:
                 "be trained",
                 hint="make all parameters in the constructor of the model",
             )
-        # At the next step each rank takes those of rank 0, of which it would take parts for other ones.
+        # At the next step each rank takes rank 0's buffers, of which it would mistake parts for other buffers.
         self.division.check({"model": saved_buffers(self.parts.model)})
 
     def content(self, position: Position) -> Content:
@@ -152,7 +152,7 @@ class Checkpointer:
             state["optimizer"]["param_groups"] = number_groups(groups, self.parts.group_names)
         if callback_tensors:
             state[CALLBACKS] = callback_tensors
-        # A model changes its buffers on each rank by itself.
+        # A model changes its buffers on each rank, so rank 0's are saved.
         buffers = [name for name, _ in model.named_buffers()]
         of_first_rank = [MODEL + name for name in buffers]
         agreed = self.division.agree(state, values=callback_values, of_first_rank=of_first_rank)
@@ -168,12 +168,12 @@ class Checkpointer:
             rank_state=rank_state,
             header=self._header(position, weights=agreed.weights),
             expected=agreed.tensors,
-            # Running statistics; rotary tables are never saved nor changed.
+            # Saved buffers are e.g. running statistics; rotary tables are neither saved nor changed.
             changes_in_forward=any(name in tensors["model"] for name in buffers),
         )
 
     def own_tensors(self) -> list[Tensor]:
-        """Returns the tensors that this rank is going to write. Needs the optimizer's state."""
+        """Returns the tensors that this rank is going to write; the optimizer must have its state."""
         rank = self.parts.rank.place.rank
         peers = self.parts.rank.layout.members([axis for axis in AXES if axis != "pp"], rank)
         return own_tensors(self.parts.model, self.parts.optimizer, rank=peers.index(rank), num_ranks=len(peers))
@@ -186,7 +186,7 @@ class Checkpointer:
         """Restores what a checkpoint holds; returns notes for the user."""
         parts = self.parts
         with refusing_parts(parts.optimizer):
-            # An optimizer that has not stepped yet gets its state here.
+            # Creates the state of an optimizer that has not stepped yet, so that it can be filled.
             training_state(parts.model, parts.optimizer)
         rank_state = self._saved_rank_state(choice)
         modules = self._saved_modules(choice)
@@ -213,26 +213,31 @@ class Checkpointer:
 
     def _saved_rank_state(self, choice: Choice) -> dict[str, Any]:
         """Returns the saved state of a rank that read the samples of this one; {} where there was none."""
-        # Random streams belong to samples, not to ranks.
+        # Random streams belong to samples and not to ranks.
         index = self.parts.rank.layout.data_parallel_index(self.parts.rank.place.rank)
         reader = ParallelLayout(**choice.manifest.mesh).first_reader(index)
-        return (None if reader is None else load_rank_state(choice.path, reader)) or {}
+        if reader is None:
+            return {}
+        return load_rank_state(choice.path, reader) or {}
 
     def _saved_modules(self, choice: Choice) -> dict[str, Any] | None:
-        """Returns the `module_states` of this rank, in another layout of rank 0; None in an older checkpoint."""
-        is_same = choice.manifest.mesh == self.parts.rank.layout.as_mapping
-        states = load_rank_state(choice.path, self.parts.rank.place.rank if is_same else 0) or {}
+        """Returns the saved `module_states` of this rank; of rank 0 where the layout was another one.
+
+        None for a checkpoint of an older version.
+        """
+        has_same_layout = choice.manifest.mesh == self.parts.rank.layout.as_mapping
+        states = load_rank_state(choice.path, self.parts.rank.place.rank if has_same_layout else 0) or {}
         modules: dict[str, Any] | None = states.get("modules")
         return modules
 
     def _restore_callbacks(
         self, choice: Choice, load: Callable[[dict[str, Any]], None], *, stored: Mapping[str, Sequence[Any]]
     ) -> list[str]:
-        """Gives the callbacks their state back: values to all ranks, tensors to the ranks that have them.
+        """Restores the callbacks: values on all ranks, tensors on the ranks that have them. Collective.
 
         Args:
             choice: the checkpoint.
-            load: fills tensors.
+            load: fills a nested dictionary of tensors. Collective.
             stored: path of each saved tensor and value, by full name.
 
         Returns:
@@ -242,7 +247,7 @@ class Checkpointer:
         step = choice.manifest.step
         tensors, values = self._callbacks_state()
         tensors = {key: value for key, value in tensors.items() if key in saved}
-        if saved:  # on all ranks, also on one whose stage has no tensor of theirs
+        if saved:  # collective: also on a rank whose stage has no tensor of the callbacks
             load({CALLBACKS: tensors} if tensors else {})
         in_checkpoint = {name: path for name, path in stored.items() if path[0] == CALLBACKS}
         with_tensors = {path[1] for path in in_checkpoint.values()}
@@ -271,10 +276,10 @@ class Checkpointer:
         return notes
 
     def _restore_stream(self, manifest: Manifest, state: dict[str, Any] | None) -> list[str]:
-        """Keeps the state of a stream of samples; returns notes for the user.
+        """Keeps the state of a stream of samples until the stream begins; returns notes for the user.
 
         Raises:
-            DataError: it was saved on another number of ranks, and a restart of the streams was not allowed.
+            DataError: the state is of another number of ranks, and `data.allow_world_change` is not set.
         """
         self.stream_state = state
         num_saved = ParallelLayout(**manifest.mesh).data_parallel_size
@@ -341,7 +346,7 @@ def tracker_ids(run: RunDirectory) -> dict[str, dict[str, str]]:
 
 
 def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_lr: float) -> Checkpointer:
-    """Returns what saves and restores this run. Collective over all ranks."""
+    """Returns the checkpointer of this run. Collective over all ranks."""
     rank = parts.rank
     config = rank.config
     global_size = rank.plan.global_size

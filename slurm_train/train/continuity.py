@@ -1,4 +1,4 @@
-"""What an attempt trains (settings, code, data), and whether a checkpoint is of the same training."""
+"""Whether a checkpoint is of the same training as this attempt: the same settings, code and data."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from slurm_train.rundir.paths import RunDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuity:
-    """What this attempt trains; every checkpoint holds all of it.
+    """What this attempt trains; every checkpoint holds the same facts.
 
-    The login half compares too, before anything is submitted. This is the last gate: it also sees files that were
-    edited by hand, and data that only the ranks can open.
+    The login half compares them before anything is submitted. Here they are compared again, since files may have been
+    edited by hand, and only the ranks can open some data.
     """
 
     run: RunDirectory
     settings: dict[str, Any]
-    """What decides the training, by dotted key."""
+    """The settings that the training depends on, by dotted key."""
     code: str
     """Digest of the code snapshot, "" where there is none."""
     same_code: frozenset[str]
-    """Digests of this snapshot under settings that name code of the user, and under others: a checkpoint has that of
-    its own settings, and a change of them that was accepted may take the only such name away, or bring the first."""
+    """Both digests of this snapshot: the one for settings that name code of the user, and the one for other settings.
+
+    An accepted change of the settings may remove the only such name, or add the first one, so the digest in a
+    checkpoint may be either."""
     data: str
     """Fingerprint of the data set."""
     num_samples: int
@@ -44,14 +46,14 @@ class Continuity:
         return {**facts, "changes": accepted} if accepted else facts
 
     def reason_against(self, manifest: Manifest) -> str:
-        """Returns why a checkpoint on the nodes' disks is none to go on from, "" where it is one.
+        """Returns why the run must not continue from a checkpoint on the nodes' disks, "" where it may.
 
-        A change is accepted from the newest checkpoint in the run directory on, so what goes beyond that step without
-        the change is not part of the run.
+        A change is accepted from the newest checkpoint in the run directory on, so a checkpoint of a later step without
+        the change is not a part of the run.
         """
-        numbers = [accepted["number"] for accepted in manifest.extra.get("changes", ())]
+        accepted_numbers = [accepted["number"] for accepted in manifest.extra.get("changes", ())]
         for change in self.changes:
-            if change.number not in numbers and manifest.step > change.step:
+            if change.number not in accepted_numbers and manifest.step > change.step:
                 return f"{', '.join(change.names)} was changed, as accepted, from step {change.step} on"
         try:
             self.check(manifest)
@@ -64,7 +66,7 @@ class Continuity:
 
         Raises:
             RunError: settings or code are not those of the checkpoint, and the change was not accepted.
-            DataError: the data set is not.
+            DataError: the same for the data set.
         """
         trained = manifest.extra
         step = manifest.step
@@ -75,10 +77,10 @@ class Continuity:
             for change in training_changes(trained.get("settings") or self.settings, self.settings)
             if change.kind != "harmless"
         ]
-        left = [change for change in changes if not covers_config(self.changes, change.key, change.new)]
-        if left:
+        not_accepted = [change for change in changes if not covers_config(self.changes, change.key, change.new)]
+        if not_accepted:
             raise RunError(
-                f"{self.run.config} is not what step {step} was trained with: {', '.join(map(str, left))}",
+                f"{self.run.config} is not what step {step} was trained with: {', '.join(map(str, not_accepted))}",
                 hint=f"put it back, or {accept} config`",
             )
         notes = [f"{since} {change}" for change in changes]
@@ -104,14 +106,14 @@ class Continuity:
 def build_continuity(
     run: RunDirectory, config: RunConfig, *, global_size: int, data: str, num_samples: int
 ) -> Continuity:
-    """Returns what this attempt trains.
+    """Returns the facts of this attempt.
 
     Args:
-        run: where configuration, snapshot and accepted changes lie.
+        run: has the code snapshot and the accepted changes.
         config: the frozen configuration.
         global_size: samples per optimizer step.
         data: fingerprint of the training samples.
-        num_samples: how many there are.
+        num_samples: number of training samples.
     """
     index = read_index(run)
     codes = {} if index is None else {is_own: digest_code(index, is_own_code=is_own) for is_own in (True, False)}

@@ -1,10 +1,10 @@
-"""What makes convolutions fast on a GPU: cuDNN's fastest algorithm for each shape, and channels in the last place.
+"""Makes convolutions fast on a GPU: cuDNN's fastest algorithm for each shape, and images with channels last.
 
-torch computes a convolution in the format of its input, and so is what follows. So the images are laid out anew on
-their way to the model, and weights, gradients, the optimizer's state and checkpoints stay as they are, which FSDP2,
-for instance, wants (it takes contiguous parameters only). For 16 bits alone: that is what tensor cores read in this
-format, and in float32 it may be slower. A model may want images as they were (`x.view(len(x), -1)` behind a
-convolution raises), so it is tried before the first step.
+torch computes a convolution, and the layers behind it, in the memory format of its input. So only the images are
+converted, on their way to the model; weights, gradients, the optimizer's state and checkpoints keep their format, which
+FSDP2 requires (it takes contiguous parameters only). Channels last is used with 16-bit types only, in which tensor
+cores read it; in float32 it may be slower. Some models fail with it (`x.view(len(x), -1)` behind a convolution raises
+an error), so it is tried before the first step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEEDS_CONTIGUOUS = ("view size is not compatible", "expected contiguous", "must
 
 
 def tune_convolutions(rank: Rank, objective: Objective, batch: Batch) -> str | None:
-    """Chooses for a model with convolutions on a GPU how they are computed; returns a note for the user, if any.
+    """Chooses how the convolutions of a model are computed on a GPU; returns a note for the user, if there is one.
 
     Args:
         rank: this rank; its `image_format` is set.
@@ -36,14 +36,14 @@ def tune_convolutions(rank: Rank, objective: Objective, batch: Batch) -> str | N
     # For each new shape cuDNN tries its algorithms anew, and AMD's library takes minutes.
     if torch.version.hip is None and not rank.config.batch.by_length and not is_nested(batch):
         torch.backends.cudnn.benchmark = True
-    # What cuts a model has not been tried in this format.
+    # Layouts that cut the model have not been tried with this format.
     if not rank.layout.is_replicated or rank.autocast is None or not has_images(batch):
         return None
     obstacle = obstacle_to_channels_last(objective, batch, autocast=rank.autocast)
     if obstacle is None:
         rank.image_format = torch.channels_last
-        # Of weights that are alike in both formats (one channel or pixel) the gradients have the strides of the images;
-        # DDP copies them as it does the others.
+        # Weights of one channel or pixel are the same in both formats, and their gradients get the images' strides. DDP
+        # copies them as other gradients, but warns.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         return None
     return (
@@ -58,7 +58,7 @@ def has_convolutions(model: nn.Module) -> bool:
 
 
 def has_images(batch: Batch) -> bool:
-    """Returns whether tensors of a batch may be images: numbers with a fraction, of four dimensions."""
+    """Returns whether a batch has tensors that may be images: floating-point, with four dimensions."""
     shapes: list[bool] = []
 
     def look(tensor: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def obstacle_to_channels_last(objective: Objective, batch: Batch, *, autocast: t
     parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     images = in_format(batch, torch.channels_last)
     try:
-        # Compiled graphs would be made for this alone. DDP would exchange what `backward` gives.
+        # Not compiled, since the graphs would serve this trial only. `backward` would make DDP exchange gradients.
         with preserved(objective.model), torch.compiler.set_stance("force_eager"):
             with in_precision(parameters[0].device, autocast):
                 loss, _ = objective(images)
@@ -88,7 +88,7 @@ def obstacle_to_channels_last(objective: Objective, batch: Batch, *, autocast: t
     except Exception as err:
         text = str(err).strip().partition("\n")[0]
         if not any(words in text for words in _NEEDS_CONTIGUOUS):
-            # The step will raise it as well, and better said; if not, images as they are were right.
+            # If the model itself is wrong, the first step raises the same error with its traceback.
             return f"{type(err).__name__} in a trial"
         return text[:120]
     return None

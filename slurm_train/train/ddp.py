@@ -16,9 +16,9 @@ from slurm_train.config.schema import DdpSection
 from slurm_train.data.source import Batch
 from slurm_train.session.signals import StopFlag
 
-# Places of the numbers that the ranks agree on.
+# Places of the agreed numbers: each rank gives its own, and they are summed over micro-batches and averaged over ranks.
 STOP = 0
-"""Ranks that were asked to stop."""
+"""1 on a rank that was asked to stop."""
 COUNT = 1
 """Items."""
 LOSS = 2
@@ -26,7 +26,7 @@ LOSS = 2
 NON_FINITE = 3
 """Micro-batches whose loss is not finite."""
 SQUARES = 4
-"""With shards: the sum of the squared gradients."""
+"""With shards only: the sum of the squares of all gradients."""
 
 
 class TrainingModule(nn.Module):
@@ -43,7 +43,7 @@ class TrainingModule(nn.Module):
         stop: this rank's stop flag.
         device: where the model is.
         autocast: lower precision of the forward pass, None for none.
-        factor: of the losses that are back-propagated (`LossScale`), None for 1.
+        factor: factor of the losses that are back-propagated (`LossScale`), None for 1.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainingModule(nn.Module):
         self.stop = stop
         self.autocast = autocast
         self.is_searched = False
-        """DDP looks through the graph of the loss for the parameters that are used."""
+        """Whether DDP searches the graph of the loss for the parameters that are used (find_unused_parameters)."""
         # The parameters' own type, so that it shares their bucket, but never below float32: a bfloat16 number cannot
         # count to 300. A model in bfloat16 pays for a small bucket of its own.
         first = next((parameter for parameter in objective.parameters() if parameter.requires_grad), None)
@@ -79,7 +79,7 @@ class TrainingModule(nn.Module):
             with torch.autocast(self.stats_param.device.type, dtype=self.autocast):
                 loss, count = self.objective(batch)
         self._note(loss, count)
-        # DDP must find the numbers, too: adding nothing changes neither loss nor gradients.
+        # DDP must find `stats_param` in the graph as well: adding zero changes neither loss nor gradients.
         total: Tensor = loss + 0 * self.stats_param.sum() if self.is_searched else loss
         return total
 

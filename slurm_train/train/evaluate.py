@@ -1,9 +1,9 @@
-"""Evaluation over the held-out samples: sums and counts on each rank, put together once. At the end: texts.
+"""Evaluation over the held-out samples: each rank adds up sums and counts, which are gathered once at the end.
 
-No sample is padded and none counts twice, so the number depends neither on how many ranks measured it nor on the
-layout. With whole replicas a rank may have more batches than another, or none: the only exchange is at the end, where a
-rank that was asked to stop makes all report nothing. With parts of a model every pass is an exchange, so all ranks make
-equally many, the last ones with a batch that does not count, and a stop is agreed upon before each pass.
+No sample is padded and none counts twice, so the result depends neither on the number of ranks nor on the layout. With
+whole replicas a rank may have more batches than another, or none: the only exchange is at the end, and if some rank was
+asked to stop, the evaluation has no result on any. With parts of a model each pass is an exchange, so all ranks make
+the same number of passes, some of them with a batch that does not count, and they agree on a stop before each pass.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Evaluator:
     """Shows an evaluation that takes long; None on all ranks but the first."""
 
     def evaluate(self, *, within: Iterable[AbstractContextManager[Any]] = ()) -> dict[str, float] | None:
-        """Returns "eval_loss" and what else the objective counts, the same on every rank. Collective.
+        """Returns "eval_loss" and the objective's other measures, the same on every rank. Collective.
 
         The model and the random generators of this process are left as they were, bit for bit.
 
@@ -88,9 +88,11 @@ class Evaluator:
             self.rank.heartbeat.mark("evaluate")
             if self.display is not None:
                 self.display.show_evaluation(num_done, num_batches, elapsed_s=self.rank.clock() - start_s)
-            if stop.requested if is_whole else _is_any_requested(stop):
+            is_stopping = bool(stop.requested) if is_whole else _is_any_requested(stop)
+            if is_stopping:
                 return None
-            batch = to_device(batch if part is None else part.cut(batch), device, image_format=self.rank.image_format)
+            own_part = batch if part is None else part.cut(batch)
+            batch = to_device(own_part, device, image_format=self.rank.image_format)
             with in_precision(device, autocast):
                 sums = self._sums_of(batch)
             if not counts:
@@ -101,9 +103,12 @@ class Evaluator:
         return _as_numbers(totals)
 
     def try_out(self) -> list[str]:
-        """Returns the names of the measures, from two samples, so that mistakes are seen before training. Collective.
+        """Returns the names of the measures, by evaluating two samples before the training. Collective.
 
         The model is left as it was.
+
+        Raises:
+            ConfigError: the model's `evaluation_sums` returns sums that cannot be used.
         """
         sample: Any = self.source.batch(np.arange(min(2, len(self.source)), dtype=np.int64))
         part = self.rank.sequence_part
@@ -116,13 +121,14 @@ class Evaluator:
         of_ranks = gather(sums)
         for of_rank in of_ranks:
             if of_rank:
+                # Two samples may have no item that counts.
                 of_rank["count"] = 1.0
         return sorted(measures(of_ranks, bytes_per_item=getattr(self.source, "bytes_per_target", None)))
 
     def gives_loss(self) -> bool:
-        """Returns whether the model gives a loss of held-out samples, tried on one of lists of tensors. Collective.
+        """Returns whether the model returns a loss in evaluation mode, which detectors do not. Collective.
 
-        The model is left as it was.
+        A sample of lists of tensors is tried; others always have a loss. The model is left as it was.
         """
         if self.pipeline is not None or not self.objective.may_lack_held_out_loss:
             return True
@@ -147,7 +153,10 @@ class Evaluator:
         return {} if outputs is None else self.objective.sums_of(outputs, targets)
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yields this rank's batches; with parts of a model then the first sample, which does not count."""
+        """Yields this rank's batches, and whether they count.
+
+        With parts of a model all ranks have as many: the last ones are the first sample again, which does not count.
+        """
         layout = self.rank.layout
         size = self.rank.plan.local_size
         source = self.source
@@ -182,7 +191,7 @@ class Evaluator:
 
 
 def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) -> dict[str, float]:
-    """Returns the measures of all ranks' sums; the order of summation is fixed, so the bits are too.
+    """Returns the measures from all ranks' sums; the order of summation is fixed, so the result is so bit for bit.
 
     Args:
         of_ranks: sums by name, one mapping per rank; a rank without batches gives {}.
@@ -206,7 +215,11 @@ def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) 
 
 
 def _as_numbers(totals: dict[str, Tensor]) -> dict[str, float]:
-    """Returns sums as numbers; each of a vector gets the name and its place, e.g. "per_class_0"."""
+    """Returns sums as numbers; each element of a tensor gets its place behind the name, e.g. "per_class_0".
+
+    Raises:
+        ConfigError: loss, count or correct is no scalar, or a tensor has too many elements.
+    """
     numbers: dict[str, float] = {}
     for name, value in totals.items():
         if value.dim() and (name in ("loss", "count", "correct") or value.numel() > _MOST_NUMBERS):
@@ -230,10 +243,10 @@ def _is_any_requested(stop: StopFlag) -> bool:
 def build_evaluator(
     parts: Parts, objective: Objective, callbacks: Mapping[str, Callback], *, display: Display | None
 ) -> Evaluator | None:
-    """Returns what evaluates held-out samples; None without samples, or without a loss of them. Collective.
+    """Returns the evaluator; None without held-out samples, or where the model has no loss of them. Collective.
 
     Raises:
-        ConfigError: evaluations do not give what callbacks look at.
+        ConfigError: as `check_measures`.
     """
     evaluator = None
     if parts.heldout is not None and parts.rank.config.train.evaluate:
@@ -256,15 +269,17 @@ def build_evaluator(
 
 
 def check_measures(parts: Parts, callbacks: Mapping[str, Callback], evaluator: Evaluator | None) -> None:
-    """Checks, before the first step, that evaluations give what callbacks look at. Collective.
+    """Checks before the first step that evaluations have the measures that callbacks compare. Collective.
 
-    Two samples are evaluated for it where a callback or a model's own evaluation_sums could be at odds.
+    Two samples are evaluated for that, where callbacks compare measures or the model has its own `evaluation_sums`.
 
     Raises:
-        ConfigError: there are no held-out samples, or no measure of the name, or sums that are none.
+        ConfigError: there are no held-out samples, no measure of that name, or the model's sums cannot be used.
     """
-    compare = (callback for callback in callbacks.values() if isinstance(callback, Monitor))
-    monitors = [callback for callback in compare if not callback.follower]
+    monitors = []
+    for callback in callbacks.values():
+        if isinstance(callback, Monitor) and not callback.follower:
+            monitors.append(callback)
     if evaluator is None:
         if monitors:
             raise ConfigError(

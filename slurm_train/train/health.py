@@ -1,5 +1,5 @@
-"""What follows a step that went wrong (a NaN, an infinite value, a loss far above the last ones), and whether all
-replicas still hold the same parameters.
+"""What to do after a bad step (a NaN, an infinite value, a loss far above the last ones), and whether all replicas hold
+the same parameters.
 
 Only reduced values are checked, which are the same on every rank, and `step` has already applied or skipped the update
 by the same values; so all ranks do the same without a further exchange.
@@ -28,25 +28,29 @@ from slurm_train.train.context import Rank, gather
 from slurm_train.train.position import Position
 from slurm_train.train.step import StepResult
 
+# Sample ids of a bad step in its event, at most.
 _MOST_IDS = 256
-# Steps without an item that counts end a run: so many one after the other (before any has counted and afterwards), or
-# more than half of the window.
+# Steps without an item that counts end a run: so many in a row (before any item has counted, and afterwards), or more
+# than half of the steps of the window.
 _EMPTY_AT_FIRST = 3
 _EMPTY_IN_A_ROW = 10
 _EMPTY_WINDOW = 100
+# Ranks that the error about different replicas names, at most.
+_MOST_NAMED = 8
+# Elements whose digest is computed at once, and the integer type of an element by its bytes.
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 class Health:
-    """Judges steps, writes those that went wrong to events@<host>.jsonl, and takes a run back where that is asked.
+    """Checks the result of each step, writes bad ones to events@<host>.jsonl, and rolls the run back where configured.
 
     Args:
         rank: this rank.
-        batches: what every step takes.
-        checkpointer: what a run is taken back by.
-        num_rollbacks: how many this run has had.
-        say: prints a line; does nothing on other ranks than rank 0.
+        batches: the global batches of the run.
+        checkpointer: restores the checkpoint of a rollback.
+        num_rollbacks: rollbacks of this run so far.
+        say: prints a line on rank 0; does nothing on other ranks.
     """
 
     def __init__(
@@ -59,9 +63,9 @@ class Health:
         say: Callable[[str], None],
     ) -> None:
         self.bad_step: int | None = None
-        """A step that the run has to be taken back behind, with `roll_back`."""
+        """A step before which the run has to go back, with `roll_back`; None where no step has to."""
         self.newest: StepResult | None = None
-        """The newest step that was judged."""
+        """The newest result that was checked."""
         self._rank = rank
         self._settings = rank.config.health
         self._batches = batches
@@ -81,10 +85,10 @@ class Health:
         return settings.spike_factor * median if median > 0 else float("inf")
 
     def take(self, result: StepResult, position: Position) -> None:
-        """Judges a step: remembers the loss of a good one, writes down one that went wrong.
+        """Checks the result of a step: records the loss of a good step, writes an event for a bad one.
 
         Raises:
-            SlurmTrainError: the run has to stop because of it.
+            SlurmTrainError: the run has to stop because of this step.
         """
         self.newest = result
         if self._is_empty(result, position):
@@ -109,10 +113,10 @@ class Health:
             del position.recent_losses[: -settings.spike_window]
 
     def _is_empty(self, result: StepResult, position: Position) -> bool:
-        """Returns whether no item of a step counts, so that nothing is learned from it; writes it down.
+        """Returns whether no item of a step counts, so that nothing is learned from it; writes an event then.
 
         Raises:
-            SlurmTrainError: too many of the last steps are so.
+            SlurmTrainError: too many of the last steps are empty.
         """
         is_empty = not result.num_items
         self._empty_steps.append(is_empty)
@@ -129,15 +133,17 @@ class Health:
         return True
 
     def roll_back(self, *, samples: int) -> Position:
-        """Restores the newest verified checkpoint from before `bad_step`; the samples since are passed over.
-
-        Collective.
+        """Restores the newest verified checkpoint from before `bad_step`. Collective.
 
         Args:
-            samples: global samples consumed up to now.
+            samples: global samples consumed up to now; the run continues behind them, so none of the samples since the
+                checkpoint is seen again.
+
+        Returns:
+            The position of the checkpoint, with these samples.
 
         Raises:
-            SlurmTrainError: the run has been taken back too often, or there is nothing to go back to.
+            SlurmTrainError: the run has been rolled back too often, or there is no checkpoint to go back to.
         """
         bad_step = self.bad_step
         self.bad_step = None
@@ -151,7 +157,7 @@ class Health:
         run = self._rank.run
         attempt = self._rank.attempt
         group = dist.group.WORLD
-        # A save under way may be of a step that is to be forgotten.
+        # A save under way may be of a step that is discarded below.
         self._checkpointer.saves.finish()
         self._checkpointer.saves.discard_from(bad_step)
         position, notes = self._checkpointer.resume()
@@ -218,33 +224,33 @@ class Health:
 
 
 def position_after_rollbacks(run: RunDirectory, position: Position, origin: Origin) -> tuple[int, int]:
-    """Returns the samples consumed at a restored position, and the rollbacks so far. Collective.
+    """Returns the samples consumed at a restored position, and the number of rollbacks so far. Collective.
 
-    A run that ended between a rollback and its next checkpoint resumes from the checkpoint that it went back to; the
-    samples that were passed over stay so. A checkpoint of another past may be of the same step and samples, and nothing
-    is passed over after it.
+    A run that ended between a rollback and its next save resumes from the checkpoint that it had gone back to, and
+    passes over the same samples again. That holds only for this very checkpoint: one of another past of the run may
+    have the same step and samples.
 
     Args:
         run: the run.
-        position: what was restored.
+        position: the restored position.
         origin: the checkpoint that it was restored from.
     """
 
-    def is_from_here(line: Mapping[str, Any]) -> bool:
-        # An older version wrote the samples alone.
+    def went_back_here(line: Mapping[str, Any]) -> bool:
+        # An older version wrote the samples only.
         save = (line.get("saved_in", origin.saved_in), line.get("parent", origin.parent))
         return bool(line["checkpoint_samples"] == position.samples and save == (origin.saved_in, origin.parent))
 
     def read() -> tuple[int, int]:
         events = read_events(run, "rollback")
-        moved = [int(line["resume_samples"]) for line in events if is_from_here(line)]
-        return max([position.samples, *moved]), len(events)
+        resume_samples = [int(line["resume_samples"]) for line in events if went_back_here(line)]
+        return max([position.samples, *resume_samples]), len(events)
 
     return on_rank_zero(dist.group.WORLD, read)
 
 
 def refuse(result: StepResult, *, num_empty: int = 1, of: int = 1) -> None:
-    """Raises for a step that stops the run; the same on every rank, since it judges reduced values.
+    """Raises the error for a step that stops the run; the same on every rank, since reduced values are checked.
 
     Args:
         result: the step.
@@ -295,13 +301,13 @@ def digest_of_parameters(parameters: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         for chunk in torch.split(tensor, _CHUNK):
             bits = chunk.view(_INTEGERS[chunk.element_size()]).long()
-            # Multiplied on, so that equal chunks in another order do not give the same.
+            # The factor makes the digest depend on the order of equal chunks.
             total = total * 3 + (bits * weights[: bits.numel()]).sum()
     return total
 
 
 def find_divergent(digests: list[int]) -> list[int]:
-    """Returns the ranks whose digest is not that of the majority; of two equal camps, the one without rank 0."""
+    """Returns the ranks whose digest is not the most frequent one; of equally frequent ones the first rank's counts."""
     counts = Counter(digests)
     most = max(counts.values())
     majority = next(digest for digest in digests if counts[digest] == most)
@@ -318,9 +324,9 @@ def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> No
         SlurmTrainError: they differ; on every rank, with the same message.
     """
     # Offloaded parameters are on the host.
-    own_digest = digest_of_parameters(parameters).reshape(1).to(rank.device)
-    gathered = [torch.empty_like(own_digest) for _ in range(rank.place.world_size)]
-    dist.all_gather(gathered, own_digest)
+    digest_here = digest_of_parameters(parameters).reshape(1).to(rank.device)
+    gathered = [torch.empty_like(digest_here) for _ in range(rank.place.world_size)]
+    dist.all_gather(gathered, digest_here)
     digests = [int(digest) for digest in torch.cat(gathered).tolist()]
     layout = rank.layout
     replica_groups: Any = [range(len(digests))] if layout.is_replicated else layout.groups(("dp_replicate",))
@@ -330,8 +336,8 @@ def check_replicas(rank: Rank, parameters: Iterable[Tensor], *, step: int) -> No
     if not divergent:
         return
     hosts = gather(rank.place.host)
-    names = ", ".join(f"{divergent_rank} on {hosts[divergent_rank]}" for divergent_rank in divergent[:8])
-    if len(divergent) > 8:
+    names = ", ".join(f"{number} on {hosts[number]}" for number in divergent[:_MOST_NAMED])
+    if len(divergent) > _MOST_NAMED:
         names += ", ..."
     raise SlurmTrainError(
         f"the replicas differ at step {step}: rank {names} holds other parameters than the other "

@@ -1,4 +1,4 @@
-"""This rank's part of the model in the run's layout, with its first weights and an optimizer of it."""
+"""Cuts the model into this rank's part of the run's layout, with its first weights and an optimizer of it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ from slurm_train.train.optimizer import begin_state, build_optimizer, can_call_k
 
 
 def apply_parallelism(parts: Parts) -> None:
-    """Leaves this rank's part of the model with its first weights, and an optimizer of it. Collective over all ranks.
+    """Replaces model and optimizer by this rank's part of them, with first weights. Collective over all ranks.
+
+    Args:
+        parts: a whole model, which is changed in place, and its optimizer, which is replaced.
 
     Raises:
-        ConfigError: the model does not say how it can be cut.
+        ConfigError: the model has no plan for the layout, or the layout does not suit it.
     """
     require_blocks(parts.model, settings=parts.rank.config.parallel)
     if parts.rank.config.train.precision == "fp8":
@@ -48,18 +51,18 @@ def apply_parallelism(parts: Parts) -> None:
 
 
 def _prepare_replica(parts: Parts) -> None:
-    """Gives a whole model its weights; its blocks change where activation checkpointing is configured."""
+    """Gives a whole model its weights, and prepares its blocks to be compiled or recomputed where configured."""
     rank = parts.rank
     model = parts.model
     config = rank.config
     fill([model], first_values(model), device=rank.device, progress=partial(rank.heartbeat.mark, "start"))
-    # What is fused depends on the device.
+    # Built again: whether the update is fused depends on the device.
     parts.optimizer = build_optimizer(model, optim=config.optim)
     by_blocks = rank.compiles and is_deep(model)
     if by_blocks or config.parallel.activation_checkpointing != "none":
         prepare_blocks(model, settings=config.parallel, compiles=by_blocks)
     if config.ddp.find_unused_parameters:
-        # A checkpoint needs the state of every parameter, also of one that was never used.
+        # A checkpoint needs the optimizer's state of every parameter, also of one that was never used.
         if not can_call_kernel(parts.optimizer):
             name = type(parts.optimizer).__name__
             raise ConfigError(
@@ -104,12 +107,12 @@ def _prepare_shards(parts: Parts) -> None:
         [model, *roots],
         values,
         device=rank.device,
-        # Each weight is progress: the supervisor's watchdog waits for what it knows of.
+        # Each weight counts as progress for the supervisor's watchdog.
         progress=partial(rank.heartbeat.mark, "start"),
         shards_device=torch.device("cpu") if settings.cpu_offload else None,
     )
     use_timeout(rank.collective_timeout_s(config.train.start_timeout_s))
-    # The parameters are other objects now.
+    # Sharding has replaced the parameters.
     parts.optimizer = build_optimizer(model, optim=config.optim)
     if can_call_kernel(parts.optimizer):
         begin_state(parts.optimizer)
@@ -138,10 +141,10 @@ def failures_explained(rank: Rank) -> Iterator[None]:
 
 
 def _require_trained_stages(parts: Parts) -> None:
-    """Checks that each rank of a pipeline has something to train, once the model is cut. Collective over all ranks.
+    """Checks that each rank of a pipeline has trained parameters, once the model is cut. Collective over all ranks.
 
     Raises:
-        ConfigError: on all ranks: some have frozen parameters only.
+        ConfigError: on all ranks: the parameters of some ranks are all frozen.
     """
     layout = parts.rank.layout
     trains = gather(any(parameter.requires_grad for parameter in parts.model.parameters()))

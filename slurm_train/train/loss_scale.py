@@ -19,36 +19,36 @@ _GROWTH_STEPS = 2000
 
 
 class LossScale:
-    """The factor and what decides about the next one.
+    """The factor of the losses, and the state from which the next factor follows.
 
     Args:
         device: where the gradients are.
-        state: what `state` gave; None resets it.
+        state: what `state` returned; None begins anew.
     """
 
     def __init__(self, device: torch.device, state: Sequence[float] | None) -> None:
         # The factor, steps since it changed, whether there was an overflow.
         self._values = torch.zeros(3, device=device)
         self.factor = self._values[0]
-        """What the losses are multiplied by; changes in place."""
+        """The factor of the losses, a scalar on the device; `update` changes it in place."""
         self.restore(state)
 
     def restore(self, state: Sequence[float] | None) -> None:
-        """Takes over what `state` gave; None resets it."""
+        """Takes over what `state` returned; None begins anew."""
         self._values.copy_(torch.tensor(state or (1.0, 0.0, 0.0)))
 
     def update(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Sets the factor of the next step; returns whether it was too large for this one (a scalar).
+        """Sets the factor of the next step; returns whether this step's factor was too large, a bool scalar.
 
         Args:
-            loss: of the step, over all ranks.
-            norm: of the gradients, over all ranks.
+            loss: the step's loss, reduced over all ranks.
+            norm: norm of the gradients, reduced over all ranks.
         """
         factor, streak, has_overflowed = self._values
         is_fine = norm.isfinite()
         overflows = loss.isfinite() & is_fine.logical_not()
         grows = is_fine & ((has_overflowed == 0) | (streak + 1 >= _GROWTH_STEPS))
-        # Below the least, the gradients are not finite for another reason.
+        # Where the factor is the least one, the gradients are not finite for another reason.
         is_too_large: Tensor = overflows & (factor > _LEAST)
         following = torch.where(overflows, factor / 2, torch.where(grows, factor * 2, factor)).clamp(_LEAST, _MOST)
         streak = torch.where(overflows | grows, 0.0, streak + 1)
@@ -56,6 +56,6 @@ class LossScale:
         return is_too_large
 
     def state(self) -> list[float]:
-        """Returns what a checkpoint has to hold; waits for the device."""
+        """Returns the state for a checkpoint: factor, steps since it changed, 1 after an overflow. Waits for a GPU."""
         values: list[float] = self._values.tolist()
         return values

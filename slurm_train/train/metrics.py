@@ -1,4 +1,4 @@
-"""What is recorded of the steps: rank 0's lines of metrics.jsonl, its display, and what a rank's steps consist of."""
+"""Records the steps on rank 0: lines of metrics.jsonl, the display, and the account of what the time was spent on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ddp import sent_bytes
 from slurm_train.train.step import StepResult
 
-# A killed attempt loses what it did since its last account.
+# A killed attempt loses the times since its last account.
 _ACCOUNT_EVERY_S = 2.0
 _READ_GPU_EVERY_S = 2.0
 PEAK_FLOPS = {
@@ -51,17 +51,19 @@ first name of which all words are in the device's own is taken. ROCm shows a MI2
 
 
 class Recorder:
-    """Keeps what a step gave; time spent elsewhere (evaluation, saving) is taken out of the step time. Rank 0 only.
+    """Records results of steps; time spent otherwise (evaluation, saving) does not count as step time. Rank 0 only.
 
-    Wide because it holds the sums of one window of steps, which are reset together.
+    A window is the steps since the last line of metrics.jsonl; rates and times in a line are those of its window.
+
+    Wide because it holds the sums of a window, which are reset together.
 
     Args:
         rank: this rank.
         display: the progress bar or lines on stderr.
         source: the training samples.
-        spent: what this attempt's time was spent on so far.
-        flops_per_token: of a training step, counted in two ways; used where samples are text.
-        max_steps: steps of the whole run, where the plan does not know them.
+        spent: what this attempt's time was spent on so far; changed here.
+        flops_per_token: floating-point operations, see `flops_per_token`; used where samples are text.
+        max_steps: steps of the whole run, written into each line; None where the plan has them.
         clock: seconds that never run backwards.
     """
 
@@ -85,9 +87,11 @@ class Recorder:
         self._unit = "tokens" if hasattr(source, "bytes_per_target") else "samples"
         self._num_samples = len(source)
         self._gpu = GpuReader(rank.device, clock=time.monotonic) if rank.device.type == "cuda" else None
+        self._peak: float | None = None
+        """Peak of all ranks in operations per second; None where it is not known, or samples are no text."""
         peak = peak_flops(rank.device)
-        can_count = peak is not None and self._unit == "tokens"
-        self._peak = peak * rank.place.world_size if can_count and peak else None
+        if peak is not None and self._unit == "tokens":
+            self._peak = peak * rank.place.world_size
         self._flops, self._papers_flops = flops_per_token
         self._attempt = rank.attempt
         self._world_size = rank.place.world_size
@@ -123,7 +127,7 @@ class Recorder:
         line = {
             **self._head(result.facts.step, result.facts.samples),
             "tokens": items if self._unit == "tokens" else None,
-            # JSON has no NaN; a step that was not applied has no loss that counts.
+            # JSON has no NaN, and the loss of a step that was not applied does not count.
             "loss": result.loss if result.applied else None,
             "lr": result.facts.lr,
             "grad_norm": result.grad_norm if result.applied else None,
@@ -146,10 +150,10 @@ class Recorder:
         self._writer.write({**self._head(step, samples), **measures, **self._tail()})
 
     def book(self, *, data_wait_s: float) -> None:
-        """Adds the steps of the current window to the account and opens the next one.
+        """Adds the steps of the current window to the account and opens the next window.
 
         Args:
-            data_wait_s: seconds that they waited for data on this rank.
+            data_wait_s: seconds that these steps waited for data on this rank.
         """
         if self._window_steps:
             seconds = self._clock() - self._window_start
@@ -163,11 +167,11 @@ class Recorder:
         self._window_items = 0
 
     def skip(self, seconds: float, cause: str = "") -> None:
-        """Takes time that was no step's out of the current window and the display's rate.
+        """Takes time that was spent outside of steps out of the current window and of the display's rate.
 
         Args:
             seconds: how long it was.
-            cause: the account that it belongs to, e.g. "evaluate_s"; see `rundir.timing`.
+            cause: what it was spent on, e.g. "evaluate_s"; see `rundir.timing`.
         """
         self._window_start += seconds
         self.spent.add(cause, seconds)
@@ -202,7 +206,7 @@ class Recorder:
 
 
 def build_recorder(parts: Parts, display: Display, spent: Spent, *, first_step: int) -> Recorder:
-    """Returns what records the steps of this attempt. Rank 0 only."""
+    """Returns the recorder of this attempt. Rank 0 only."""
     rank = parts.rank
     spent.first_step = first_step
     display.max_steps = parts.max_steps
@@ -227,16 +231,16 @@ def _write_sent_bytes(rank: Rank, model: nn.Module) -> None:
         "gradient_bytes": sent_bytes(parameters, comm="none"),
         "sent_bytes": sent_bytes(parameters, comm=comm),
     }
-    # A file system that refuses costs a figure, never the run.
+    # An error of the file system costs this figure and must not end the run.
     with contextlib.suppress(OSError):
         append_event(rank.run, "exchange", attempt=rank.attempt, **facts)
 
 
 class GpuReader:
-    """Reads memory, power, temperature and clock of one GPU for the log; waits for nothing on it.
+    """Reads memory, power, temperature and clock of one GPU for the log, without waiting for its work.
 
-    NVML (extra: gpu) has what torch does not; where it is missing, or does not support a question, the value is left
-    out. Its answers take up to a millisecond, so most lines of fast steps go without them.
+    All but the memory come from NVML (extra: gpu); where it is missing, or does not support a value, the value is left
+    out. NVML takes up to a millisecond, so it is asked every two seconds only.
 
     Args:
         device: a GPU.
@@ -258,7 +262,7 @@ class GpuReader:
             self._nvml = pynvml
 
     def read(self) -> dict[str, float]:
-        """Returns what is known now; nothing within two seconds of the last time.
+        """Returns the present values, none within two seconds of the last call that returned some.
 
         The keys are `gpu_memory_gb` (the most that torch has allocated so far), `gpu_power_w`, `gpu_temperature_c` and
         `gpu_sm_clock_mhz`.
@@ -286,24 +290,24 @@ def peak_flops(device: torch.device) -> float | None:
     """Returns the dense bfloat16 peak of one device per second, None where it is not known (a CPU, another GPU)."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    for words, peak in PEAK_FLOPS.items():
-        if all(word in name for word in words.split()):
+    device_name = torch.cuda.get_device_name(device)
+    for name, peak in PEAK_FLOPS.items():
+        if all(word in device_name for word in name.split()):
             return peak
     return None
 
 
 def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, float]:
-    """Returns the floating-point operations of forward and backward per token, counted in two ways.
+    """Returns the floating-point operations per token of a forward and a backward pass, counted in two ways.
 
-    First six per weight of a matrix product: attention's own products are left out, and so is an embedding that is only
-    looked up; a tied one counts, because the output layer multiplies by it. Then 6 N + 12 L T C, as papers and
-    torchtitan have it: all N parameters, and attention's products of L layers of width C over all T positions; 0 where
-    the model does not say L and C.
+    The first number is six per weight of a matrix product. Attention's own products do not count, nor does an embedding
+    that is only looked up; a tied embedding counts, since the output layer multiplies by it. The second number is
+    6 N + 12 L T C, as in papers and in torchtitan: N are all parameters, the other term is attention's products in L
+    layers of width C over T positions. It is 0 where the model does not define `attention_width`, which is L x C.
 
     Args:
-        model: all of it.
-        positions: of a sequence; 0: not known.
+        model: the whole model.
+        positions: T, positions of a sequence; 0 where it is not known.
     """
     # `module.weight` of a parametrized layer would compute it, and a spectral norm counts that as a pass.
     looked_up = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -1,10 +1,10 @@
 """The optimizer and its groups of parameters, the learning rate over the run, and how gradients are applied.
 
-Any optimizer of torch's kind will do. With AdamW and SGD the division by the number of items, the clipping and the
-update are one pass where torch has it: once the state exists, the fused kernel is called directly with the gradients'
-divisor. It saves a pass over all gradients, and what `Optimizer.step` spends on finding its tensors again (0.06 ms a
-step with two parameter groups; also with its public `grad_scale`), and a GPU decides by itself whether a step is
-skipped. The optimizer stays torch's own and its state is where it always is, so checkpoints see nothing of this.
+Every optimizer with the interface of torch's can be used. For AdamW and SGD the division by the number of items, the
+clipping and the update are one pass where torch has a fused kernel: once the state exists, `Update` calls the kernel
+itself, with the divisor of the gradients. That saves a pass over all gradients and the time in which `Optimizer.step`
+collects its tensors (0.06 ms a step with two parameter groups), and a GPU can skip a step without the host. The
+optimizer and its state stay torch's own, so checkpoints do not depend on it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HALF_TYPES = {torch.bfloat16, torch.float16}
 _WARMUP_SHARE = 0.05
 _DECAY_SHARE = 0.2
 LR_SCALE = "lr_scale"
-"""Of a group of parameters: its learning rate as a multiple of the run's; 1 where it is absent."""
+"""Key in a group of parameters: its learning rate as a multiple of the run's; 1 where it is absent."""
 
 
 def build_optimizer(model: nn.Module, *, optim: OptimSection) -> Optimizer:
@@ -65,10 +65,10 @@ def build_optimizer(model: nn.Module, *, optim: OptimSection) -> Optimizer:
 def require_rules_fit(model: nn.Module, *, optim: OptimSection) -> None:
     """Checks that every rule with patterns fits some parameter of a whole model.
 
-    One for another optimizer may fit none: `optim=muon` knows the usual names of embeddings and heads.
+    A rule that names another optimizer may fit none: `optim=muon` lists the usual names of embeddings and heads.
 
     Raises:
-        ConfigError: a rule fits none.
+        ConfigError: another rule fits no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
     for index, rule in enumerate(optim.rules()):
@@ -80,46 +80,57 @@ def require_rules_fit(model: nn.Module, *, optim: OptimSection) -> None:
 
 
 def _settings_of(name: str, parameter: Tensor, *, optim: OptimSection, rules: Sequence[GroupRule]) -> dict[str, Any]:
-    """Returns the class of a parameter's optimizer, and its keywords in which groups differ."""
-    decay = optim.weight_decay if parameter.dim() >= 2 else 0.0
+    """Returns the settings by which parameters are grouped: class of the optimizer, and keywords for this parameter.
+
+    The first rule that fits counts.
+    """
+    settings: dict[str, Any] = {
+        TARGET: optim._target_,
+        "weight_decay": optim.weight_decay if parameter.dim() >= 2 else 0.0,
+    }
     for rule in rules:
-        if rule.fits(name, dims=parameter.dim()):
-            scale = rule.lr_scale if rule.lr is None else rule.lr / optim.lr
-            return {
-                TARGET: rule._target_ or optim._target_,
-                "weight_decay": decay if rule.weight_decay is None else rule.weight_decay,
-                **({} if scale == 1.0 else {LR_SCALE: scale}),
-                **rule.keywords,
-            }
-    return {TARGET: optim._target_, "weight_decay": decay}
+        if not rule.fits(name, dims=parameter.dim()):
+            continue
+        if rule._target_:
+            settings[TARGET] = rule._target_
+        if rule.weight_decay is not None:
+            settings["weight_decay"] = rule.weight_decay
+        lr_scale = rule.lr_scale if rule.lr is None else rule.lr / optim.lr
+        if lr_scale != 1.0:
+            settings[LR_SCALE] = lr_scale
+        return settings | rule.keywords
+    return settings
 
 
 def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection, is_alone: bool) -> Optimizer:
-    """Returns one class's optimizer of its groups.
+    """Returns the optimizer of one class.
 
     Args:
-        path: of the class.
-        groups: settings and parameters.
-        optim: what the groups have in common.
-        is_alone: there is no other class; the kernel is then called here, with what this rank has of parameters,
-            unless it is asked for what it is not called with (AMSGrad, for instance).
+        path: dotted path of the class.
+        groups: its groups: settings and parameters.
+        optim: settings that the groups have in common.
+        is_alone: whether no other class is used. `Update` then calls the kernel with this rank's parts of parameters,
+            unless a setting is on that it does not pass to the kernel (AMSGrad, for instance).
+
+    Raises:
+        ConfigError: the class does not take the parameters or keywords, or is no optimizer for this trainer.
     """
     target = callable_target({TARGET: path})
     keywords: dict[str, Any] = {"lr": optim.lr, **(optim.keywords if path == optim._target_ else {})}
-    # Both, since eps alone is something else to others (Adafactor takes two).
+    # Where it takes both, eps means what it means to Adam; Adafactor's eps is a pair.
     if accepts_keyword(target, "betas") and accepts_keyword(target, "eps"):
         keywords |= {"betas": tuple(optim.betas), "eps": optim.eps}
     has_decay = accepts_keyword(target, "weight_decay")
     parameters = [parameter for group in groups for parameter in group["params"]]
-    # Some are cut and others whole: torch's loops over all at once refuse such a mixture.
+    # torch's foreach loops refuse a mixture of DTensors and ordinary parameters.
     is_mixed = len({hasattr(p, "placements") for p in parameters}) > 1
-    # SGD's first buffer is a whole gradient, which zeros make of the second formula only without dampening.
+    # SGD sets its first buffer to the gradient; a buffer of zeros (`begin_state`) gives that only without dampening.
     is_damped = any({**keywords, **group}.get("dampening") for group in groups)
     if target in _KEPT and not is_damped and not keywords.get("foreach"):
         can_fuse = all(p.dtype in _FUSED_TYPES and p.device.type in ("cpu", "cuda") for p in parameters)
         calls_kernel = is_alone and not any({**keywords, **group}.get(flag) for group in groups for flag in _FLAGS)
         if not calls_kernel and any(hasattr(p, "placements") for p in parameters):
-            # torch calls it with whole DTensors: it knows how to cut that of AdamW, and no mixture (torch 2.13).
+            # torch then calls the kernel with DTensors: it can for AdamW, and where all parameters are (torch 2.13).
             can_fuse = can_fuse and target is AdamW and not is_mixed
         if target is SGD and any(p.dtype in _HALF_TYPES and p.device.type == "cpu" for p in parameters):
             # torch 2.13 leaves most of such parameters as they are, and its momentum is of memory that it never wrote
@@ -131,7 +142,7 @@ def _build(path: str, groups: list[dict[str, Any]], *, optim: OptimSection, is_a
     for group in groups:
         if not has_decay and not group["weight_decay"]:
             del group["weight_decay"]
-        # torch takes any key of a group without a word.
+        # torch accepts unknown keys in a group, so they are checked as keywords of the class.
         settings = {name: value for name, value in group.items() if name not in ("params", LR_SCALE)}
         instantiate({TARGET: path, "_partial_": True, "_recursive_": False, **settings})
     try:
@@ -163,7 +174,7 @@ def settings_of_groups(optimizer: Optimizer) -> set[str]:
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers of different parameters as one: its groups and its state are theirs.
+    """Several optimizers of different parameters as one; it shares its groups and its state with them.
 
     Args:
         parts: the optimizers.
@@ -175,7 +186,7 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes groups and state that were loaded, and gives the parts theirs."""
+        """Takes over groups and state that were loaded, and shares them with the parts."""
         super().__setstate__(state)
         self._share()
 
@@ -195,25 +206,25 @@ class CombinedOptimizer(Optimizer):
 
 
 def averages_itself(optimizer: Optimizer) -> bool:
-    """Returns whether it has averaged weights besides those that are trained (schedule-free)."""
+    """Returns whether an optimizer keeps averaged weights beside those that are trained (schedule-free)."""
     return bool(_averaging(optimizer))
 
 
 def to_training(optimizer: Optimizer) -> None:
-    """Lets an optimizer that averages (schedule-free) have the weights that are trained in the model."""
+    """Puts the trained weights into the model, where the optimizer also keeps averaged ones (schedule-free)."""
     for part in _averaging(optimizer):
         part.train()
 
 
 def to_average(optimizer: Optimizer) -> None:
-    """Lets an optimizer that averages have the averaged weights in the model, as at the end of a run."""
+    """Puts the averaged weights into the model, as at the end of a run."""
     for part in _averaging(optimizer):
         part.eval()
 
 
 @contextmanager
 def averaged(optimizer: Optimizer) -> Iterator[None]:
-    """Has the averaged weights in the model meanwhile; those that are trained come back bit for bit."""
+    """Puts the averaged weights into the model within the context; the trained ones are restored bit for bit."""
     parts = _averaging(optimizer)
     if not parts:
         yield
@@ -232,7 +243,7 @@ def averaged(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _averaging(optimizer: Optimizer) -> list[Any]:
-    """Returns those optimizers that have `train()` and `eval()`."""
+    """Returns the optimizers that keep averaged weights: those with `train()` and `eval()`."""
     parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     return [part for part in parts if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))]
 
@@ -251,10 +262,10 @@ class Schedule:
     min_lr_ratio: float
     """The lowest rate after the warm-up, as a fraction of the peak."""
     shape: str | Callable[..., float]
-    """The name of one, or a function of the user's own that gives the whole factor."""
+    """Name of a shape, or a function of the user's own that returns the whole factor."""
 
     def lr_at(self, samples: int) -> float:
-        """Returns the learning rate of the step that brings the run to so many samples.
+        """Returns the learning rate of the step after which so many samples are consumed.
 
         Args:
             samples: global samples consumed, the step's own included.
@@ -265,30 +276,32 @@ class Schedule:
             return self.peak_lr * self.shape(samples, warmup_samples=warmup, total_samples=total)
         if samples < warmup:
             return self.peak_lr * samples / warmup
-        done = min((samples - warmup) / max(total - warmup, 1), 1.0)
         if self.shape == "inverse_sqrt":
-            # Vaswani et al., 2017: with the root of all samples.
+            # Vaswani et al., 2017: the rate falls with the root of all samples.
             return self.peak_lr * max(math.sqrt(max(warmup, 1) / max(samples, 1)), self.min_lr_ratio)
-        left = {
-            "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-            "linear": 1.0 - done,
+        # From 0 at the end of the warm-up to 1 at the end of the run.
+        progress = min((samples - warmup) / max(total - warmup, 1), 1.0)
+        # Where the rate is between its peak (1) and its lowest value (0).
+        height = {
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+            "linear": 1.0 - progress,
             "constant": 1.0,
             # Warm-up, stable, decay (Hu et al., MiniCPM, 2024).
             "wsd": min(max(total - samples, 0) / max(self.decay_samples, 1), 1.0),
         }[self.shape]
-        return self.peak_lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * left)
+        return self.peak_lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * height)
 
 
 def build_schedule(optim: OptimSection, *, peak_lr: float, total_samples: int) -> Schedule:
     """Returns the schedule of a run.
 
     Args:
-        optim: its shape.
-        peak_lr: `optim.lr` after the retune of the batch plan.
+        optim: shape, warm-up and decay.
+        peak_lr: `optim.lr`, adapted to the global batch where `optim.lr_retune` says so.
         total_samples: samples of all steps.
 
     Raises:
-        ConfigError: a function of the user's own is not there.
+        ConfigError: a function of the user's own cannot be found.
     """
     warmup = optim.warmup_samples
     if warmup is None:
@@ -308,10 +321,10 @@ def build_schedule(optim: OptimSection, *, peak_lr: float, total_samples: int) -
 
 
 class Update:
-    """Divides the gradients by a number and lets the optimizer use them.
+    """Divides the gradients by a number, and updates the parameters with them.
 
     Args:
-        optimizer: any; the kernel is called directly where `can_call_kernel`.
+        optimizer: any; its kernel is called directly where `can_call_kernel`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -319,21 +332,23 @@ class Update:
         """All parameters, group after group: the order of the gradients."""
         self._optimizer = optimizer
         self._calls_kernel = can_call_kernel(optimizer)
-        self._known: tuple[Any, list[int]] = (None, [])
+        # What `_groups` was made for: the optimizer's state, and the numbers of the parameters with a gradient.
+        self._grouped: tuple[Any, list[int]] = (None, [])
         self._all = list(range(len(self.parameters)))
-        # Per group and type: settings, places of the gradients; parameters, and a list for each name of `_kept_by`.
+        # Per group and number type: settings; places of its gradients; parameters, and a list per name of `_kept_by`.
         self._groups: list[tuple[dict[str, Any], list[int], list[list[Tensor]]]] = []
+        # AdamW's counts of steps, which its kernel reads and does not advance.
         self._steps: list[Tensor] = []
 
     def apply(self, gradients: list[Tensor], divisor: Tensor, *, skip: Tensor | None = None) -> None:
         """Takes one step, or none.
 
         Args:
-            gradients: of `parameters`, this rank's parts of them; they may be scaled in place. Shorter if some
-                parameters have none.
-            divisor: a float32 scalar on their device.
-            skip: a float32 scalar there; where it is 1, parameters and state stay as they are, moments and step
-                count too. The kernel masks on the device; `Optimizer.step` waits for the value.
+            gradients: this rank's parts of the gradients of `parameters`; may be scaled in place. Parameters without a
+                gradient are left out.
+            divisor: float32 scalar on their device.
+            skip: float32 scalar there; where it is 1, parameters and the optimizer's state do not change. The kernel
+                masks the update on the device; for `Optimizer.step` the host waits for the value.
         """
         if not (self._calls_kernel and self._find_state(len(gradients))):
             if skip is not None and skip.item():
@@ -345,7 +360,7 @@ class Update:
             if self._steps and skip is None:
                 torch._foreach_add_(self._steps, 1)
             elif self._steps and skip is not None:
-                # By its full name: torch takes a tensor without dimensions for a number, and reads it on the host.
+                # The overload is named: torch would take a scalar tensor for a number, and read it on the host.
                 torch.ops.aten._foreach_add_.Tensor(self._steps, 1 - skip)
             for settings, places, (params, *state) in self._groups:
                 parts = [gradients[place] for place in places]
@@ -365,14 +380,18 @@ class Update:
             self._optimizer.step()
 
     def _find_state(self, num_gradients: int) -> bool:
-        """Looks up the tensors of what has gradients, again after a load; False before the first step of any."""
+        """Collects the tensors for the kernel, anew after a load or where other parameters have gradients.
+
+        Returns:
+            False where the optimizer has no state yet of some parameter with a gradient.
+        """
         state = self._optimizer.state
-        having = self._all
-        if num_gradients < len(having):
-            having = [number for number in having if self.parameters[number].grad is not None]
-        if state is self._known[0] and having == self._known[1]:
+        with_gradient = self._all
+        if num_gradients < len(with_gradient):
+            with_gradient = [number for number in with_gradient if self.parameters[number].grad is not None]
+        if state is self._grouped[0] and with_gradient == self._grouped[1]:
             return True
-        place_of = {self.parameters[number]: place for place, number in enumerate(having)}
+        place_of = {self.parameters[number]: place for place, number in enumerate(with_gradient)}
         groups = []
         for group in self._optimizer.param_groups:
             used = [param for param in group["params"] if param in place_of]
@@ -386,24 +405,26 @@ class Update:
                 tensors = [[local_part(param) for param in members]]
                 tensors += ([local_part(state[param][name]) for param in members] for name in names)
                 groups.append((group, [place_of[param] for param in members], tensors))
-        has_steps = isinstance(self._optimizer, AdamW)
-        self._steps = [step for _, _, tensors in groups for step in tensors[-1] if has_steps]
+        self._steps = []
+        if isinstance(self._optimizer, AdamW):
+            for _, _, tensors in groups:
+                self._steps += tensors[-1]
         self._groups = groups
-        self._known = (state, having)
+        self._grouped = (state, with_gradient)
         return True
 
 
 @contextmanager
 def refusing_parts(optimizer: Optimizer) -> Iterator[None]:
-    """Around a step of an optimizer, or what makes its state: says that it cannot update parts of tensors.
+    """Explains errors of an optimizer that cannot update parts of tensors; around its step, or where its state is made.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: in place of torch's error.
     """
     try:
         yield
     except (RuntimeError, NotImplementedError) as err:
-        # torch has no error of its own for it.
+        # torch has no class of its own for these errors.
         if not any(word in str(err) for word in ("placement", "DTensor", "sharding strategy")):
             raise
         parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
@@ -419,12 +440,13 @@ _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def _kept_by(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns what a kernel's optimizer keeps of each parameter of a group."""
-    return () if group.get("momentum") == 0 else _KEPT[type(optimizer)]
+    """Returns the names of the state that AdamW or SGD keeps of each parameter of a group."""
+    is_plain_sgd = group.get("momentum") == 0
+    return () if is_plain_sgd else _KEPT[type(optimizer)]
 
 
 def can_call_kernel(optimizer: Optimizer) -> bool:
-    """Returns whether it is a plain AdamW or SGD with `fused=True`, without hooks, of parameters on one device."""
+    """Returns whether an optimizer is torch's AdamW or SGD with `fused=True`, without hooks, on one device."""
     groups = optimizer.param_groups
     devices = {param.device for group in groups for param in group["params"]}
     plain = all(group.get("fused") and not any(map(group.get, _FLAGS)) for group in groups)
@@ -433,9 +455,12 @@ def can_call_kernel(optimizer: Optimizer) -> bool:
 
 
 def begin_state(optimizer: Optimizer) -> None:
-    """Makes the state of what `can_call_kernel` as the first step would, so that `Update` calls it from the start.
+    """Makes the state as the first step would, so that `Update` calls the kernel from the first step on.
 
-    torch's own first step asks for parameters that are cut alike; here some are cut and others whole.
+    torch's own first step needs parameters that are all cut alike; here some are cut and others whole.
+
+    Args:
+        optimizer: one that `can_call_kernel`.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -1,12 +1,12 @@
 """Forward and backward passes over the micro-batches of a step, and the one exchange between the ranks.
 
-Every step the ranks agree on a stop, on the number of items and on whether anything is not finite, and the log wants
-the sum of the losses. Each rank back-propagates sums; what `reduce` gives is averaged over the ranks that have
-different items, gradients and numbers alike, so one divisor makes gradients those of the mean over all items, and clips
-them (see `step`).
+In every step the ranks agree on a stop, on the number of items, on the sum of the losses and on whether a value is not
+finite: the four agreed numbers, whose places are constants of `ddp`. Each rank back-propagates sums. What `reduce`
+returns, gradients and numbers, is averaged over the ranks that have different items, so one divisor turns gradients
+into those of the mean over all items, and clips them (see `step`).
 
-`ReplicaPasses` is DDP over whole models, `ShardPasses` FSDP2, HSDP, tensor and context parallel, `PipelinePasses`
-stages.
+`ReplicaPasses` is for DDP over whole models, `ShardPasses` for FSDP2, HSDP, tensor and context parallelism, and
+`PipelinePasses` for the stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, Traini
 from slurm_train.train.device_copies import DeviceCopies, in_precision, to_device
 from slurm_train.train.preserve import preserved
 
-# Of so many samples at least, more than this share may not be longer than the model's context.
-_ENOUGH_SEEN = 100
-_MOST_CUT = 0.5
+# The training ends where more than this share of the samples is cut to the model's context, counted over this many at
+# least.
+_LEAST_SAMPLES = 100
+_LARGEST_SHARE_CUT = 0.5
 _NUM_COMPARED = 2
 """Samples that a model's own loss is compared with before the first step."""
 
 
 class Passes:
-    """What all kinds of passes have in common.
+    """Forward and backward passes of a rank; base class of the three kinds.
 
     Args:
         rank: this rank.
         objective: the loss around its model.
-        num_averaged: ranks that have different items, over which what is reduced is averaged.
+        num_averaged: number of ranks that have different items; reduced values are averaged over them.
     """
 
     ddp: DistributedDataParallel | None = None
-    """What is wrapped around the model, if it is DDP."""
+    """DDP's wrapper around the model; None without DDP."""
 
     def __init__(self, rank: Rank, *, objective: nn.Module, num_averaged: int) -> None:
         self.num_averaged = num_averaged
@@ -74,7 +75,7 @@ class Passes:
         self._objective: Any = objective
         self._norm_type = _norm_type(objective.parameters())
         self.buffers = SharedBuffers(objective)
-        """Those that all ranks have alike when a step begins."""
+        """Buffers of the model; all ranks have the same values when a step begins."""
         self._mark = rank.heartbeat.mark
         self._clock = rank.heartbeat.clock
         self._accumulation = rank.plan.accumulation
@@ -86,15 +87,15 @@ class Passes:
         return []
 
     def arrange(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
-        """Prepares the first step; returns a note for the user, if any. Collective.
+        """Prepares the first step; returns a note for the user, if there is one. Collective.
 
         Args:
             batch: a micro-batch on the CPU.
-            bucket_order: what a checkpoint has kept; empty at the beginning of a run.
+            bucket_order: order of DDP's buckets in the checkpoint; empty at the beginning of a run.
 
         Raises:
-            ConfigError: the model cannot be trained with it, its layout cannot cut it, or the model computes another
-                loss of it.
+            ConfigError: the model cannot be trained with such batches, the layout cannot cut them, or the model itself
+                computes another loss for them.
         """
         del bucket_order
         layout = self._rank.layout
@@ -125,10 +126,10 @@ class Passes:
             print(text, file=sys.stderr)
 
     def _require_lists_fit(self) -> None:
-        """Checks that the layout leaves lists of tensors as they are.
+        """Checks that the layout does not change lists of tensors.
 
         Raises:
-            ConfigError: it would cut them, or round coordinates of boxes to bfloat16.
+            ConfigError: it would cut them, or round their values (coordinates of boxes) to bfloat16.
         """
         layout = self._rank.layout
         if layout.pp * layout.cp > 1:
@@ -143,13 +144,23 @@ class Passes:
             )
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
-        """Adds up the gradients of one step's micro-batches, those of so many global batches. Collective."""
+        """Adds up the gradients of one step's micro-batches. Collective.
+
+        Args:
+            batches: gives this rank's micro-batches on the CPU.
+            num_batches: global batches of the step.
+        """
         raise NotImplementedError
 
     def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Returns this rank's parts of the gradients, the four agreed numbers, and the norm of all gradients.
+        """Exchanges what `run` has added up. Collective.
 
-        Collective.
+        Args:
+            parameters: those of the optimizer, in its order.
+
+        Returns:
+            This rank's parts of the gradients, averaged over `num_averaged` ranks; parameters without one are left out.
+            The agreed numbers (4,), averaged likewise. The norm of the whole gradient over all ranks, a scalar.
         """
         raise NotImplementedError
 
@@ -163,14 +174,14 @@ class Passes:
         return torch.stack(torch._foreach_norm(gradients, 2, self._norm_type))
 
     def frozen_parameters(self) -> list[nn.Parameter]:
-        """Returns those that are not trained."""
+        """Returns the parameters of this rank's part that are not trained."""
         return [parameter for _, parameter in self.named_parameters() if not parameter.requires_grad]
 
     def forget(self) -> None:
-        """Drops what the step left apart from the gradients of the model."""
+        """Drops what the step has left, but for the gradients of the model."""
 
     def take(self, batches: Iterator[MicroBatch]) -> Any:
-        """Returns the next micro-batch on the device, and counts the time that it took to come."""
+        """Returns the next micro-batch on the device, and adds the time that the step has waited for it."""
         self._mark("data")
         start = self._clock()
         tensors: Any = next(batches).tensors
@@ -183,18 +194,19 @@ class Passes:
         return tensors if self._copies is None else self._copies(tensors)
 
     def _count_long(self, batch: Batch) -> None:
-        """Counts samples that the objective cuts, since the model has no position for their last tokens.
+        """Counts samples that the objective cuts, since the model has no positions for their last tokens.
 
         Raises:
-            DataError: it is most of them.
+            DataError: more than half of the samples are cut.
         """
-        self._num_seen += len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+        first_tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        self._num_seen += len(first_tensor)
         num_long = self._objective.num_too_long(batch)
         context = self._objective.own_loss.context
         if num_long and not self.num_cut:
             self._say(f"samples have more than the {context} tokens that the model has positions for: they are cut")
         self.num_cut += num_long
-        if self._num_seen >= _ENOUGH_SEEN and self.num_cut > _MOST_CUT * self._num_seen:
+        if self._num_seen >= _LEAST_SAMPLES and self.num_cut > _LARGEST_SHARE_CUT * self._num_seen:
             raise DataError(
                 f"{self.num_cut} of {self._num_seen} samples have more than the {context} tokens that the model has "
                 "positions for, and lose their ends",
@@ -203,11 +215,11 @@ class Passes:
 
 
 class ReplicaPasses(Passes):
-    """Every rank has the whole model: DDP adds up gradients and the four numbers as they come.
+    """Every rank has the whole model: DDP averages gradients and agreed numbers in the backward pass.
 
     Args:
         rank: this rank.
-        module: what is wrapped.
+        module: the module that DDP wraps.
         ddp: the wrapper; None for one rank, which exchanges nothing.
     """
 
@@ -219,12 +231,12 @@ class ReplicaPasses(Passes):
         self._module = module
         self._stats_param = module.stats_param
         self._order = None if ddp is None else BucketOrder(ddp)
-        # A static graph is learnt in the first backward pass, and torch asserts that it is a synchronised one (2.13).
-        # Reducing after every micro-batch gives the same gradient, so the first step does that with a static graph.
+        # DDP learns a static graph in the first backward pass, and torch (2.13) asserts that this pass exchanges. To
+        # reduce after every micro-batch gives the same gradient, so the first step does that with a static graph.
         self._may_accumulate = ddp is None or not ddp.static_graph
         self._has_sparse = any(getattr(part, "sparse", False) is True for part in module.modules())
         settings = rank.config.ddp
-        self._may_lack = settings.find_unused_parameters or settings.static_graph
+        self._may_lack_gradients = settings.find_unused_parameters or settings.static_graph
 
     @property
     def bucket_order(self) -> list[int]:
@@ -232,14 +244,14 @@ class ReplicaPasses(Passes):
         return [] if self._order is None else self._order.numbers
 
     def arrange(self, batch: Batch, *, bucket_order: Sequence[int] = ()) -> str | None:
-        """Checks the model with a micro-batch, and orders DDP's buckets as before an interruption. Collective."""
+        """Checks the model with a micro-batch, and restores the order of DDP's buckets. Collective."""
         note = super().arrange(batch, bucket_order=bucket_order)
         if self._order is not None and self._order.repeat(bucket_order):
             self._may_accumulate = True
         return note
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
-        """Adds up the gradients; those of all micro-batches are sent with the last one."""
+        """Adds up the gradients; they are exchanged in the backward pass of the last micro-batch."""
         self.buffers.take_first_ranks()
         for _ in range(self._accumulation * num_batches - 1):
             with self._without_exchange():
@@ -249,43 +261,53 @@ class ReplicaPasses(Passes):
         self._may_accumulate = True
 
     def _without_exchange(self) -> contextlib.AbstractContextManager[Any]:
-        return self.ddp.no_sync() if self.ddp and self._may_accumulate else contextlib.nullcontext()
+        if self.ddp is None or not self._may_accumulate:
+            return contextlib.nullcontext()
+        return self.ddp.no_sync()
 
     def _with_order_recorded(self) -> contextlib.AbstractContextManager[Any]:
-        return self._order.recorded() if self._order and self._order.is_missing else contextlib.nullcontext()
+        if self._order is None or not self._order.is_missing:
+            return contextlib.nullcontext()
+        return self._order.recorded()
 
     def reduce(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Returns gradients, numbers and norm; they have been exchanged already.
+        """Returns gradients, numbers and norm; the backward pass has exchanged them.
 
         Raises:
-            ConfigError: parameters are unused, and `ddp.find_unused_parameters` is not set.
+            ConfigError: parameters are unused, and `ddp.find_unused_parameters` is not set; or parameters were frozen
+                since the training began.
         """
         if self._has_sparse:
-            # Norm, clipping and division are over all numbers of a gradient.
+            # Norm, clipping and division need dense gradients.
             for parameter in parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if len(gradients) < len(parameters) and not self._may_lack:
-            # DDP has not exchanged the buckets that they are in; by itself it raises in the next step.
-            without = [
-                (name, parameter) for name, parameter in self._module.named_parameters() if parameter.grad is None
-            ]
-            names = [name for name, parameter in without if parameter.requires_grad]
-            if not names:
-                trained = {id(parameter) for parameter in parameters}
-                raise changed_error([name for name, parameter in without if id(parameter) in trained], "is frozen")
-            raise ConfigError(
-                f"the loss does not depend on {len(names)} parameters of the model: "
-                + shorten(name.removeprefix("objective.model.") for name in names),
-                hint="if that is meant, set ddp.find_unused_parameters=true, or freeze what is never used: "
-                "requires_grad_(False)",
-            )
+        if len(gradients) < len(parameters) and not self._may_lack_gradients:
+            # DDP has not exchanged the buckets with these parameters; it would raise an error in the next step only.
+            raise self._unused_error(parameters)
         numbers = self._stats_param.grad
         assert numbers is not None
         # What torch.nn.utils.get_total_norm computes for one device, without sorting the gradients by device and type
         # again at every step (30 us).
         return gradients, numbers, torch.linalg.vector_norm(self._norms(gradients))
+
+    def _unused_error(self, parameters: Sequence[Tensor]) -> ConfigError:
+        """Returns the error for trained parameters that got no gradient: frozen by the program meanwhile, or unused."""
+        without_gradient = {
+            name: parameter for name, parameter in self._module.named_parameters() if parameter.grad is None
+        }
+        unused = [name for name, parameter in without_gradient.items() if parameter.requires_grad]
+        if not unused:
+            trained = {id(parameter) for parameter in parameters}
+            frozen = [name for name, parameter in without_gradient.items() if id(parameter) in trained]
+            return changed_error(frozen, "is frozen")
+        shown = shorten(name.removeprefix("objective.model.") for name in unused)
+        return ConfigError(
+            f"the loss does not depend on {len(unused)} parameters of the model: {shown}",
+            hint="if that is meant, set ddp.find_unused_parameters=true, or freeze what is never used: "
+            "requires_grad_(False)",
+        )
 
     def forget(self) -> None:
         """Drops the numbers, and completes the order of DDP's buckets after a first step. Collective."""
@@ -295,17 +317,17 @@ class ReplicaPasses(Passes):
 
 
 class ShardPasses(Passes):
-    """Ranks hold parts of the model; five numbers travel in one exchange of their own after the backward pass.
+    """Ranks hold parts of the model: FSDP reduces gradients, and five numbers have an exchange of their own.
 
-    A rank adds to a number only where it is the one that counts for it, so nothing that several ranks hold alike counts
-    twice.
+    The fifth number is the sum of the squares of all gradients. Where several ranks hold the same items or the same
+    part of a gradient, one of them adds to a number, or each a share, so nothing counts twice.
 
     Args:
         rank: this rank.
         model: its part of the model.
         objective: the loss around it.
-        parameters: what the optimizer has, in its order.
-        factor: of the losses that are back-propagated (`LossScale`), None for 1.
+        parameters: those of the optimizer, in its order.
+        factor: factor of the losses that are back-propagated (`LossScale`), None for 1.
     """
 
     def __init__(
@@ -323,15 +345,18 @@ class ShardPasses(Passes):
         self._scales = ScalesOfStep(model)
         self._autocast = rank.forward_autocast
         self._factor = factor
-        self._counts = layout.owns_items(rank.place.rank)
-        self._shares = [_weight(parameter, layout) for parameter in parameters]
-        of_positions, self._positions_group = own_positions(model)
-        self._of_positions = {number for number, parameter in enumerate(parameters) if parameter in of_positions}
+        self._owns_items = layout.owns_items(rank.place.rank)
+        self._shares = [_share_of_squares(parameter, layout) for parameter in parameters]
+        # With sequence parallelism the gradient of these is a sum over this rank's own positions.
+        of_own_positions, self._positions_group = own_positions(model)
+        self._of_own_positions = {
+            number for number, parameter in enumerate(parameters) if parameter in of_own_positions
+        }
         whole, self._reducing_groups = whole_parameters(model)
         self._whole = [parameter for parameter in parameters if parameter in whole]
-        # Numbers of the parameters that had a gradient in the step before, and the weights of their squares.
+        # Numbers of the parameters that had a gradient in the step before, and the shares of their squares.
         self._with_gradient: list[int] = []
-        self._weights = torch.zeros(0)
+        self._shares_on_device = torch.zeros(0)
         self._values = self._no_values()
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
@@ -344,14 +369,15 @@ class ShardPasses(Passes):
         values = self._no_values()
         for number in range(self._accumulation * num_batches, 0, -1):
             tensors = self.take(batches)
-            # Shards are reduced in every backward pass, or a whole gradient would have to stay; copies of shards once.
-            # Each pass is closed, too: of one that is not, FSDP prefetches blocks in the next pass that come later.
+            # Shards are reduced in every backward pass, since a whole gradient would have to stay otherwise; copies of
+            # shards (HSDP) are reduced once. Each pass is also completed: after one that is not, FSDP prefetches blocks
+            # in the wrong order.
             if self._sharded is not None:
                 self._sharded.set_requires_all_reduce(number == 1)
             with in_precision(self._device, self._autocast):
                 loss, count = self._objective(tensors)
             loss.backward(self._factor)
-            if self._counts:
+            if self._owns_items:
                 values[COUNT] += count
                 values[LOSS] += loss.detach()
                 values[NON_FINITE] += loss.detach().isfinite().logical_not()
@@ -366,35 +392,36 @@ class ShardPasses(Passes):
             self._average_whole()
         with_gradient = [number for number, parameter in enumerate(parameters) if parameter.grad is not None]
         gradients = [local_part(_gradient_as_parameter(parameters[number])) for number in with_gradient]
-        if self._of_positions:
+        if self._of_own_positions:
             numbered = zip(with_gradient, gradients, strict=True)
-            of_positions = [gradient for number, gradient in numbered if number in self._of_positions]
-            self._add_up(of_positions, groups=[self._positions_group])
+            partial_sums = [gradient for number, gradient in numbered if number in self._of_own_positions]
+            self._add_up(partial_sums, groups=[self._positions_group])
         if gradients:
             norms = self._norms(gradients).double()
             if with_gradient != self._with_gradient:
-                # Kept, since the host waits for a copy to a GPU. Gradients that are offloaded are on the host.
+                # Kept between steps, since the host waits for the copy to a GPU.
                 shares = [self._shares[number] for number in with_gradient]
                 self._with_gradient = with_gradient
-                self._weights = torch.tensor(shares, dtype=norms.dtype, device=norms.device)
-            values[SQUARES] = (norms.square() * self._weights).sum().to(values.device)
+                # Offloaded gradients are on the host, and so are their norms.
+                self._shares_on_device = torch.tensor(shares, dtype=norms.dtype, device=norms.device)
+            values[SQUARES] = (norms.square() * self._shares_on_device).sum().to(values.device)
         dist.all_reduce(values)
         return gradients, values[:SQUARES] / self.num_averaged, values[SQUARES].sqrt()
 
     def _average_whole(self) -> None:
-        """Averages the gradients of parameters that FSDP passes over, as it does those of shards. Collective."""
+        """Averages the gradients of parameters that FSDP ignores, as FSDP averages those of shards. Collective."""
         gradients = []
         for parameter in self._whole:
             if parameter.grad is None:
-                # Another rank may have one, and all have to make the same exchange.
+                # Another rank may have a gradient, and all ranks have to join in the same exchange.
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         self._add_up(gradients, groups=self._reducing_groups)
         torch._foreach_div_(gradients, self.num_averaged)
 
     def _add_up(self, gradients: Sequence[Tensor], *, groups: Sequence[str]) -> None:
-        """Adds up, in place and in one exchange with each group, gradients of which each rank has a part."""
-        # Those that are offloaded are on the host.
+        """Adds up gradients over the ranks of each group, in place. Collective; one exchange for each group."""
+        # Offloaded gradients are on the host.
         whole = torch.cat([gradient.flatten() for gradient in gradients]).to(self._device)
         for name in groups:
             dist.all_reduce(whole, group=group_named(name))
@@ -407,12 +434,12 @@ class ShardPasses(Passes):
 
 
 class PipelinePasses(ShardPasses):
-    """Forward and backward are torch's schedule over the micro-batches of the accumulation; the last stage has losses.
+    """Stages of a pipeline: torch's schedule runs the passes over all micro-batches; the last stage has the losses.
 
     Args:
         rank: this rank.
         pipeline: its stages.
-        **how: as for `ShardPasses`.
+        **keywords: those of `ShardPasses`.
     """
 
     def __init__(self, rank: Rank, pipeline: Pipeline, **keywords: Any) -> None:
@@ -439,7 +466,7 @@ class PipelinePasses(ShardPasses):
         with self._scales.computed(), in_precision(self._device, self._autocast):
             self._schedule.step(*arguments, **keywords)
         values = self._no_values()
-        if self._counts:
+        if self._owns_items:
             all_losses = torch.stack([loss.detach().double() for loss in losses])
             values[COUNT] = targets.numel() if targets.is_floating_point() else (targets != IGNORED).sum()
             values[LOSS] = all_losses.sum() if self._factor is None else all_losses.sum() / self._factor
@@ -453,12 +480,12 @@ class PipelinePasses(ShardPasses):
 
 
 def build_passes(parts: Parts, objective: nn.Module, *, factor: torch.Tensor | None) -> Passes:
-    """Returns forward and backward of a step's micro-batches, in the run's layout. Collective.
+    """Returns the passes for the run's layout. Collective.
 
     Args:
-        parts: what this rank computes with.
+        parts: model, optimizer and data of this rank.
         objective: the loss around the model.
-        factor: of the losses that are back-propagated; None for 1.
+        factor: factor of the losses that are back-propagated; None for 1.
     """
     rank = parts.rank
     if rank.layout.is_replicated:
@@ -513,8 +540,8 @@ def _gradient_as_parameter(parameter: Tensor) -> Tensor:
     return laid_out
 
 
-def _weight(parameter: Tensor, layout: ParallelLayout) -> float:
-    """Returns what part of a gradient's squares this rank adds, where several ranks hold the same part of it."""
+def _share_of_squares(parameter: Tensor, layout: ParallelLayout) -> float:
+    """Returns the share of its gradient's squares that a rank adds: 1 / (number of ranks with the same part of it)."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     placements = getattr(parameter, "placements", ())
     parts = math.prod(mesh.size(axis) for axis, place in enumerate(placements) if not place.is_replicate())

@@ -1,7 +1,8 @@
 """The samples of a training: which global batches each step takes, and this rank's micro-batches of them.
 
-The order is `data.order`'s, and the cut into micro-batches `data.batches`'. Here they meet the position of a run: a
-resume continues at the next sample, also after a rollback, a change of the global batch, and with a stream.
+`data.order` defines the order of samples, and `data.batches` cuts it into micro-batches. This module begins both at the
+position of a run: a resume continues at the next sample, also after a rollback, a change of the global batch, and with
+a stream.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from slurm_train.train.position import Position
 
 
 class Samples:
-    """Says how many samples a step takes, gives this rank's micro-batches, and digests what was consumed.
+    """Knows how many samples a step takes, has this rank's micro-batches, and computes digests of what was consumed.
 
     Args:
         batches: the global batches of the run.
         stream: this rank's micro-batches from the run's position on.
         growth: `batch.growth`: global batches per step, by the step after which they count.
         has_digests: whether each step gets a digest of its samples (`train.samples_digest`).
-        is_counted: whether this rank's samples count in it; another rank may read the same ones.
+        is_counted: whether this rank's samples count in the digest; another rank may read the same ones.
     """
 
     def __init__(
@@ -55,16 +56,17 @@ class Samples:
         self._batches = batches
         self._growth = growth
         self._is_counted = is_counted
-        # Of this rank's samples of the present step.
+        # Digest of this rank's samples of the present step.
         self._digest = 0
-        # Of all ranks' samples, by step, until the step's result is read.
+        # Digests of all ranks' samples by step, until the step's result is read.
         self._digests: dict[int, int] = {}
 
     def look_at_first(self) -> MicroBatch:
-        """Returns the first micro-batch; it is not consumed, the first step takes it too."""
+        """Returns the first micro-batch without consuming it: the first step takes it again."""
         first = next(self.stream)
-        stream = chain((first,), self.stream)
-        self.stream = self._digested(stream) if self.has_digests else stream
+        self.stream = chain((first,), self.stream)
+        if self.has_digests:
+            self.stream = self._digested(self.stream)
         return first
 
     def num_batches_of(self, step: int) -> int:
@@ -72,7 +74,7 @@ class Samples:
         return num_batches(self._growth, step) - num_batches(self._growth, step - 1)
 
     def end_of(self, num: int, *, samples: int) -> int:
-        """Returns the position after so many global batches from a position on, in samples of the run."""
+        """Returns the position in samples after so many global batches from a position on."""
         for _ in range(num):
             samples += self._batches.size_at(samples)
         return samples
@@ -89,10 +91,11 @@ class Samples:
         return self._digests.pop(step, None)
 
     def forget_digests(self) -> None:
-        """Drops the digests of steps whose results are not read any more."""
+        """Drops all digests: after a rollback the results of these steps are not read."""
         self._digests.clear()
 
     def _digested(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yields micro-batches, and adds each to the digest of the step when it is taken."""
         for batch in batches:
             self._digest = (self._digest + samples_digest(batch.indices)) % DIGEST_MODULUS
             yield batch
@@ -109,9 +112,9 @@ def note_of_few(num_samples: int, *, global_size: int) -> str:
 
 
 def build_global_batches(rank: Rank, source: SampleSource, position: Position) -> GlobalBatches:
-    """Returns the samples of every step; moves the position to where a global batch begins.
+    """Returns the global batches of the run; moves the position to the beginning of a global batch.
 
-    It is there already unless the lengths of the samples or the settings of the batch were changed on purpose.
+    The position is there already, unless the lengths of samples or the settings of the batch were changed on purpose.
 
     Raises:
         DataError: batches by length need samples with lengths.
@@ -138,7 +141,7 @@ def build_split(rank: Rank, *, is_over: bool, display: Display | None) -> Split:
 
     Args:
         rank: this rank.
-        is_over: no step is left to be taken.
+        is_over: whether no step is left to be taken.
         display: rank 0's; None on the others.
 
     Raises:
@@ -180,20 +183,20 @@ def begin_stream(
     state: dict[str, Any] | None,
     display: Display | None,
 ) -> None:
-    """Brings a stream to the next sample of the run.
-
-    Raises:
-        DataError: the stream makes whole batches of another size than this rank's micro-batches.
+    """Moves a stream to the next sample of the run.
 
     Args:
         rank: this rank.
         stream: the data.
-        batches: which samples every step takes.
-        split: which of those are this rank's.
+        batches: the global batches of the run.
+        split: this rank's part of them.
         samples: position of the run.
-        saved_samples: position of the checkpoint; a rollback passes over the samples since.
-        state: of the stream at the checkpoint; None at the beginning.
+        saved_samples: position of the checkpoint; after a rollback the samples in between are passed over.
+        state: state of the stream at the checkpoint; None at the beginning.
         display: rank 0's; None on the others.
+
+    Raises:
+        DataError: the stream makes whole batches of another size than this rank's micro-batches.
     """
     stream.require_batches_of(split.micro_sizes)
     if display is not None and stream.reads_again:
@@ -227,8 +230,8 @@ def build_samples(
     Args:
         rank: this rank.
         source: the data.
-        batches: which samples every step takes.
-        split: which of those are this rank's.
+        batches: the global batches of the run.
+        split: this rank's part of them.
         start_samples: the position.
 
     Raises:

@@ -1,9 +1,9 @@
 """One optimizer step: passes over micro-batches, one exchange, one division, one update.
 
-The division makes gradients those of the mean over all items, and clips them; the update applies it, so gradients are
-touched once. Nothing waits for a GPU: its reduced values are copied during the next step's work and read one step late,
-by every rank alike. A step that is not finite is never applied: on the CPU the host sees it first, on a GPU the update
-itself is masked. Parameters that are offloaded to the host are updated as on the CPU.
+The division turns gradients into those of the mean over all items, and clips them. It is a part of the update, so
+gradients are read and written once. Nothing waits for a GPU: its reduced values are copied to the host during the next
+step, and read one step late on every rank. A step that is not finite is never applied: on the CPU the host checks it
+first, on a GPU the update itself is masked. Parameters that are offloaded to the host are updated as on the CPU.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slurm_train.train.optimizer import LR_SCALE, Update
 from slurm_train.train.passes import Passes, build_passes, changed_error
 
 _EPSILON = 1e-6
-# Places of further values behind the agreed numbers.
+# Places of further values behind the four agreed numbers (`ddp`).
 _NORM = 4
 _SKIPPED = 5
 _OVERFLOWED = 6
 
 
 class StepFacts(NamedTuple):
-    """What this rank knows of a step when it starts it."""
+    """What is known of a step before it is taken, the same on every rank."""
 
     step: int
     """Number of the step, from 1."""
@@ -42,9 +42,9 @@ class StepFacts(NamedTuple):
     loss_limit: float = float("inf")
     """A loss above it is a spike."""
     size: int = 0
-    """Samples of this step."""
+    """Global samples of this step."""
     num_batches: int = 1
-    """Global batches that they are, each of one accumulation."""
+    """Global batches of this step; each is `accumulation` micro-batches on every rank."""
 
 
 class StepResult(NamedTuple):
@@ -62,7 +62,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     """Norm of the gradient of the mean loss, before clipping."""
     applied: bool = True
-    """Whether the update was made: it is not where a value is not finite."""
+    """Whether the parameters were updated; not where a value is not finite, or where a spike is skipped."""
     overflowed: bool = False
     """The loss scale was too large for the range of float16; the next step has a smaller one."""
 
@@ -79,14 +79,14 @@ class StepResult(NamedTuple):
 
 
 class Stepper:
-    """Takes optimizer steps; on a GPU it gives each step's result with the next call, or when drained.
+    """Takes optimizer steps. On a GPU the result of a step comes with the next call of `step`, or from `drain`.
 
     Args:
         rank: this rank.
-        passes: forward and backward of a step's micro-batches.
-        optimizer: what uses the gradients.
-        before_update: on a GPU, called before the parameters change: a copy of them may be running.
-        scale: what the losses are multiplied by, with float16.
+        passes: forward and backward passes over a step's micro-batches.
+        optimizer: updates the parameters.
+        before_update: on a GPU, called before the parameters change, since a save may be copying them.
+        scale: the loss scale of float16; None for other types.
     """
 
     def __init__(
@@ -117,11 +117,14 @@ class Stepper:
         self._pending: tuple[StepFacts, Tensor, torch.cuda.Event] | None = None
 
     def step(self, facts: StepFacts, batches: Iterator[MicroBatch]) -> StepResult | None:
-        """Takes one step; returns its result, or on a GPU the previous one's (None after the first). Collective.
+        """Takes one step; returns its result, on a GPU that of the step before (None after the first). Collective.
 
         Args:
             facts: number, samples and learning rate of the step.
-            batches: this rank's micro-batches; those of one accumulation are taken.
+            batches: this rank's micro-batches; `accumulation` x `facts.num_batches` of them are taken.
+
+        Raises:
+            ConfigError: see `_require_unchanged` and `Passes.reduce`.
         """
         self.passes.run(batches, num_batches=facts.num_batches)
         self._require_unchanged()
@@ -148,26 +151,27 @@ class Stepper:
         return self._read(facts, host.tolist())
 
     def forget(self) -> None:
-        """Drops the result that is still on its way: the run goes back to before it, with other learning rates."""
+        """Drops the result that is still on its way, and the learning rates: the run goes back to an earlier step."""
         self._pending = None
         self._lrs = []
 
     def _require_unchanged(self) -> None:
-        """Checks that no callback, nor the model, has changed since the last step what would have no effect.
+        """Checks that neither a callback nor the model has made changes since the last step that would have no effect.
 
         Raises:
-            ConfigError: parameters are trained that were frozen, or the optimizer has other groups or learning rates.
+            ConfigError: a frozen parameter requires a gradient now, or the optimizer has other parameters or learning
+                rates.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
-            names = {id(parameter): name for name, parameter in self.passes.named_parameters()}
-            raise changed_error(
-                [names[id(parameter)] for parameter in self._frozen if parameter.requires_grad], "requires a gradient"
-            )
+            name_of = {id(parameter): name for name, parameter in self.passes.named_parameters()}
+            unfrozen = [name_of[id(parameter)] for parameter in self._frozen if parameter.requires_grad]
+            raise changed_error(unfrozen, "requires a gradient")
         groups = self.optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) != len(self._update.parameters):
+        num_parameters = sum(len(group["params"]) for group in groups)
+        if num_parameters != len(self._update.parameters):
             raise ConfigError(
-                f"the optimizer has {sum(len(group['params']) for group in groups)} parameters, and "
-                f"{len(self._update.parameters)} when the training began",
+                f"the optimizer has {num_parameters} parameters, and {len(self._update.parameters)} when the training "
+                "began",
                 hint="give all parameters to the optimizer from the start; `optim.groups` gives some another rate",
             )
         for number, (group, lr) in enumerate(zip(groups, self._lrs, strict=False)):
@@ -178,27 +182,33 @@ class Stepper:
                     hint="give the rate as optim.schedule (also a function of your own), or lr_scale in optim.groups",
                 )
 
-    def _apply(self, facts: StepFacts, gradients: list[Tensor], numbers: Tensor, norm: Tensor) -> StepResult:
+    def _apply(self, facts: StepFacts, gradients: list[Tensor], numbers: Tensor, norm_of_sum: Tensor) -> StepResult:
+        """Updates parameters on the host, unless the step is bad; returns the result of this step."""
         values = numbers.tolist()
-        items = values[COUNT] if self.scale is None else values[COUNT] * self.scale.factor.item()
-        result = self._read(facts, [*values, norm.item() / items if items else float("nan")])
+        # The gradients are sums over this many items, times the loss scale.
+        items = values[COUNT]
+        if self.scale is not None:
+            items *= self.scale.factor.item()
+        norm = norm_of_sum.item() / items if items else float("nan")
+        result = self._read(facts, [*values, norm])
         if result.applied:
-            self._divisor.fill_(items * max(1.0, (result.grad_norm + _EPSILON) / self._limit))
+            self._divisor.fill_(items * max(1.0, (norm + _EPSILON) / self._limit))
             self._update.apply(gradients, self._divisor)
-        if self.scale is not None and self.scale.update(numbers[LOSS], norm):
+        if self.scale is not None and self.scale.update(numbers[LOSS], norm_of_sum):
             result = result._replace(overflowed=True)
         return result
 
     def _apply_masked(
         self, facts: StepFacts, gradients: list[Tensor], numbers: Tensor, norm_of_sum: Tensor
     ) -> StepResult | None:
+        """Updates parameters on a GPU, masked where the step is bad; returns the result of the step before."""
         items = numbers[COUNT] if self.scale is None else numbers[COUNT] * self.scale.factor
         norm = norm_of_sum / items
         divisor = items * ((norm + _EPSILON) / self._limit).clamp(min=1.0)
         self._before_update()
         values = torch.cat((numbers, norm.to(numbers.dtype).reshape(1)))
-        # The host will know the values one step late, so the device decides for itself whether to apply them. All
-        # ranks have the same reduced values and decide alike; the verdict travels with them and is not taken again.
+        # The host reads the values one step late, so the device decides whether to apply the update. All ranks have the
+        # same reduced values and decide alike. The decision is copied with the values; the host does not decide again.
         skip = values.isfinite().all().logical_not()
         if not self._applies_spikes and facts.loss_limit < float("inf"):
             skip = skip | (numbers[LOSS] > facts.loss_limit * numbers[COUNT])
@@ -214,7 +224,13 @@ class Stepper:
         return previous
 
     def _read(self, facts: StepFacts, values: list[float]) -> StepResult:
-        """Turns the averaged numbers, the gradient's norm, and on a GPU its verdict, into the result of the step."""
+        """Returns the result of a step.
+
+        Args:
+            facts: of the step.
+            values: the four agreed numbers, averaged over ranks; the norm; on a GPU 1 where the update was skipped, and
+                with a loss scale 1 where it overflowed.
+        """
         count = round(values[COUNT] * self.passes.num_averaged)
         result = StepResult(
             facts,
@@ -239,13 +255,13 @@ def build_stepper(
     before_change: Callable[[], None],
     loss_scale: Sequence[float] | None = None,
 ) -> Stepper:
-    """Returns what takes steps in this run's layout. Collective: DDP compares the ranks' parameters.
+    """Returns the stepper for this run's layout. Collective: DDP compares the ranks' parameters.
 
     Args:
-        parts: what this rank computes with.
+        parts: model, optimizer and data of this rank.
         objective: the loss around the model.
-        before_change: called before parameters change: a copy of them may be running.
-        loss_scale: state of the loss scale in the checkpoint.
+        before_change: called before parameters change, since a save may be copying them.
+        loss_scale: state of the loss scale in the checkpoint; None begins anew.
     """
     scale = LossScale(parts.rank.device, loss_scale) if parts.rank.autocast is torch.float16 else None
     passes = build_passes(parts, objective, factor=None if scale is None else scale.factor)

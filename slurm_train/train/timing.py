@@ -1,4 +1,4 @@
-"""What this rank's steps take: their length, the wait for data, and how much of it is the rank's own work."""
+"""Measures this rank's steps: their time, the wait for data in it, and how much of it is the rank's own work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slurm_train.train.passes import Passes
 
 
 class Timing:
-    """Measures the steps of this rank, for their histograms and for the look for stragglers.
+    """Measures the steps of this rank, for histograms and for finding stragglers.
 
     Args:
         clock: seconds in which this process ran.
-        step_times: histograms of the steps and of their waits for data.
-        probe: measures in sampled steps how much is this rank's own work, and how much a wait for other ranks.
-        data_wait_s: gives the seconds that this rank has waited for data so far.
+        step_times: histograms of step times and of the waits for data in them.
+        probe: measures in sampled steps how long this rank works and how long it waits for other ranks.
+        data_wait_s: returns the seconds that this rank has waited for data so far.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Timing:
         self._logged_wait_s = 0.0
 
     def begin_step(self) -> None:
-        """Called before a step."""
+        """Starts to measure a step; to be called before it."""
         self.probe.begin()
         self._start_s = self.clock()
         self._start_wait_s = self._data_wait_s()
 
     def add_step(self) -> None:
-        """Adds the step that has just ended to the histograms; not for the first of an attempt, which is start-up."""
+        """Adds the step that has just ended to the histograms; not called for an attempt's first, which is start-up."""
         self.step_times.add(self.clock() - self._start_s, self._data_wait_s() - self._start_wait_s)
 
     def take_data_wait_s(self) -> float:
@@ -56,7 +56,7 @@ class Timing:
 
 
 def build_timing(rank: Rank, passes: Passes, split: Split) -> Timing:
-    """Returns what measures the steps of a rank; the heartbeat writes the histograms now and then."""
+    """Returns the measurement of a rank's steps; the heartbeat's thread writes the histograms now and then."""
     batch = rank.config.batch
 
     def data_wait_s() -> float:
@@ -72,7 +72,7 @@ def build_timing(rank: Rank, passes: Passes, split: Split) -> Timing:
         on_device=rank.device.type != "cpu",
         # Weights are meant to make up for the speed of a rank; batches by length are equal work.
         work=split.work if batch.shares == "even" and not batch.by_length else 1.0,
-        # Of one rank alone, which has no DDP either, there is nobody to wait for.
+        # None for DDP, which has timers of its own, and for one rank, which waits for nobody.
         waits=None if rank.layout.is_replicated else WaitTimer(rank.device, sees_functions=not rank.compiles),
     )
     return Timing(rank.clock, step_times=step_times, probe=probe, data_wait_s=data_wait_s)
