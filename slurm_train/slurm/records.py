@@ -467,7 +467,7 @@ _PHRASES = {
     "Resources": "waits for free nodes",
     "Dependency": "another job must end first",
     "DependencyNeverSatisfied": "the job that it depends on ended otherwise, so it will never start",
-    "BeginTime": "its earliest start has not come yet; after a requeue Slurm waits for two minutes",
+    "BeginTime": "its earliest start has not come yet; after a requeue Slurm waits, by default for two minutes",
     "Cleaning": "what is left of its last start is being cleaned up",
     "Prolog": "the nodes are being prepared",
     "JobHeldUser": "held by its user; `scontrol release` lets it go",

@@ -9,7 +9,7 @@ REASONS = [
     ("JobHeldUser", "held by its user; `scontrol release` lets it go (JobHeldUser)"),
     (
         "BeginTime",
-        "its earliest start has not come yet; after a requeue Slurm waits for two minutes (BeginTime)",
+        "its earliest start has not come yet; after a requeue Slurm waits, by default for two minutes (BeginTime)",
     ),
     (
         "ReqNodeNotAvail, UnavailableNodes:node[1-2]",
