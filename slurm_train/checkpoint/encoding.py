@@ -19,6 +19,8 @@ _KIND = "__slurm_train_kind__"
 _ARRAY = "array"
 _NUMBER = "number"
 _VALUE = "value"
+_KEYS = "__slurm_train_keys__"
+"""Key of the keys of a dictionary that has tensors, in their order: a checkpoint has tensors by names, in any order."""
 
 
 def encode(value: Any) -> Any:
@@ -27,7 +29,8 @@ def encode(value: Any) -> Any:
     What has neither is left as it is.
     """
     if isinstance(value, dict):
-        return {key: encode(item) for key, item in value.items()}
+        keys = {_KEYS: list(value)} if _needs_name(value) else {}
+        return {**{key: encode(item) for key, item in value.items()}, **keys}
     if type(value) in (list, tuple) and any(_needs_name(item) for item in value):
         items = {str(number): encode(item) for number, item in enumerate(value)}
         return {_KIND: type(value).__name__, **items}
@@ -47,7 +50,10 @@ def decode(value: Any) -> Any:
         return value[_VALUE].cpu().numpy().copy()
     if kind == _NUMBER:
         return value[_VALUE].cpu().numpy()[()]
-    decoded = {key: decode(item) for key, item in value.items() if key != _KIND}
+    decoded = {key: decode(item) for key, item in value.items() if key not in (_KIND, _KEYS)}
+    if kind is None and _KEYS in value:
+        by_name = {str(key): item for key, item in decoded.items()}
+        return {key: by_name[str(key)] for key in value[_KEYS] if str(key) in by_name}
     if kind is None:
         return decoded
     items = [decoded[key] for key in sorted(decoded, key=int)]
@@ -75,5 +81,5 @@ def _tensor_of(value: np.ndarray[Any, Any] | np.generic) -> Tensor | None:
     """Returns the same numbers as a tensor, None where torch has no such type (texts, objects, other byte orders)."""
     try:
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-    except TypeError:
+    except (TypeError, ValueError):
         return None
