@@ -680,6 +680,13 @@ def help_text() -> str:
     return _HELP.replace("@VERBS@", "\n".join(f"  {name:<20} {verb.about}" for name, verb in PUBLIC_VERBS.items()))
 
 
+def _is_setting(word: str) -> bool:
+    """Returns whether a word behind a run is key=value or ~key; a path may have an equals sign, too."""
+    if word.startswith("~"):
+        return "/" not in word
+    return "=" in word and not word.startswith(("/", "."))
+
+
 def parse(name: str, words: Sequence[str]) -> Namespace:
     """Returns what was typed behind a verb: an attribute for each of its arguments, and `settings` where it takes them.
 
@@ -700,8 +707,7 @@ def parse(name: str, words: Sequence[str]) -> Namespace:
             parser.error(
                 f"unrecognized arguments: {' '.join(remaining)} (settings are key=value, without dashes: optim.lr=3e-4)"
             )
-        # A path may have an equals sign, too; no key begins like one.
-        arguments.settings = [word for word in arguments.words if "=" in word and not word.startswith(("/", ".", "~/"))]
+        arguments.settings = [word for word in arguments.words if _is_setting(word)]
         runs = [word for word in arguments.words if word not in arguments.settings]
         if len(runs) != 1:
             required = "the following arguments are required: RUN"

@@ -26,6 +26,7 @@ from slurm_train.errors import EXIT_DONE, RunError
 from slurm_train.estimate.choice import settle_parallel
 from slurm_train.launch.drift import changed_code_notes, check_drift, check_names, refuse_finished
 from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_hub_files
+from slurm_train.launch.inputs import require_targets
 from slurm_train.launch.job_python import gone_python
 from slurm_train.launch.plan import replan_run
 from slurm_train.launch.preview import plan_rows, source_notes
@@ -38,6 +39,7 @@ from slurm_train.rundir.sweep import SweepDirectory, find_sweep
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, RunState, read_states
 
+_WITH_TARGETS = ("model", "data", "task", "optim", "callbacks")
 _SUPERVISED = re.compile(r"^exec .* -m slurm_train supervise (.+) -- \\$", re.MULTILINE)
 
 
@@ -93,6 +95,9 @@ def main(words: Sequence[str]) -> int:
         source = read_source(run, config, here, env=env)
         for line in source_notes(source):
             note(line)
+    if config.script is None and any(key.partition(".")[0] in _WITH_TARGETS for key in typed):
+        # The copy of the code does not have what lies in another folder of the person.
+        require_targets(plan.config, folders=[*([] if source else [run.code]), Path(plan.directory)])
     print_rows(plan_rows(plan))
     fetch_hub_files(hub)
     return start_run(start, plan, source)

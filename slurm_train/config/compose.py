@@ -766,7 +766,13 @@ def _set(mapping: dict[str, Any], override: Override) -> None:
             raise ConfigError(f"{key} was set, but the run has no {parent}", hint=hint)
     if override.is_delete():
         holder.pop(last, None)
-    elif last in holder or override.is_add() or override.is_force_add():
+    elif last in holder or override.is_add() or override.is_force_add() or _takes_keywords(parents, holder):
         holder[last] = override.value()
     else:
         raise unknown_key_error(key, [".".join([*parents, name]) for name in holder])
+
+
+def _takes_keywords(parents: Sequence[str], holder: Mapping[str, Any]) -> bool:
+    """Returns whether a mapping has the keywords of somebody's own class or function, as where it was first typed."""
+    target = str(holder.get("_target_") or "slurm_train.")
+    return parents in (["model"], ["data"], ["task"]) and not target.startswith("slurm_train.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def refuse_missing_inputs(plan: RunPlan, *, cwd: Path) -> None:
         awaited = {files.key for files in plan.hub if files.missing}
         _require_model_and_data(plan.config, awaited=awaited, cwd=cwd)
     if plan.config.script is None:
-        _require_targets(plan.config, cwd=cwd)
+        require_targets(plan.config, folders=[cwd])
 
 
 def uses_this_python(config: RunConfig) -> bool:
@@ -138,7 +138,16 @@ def _require_downloaded(weights: Path) -> None:
         require_content(file)
 
 
-def _require_targets(config: RunConfig, *, cwd: Path) -> None:
+def require_targets(config: RunConfig, *, folders: Sequence[Path]) -> None:
+    """Refuses a `_target_` that does not exist or does not take its keywords, as far as its source tells.
+
+    Args:
+        config: of the run.
+        folders: where the ranks look before the places of this Python: the person's folder, or the copy of it.
+
+    Raises:
+        ConfigError: the first that is wrong.
+    """
     targets: dict[str, Mapping[str, Any] | None]
     if config.task:
         targets = {"task": config.task}
@@ -154,8 +163,7 @@ def _require_targets(config: RunConfig, *, cwd: Path) -> None:
         targets["data.collate"] = {"_target_": collate, "_args_": [None]}
     elif isinstance(collate, Mapping):
         targets["data.collate"] = dict(collate)
-    # A rank's Python starts in this directory, or in the snapshot of it.
-    search = [str(cwd), *sys.path]
+    search = [*map(str, folders), *sys.path]
     judges_syntax = config.container is None and uses_this_python(config)
     for key, mapping in targets.items():
         require_target(key, mapping, search=search, judges_syntax=judges_syntax)

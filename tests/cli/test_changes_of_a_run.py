@@ -22,7 +22,7 @@ from slurm_train.train.continuity import Continuity, build_continuity
 from tests.cli.conftest import Shell
 
 OWN = "model._target_=mine.Model data._target_=mine.Data batch.global_size=96 batch.local_size=3 run.name=a"
-CODE = "class Model: ...\nclass Data: ...\n"
+CODE = "class Model: ...\nclass Data(dict): ...\n"
 
 
 def continuity_of(run: RunDirectory) -> Continuity:
@@ -74,6 +74,24 @@ REFUSED = [
     ("optim.lr=1e-4", "optim.lr  0.003 -> 0.0001", "optim.lr"),
     ("+data.size=9 optim.eps=1", "optim.eps  1e-08 -> 1.0", "data.size,optim.eps"),
 ]
+
+
+def test_keywords_of_somebodys_own_class_are_typed_and_checked_as_at_the_start(shell: Shell) -> None:
+    (shell.folder / "mine.py").write_text(
+        CODE.replace("class Model: ...", "class Model:\n    def __init__(self, width=1): ...")
+    )
+    run = submitted(shell, f"+cluster=1x2 {OWN}")
+    shell.refuses("model.width  null -> 64", f"resume {run.run_id} model.width=64")
+    wrong = "model._target_=mine.Model got an unexpected keyword argument 'widht'\nhint: it takes width"
+    shell.refuses(wrong, f"resume {run.run_id} model.widht=64 --accept model")
+    # The copy of the code is what goes on, whatever lies here now.
+    edited = CODE.replace("class Model: ...", "class Model:\n    def __init__(self, depth=1): ...")
+    (shell.folder / "mine.py").write_text(edited)
+    shell.refuses("got an unexpected keyword", f"resume {run.run_id} model.width=64 --accept model,code")
+    shell.submits(f"resume {run.run_id} model.width=64 --accept model")
+    shell.slurm.account("4711", "CANCELLED by 0")
+    shell.submits(f"resume {run.run_id} ~model.width --accept model")
+    assert "width" not in (load_config(run.config).model or {})
 
 
 def test_what_changes_the_training_is_shown_and_refused(shell: Shell, run: RunDirectory) -> None:
