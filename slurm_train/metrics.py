@@ -323,7 +323,9 @@ class Display:
         left = countdown((self.max_steps - step) * step_time_s)
         words = f"loss {loss:.4f}  {rate:,.0f} {unit}/s  {left} left"
         if self._has_bar:
-            bar, task = self._bar = self._bar or self._open()
+            if self._bar is None:
+                self._bar = self._open()
+            bar, task = self._bar
             bar.update(task, completed=step, words=words)
             bar.refresh()
         else:

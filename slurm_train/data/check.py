@@ -6,17 +6,21 @@ submitted. Of any other data set nothing is known here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slurm_train.data.shards import INDEX, PREPARED, Shard, Split, default_path, fingerprint_of
-from slurm_train.errors import DataError
+from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.files import read_json
 
 _EMBEDDED = "slurm_train.data.stdlib.build"
 _PACKED = "slurm_train.data.text.build_packed"
 _MIX = "slurm_train.data.mix.build"
+_KEYS_OF_PACKING = ("path", "text_column", "tokenizer", "held_out", "cache")
+_OTHER_KEYS_OF_PACKED = ("_target_", "context", "split", "heldout", "prefetch", "allow_world_change")
+"""Settings of packed text, and of any data set, that change nothing of the shards."""
 
 
 def known_fingerprint(data: Mapping[str, Any], *, cwd: Path, split: Split = "train") -> str | None:
@@ -48,7 +52,7 @@ def _shards_of(data: Mapping[str, Any], *, cwd: Path, split: Split) -> tuple[lis
         directory = _directory_of(data, cwd=cwd)
         shards = (read_json(directory / INDEX) or {})["splits"][split]["shards"] if directory else []
         return [Shard(**shard) for shard in shards], int(data.get("context", 256))
-    except (DataError, KeyError, TypeError, OSError):
+    except (ConfigError, DataError, KeyError, TypeError, OSError):
         return [], 1
 
 
@@ -63,11 +67,16 @@ def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Pa
         cwd: directory that a relative path starts from.
 
     Raises:
+        ConfigError: the sources of a mix are no mappings with weights, or text files have a setting that there is not.
         DataError: there is no text, or none that is prepared where that is asked for, or it has more token ids than
             the model.
     """
-    for source in (data.get("sources") or {}).values() if data.get("_target_") == _MIX else ():
-        require_readable({"_target_": PREPARED, **source}, vocab_size=vocab_size, cwd=cwd)
+    if data.get("_target_") == _MIX:
+        sources: Any = data.get("sources")
+        require_sources(sources)
+        for source in sources.values():
+            require_readable({"_target_": PREPARED, **source}, vocab_size=vocab_size, cwd=cwd)
+        return
     directory = _directory_of(data, cwd=cwd)
     index = read_json(directory / INDEX) if directory else None
     if data.get("_target_") == PREPARED and index is None:
@@ -84,6 +93,27 @@ def require_readable(data: Mapping[str, Any], *, vocab_size: int | None, cwd: Pa
         )
 
 
+def require_sources(sources: Any) -> None:
+    """Checks `data.sources` of a mix.
+
+    Raises:
+        ConfigError: there is no source, one is no mapping, or a weight is not above 0.
+    """
+    example = "data.sources={web: {path: data/web, weight: 3}, code: ...}"
+    if not isinstance(sources, Mapping) or not sources:
+        problem = "is empty" if sources in (None, {}) else f"must be a mapping, got {sources!r}"
+        raise ConfigError(f"data.sources {problem}", hint=example)
+    for name, source in sources.items():
+        if not isinstance(source, Mapping):
+            raise ConfigError(f"data.sources.{name} must be a mapping, got {source!r}", hint=example)
+        weight = source.get("weight", 1.0)
+        is_number = isinstance(weight, (int, float)) and math.isfinite(weight)
+        if not is_number or weight <= 0:
+            raise ConfigError(
+                f"data.sources.{name}.weight must be above 0, got {weight!r}", hint="leave the source out"
+            )
+
+
 def _directory_of(data: Mapping[str, Any], *, cwd: Path) -> Path | None:
     """Returns where the shards of a data set of ours are or will be, None for any other data set."""
     target = data.get("_target_")
@@ -95,8 +125,12 @@ def _directory_of(data: Mapping[str, Any], *, cwd: Path) -> Path | None:
     if target == _PACKED:
         from slurm_train.data.prepare import Packing
 
-        words = {
-            name: value for name, value in data.items() if name not in ("_target_", "context", "split", "prefetch")
-        }
+        unknown = sorted(data.keys() - {*_KEYS_OF_PACKING, *_OTHER_KEYS_OF_PACKED})
+        if unknown:
+            raise ConfigError(
+                f"data.{unknown[0]} is no setting of text files",
+                hint=f"there are {', '.join(_KEYS_OF_PACKING)}, context, split, heldout and prefetch",
+            )
+        words = {name: data[name] for name in _KEYS_OF_PACKING if name in data}
         return Packing(**words, cwd=cwd).directory
     return None

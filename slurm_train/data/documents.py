@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from slurm_train.data.file_kind import FileKind, kind_of, num_rows, readable, rows_of, text_of
 from slurm_train.data.order import mix64
 from slurm_train.errors import DataError
+from slurm_train.formatting import shorten
 from slurm_train.rundir.files import read_json
 
 _SAVED_DATASET = "state.json"
@@ -224,9 +225,12 @@ def split_documents(documents: Sequence[Document], *, held_out: float) -> tuple[
         held_out: fraction of files and rows to hold out, 0 <= held_out < 1; 0 holds out nothing.
 
     Raises:
-        DataError: a file whose rows must be counted cannot be read.
+        DataError: a file whose rows must be counted cannot be read, or there is neither a row nor a text.
     """
     counts = [document.count() for document in documents]
+    if not sum(counts):
+        names = shorten(str(document.path) for document in documents)
+        raise DataError(f"there is no text in {names}: no row", hint="give files with rows below their header")
     if held_out and sum(counts) == 1 and not documents[0].has_rows:
         whole = documents[0]
         row = np.array([True])
@@ -237,14 +241,18 @@ def split_documents(documents: Sequence[Document], *, held_out: float) -> tuple[
     if sum(counts) == 1:
         held = [np.zeros_like(rows) for rows in held]
     elif held_out:
-        least = min((float(of_rows.min(initial=1)), number) for number, of_rows in enumerate(hashes))[1]
-        greatest = max((float(of_rows.max(initial=-1)), number) for number, of_rows in enumerate(hashes))[1]
+        least = min(range(len(hashes)), key=lambda number: hashes[number].min(initial=1))
+        greatest = max(range(len(hashes)), key=lambda number: hashes[number].max(initial=-1))
         held[least][np.argmin(hashes[least])] = True
         held[greatest][np.argmax(hashes[greatest])] = False
-    pairs = list(zip(documents, held, strict=True))
-    return [(document, ~rows) for document, rows in pairs if not rows.all()], [
-        (document, rows) for document, rows in pairs if rows.any()
-    ]
+    train: Half = []
+    heldout: Half = []
+    for document, rows in zip(documents, held, strict=True):
+        if not rows.all():
+            train.append((document, ~rows))
+        if rows.any():
+            heldout.append((document, rows))
+    return train, heldout
 
 
 def hash_name(name: str) -> float:
@@ -343,12 +351,12 @@ def _names_in(parent: Path, folders: list[str], files: list[str]) -> list[str]:
     folders.clear()
     saved = read_json(parent / _SAVED_DATASET) or {}
     names = [str(file["filename"]) for file in saved.get("_data_files", ())]
-    missing = next((name for name in names if not os.path.lexists(parent / name)), None)
-    if missing is not None:
-        raise DataError(
-            f"{parent / missing} belongs to the data set that is saved there, and is not there",
-            hint="copy the data set again, whole",
-        )
+    for name in names:
+        if not os.path.lexists(parent / name):
+            raise DataError(
+                f"{parent / name} belongs to the data set that is saved there, and is not there",
+                hint="copy the data set again, whole",
+            )
     return names
 
 

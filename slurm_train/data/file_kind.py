@@ -156,7 +156,8 @@ def num_rows(path: Path, kind: FileKind) -> int:
     if kind.form == "parquet":
         return int(_open_table(path, kind).metadata.num_rows)
     if kind.form == "arrow":
-        return sum(batch.num_rows for batch in _open_table(path, kind))
+        with _table_readable(path):
+            return sum(batch.num_rows for batch in _open_table(path, kind))
     if kind.form == "json":
         return len(_array(path, path.stat().st_mtime_ns, kind))
     if kind.form == "jsonl":
@@ -220,7 +221,7 @@ def _json_rows(path: Path, kind: FileKind, column: str) -> Iterator[Any]:
     for number, line in _lines(path, kind):
         try:
             row = json.loads(line)
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:
             hint = "each line is a JSON object"
             if ".json" in path.suffixes:
                 hint = "a .json file has an array of objects, or an object in each line; call others .txt"
@@ -240,7 +241,7 @@ def _array(path: Path, _modified_ns: int, kind: FileKind) -> list[Any]:
     """Returns the objects of an array; kept, since it is counted first and read for each half."""
     try:
         objects: list[Any] = json.loads(text_of(path, kind))
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise DataError(f"{path} is not JSON: {err}", hint="it begins as an array of objects does") from err
     return objects
 
@@ -283,15 +284,17 @@ def _arrow_rows(path: Path, kind: FileKind, column: str) -> Iterator[Any]:
     names = table.schema_arrow.names if kind.form == "parquet" else table.schema.names
     if column not in names:
         raise _no_column(str(path), column, names)
-    for batch in table.iter_batches(_ROWS_AT_ONCE, columns=[column]) if kind.form == "parquet" else table:
-        yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
+    batches = table.iter_batches(_ROWS_AT_ONCE, columns=[column]) if kind.form == "parquet" else table
+    with _table_readable(path):
+        for batch in batches:
+            yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
 
 
 def _open_table(path: Path, kind: FileKind) -> Any:
     """Returns pyarrow's reader of a Parquet file, or of an Arrow file or stream, as Hugging Face saves it."""
     arrow = _require_arrow(path)
     parquet: Any = importlib.import_module("pyarrow.parquet")
-    try:
+    with _table_readable(path):
         if kind.form == "parquet":
             return parquet.ParquetFile(str(path))
         mapped = arrow.memory_map(str(path))
@@ -300,7 +303,15 @@ def _open_table(path: Path, kind: FileKind) -> Any:
         if is_file:
             return _Batches(arrow.ipc.open_file(mapped))
         return arrow.ipc.open_stream(mapped)
-    except (OSError, arrow.ArrowException) as err:
+
+
+@contextmanager
+def _table_readable(path: Path) -> Iterator[None]:
+    """Turns what pyarrow says of a file into an error of ours; a damaged page or a cut end shows as it is read."""
+    arrow = _require_arrow(path)
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, arrow.ArrowException) as err:
         raise DataError(f"{path} cannot be read: {err}", hint="is it whole, and what its suffix says?") from err
 
 

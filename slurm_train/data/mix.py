@@ -19,10 +19,11 @@ import xxhash
 
 from slurm_train.config.target import TARGET
 from slurm_train.data.build import build_source
+from slurm_train.data.check import require_sources
 from slurm_train.data.order import Int64Array, SampleOrder
 from slurm_train.data.shards import PREPARED, Split
 from slurm_train.data.source import Batch, Draw, SampleSource, StreamingSource, map_tensors
-from slurm_train.errors import ConfigError, DataError
+from slurm_train.errors import DataError
 
 
 class _Part(NamedTuple):
@@ -166,22 +167,18 @@ def build(
         common: keywords that all of them get, e.g. `context`.
 
     Raises:
-        ConfigError: there is no source, or a weight is not above 0.
+        ConfigError: there is no source, one is no mapping, or a weight is not above 0.
     """
-    if not sources:
-        raise ConfigError("data.sources is empty", hint="data.sources={web: {path: data/web, weight: 3}, code: ...}")
+    require_sources(sources)
     weights = {}
     made = {}
     for name, mapping in sources.items():
         words = {TARGET: PREPARED, **common, **mapping}
-        weight = words.pop("weight", 1.0)
-        if not isinstance(weight, (int, float)) or not weight > 0:
-            raise ConfigError(
-                f"data.sources.{name}.weight must be above 0, got {weight!r}", hint="leave the source out"
-            )
+        weight = float(words.pop("weight", 1.0))
         source = build_source(words, split=split, seed=seed)
         if source is not None and len(source):
-            made[name], weights[name] = source, float(weight)
+            made[name] = source
+            weights[name] = weight
     if not made:
         return None
     if split == "heldout":

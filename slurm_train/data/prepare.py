@@ -40,7 +40,7 @@ from slurm_train.data.shards import (
     write_index,
     write_shards,
 )
-from slurm_train.errors import DataError
+from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.files import fsync_directory, read_json
 from slurm_train.rundir.paths import trusted_owners
 
@@ -78,7 +78,7 @@ class PrepareOptions:
     max_targets: int = 64 * 2**20
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held_out < 1:
+        if not isinstance(self.held_out, (int, float)) or not 0 <= self.held_out < 1:
             raise DataError(
                 f"the held-out fraction is {self.held_out}, it must be at least 0 and below 1",
                 hint="0.1 holds out one file in ten; 0 holds out none",
@@ -181,6 +181,7 @@ class Packing:
         cwd: where relative paths start from.
 
     Raises:
+        ConfigError: `path` is neither a path nor a list of them.
         DataError: the text or the tokenizer is not there.
     """
 
@@ -194,7 +195,11 @@ class Packing:
         cache: str | None = None,
         cwd: Path = Path(),
     ) -> None:
-        inputs = [path] if isinstance(path, str) else list(path)
+        inputs = [path] if isinstance(path, str) else path
+        if not isinstance(inputs, Sequence) or not all(isinstance(name, str) for name in inputs):
+            raise ConfigError(
+                f"data.path must be a path or a list of paths, got {path!r}", hint="for example data.path=corpus.jsonl"
+            )
         self._source = ", ".join(inputs)
         self._documents = find_documents([cwd / Path(name).expanduser() for name in inputs])
         # A column that is missing is seen before a job is submitted.

@@ -39,7 +39,7 @@ from slurm_train.data.mapstyle import (
     seed_generators,
 )
 from slurm_train.data.order import Int64Array, SampleOrder
-from slurm_train.data.source import Batch, Draw
+from slurm_train.data.source import Batch, Draw, map_tensors
 from slurm_train.errors import DataError
 
 _METHODS = ("__iter__", "state_dict", "load_state_dict")
@@ -186,9 +186,12 @@ class StreamSource:
         if state is None:
             self._set_epoch()
             return
-        is_plain = state.keys() != _STATE_KEYS  # an older version has kept what the stream gave
-        self._loaded = state if is_plain else state["stream"]
-        self._place = _Place(taken=1) if is_plain else _Place(number=state["number"], taken=state["taken"])
+        if state.keys() == _STATE_KEYS:
+            self._loaded = state["stream"]
+            self._place = _Place(number=state["number"], taken=state["taken"])
+        else:  # an older version has kept what the stream gave
+            self._loaded = state
+            self._place = _Place(taken=1)
         self._set_epoch()
         self._stream.load_state_dict(copy.deepcopy(self._loaded))
 
@@ -416,9 +419,14 @@ def _is_same(item: Any, other: Any) -> bool:
 
 
 def _digest(batch: Batch) -> str:
+    """Returns a digest of all tensors of a batch, also of those in lists and dicts."""
     hasher = xxhash.xxh3_64()
-    for part in batch.values() if isinstance(batch, dict) else batch:
-        hasher.update(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        hasher.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return tensor
+
+    map_tensors(add, batch)
     return hasher.hexdigest()
 
 

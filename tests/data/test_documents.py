@@ -206,6 +206,8 @@ def test_rows_that_are_added_move_no_other_row(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 cut short", r"a\.parquet cannot be read"),
         ("a.json", b'{"data": [\n {"text": "x"}]}', r"a\.json:1 is not JSON: .*\nhint: a \.json file has an array"),
         ("a.csv", b'id,text\n1,"open', r"a\.csv is not a table of separated values"),
+        ("a.csv", b"id,text\n", r"there is no text in .*a\.csv: no row"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", r"a\.jsonl:1 is not JSON"),
         ("a.csv", "id,text\n1,\u00e4".encode("latin-1"), r"a\.csv is not utf-8: .*\nhint: convert it, e\.g\. iconv"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-20], r"a\.jsonl\.gz cannot be read: "),
         (
@@ -226,6 +228,26 @@ def test_what_is_no_text_is_refused(name: str, content: bytes, message: str, tmp
     with pytest.raises(DataError, match=message):
         prepare([tmp_path / name], out=tmp_path / "out", options=PrepareOptions(held_out=0))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("held_out", [0, 0.1])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_damage_in_the_middle_of_a_table_is_named(kind: str, held_out: float, tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    path = tmp_path / f"rows.{kind}"
+    table = pyarrow.table({"text": [f"row {number} " * 50 for number in range(2000)]})
+    if kind == "parquet":
+        parquet.write_table(table, path, compression="none", use_dictionary=False)
+        data = bytearray(path.read_bytes())
+        data[4:3000] = b"\xff" * 2996
+    else:
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as out:
+            out.write_table(table, max_chunksize=500)
+        data = path.read_bytes()[: path.stat().st_size * 2 // 3]
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"rows\.{kind} cannot be read: "):
+        prepare([path], out=tmp_path / "out", options=PrepareOptions(held_out=held_out))
 
 
 def test_of_several_saved_data_sets_one_must_be_named(tmp_path: Path) -> None:

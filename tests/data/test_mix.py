@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from slurm_train.config.batch import cut_equally
 from slurm_train.data import mix
 from slurm_train.data.batches import BatchStream, GlobalBatches, Split
 from slurm_train.data.build import build_source
+from slurm_train.data.check import require_readable
 from slurm_train.data.mix import MixedSource
 from slurm_train.data.order import Int64Array, SampleOrder
 from slurm_train.errors import ConfigError, DataError
@@ -109,3 +112,35 @@ def test_bad_mixes_are_refused() -> None:
         mix.build(sources={"x": {"weight": 0}}, seed=0)
     with pytest.raises(ConfigError, match=r"data\.sources is empty"):
         mix.build(sources={}, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (3, r"data\.sources must be a mapping, got 3"),
+        (["a"], r"data\.sources must be a mapping"),
+        (None, r"data\.sources is empty"),
+        ({"a": 3}, r"data\.sources\.a must be a mapping, got 3"),
+        ({"a": {"path": "x", "weight": "y"}}, r"data\.sources\.a\.weight must be above 0, got 'y'"),
+        ({"a": {"path": "x", "weight": math.inf}}, r"data\.sources\.a\.weight must be above 0, got inf"),
+    ],
+)
+def test_bad_mixes_are_refused_before_anything_is_submitted(sources: object, message: str, tmp_path: Path) -> None:
+    data = {"_target_": "slurm_train.data.mix.build", "sources": sources}
+    with pytest.raises(ConfigError, match=message):
+        require_readable(data, vocab_size=None, cwd=tmp_path)
+
+
+def test_settings_of_text_files_are_looked_at_before_anything_is_submitted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    data = {"_target_": "slurm_train.data.text.build_packed", "path": "a.txt"}
+    # Held-out samples may be another file's.
+    require_readable({**data, "heldout": {"path": "b.txt"}}, vocab_size=None, cwd=tmp_path)
+    for changes, message in (
+        ({"collumn": "x"}, r"data\.collumn is no setting of text files"),
+        ({"path": 3}, r"data\.path must be a path or a list of paths, got 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            require_readable({**data, **changes}, vocab_size=None, cwd=tmp_path)
+    with pytest.raises(DataError, match="the held-out fraction is x"):
+        require_readable({**data, "held_out": "x"}, vocab_size=None, cwd=tmp_path)

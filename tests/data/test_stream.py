@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from slurm_train.data.batches import BatchStream, GlobalBatches, Split
 from slurm_train.data.build import build_source, prefetch_depth
@@ -126,6 +126,39 @@ def test_a_micro_batch_that_was_read_and_not_consumed_is_read_again() -> None:
     source = started(Counting(), samples=8, state={"place": 3})
     read(source, 1, samples=8)
     assert source.state(8)["stream"] == {"place": 3} and source.state(12)["stream"] == {"place": 7}
+
+
+class Boxes(IterableDataset[Any]):
+    """Images with a varying number of boxes, as a detector takes them, and no state."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        for number in range(100):
+            yield torch.full((3,), float(number)), {"boxes": torch.full((number % 3, 4), float(number)), "name": "x"}
+
+
+def in_lists(items: list[Any]) -> tuple[list[Any], ...]:
+    return tuple(map(list, zip(*items, strict=True)))
+
+
+def test_a_stream_of_lists_of_tensors_is_read_again() -> None:
+    def begun(*, samples: int, state: dict[str, Any] | None) -> StreamSource:
+        source = StreamSource(Boxes(), collate=in_lists, seed=1, rebuild=Boxes)
+        split = Split(rank=0, accumulation=1, shares=(4,))
+        batches = GlobalBatches(source.order, global_size=4)
+        source.begin(
+            samples=samples,
+            state=state,
+            num_skipped=0,
+            draws=lambda first, last: islice(batches.draws(split, start_samples=first), (last - first) // 4),
+        )
+        return source
+
+    before = begun(samples=0, state=None)
+    read(before, 2)
+    after = begun(samples=8, state=before.state(8))
+    (images, boxes), *_ = read(after, 1, samples=8)
+    assert [image[0].item() for image in images] == [8, 9, 10, 11]
+    assert [len(target["boxes"]) for target in boxes] == [2, 0, 1, 2]
 
 
 def test_samples_of_a_rollback_are_passed_over() -> None:

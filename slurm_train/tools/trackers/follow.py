@@ -215,12 +215,13 @@ def read_new_lines(path: Path, offset: int) -> tuple[Sequence[Line], int]:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            data = file.read(_CHUNK_BYTES)
+            # To the end of the last line: one alone may be longer than a part.
+            data = file.read(_CHUNK_BYTES) + file.readline()
     except FileNotFoundError:
         return [], offset
-    whole = data[: data.rfind(b"\n") + 1]
-    lines = [line for line in parse_lines(whole.splitlines()) if isinstance(line.get("step"), int)]
-    return lines, offset + len(whole)
+    whole_lines = data[: data.rfind(b"\n") + 1]
+    lines = [line for line in parse_lines(whole_lines.splitlines()) if isinstance(line.get("step"), int)]
+    return lines, offset + len(whole_lines)
 
 
 def count_unsent(run: RunDirectory, name: str) -> int:

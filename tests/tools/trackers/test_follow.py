@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -150,6 +151,15 @@ def test_lines_are_read_when_they_are_whole(run: RunDirectory) -> None:
     with run.metrics.open("a") as file:
         file.write('}\nno json\n{"no": "step"}\n')
     assert read_new_lines(run.metrics, end) == ([{"step": 3}], run.metrics.stat().st_size)
+
+
+def test_a_line_that_is_longer_than_a_part_of_the_file_is_sent_as_well(run: RunDirectory) -> None:
+    values = {f"eval_class_{number}": number / 7 for number in range(20_000)}
+    run.metrics.write_text(f"{json.dumps({'step': 1, **values})}\n{json.dumps({'step': 2})}\n")
+    assert run.metrics.stat().st_size > 1 << 18
+    lines, end = read_new_lines(run.metrics, 0)
+    assert [line["step"] for line in lines] == [1]
+    assert read_new_lines(run.metrics, end) == ([{"step": 2}], run.metrics.stat().st_size)
 
 
 def test_a_checkpoint_gets_the_ids_that_are_known(run: RunDirectory) -> None:
