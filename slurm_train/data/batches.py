@@ -1,10 +1,10 @@
 """Which samples each optimizer step takes, and the micro-batches of one data-parallel rank, from any position on.
 
-Optimizer step s of a run consumes the global positions [c, c + G), c being the samples consumed before it and G the
-global batch: equal numbers of samples, or equal work. Both are functions of seed and epoch (and of the samples'
-lengths). The slice of a rank is contiguous, and so is each of its micro-batches within it; hence every split into
-ranks x local x accumulation reads the same global batches, equal or not, and resuming is a seek. The trainer counts
-what the optimizer consumed; the stream only runs ahead of it.
+An optimizer step consumes the global positions [c, c + G): c samples were consumed before it, and G is the size of the
+global batch. All global batches have the same number of samples (`GlobalBatches`), or about the same work
+(`LengthBatches`). Their samples are a function of seed and epoch, and of the samples' lengths. The slice of a rank is
+contiguous, and so is each of its micro-batches, so every split into ranks x local x accumulation reads the same global
+batches, and resuming is a seek. The trainer counts what the optimizer has consumed; the stream only runs ahead of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # Indices permuted in one call. One step at a time would cost 30 us a step; this many cost 0.1 ms once in many steps.
 _LOOKAHEAD_INDICES = 4096
-# The cost that all parts stay below is searched for with this relative precision; less makes no difference.
+# Relative precision of the search for the cost that no part exceeds; a higher one makes no difference.
 _PRECISION = 0.005
 _LOOK_EVERY_S = 0.5
 
@@ -45,7 +45,7 @@ class Split:
     accumulation: int
     """Micro-batches of one optimizer step."""
     shares: tuple[int, ...]
-    """Samples of a global batch, rank by rank; batches by length only take their number of ranks."""
+    """Samples of a global batch for each rank; batches by length use only their number."""
 
     @property
     def ranks(self) -> int:
@@ -73,9 +73,9 @@ class Split:
 
 
 class GlobalBatches:
-    """The global batches of a run, by position; these are of the same number of samples, in the run's order.
+    """The global batches of a run: each has the same number of samples, in the run's order.
 
-    A position is the number of global samples consumed.
+    A position is the number of global samples consumed before it.
 
     Args:
         order: the run's order of samples.
@@ -104,7 +104,7 @@ class GlobalBatches:
         assert sum(split.shares) == global_size, f"not the whole global batch: {split}"
         share = split.shares[split.rank]
         begin = sum(split.shares[: split.rank])
-        # No further ahead than one epoch, or a few samples would need the permutations of thousands of epochs at once.
+        # At most one epoch ahead: a data set of a few samples would need the permutations of thousands of epochs.
         num_steps = max(1, min(_LOOKAHEAD_INDICES // share, self._order.num_samples // global_size))
         within = np.arange(share, dtype=np.int64) + begin
         offsets = (np.arange(num_steps, dtype=np.int64)[:, None] * global_size + within).reshape(-1)
@@ -120,11 +120,11 @@ class GlobalBatches:
 
 
 class RankBatches:
-    """The sample numbers of one rank's micro-batches: what torch's DataLoader takes as `batch_sampler`.
+    """The sample numbers of one rank's micro-batches, as a `batch_sampler` of torch's DataLoader.
 
-    Each iterator begins after the steps that were done and ends with the last step. It has no state, so what the
-    workers of a loader read ahead does not matter. With `steps_per_epoch` an iterator ends with the epoch that
-    `set_epoch` has named, as a loop over epochs needs it.
+    Each iterator begins behind the steps that are done and ends with the last step. It has no state, so it does not
+    matter how far the workers of a loader read ahead. With `steps_per_epoch` an iterator ends with the epoch that
+    `set_epoch` has set, for a loop over epochs.
 
     Args:
         order: the order of the samples.
@@ -133,7 +133,7 @@ class RankBatches:
         num_ranks: number of those.
         accumulation: micro-batches of a step.
         steps: steps of the whole training.
-        done: of these, steps that are done.
+        done: how many of these steps are done.
         steps_per_epoch: steps of an epoch of the program, whatever the number of samples; None: one pass is all.
 
     Raises:
@@ -172,18 +172,18 @@ class RankBatches:
         self._epoch = self.epoch
         self._seed = order.seed
         self._is_keyed = False
-        """Whether the data set reads with the randomness of `keyed`."""
+        """Whether `keyed` was called: sample numbers then carry the keys of their randomness."""
         self._is_read = False
-        """Whether an iterator over the present epoch has come to its end."""
+        """Whether an iterator has read the present epoch to its end."""
 
     @property
     def epoch(self) -> int:
-        """Epoch that the training goes on with, from 0: the number of those that are done."""
+        """The epoch that the training continues with, from 0: the number of epochs that are done."""
         return 0 if self._per_epoch is None else self._done // self._per_epoch
 
     @property
     def start(self) -> int:
-        """Micro-batches of the present epoch that are done already; without epochs, of the whole training."""
+        """Micro-batches of the present epoch that are done; without epochs, those of the whole training."""
         first, _ = self._span()
         return max(self._done - first, 0) * self._split.accumulation
 
@@ -207,9 +207,10 @@ class RankBatches:
         self._is_read = False
 
     def __len__(self) -> int:
-        """Returns the micro-batches of the present epoch, also those that are done; without epochs, those left."""
+        """Returns all micro-batches of the present epoch, done or not; without epochs those that are not done."""
         first, last = self._span()
-        first = max(first, self._done) if self._per_epoch is None else first
+        if self._per_epoch is None:
+            first = max(first, self._done)
         return max(last - first, 0) * self._split.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -234,20 +235,20 @@ class RankBatches:
         return first, min(first + self._per_epoch, self._steps)
 
     def keyed(self, dataset: Dataset[Any]) -> KeyedData:
-        """Returns the data set with randomness that follows from the seed and each sample's place in the training.
+        """Returns the data set with randomness that depends only on the seed and on a sample's place in the training.
 
-        Its samples have the same augmentation with any workers, on any number of ranks and after any stop. Its loader
-        has to have these batches as `batch_sampler`.
+        So its augmentation is the same with any workers, on any number of ranks and after any stop. These batches have
+        to be the `batch_sampler` of its loader.
         """
         self._is_keyed = True
         return KeyedData(dataset)
 
     @property
     def drop_last(self) -> bool:
-        """Refuses what divides the batches of a loader among ranks: `accelerate` (1.15) asks for it then.
+        """Always refused: `accelerate` (1.15) reads it where it divides the batches of a loader among ranks.
 
         Raises:
-            ConfigError: always; these batches are those of one rank.
+            ConfigError: these batches are those of one rank already.
         """
         raise ConfigError(
             "these batches are those of this rank alone, and would be divided among the ranks once more",
@@ -267,15 +268,16 @@ def _with_keys(numbers: list[int], keys: list[int]) -> list[int]:
 class LengthBatches(GlobalBatches):
     """Global batches of about equal padded size, each of samples of about equal length.
 
-    Samples are taken in the run's order, so many batches at a time (a pool), sorted by length, cut into as many batches
-    of equal cost, and these are shuffled. So a pool of P samples is P samples of the plain order, each used once.
+    The run's order is cut into pools of `pool_batches` x `global_size` samples. Each pool is sorted by length and cut
+    into `pool_batches` batches of about equal cost, which are shuffled. So a pool uses the same samples as the plain
+    order, each once.
 
     Args:
         order: the run's order of samples.
-        lengths: whole numbers (num_samples,), what each sample costs, at least 1; only looked up, never copied whole.
+        lengths: integers (num_samples,), the cost of each sample, at least 1; a memory map is not read as a whole.
         global_size: samples of a global batch on average.
         pool_batches: batches that are cut out of one pool.
-        first: position at which the first pool begins: that at which the global batch got its size.
+        first: position at which the first pool begins: where the global batch got its present size.
 
     Raises:
         DataError: the lengths are not one per sample.
@@ -303,7 +305,7 @@ class LengthBatches(GlobalBatches):
     def align(self, samples: int) -> int:
         """Returns the first position from here on at which a global batch begins.
 
-        Anywhere else is only where other lengths or another pool were used before.
+        A run is at another position only after a change of the lengths or of the pool.
         """
         if samples <= self._first:
             return self._first
@@ -340,9 +342,9 @@ class LengthBatches(GlobalBatches):
         size = self._num_batches * self._global_size
         number, offset = divmod(samples - self._first, size)
         if number not in self._pools:
-            # The loop looks at its own position while the reader is ahead of it, seldom by more than a pool.
-            for old in [other for other in self._pools if abs(other - number) > 2]:
-                del self._pools[old]
+            # The training loop asks for its own position, and the reader for one ahead, rarely by more than a pool.
+            for distant in [other for other in self._pools if abs(other - number) > 2]:
+                del self._pools[distant]
             self._pools[number] = self._make_pool(number, size)
         return self._pools[number], offset
 
@@ -360,7 +362,7 @@ class LengthBatches(GlobalBatches):
         by_length = np.argsort(lengths, kind="stable")
         least = max(1, self._global_size // LEAST_SHARE)
         borders = cut_evenly(lengths[by_length], self._num_batches, least=least)
-        # Any key that no epoch of this run has will do; the sign tells pools and epochs apart.
+        # A negative epoch, since its key must differ from those of the run's epochs.
         shuffle = KeyedPermutation(self._num_batches, seed=self._order.seed, epoch=-1 - number)
         shuffled = shuffle(np.arange(self._num_batches, dtype=np.int64))
         places = np.concatenate([np.arange(borders[batch], borders[batch + 1]) for batch in shuffled])
@@ -377,21 +379,22 @@ class _Pool(NamedTuple):
 
     ids: Int64Array
     positions: Int64Array
-    """Of the same samples in the run's plain order: what keys the randomness of reading them."""
+    """Positions of the same samples in the run's plain order; they key the randomness of reading."""
     borders: Int64Array
     """Where the batches begin and end, from 0 to the size of the pool."""
 
 
 def cut_evenly(lengths: Int64Array, num_parts: int, *, least: int = 1) -> Int64Array:
-    """Returns the borders of consecutive parts whose largest padded cost is as small as it can be (to half a percent).
+    """Returns the borders of consecutive parts; their largest padded cost is minimal, to half a percent.
 
-    Padded to its longest sample, a part costs (samples) x (longest). Parts of neighbours in length need little
-    padding, and parts of equal cost take equally long.
+    A part is padded to its longest sample, so it costs (number of samples) x (longest length). Samples of similar
+    length need little padding, and parts of equal cost take equal time. The cost is found by bisection.
 
     Args:
         lengths: int64 (n,), ascending, each at least 1.
-        num_parts: how many; there is a sample for each, or twice `least`.
-        least: samples that every part gets, even where it becomes too costly by them.
+        num_parts: number of parts; n is at least `num_parts`, and where `least` is above 1 at least twice `least` for
+            each part.
+        least: samples that every part gets, even if it then exceeds that cost.
 
     Returns:
         int64 (num_parts + 1,): part p holds [borders[p], borders[p + 1]).
@@ -418,9 +421,9 @@ def cut_evenly(lengths: Int64Array, num_parts: int, *, least: int = 1) -> Int64A
 
 
 def _fill(lengths: list[int], limit: int, num_parts: int, least: int) -> list[int] | None:
-    """Returns borders of at most so many parts, each below the limit or of the least size; None if there are none.
+    """Returns borders of at most `num_parts` parts, each within the limit or of the least size; None if that fails.
 
-    Filled from the longest sample down: the first of a part determines how many fit into it.
+    Parts are filled from the longest sample down: the longest sample of a part determines how many fit into it.
     """
     borders = [len(lengths)]
     while borders[-1] > 0:
@@ -429,7 +432,7 @@ def _fill(lengths: list[int], limit: int, num_parts: int, least: int) -> list[in
         end = borders[-1]
         borders.append(max(end - max(limit // lengths[end - 1], least), 0))
     if len(borders) > 2 and borders[-2] < least:
-        # The shortest are left over; the part before gives them some of its own.
+        # Too few of the shortest samples are left for a part: the next part gives up some of its own.
         borders[-2] = least
         if borders[-3] - least < least:
             return None
@@ -453,8 +456,8 @@ class MicroBatch(NamedTuple):
     """One micro-batch on this rank.
 
     Attributes:
-        indices: int64 (local_size,), the samples it is made of.
-        tensors: what they hold.
+        indices: int64 (local_size,), the numbers of its samples.
+        tensors: the collated samples.
     """
 
     indices: Int64Array
@@ -465,15 +468,15 @@ class BatchStream:
     """An endless iterator over this rank's micro-batches.
 
     Args:
-        source: where samples come from.
-        draws: which ones each micro-batch is made of.
+        source: the data.
+        draws: the samples of each micro-batch.
     """
 
     def __init__(self, source: SampleSource, draws: Iterator[Draw]) -> None:
         self._source = source
         self._draws = draws
         self._waiting: deque[Int64Array] = deque()
-        # A function, not a method: workers end with the stream, which no cycle of references may keep alive.
+        # A function and not a method: the workers end when this stream is freed, so nothing they hold may refer to it.
         remembered = _remember(draws, self._waiting)
         self._batches = source.stream(remembered) if isinstance(source, StreamingSource) else None
 
@@ -489,21 +492,21 @@ class BatchStream:
 
 
 def _remember(draws: Iterator[Draw], waiting: deque[Int64Array]) -> Iterator[Draw]:
-    """Keeps the samples of batches that a streaming source has asked for and not given back yet."""
+    """Yields draws, and queues the samples of those that a streaming source has taken and not returned yet."""
     for draw in draws:
         waiting.append(draw.indices)
         yield draw
 
 
 class Prefetch(Generic[T]):
-    """An iterator over what another one gives, so many items of it read ahead by a thread.
+    """An iterator that returns the items of another one, which a thread reads ahead.
 
-    The thread only runs ahead: what it has read and the optimizer has not used yet is read again after a restart,
-    since positions are counted at the optimizer. An error of reading is raised where its batch would have been used.
-    Only for reading that draws nothing from the random generators of this process: they belong to the training.
+    What the thread has read and the optimizer has not used is read again after a restart, since positions are counted
+    at the optimizer. An error of reading is raised in the place of its item. Reading must not draw from the random
+    generators of this process, which belong to the training.
 
     Args:
-        items: what to read; only the thread touches it from now on.
+        items: the iterator; from now on only the thread uses it.
         depth: items that are read ahead, at least 1.
     """
 
@@ -512,8 +515,9 @@ class Prefetch(Generic[T]):
         self._items = items
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
         self._closed = threading.Event()
-        self._over: BaseException | None = None
-        # A daemon: the process may end in the middle of reading, and nothing is lost by it.
+        self._end: BaseException | None = None
+        """What reading has ended with, `StopIteration` included; None while it goes on."""
+        # A daemon: the process may end in the middle of reading, and nothing is lost by that.
         self._thread = threading.Thread(target=self._read, name="prefetch", daemon=True)
         self._thread.start()
 
@@ -521,11 +525,11 @@ class Prefetch(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if self._over is not None:
-            raise self._over
+        if self._end is not None:
+            raise self._end
         item, error = self._ready.get()
         if error is not None:
-            self._over = error
+            self._end = error
             raise error
         return item  # type: ignore[return-value]  # there is an item where there is no error
 
@@ -564,9 +568,8 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yields the micro-batches that one data-parallel rank evaluates: over all ranks each sample exactly once.
 
-    None is padded. Ranks may get unequal numbers of batches, also none at all; sums and counts are reduced afterwards,
-    so no collective may be inside the loop over these batches. Randomness of a sample is keyed by its number: every
-    evaluation is alike.
+    No batch is filled up. Ranks may get different numbers of batches, some of them none, so the loop over these batches
+    must not contain a collective. The randomness of a sample is keyed by its number, so all evaluations are the same.
 
     Args:
         source: the held-out samples.
@@ -574,7 +577,7 @@ def evaluation_batches(
         size: number of data-parallel ranks.
         batch_size: samples of a batch; the last may be smaller.
         lengths: what each sample costs, to give all ranks equal work; None: equal numbers of samples.
-        most: samples to evaluate if there are more, at equal distances; None: all.
+        most: at most so many samples are evaluated, chosen at equal distances; None for all.
     """
     count = len(source)
     chosen = None

@@ -1,7 +1,7 @@
-"""From the `data` part of a configuration to a sample source.
+"""Builds a sample source from the `data` part of a configuration.
 
-`data._target_` names a function of ours that gives a source, or a user's own map-style `Dataset`. Besides its keyword
-arguments a user's data set may have
+`data._target_` names a function of this package that returns a source, or a user's own map-style `Dataset`. Besides its
+own keyword arguments, `data` of a user's data set may have
 
 - `heldout`: what differs for the held-out samples, e.g. `{train: false}`; with a `_target_` it is used alone;
 - `num_workers`: processes that read ahead ("auto", see `data.workers`);
@@ -9,8 +9,8 @@ arguments a user's data set may have
 - `keyed_randomness`: seed the random generators before each sample (true); false is faster where nothing is random.
 
 Instead of a map-style data set it may be a stream with a state (`data.stream`). A callable that takes `rank` and
-`num_ranks` gets the data-parallel rank; with several of them a stream's has to, to give each its own samples.
-`allow_world_change` (false) lets a stream begin anew on another number of ranks.
+`num_ranks` gets the data-parallel rank and their number; with several ranks a stream has to take them, so that each
+rank gets samples of its own. `allow_world_change` (false) lets a stream begin anew on another number of ranks.
 
 Any source may have `prefetch`: micro-batches that a thread of the training process reads ahead (0).
 
@@ -35,7 +35,7 @@ from slurm_train.errors import ConfigError, DataError
 _HELDOUT = "heldout"
 _NAMES_OF_HELDOUT = (_HELDOUT, "val", "valid", "validation", "test")
 """What a data set with a `split` may call its held-out samples; the first that it takes is used."""
-_READING = ("num_workers", "collate", "keyed_randomness")
+_READING_KEYS = ("num_workers", "collate", "keyed_randomness")
 _PREFETCH = "prefetch"
 ALLOW_WORLD_CHANGE = "allow_world_change"
 
@@ -56,8 +56,8 @@ def build_source(
         split: "train" or "heldout".
         seed: the run's seed; keys the randomness of a user's data set.
         part: the data-parallel rank and how many they are; None where a stream cannot be used.
-        note: gets a line where held-out samples have another name.
-        workers: chooses their number where `num_workers` is "auto"; None: there are none then.
+        note: called with a line where held-out samples have another name than "heldout".
+        workers: chooses the number of workers where `num_workers` is "auto"; None for no workers then.
 
     Raises:
         ConfigError: the target cannot be found, or takes other keywords.
@@ -66,13 +66,13 @@ def build_source(
     words = _words_of(config, split)
     if words is None:
         return None
-    reading = {key: words.pop(key) for key in _READING if key in words}
+    reading = {key: words.pop(key) for key in _READING_KEYS if key in words}
     target = callable_target(words)
     given: dict[str, Any] = {"split": split} if accepts_keyword(target, "split") and "split" not in words else {}
     takes_part = accepts_keyword(target, "rank") and accepts_keyword(target, "num_ranks")
     if part is not None and takes_part:
         given |= {"rank": part[0], "num_ranks": part[1]}
-    made = _made(words, given, note=note)
+    made = _instantiate_split(words, given, note=note)
     if made is None and split == "heldout":
         return None
     collate = reading.get("collate")
@@ -97,15 +97,15 @@ def build_source(
         return made
     num_workers: Any = reading.get("num_workers", AUTO)
     if num_workers == AUTO:
-        # A thread that reads ahead would only wait for the workers.
+        # No workers beside a thread that reads ahead: it would only wait for them.
         num_workers = 0 if workers is None or config.get(_PREFETCH) else workers
     return MapStyleSource(made, collate=collate, num_workers=num_workers, seed=keyed)
 
 
-def _made(words: Mapping[str, Any], given: dict[str, Any], *, note: Callable[[str], None]) -> Any:
-    """Returns what the target gives; of those that do not know "heldout" the split that they call so.
+def _instantiate_split(words: Mapping[str, Any], given: dict[str, Any], *, note: Callable[[str], None]) -> Any:
+    """Returns the data set; one that refuses split="heldout" is asked for its held-out samples by other names.
 
-    torchvision's data sets refuse other names than their own.
+    torchvision's data sets refuse all names but their own.
 
     Raises:
         ConfigError: the target has no held-out samples by any name that is known here.

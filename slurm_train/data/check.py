@@ -1,7 +1,7 @@
-"""What the login node knows of a data set from its configuration, without its code and without torch.
+"""What the login node can know of a data set from its configuration, without running its code and without torch.
 
-Text that is prepared has an index on disk: its fingerprint, its size and its token ids are compared before a job is
-submitted. Of any other data set nothing is known here.
+Prepared text has an index on disk: fingerprint, size and number of token ids are compared before a job is submitted.
+Nothing is known here of other data sets.
 """
 
 from __future__ import annotations

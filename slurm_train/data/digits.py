@@ -85,7 +85,7 @@ def read_rows() -> NDArray[np.float64]:
 
 
 def held_out_rows(labels: Int64Array) -> NDArray[np.bool_]:
-    """Returns which rows are held out: of each digit, the fifth with the lowest hashes of the row's number."""
+    """Returns which rows are held out, bool (n,): of each digit, the fifth of its rows with the lowest hashes."""
     hashes = mix64(np.arange(1, len(labels) + 1, dtype=np.uint64))
     held_out = np.zeros(len(labels), dtype=np.bool_)
     for label in np.unique(labels):

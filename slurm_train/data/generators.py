@@ -1,6 +1,6 @@
-"""What a data set owns besides its samples: random generators, and files that are open.
+"""Finds what a data set owns besides its samples: random generators, and open files.
 
-Looked for are attributes of it, of its transforms, and of what these hold.
+The search follows attributes of the data set, of its transforms, and of the objects that these hold.
 
 numpy's `Generator` and `RandomState`, Python's `random.Random` and torch's `Generator` are found behind attributes, in
 lists and dicts, in closures and partial functions. albumentations, for instance, draws from generators of its own,
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-# Processes that share them read at each other's place, or the library forbids it.
+# Processes that share such a handle move each other's position in the file, or the library forbids sharing.
 _HANDLES = (io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper, socket.socket)
 _PACKAGES_OF_HANDLES = {"h5py", "lmdb", "sqlite3", "netCDF4", "tables", "rasterio", "decord", "av"}
 # What these packages hold is data, or a cache of it.

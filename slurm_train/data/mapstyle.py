@@ -1,10 +1,10 @@
-"""Any torch map-style data set as a sample source, read in this process or by worker processes.
+"""Adapts a map-style data set of torch to a sample source, read in this process or by worker processes.
 
-Randomness inside `__getitem__` is keyed: before each sample Python's, numpy's and torch's CPU generators are seeded
-with a hash of (seed, global position), that is (seed, epoch, sample), and put back afterwards; so are generators that
-the data set or its transforms own (`data.generators`). So augmentation is the same for any number of workers, ranks
-and restarts. Therefore samples are read one by one, also from a data set that could read many at once
-(`__getitems__`): only without keyed randomness it is asked for all samples of a micro-batch.
+Randomness inside `__getitem__` is keyed: before each sample the CPU generators of Python, numpy and torch are seeded
+with a hash of (seed, global position), that is (seed, epoch, sample), and restored afterwards. Generators that the data
+set or its transforms own (`data.generators`) are seeded, too. So augmentation is the same for any number of workers,
+ranks and restarts. That is why samples are read one by one, even from a data set that can read many at once
+(`__getitems__`); without keyed randomness it is asked for all samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from slurm_train.data.workers import AutoWorkers
 from slurm_train.errors import ConfigError, DataError
 
 Collate = Callable[[list[Any]], Any]
-# (sample number, key of its randomness; None leaves the generators alone)
 _Key = tuple[int, "int | None"]
+"""Number of a sample, and the key of its randomness; with None the random generators are not seeded."""
 
 
 class MapStyleSource:

@@ -1,10 +1,10 @@
-"""Several sources as one, in given proportions: `data=mix`.
+"""Combines several sources into one, in given proportions: `data=mix`.
 
 An epoch of the mix has as many samples as all its sources together. Each source has a share of the sample numbers by
-its weight, so every epoch holds the same proportions, and every global batch about the same. A source's own samples
-come each once before any comes again: its k-th draw of the run is position k of its own keyed order, whichever epoch
-of the mix that is in. All of it is arithmetic on the run's position, so order, resume and independence of the number of
-ranks are what they are for one source.
+its weight, so every epoch has the same proportions, and every global batch about the same. Each sample of a source is
+used once before any is used again: the k-th draw from a source in a run is position k of the source's own keyed order,
+in whatever epoch of the mix. All of that is arithmetic on the run's position, so order, resume and independence of the
+number of ranks are the same as for one source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slurm_train.errors import DataError
 
 
 class _Part(NamedTuple):
-    """What one source gives to a micro-batch: these rows of it, read by this draw."""
+    """The part of a micro-batch that one source gives: its rows in the micro-batch, and the draw that reads them."""
 
     source: int
     rows: Int64Array
@@ -128,7 +128,7 @@ class MixedSource:
             yield _Part(source=number, rows=rows[rising], draw=Draw(samples, positions[rising]))
 
     def _join(self, parts: list[tuple[_Part, Batch]]) -> Batch:
-        # From the order in which they were read back to that of the draw.
+        # Restores the order of the draw.
         back = torch.from_numpy(np.argsort(np.concatenate([part.rows for part, _ in parts])))
         try:
             return map_tensors(lambda *column: torch.cat(column)[back], *(batch for _, batch in parts))

@@ -1,7 +1,7 @@
-"""What a data set must be able to do, and nothing about any one of them.
+"""The interfaces of sample sources, and the batches that they return.
 
-A source gives whole micro-batches by sample number. It knows neither ranks nor order nor epochs: those are the
-stream's. Whatever is random about reading a sample is keyed by the draw, never by how often something was read before.
+A source returns whole micro-batches by sample number. It knows neither ranks nor order nor epochs: `data.batches` does.
+The randomness of reading a sample is keyed by its draw, never by how often something was read before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slurm_train.data.order import Int64Array
 from slurm_train.errors import DataError
 
 Batch = tuple[Tensor, ...] | dict[str, Tensor]
-"""A micro-batch: what the model's objective takes, most often (inputs, targets), or tensors by name."""
+"""A micro-batch: (inputs, targets) or another tuple of tensors, or tensors by name."""
 Lengths = NDArray[np.integer[Any]]
 IGNORED = -100
 """What torch's cross entropy passes over: targets that only pad a sample do not count."""

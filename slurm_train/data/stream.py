@@ -1,12 +1,12 @@
-"""A stream of samples, as a sample source; its samples cannot be asked for by number.
+"""Adapts a stream of samples, which cannot be read by number, to a sample source.
 
-Every data-parallel rank has a stream of its own and takes from it what its part of each global batch needs. A run on as
-many data-parallel ranks goes on with the very next sample. There are two ways to that:
+Every data-parallel rank has a stream of its own and takes its part of each global batch from it. A run that resumes on
+the same number of data-parallel ranks continues with the very next sample. There are two ways to find it:
 
-- by state: what the stream gives as `state_dict()` is in each checkpoint;
+- by state: the stream's `state_dict()` is in each checkpoint;
 - by reading again: a stream without a state, or one whose state lacks the samples in its shuffle buffer, is read from
-  its beginning with the same random numbers, and what has been consumed is passed over. The last micro-batch is
-  compared with what it was.
+  its beginning with the same random numbers, and what has been consumed is dropped. The last dropped micro-batch is
+  compared with the one before the interruption.
 
 The state of another number of ranks cannot resume: the run is refused, or all streams are reset where
 `data.allow_world_change=true` accepts that samples of the present pass come again. When a stream ends, its next pass

@@ -1,12 +1,11 @@
-"""Matrix products of blocks in float8, by torchao: which ones, how shards of them travel, and how they are cut.
+"""Matrix products of blocks in float8, by torchao: which layers, how their shards are gathered, and how they are cut.
 
-Every tensor is scaled by its largest value. The parameters keep their names, type and values: a checkpoint is the same
-with and without float8. torchao is imported when it is needed; it takes seconds.
+Every tensor is scaled by its largest value. Parameters keep their names, types and values, so a checkpoint is the same
+with and without float8. torchao is imported where it is needed, since that takes seconds.
 
-Shards are gathered as float8, a byte a number, where each rank rounds its own part by the scale of the whole matrix.
-That scale is known to all ranks before the passes of a step (`ScalesOfStep`: one exchange for all matrices); outside of
-them, each gathering finds it out anew, so that weights which a load or an average has changed are never scaled by old
-numbers.
+Shards are gathered in float8, one byte a number: each rank rounds its part with the scale of the whole matrix. For the
+passes of a step all scales are computed at once, by one exchange (`ScalesOfStep`). At other times each gathering
+computes its scale, so weights that a load or an average has changed are never scaled by old numbers.
 """
 
 from __future__ import annotations

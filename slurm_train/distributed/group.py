@@ -174,10 +174,10 @@ def init_group(
 
 @contextlib.contextmanager
 def _noticed(opening: str, *, say_after_s: float, timeout_s: float) -> Iterator[None]:
-    """Says that a piece of work takes long, and ends the process where it takes longer than it may.
+    """Prints a line where opening a group takes long, and ends the process at the time-out.
 
-    A group that is bound to its GPU connects NCCL's ranks at once, in a call that no exception reaches; where the
-    network drops packets it tries again for an hour.
+    A group that is bound to its GPU connects NCCL's ranks at once, in a call that cannot be interrupted; where the
+    network drops packets it retries for an hour.
     """
 
     def say(text: str) -> None:

@@ -1,8 +1,8 @@
-"""What a rank's steps are spent on: its own work, or waiting for other ranks. Sampled, and sent with the heartbeat.
+"""Measures in sampled steps how long a rank works and how long it waits for other ranks; sent with the heartbeat.
 
-In synchronous training all ranks take the same time for a step; the one that delays the others is the one that waits
-least. DDP has timers of its own. Where a model is cut, ranks wait many times in a step: `WaitTimer` adds that up. No
-collective is added, and a step between samples costs two comparisons.
+In synchronous training all ranks take the same time for a step; the rank that delays the others is the one that waits
+least. DDP has timers of its own. Where a model is cut, ranks wait many times in a step: `WaitTimer` adds these waits
+up. No collective is added, and a step that is not sampled costs two comparisons.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurm_train.rundir.heartbeat import Heartbeat
 
+# With "auto": seconds between two samples, and the most steps between them.
 _AIM_S = 0.25
 _MOST_STEPS = 64
-# On a GPU reading the timers waits for the device once.
+# Reading the timers of a GPU makes the host wait for it, so samples are rarer there.
 _LEAST_STEPS_ON_DEVICE = 50
 _NEVER = 2**30
-# What comes before is still warming up.
+# Earlier steps are slower: caches and buckets are still being set up.
 _FIRST_STEP = 5
 _NS = 1e-9
 
@@ -35,16 +36,16 @@ _NS = 1e-9
 class WaitTimer:
     """Adds up, in one step, for how long this rank waits in exchanges with others; for layouts without DDP.
 
-    On the CPU the host waits: in `Work.wait`, and for the exchanges that torch writes as functions (tensor parallelism)
-    in `wait_tensor`. On a GPU the stream that computes waits, and the host only says so: a pair of events is around
-    each of these, and around each wait of that stream for the event of another one, which is how FSDP waits. torch has
-    no hook for it, so these functions are replaced for the sampled step and put back after it. What is in a compiled
-    graph is not seen: its waits count as own time, on all ranks alike.
+    On the CPU the host waits: in `Work.wait`, and in `wait_tensor` for functional collectives (tensor parallelism). On
+    a GPU the computing stream waits, and these calls only enqueue the wait: a pair of events is recorded around each
+    call, and around each wait of the computing stream for an event of another stream, which is how FSDP waits. torch
+    has no hook for that, so these functions are replaced for the sampled step and restored after it. Waits inside a
+    compiled graph are not measured: they count as the rank's own time, on all ranks alike.
 
     Args:
         device: where steps run.
-        sees_functions: whether exchanges are called one by one, and not from compiled graphs, which a replaced function
-            would have torch compile again.
+        sees_functions: whether `wait_tensor` may be replaced; not where compiled graphs call it, since torch would
+            compile them again.
     """
 
     def __init__(self, device: torch.device, *, sees_functions: bool) -> None:
@@ -59,9 +60,9 @@ class WaitTimer:
         self._step: list[Any] = []
 
     def start(self) -> None:
-        """Begins to look at the waits of a step."""
+        """Begins to measure the waits of a step."""
         self._thread = threading.get_ident()
-        # Threads of torch's own, as that of a backward pass on a GPU, are dummies to Python.
+        # Python lists threads of torch, such as that of a backward pass on a GPU, as dummies.
         python = (thread.ident for thread in threading.enumerate() if not thread.name.startswith("Dummy-"))
         self._others = set(python) - {self._thread}
         self._wait_s = 0.0
@@ -75,7 +76,7 @@ class WaitTimer:
             self._step = [self._event()]
 
     def stop(self) -> None:
-        """Stops to look."""
+        """Ends the measurement, and restores the replaced functions."""
         while self._replaced:
             owner, name, original = self._replaced.pop()
             setattr(owner, name, original)
@@ -83,7 +84,7 @@ class WaitTimer:
             self._step.append(self._event())
 
     def read(self) -> tuple[float, float | None]:
-        """Returns seconds of waiting, and on a GPU those that the step took there; waits for its end."""
+        """Returns the seconds of waiting, and the seconds of the step on a GPU (None on the CPU). Waits for a GPU."""
         if self._device is None:
             return self._wait_s, None
         begin, end = self._step
@@ -95,7 +96,7 @@ class WaitTimer:
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            # One wait may be made of others.
+            # A wait may call another one, which must not count twice.
             if self._is_waiting or not self._is_of_step():
                 return original(*args, **kwargs)
             self._is_waiting = True
@@ -108,7 +109,7 @@ class WaitTimer:
         setattr(owner, name, timed)
 
     def _is_of_step(self) -> bool:
-        """Returns whether this thread works on the step: saves in the background have exchanges of their own."""
+        """Returns whether this thread works on the step; saves in the background have exchanges of their own."""
         thread = threading.get_ident()
         return thread == self._thread if self._device is None else thread not in self._others
 
@@ -119,7 +120,7 @@ class WaitTimer:
                 return wait()
             finally:
                 self._wait_s += time.perf_counter() - start
-        # Another stream may wait as long as it likes.
+        # The waits of other streams do not delay the step.
         if torch.cuda.current_stream(self._device) != self._computing:
             return wait()
         early = self._event()
@@ -134,10 +135,10 @@ class WaitTimer:
 
 
 class PaceProbe:
-    """Measures every so many steps what a rank's step is spent on: its own work, or waiting for others.
+    """Measures in sampled steps what a rank's step is spent on: its own work, or waiting for other ranks.
 
-    The timers are off but for the sampled steps, and what they say goes into the heartbeat, which is written anyway.
-    The loop calls `begin` and `end` around each step.
+    Timers are on in sampled steps only, and the sums are written with the heartbeat. The loop calls `begin` and `end`
+    around each step.
 
     Args:
         ddp: the wrapped module; torch itself measures its first ten passes. None: there is none.
@@ -146,9 +147,9 @@ class PaceProbe:
             in 64 steps; None: none.
         data_wait_s: gives the seconds that this rank has waited for data so far.
         on_device: whether steps run on a GPU, asynchronously to the host.
-        work: this rank's samples of a step as a multiple of the mean: where slices differ by one sample, a rank with
-            two of them is not slower than one with one. Its own time is divided by it.
-        waits: measures where there is no DDP; None: nothing is measured there.
+        work: this rank's samples of a step as a multiple of the mean. The rank's own time is divided by it: a rank that
+            has one sample more than others is not slower for that.
+        waits: measures waits where there is no DDP; None for DDP, and where nothing is to be measured.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class PaceProbe:
         self._iteration = -1
 
     def begin(self) -> None:
-        """Called before a step."""
+        """Starts to measure, if the step is sampled; to be called before each step."""
         self._steps_left -= 1
         if self._steps_left == 0:
             if self._waits is not None:
@@ -192,7 +193,7 @@ class PaceProbe:
             self._before = self._counters()
 
     def end(self) -> None:
-        """Called after it. The timers of a step can be read when the pass after it has begun."""
+        """Reads the timers of a sampled step, once the next step has ended; to be called after each step."""
         if self._steps_left > 0:
             return
         if self._step is None:
@@ -226,9 +227,9 @@ class PaceProbe:
         self._heartbeat.pace = self._heartbeat.pace.plus(own_s=own_s / self._work, wait_s=wait_s, data_s=data_s)
 
     def leave_out(self) -> None:
-        """Takes no sample of the step that is under way, in which there was something else than a step; then the next.
+        """Drops the sample of the present step, which contained something else, and samples the next step instead.
 
-        For programs of a user's own, whose saves lie between two reports.
+        For programs with their own loop, whose saves happen between two reports.
         """
         if self._steps_left > 0 or self._step is not None:
             return
@@ -237,7 +238,7 @@ class PaceProbe:
             self._waits.stop()
 
     def end_for_good(self) -> None:
-        """Takes no sample any more."""
+        """Takes no more samples."""
         self._steps_left = _NEVER
 
     def _counters(self) -> tuple[float, ...]:

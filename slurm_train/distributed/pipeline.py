@@ -1,4 +1,4 @@
-"""A model as stages of a pipeline: each rank keeps its own blocks, under their own names, and passes the rest through.
+"""Cuts a model into stages of a pipeline: a rank keeps its own blocks, and other parts return their input unchanged.
 
 The model's `pipeline_plan` names which parts are the first stage's, which are spread over all, and which are the last
 one's; torch's schedules move the micro-batches. A stage's parameters have the names that they have in the whole model,
@@ -86,7 +86,7 @@ def _blocks(model: nn.Module, name: str) -> nn.ModuleList:
 
 
 def _sibling(module: nn.Module) -> nn.Module:
-    """Returns a module with the same parts and none of the same tables, so that hooks of one are not the other's."""
+    """Returns a copy of a module that shares its parts, with tables of its own, so that hooks are not shared."""
     twin = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict):
@@ -99,9 +99,9 @@ class Pipeline:
     """This rank's stages, and its neighbours."""
 
     parts: list[nn.Module]
-    """What `split_stages` gave, parallelized further: this rank's stages, in order."""
+    """This rank's stages in order, from `split_stages`; parallelized further."""
     place: int
-    """Of this rank in its pipeline: 0 has the first stage, and so many ranks further the next of its own."""
+    """Place of this rank in its pipeline: stages `place`, `place + num_ranks`, ... are its own."""
     num_ranks: int
     device: torch.device
     group: dist.ProcessGroup

@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """Returns a well-spread 63-bit number of some integers: neighbours in, strangers out (splitmix64)."""
+    """Returns a 63-bit hash of some integers (splitmix64): close numbers give unrelated hashes."""
     state = 0
     for part in parts:
         state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -54,7 +54,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restores what `rng_state` returned, on the same rank; a GPU stream is taken where both have one."""
+    """Restores what `rng_state` returned, on the same rank; a GPU's state if it was saved and there is a GPU."""
     python = state["python"]
     numpy_state = state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -1,8 +1,8 @@
 """Context parallelism: each rank of `cp` computes a part of the positions of every sequence.
 
-A sequence is cut into twice as many chunks as there are ranks, and a rank has one from the front and its mirror image
-from the back: under a causal mask all ranks then have equally much to compare. Keys and values are gathered before
-attention, everything else works on a rank's own positions.
+A sequence is cut into twice as many chunks as there are ranks. Rank r has chunk r from the front and chunk r from the
+back, so under a causal mask all ranks have the same amount of attention to compute. Keys and values are gathered before
+attention; everything else works on a rank's own positions.
 
 torch's own `context_parallel` is not used: in 2.13 it swaps one GPU kernel for another and ends on CPU ranks, with the
 flash kernel ("does not have a sharding strategy registered") as with the plain one. This way needs a differentiable
