@@ -828,7 +828,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     typed = f"{path}={example}"
     if expected.startswith("a text") and isinstance(value, (list, tuple)) and value:
         typed = f"{path}={','.join(map(str, value))}"
-    if path == "script" and isinstance(value, str):
+    section = next((option for option in (hint, *options) if dataclasses.is_dataclass(option)), None)
+    if isinstance(section, type):
+        # Its first key is the one that it needs, or the one that is set most.
+        name, key_hint = next(iter(type_hints_of(section).items()))
+        typed = f"{path}.{name}={_describe(key_hint)[1]}"
+    elif path == "script" and isinstance(value, str):
         with contextlib.suppress(ValueError):  # an open quote
             typed = f"script=[{','.join(shlex.split(value))}]"
     elif isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):

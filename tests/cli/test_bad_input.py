@@ -117,6 +117,8 @@ REFUSED = {
     "optim.lr=\u20183e-4\u2019": "type plain ones",
     "train.precision=bf16": '"train.precision=bfloat16"',
     '"script=[t.py,--a,it\'s]"': "hint: put an item that has quotes, brackets or braces in quotes of its own",
+    "track.wandb=true": '"track.wandb.project=text"',
+    "+cluster=1x1 track.mlflow=yes": '"track.mlflow.experiment=text"',
     "train.precision=fp16": '"train.precision=float16"',
     "train.precision=32-true": '"train.precision=float32"',
     "script=train.py": '"script=[train.py]"',
