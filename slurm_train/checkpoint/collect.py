@@ -51,9 +51,9 @@ def collect_checkpoints(run: RunDirectory, commands: SlurmCommands, *, keep: int
 
 
 def discard_kept(run: RunDirectory, commands: SlurmCommands) -> None:
-    """Discards what an evaluator has kept of a finished run, which does not come to it any more.
+    """Discards checkpoints that were kept for an evaluator only, where the run is finished and prunes no more.
 
-    Nothing is done where the run has no result or is at work again: it prunes at its next save.
+    Nothing is done where the run has no result or is at work again: then it prunes at its next save.
     """
     until_s = time.monotonic() + _ENDS_WITHIN_S
     while run.result.exists():

@@ -44,9 +44,9 @@ def keepers(nodes: Sequence[int | None]) -> dict[int, int]:
 def exchange_files(
     folder: Path, records: Sequence[Mapping[str, FileRecord]], keeper_of: Mapping[int, int], *, group: ProcessGroup
 ) -> None:
-    """Sends this rank's files to its keeper and writes those of the ranks whose keeper it is. Collective.
+    """Sends this rank's files to its keeper, and writes the files of ranks whose keeper this rank is. Collective.
 
-    A rank that cannot read or write takes part to the end, so that no other rank waits for it.
+    A rank that cannot read or write continues the exchange to its end, so that no other rank waits for it.
 
     Args:
         folder: where the files are, and the copies go.
@@ -71,7 +71,8 @@ def exchange_files(
     sender = threading.Thread(target=send, name="copies")
     if this_rank in keeper_of:
         sender.start()
-    for source in (rank for rank, keeper in keeper_of.items() if keeper == this_rank):
+    sources = [rank for rank, keeper in keeper_of.items() if keeper == this_rank]
+    for source in sources:
         for name, record in sorted(records[source].items()):
             parts = _received(record.bytes, source, group)
             try:

@@ -1,8 +1,8 @@
-"""What an attempt goes on from, and the record that it did.
+"""Which checkpoint an attempt continues from, and the record of that.
 
-The built-in trainer and a program of a user's own load in different ways; what then becomes of the run's past is the
-same. Nothing is left behind before a step was taken from what was loaded: until then another attempt may still choose
-otherwise. Imports no torch.
+The built-in trainer and a program with its own loop load checkpoints in different ways, but record it in the same way.
+Nothing is recorded or moved before a step was taken: until then another attempt may still choose another checkpoint.
+Imports no torch.
 """
 
 from __future__ import annotations

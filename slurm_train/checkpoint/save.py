@@ -1,10 +1,10 @@
-"""Saving: all ranks write into a fresh directory, its leader publishes it when every byte is durable.
+"""Saves a checkpoint: all ranks write into a fresh directory, and a leader publishes it when every byte is durable.
 
-A checkpoint goes to a place: the run directory, led by rank 0 of the job, or the own disks of the nodes, each led by
-one of its ranks. Four exchanges: the directory's name, torch's own plan, the records of the files, the outcome. If any
-rank fails, all ranks raise the same error, the directory is removed and the previous checkpoint is untouched. Nothing
-here depends on the calling thread, so the same function serves an asynchronous save that brings its own tensors and
-its own group.
+A checkpoint is saved at a place: the run directory, whose leader is rank 0 of the job, or the nodes' own disks, with
+one leader for each node. There are four exchanges: the directory's name, torch's own plan, the records of the files,
+and the outcome. If any rank fails, all ranks raise the same error, the directory is removed and the previous checkpoint
+is untouched. Nothing here depends on the calling thread, so a save in the background uses the same function with
+tensors and a group of its own.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def save_checkpoint(
 ) -> Saved:
     """Saves one checkpoint into a directory that all ranks see. Collective: all ranks call it with the same header.
 
-    A step that is saved already (the periodic save and the last one may meet) costs one exchange, and its files are not
-    read.
+    Where the step is saved already (the last step may be one of a periodic save), this costs one exchange, and no file
+    is read.
 
     Args:
         root: the directory of checkpoints; made if absent, its parent must be private to the user.
@@ -113,7 +113,7 @@ def rank_file(rank: int) -> str:
 
 
 def _to_bytes(rank_state: dict[str, Any]) -> bytes:
-    """Gives the file content, and proves that a resume will be able to read it."""
+    """Returns the content of the file, after checking that a resume can read it."""
     buffer = io.BytesIO()
     torch.save(rank_state, buffer)
     require_loadable(buffer, "rank state")
@@ -121,12 +121,12 @@ def _to_bytes(rank_state: dict[str, Any]) -> bytes:
 
 
 class Outcome(NamedTuple):
-    """How an asynchronous save ended.
+    """The outcome of a save.
 
-    Args:
-        step: which one.
-        result: what was saved, or why not.
-        duration_s: from the begin to the end.
+    Attributes:
+        step: the saved step.
+        result: the checkpoint, or the error.
+        duration_s: seconds from its begin to its end.
     """
 
     step: int
@@ -135,9 +135,9 @@ class Outcome(NamedTuple):
 
     @property
     def is_fatal(self) -> bool:
-        """The run cannot go on: a newer attempt has taken over, or the exchange between the ranks broke.
+        """Whether the run cannot go on: a newer attempt has taken over, or an exchange between the ranks failed.
 
-        A CheckpointError is none: all ranks have agreed on it, and the checkpoint before it is untouched.
+        A CheckpointError is not fatal: all ranks have agreed on it, and the previous checkpoint is untouched.
         """
         return isinstance(self.result, Exception) and not isinstance(self.result, CheckpointError)
 
@@ -145,9 +145,9 @@ class Outcome(NamedTuple):
 class BackgroundSaver:
     """One thread that saves while training goes on, one save at a time; it lives as long as the process.
 
-    All exchanges between ranks happen in this thread, on a group that nothing else uses, and every rank hands over the
-    same saves in the same order; so they meet whatever the training threads do meanwhile. A rank ends with os._exit,
-    which does not wait for the thread; what it wrote so far has no checkpoint's name.
+    All exchanges between ranks happen in this thread, on a group that nothing else uses, and every rank starts the same
+    saves in the same order, so they cannot mix with exchanges of the training. A rank ends with os._exit, which does
+    not wait for the thread; what the thread has written so far has no checkpoint's name.
 
     Args:
         clock: seconds that never run backwards.
@@ -160,17 +160,17 @@ class BackgroundSaver:
         self._save: Future[Outcome] | None = None
 
     def prepare(self, work: Callable[[], None]) -> None:
-        """Runs something that makes the first save cheaper; if it fails, that save is dearer."""
+        """Runs in the thread what makes the first save faster; if it fails, that save is only slower."""
         assert self._save is None, "a save is under way"
         self._preparation = self._thread.submit(work)
 
     def start(self, work: Callable[[], Saved], *, step: int) -> None:
-        """Begins a save; the outcome of the one before must have been taken with `wait` or `poll`."""
+        """Begins a save; the outcome of the save before must have been read with `wait` or `poll`."""
         assert self._save is None, "a save is under way"
         self._save = self._thread.submit(self.run, work, step=step)
 
     def run(self, work: Callable[[], Saved], *, step: int) -> Outcome:
-        """Saves in the calling thread; returns how it ended."""
+        """Saves in the calling thread; returns the outcome."""
         started_s = self._clock()
         try:
             result: Saved | Exception = work()
@@ -179,15 +179,17 @@ class BackgroundSaver:
         return Outcome(step, result, self._clock() - started_s)
 
     def poll(self) -> Outcome | None:
-        """Returns how the save ended, once; None while it runs or where there is none."""
-        return self.wait() if self._save is not None and self._save.done() else None
+        """Returns the outcome of a save once, when it has ended; None while it runs or where there is none."""
+        if self._save is None or not self._save.done():
+            return None
+        return self.wait()
 
     def is_done_within(self, limit_s: float) -> bool:
-        """Waits for the save under way, but not longer, and returns whether it has ended, or there was none."""
+        """Waits at most so long for the running save; returns whether it has ended, True where there is none."""
         return self._save is None or not wait_for_all([self._save], timeout=limit_s).not_done
 
     def wait(self) -> Outcome | None:
-        """Returns how the save ended, when it has; None where there is none. Waits for a preparation too."""
+        """Waits for the save and a preparation; returns the outcome of the save, None where there is none."""
         if self._preparation is not None:
             self._preparation.exception()
             self._preparation = None

@@ -1,4 +1,4 @@
-"""At which steps a run saves: every N steps, or as often as loses the least time."""
+"""Decides at which steps a run saves: every N steps, or as often as minimizes the lost time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _LEAST_SAVE_TIMES = 2.0
 
 
 class SavePace:
-    """Decides at which steps to save, the same on every rank: every N steps, or as often as pays off.
+    """Decides at which steps to save, the same on every rank.
 
-    "auto" follows Young and Daly: with a save that delays the training by C seconds and an interruption every M
-    seconds, sqrt(2 C M) seconds between saves lose the least. Rank 0 measures and decides; a save tells all ranks.
+    "auto" follows Young (1974) and Daly (2006): if a save delays the training by C seconds, and an interruption comes
+    every M seconds, then sqrt(2 C M) seconds between saves lose the least time. Rank 0 measures and decides at each
+    save, and all ranks get its decision.
 
     Args:
-        every: steps between saves, "auto", or None for never.
+        every: steps between saves, "auto", or None for no saves.
         failure_every_s: seconds between interruptions, for auto.
         clock: seconds that never run backwards.
     """
@@ -62,12 +63,12 @@ class SavePace:
     def saved(
         self, step: int, *, blocked_s: float, save_s: float | None, group: ProcessGroup | None = None
     ) -> str | None:
-        """Records a save that was just begun; returns a note for the user, if any. Collective for auto.
+        """Records a save that was just begun; returns a note for the user, if there is one. Collective for auto.
 
         Args:
-            step: the save's.
-            blocked_s: seconds that saves have kept the training waiting, all together.
-            save_s: seconds until the newest was on disk; None where that is not known.
+            step: the saved step.
+            blocked_s: seconds that all saves together have delayed the training.
+            save_s: seconds until the newest checkpoint was on disk; None where that is not known.
             group: all ranks; None for one process.
         """
         if self._every != "auto":
@@ -92,7 +93,7 @@ class SavePace:
 
 
 def interval_steps(*, cost_s: float, save_s: float, step_s: float, failure_every_s: float) -> int:
-    """Returns the steps between two saves that lose the least time, at least 1.
+    """Returns the number of steps between two saves that loses the least time, at least 1.
 
     Args:
         cost_s: seconds that a save delays the training.

@@ -1,11 +1,12 @@
-"""When and how a run's checkpoints are made: due, copied, written in the background, committed, on record.
+"""Makes a run's checkpoints: decides when one is due, copies the state, has a thread write it, and records the result.
 
-A periodic save costs the training a copy in memory; a thread writes it while training goes on. The save at a stop or
-at the end is the same, waited for. What a checkpoint has is given by the caller as `Content`: nothing here knows a
-model or a trainer.
+A periodic save costs the training a copy in memory; a thread writes the copy while training goes on. A save at a stop
+or at the end is the same, but waited for. The caller gives the content of a checkpoint as `Content`, so nothing here
+knows a model or a trainer.
 
-A failure that all ranks agreed on, e.g. a full disk, costs one checkpoint and is among the `news`. Any other ends the
-run: it is kept in `fatal` until all ranks have stopped at the same step, and raised there by the save of the stop.
+A failure that all ranks have agreed on, e.g. a full disk, costs one checkpoint and is among the `news`. Any other
+failure ends the run: it is kept in `fatal` until all ranks have stopped at the same step, where the save of the stop
+raises it.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Saves:
         self.is_requested = True
 
     def save_again(self, step: int) -> None:
-        """Lets the next save of a step replace the checkpoint that this attempt goes on from, which is of that step."""
+        """Lets the next save of a step replace this attempt's checkpoint of that step."""
         if self.place.is_leader:
             self.place.save_again(step)
 
@@ -131,7 +132,7 @@ class Saves:
         """Writes a checkpoint of this moment into the run directory; returns when it is durable. Collective.
 
         Args:
-            content: gives what to write; called when the save before it has ended.
+            content: returns what to write; called when the save before has ended.
             step: number of the optimizer step.
 
         Raises:
@@ -146,10 +147,11 @@ class Saves:
     def save_soon(self, content: Callable[[], Content], *, step: int) -> str | None:
         """Begins a periodic or requested save; returns when this moment is copied. Collective.
 
-        A requested checkpoint is to be kept, so it goes into the run directory at once. `news` tells if a save failed.
+        A requested checkpoint is to be kept, so it is written into the run directory and not to the nodes' disks. If
+        the save fails, `news` says so.
 
         Args:
-            content: gives what to write; called when the save before it has ended.
+            content: returns what to write; called when the save before has ended.
             step: number of the optimizer step.
 
         Returns:
@@ -181,7 +183,7 @@ class Saves:
         self.saver.prepare(work)
 
     def finish(self) -> None:
-        """Waits for a save that is running; what became of it is among the `news`.
+        """Waits for a save that is running, and records its outcome, see `news`.
 
         Raises:
             SlurmTrainError: it, or one before it, failed in a way that ends the run.
@@ -193,7 +195,7 @@ class Saves:
             raise self.fatal
 
     def finish_within(self, limit_s: float) -> None:
-        """Waits for a save that is running, but not longer; what is not complete then does not count.
+        """Waits at most so long for a save that is running; a save that is not complete then does not count.
 
         Raises:
             SlurmTrainError: it, or one before it, failed in a way that ends the run.
@@ -202,7 +204,7 @@ class Saves:
             self.finish()
 
     def news(self) -> list[str]:
-        """Returns notes for the user about saves, each once; costs next to nothing."""
+        """Returns notes for the user about saves, each once; cheap enough for every step."""
         outcome = self.saver.poll()
         if outcome is not None:
             self._record(outcome)
@@ -212,7 +214,7 @@ class Saves:
 
     def discard_from(self, step: int) -> None:
         """Removes all checkpoints of a step and later ones: the run goes back to before it. Collective."""
-        # On the nodes first: what is left there after a kill could be copied into the run directory again.
+        # The nodes' disks first: if this is killed in between, what they still have could be copied back.
         places: list[Place] = [self.place] if self.local is None else [self.local.place, self.place]
         for place in places:
             on_every_rank(self.peers, partial(place.discard_from, step))
@@ -225,12 +227,12 @@ class Saves:
     def _save(
         self, content: Callable[[], Content], *, step: int, local: LocalSaves | None, waits: bool
     ) -> Outcome | None:
-        """Saves once the save before it has ended; returns how, None if it goes on in the background."""
+        """Saves when the save before has ended; returns the outcome, None while the save runs in the background."""
         start_s = self.clock()
         self.finish()
         written = content()
         tensors = written.tensors
-        # The thread cannot read tensors on a GPU, not even while training waits.
+        # Tensors on a GPU are always copied: the thread writes from host memory.
         if self.in_background and (not waits or self.buffers.is_remote):
             tensors = self.buffers.stage(tensors)
             if written.changes_in_forward:
@@ -256,7 +258,7 @@ class Saves:
 
         def work() -> Saved:
             if self.place.is_leader:
-                # No later attempt writes the lines of steps that a checkpoint has. Without them training can go on.
+                # No later attempt writes the lines of the steps before this checkpoint again. An error may lose them.
                 with contextlib.suppress(OSError):
                     fsync_file(self.run.metrics)
             self.buffers.wait_for_copy()
@@ -276,24 +278,26 @@ class Saves:
         return work
 
     def _record(self, outcome: Outcome) -> None:
-        """Records how a save ended."""
+        """Records the outcome of a save: on disk, in `times`, and in `news` or `fatal`."""
         result = outcome.result
-        self.times.newest_error = result if isinstance(result, CheckpointError) else None
-        failed = isinstance(result, Exception)
-        if self.log is not None:
-            num_bytes = 0 if isinstance(result, Exception) else result.num_bytes
-            error = str(result) if failed else ""
-            self.log.ended(outcome.step, num_bytes=num_bytes, save_s=outcome.duration_s, error=error)
+        step = outcome.step
+        seconds = outcome.duration_s
         if not isinstance(result, Exception):
-            self.times.newest_s = outcome.duration_s
-            self.times.longest_s = max(self.times.longest_s, outcome.duration_s)
+            if self.log is not None:
+                self.log.ended(step, num_bytes=result.num_bytes, save_s=seconds, error="")
+            self.times.newest_error = None
+            self.times.newest_s = seconds
+            self.times.longest_s = max(self.times.longest_s, seconds)
             self._news += result.problems
-        elif outcome.is_fatal:
+            return
+        if self.log is not None:
+            self.log.ended(step, num_bytes=0, save_s=seconds, error=str(result))
+        self.times.newest_error = result if isinstance(result, CheckpointError) else None
+        if outcome.is_fatal:
             self.fatal = _error_of(outcome)
         else:
             self._news.append(
-                f"the checkpoint of step {outcome.step} failed, training continues; "
-                f"the previous checkpoint is intact: {result}"
+                f"the checkpoint of step {step} failed, training continues; the previous checkpoint is intact: {result}"
             )
 
 
@@ -322,15 +326,15 @@ def build_saves(
     peers: dist.ProcessGroup | None,
     keeps_copies: bool = False,
 ) -> Saves:
-    """Returns what makes a run's checkpoints. Collective over all ranks.
+    """Returns the saves of a run. Collective over all ranks.
 
     Args:
         run: the run.
         place: its checkpoints.
         rank_place: this rank and its node.
-        settings: of checkpoints.
+        settings: the section `checkpoint` of the configuration.
         env: this process's environment, for variables in `checkpoint.local_dir`.
-        device: where the tensors are.
+        device: device of the tensors.
         clock: seconds that never run backwards.
         peers: see `Saves`.
         keeps_copies: each node also keeps the local files of the node before it.
@@ -389,14 +393,14 @@ def build_local_saves(
     host = rank_place.host
     node_rank = rank_place.node_rank
     is_leader = rank_place.local_rank == 0
-    # Nodes that share the folder after all, e.g. a network mount, do not share their files. A node keeps its folder
-    # when it gets another place in the job.
+    # The folder's name has the host, in case nodes share it after all (a network mount). It has no node rank, so a node
+    # keeps its folder when it gets another place in the job.
     places = on_every_rank(peers, lambda: (host, node_rank))
     nodes_of_host = sorted({number for name, number in places if name == host})
     folders = (f"{run.name}-{run.run_id}-{path_hash}", f"{host}-{nodes_of_host.index(node_rank)}")
 
     def open_folder() -> tuple[int, str]:
-        # One rank of a node makes the folder, and the others use it: its name may be a random one.
+        # One rank of a node creates the folder and tells the others its path, which may contain a random name.
         path = str(open_private(base, *folders, key="checkpoint.local_dir")) if is_leader else ""
         return node_rank, path
 

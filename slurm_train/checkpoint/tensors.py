@@ -374,7 +374,8 @@ class _SavePlanner(DefaultSavePlanner):
             return all_plans, Metadata({})
         _require_one_kind(all_plans)
         plans, metadata = _plan_grids(all_plans) or super().create_global_plan(all_plans)
-        self.packed, number = pickle.dumps(metadata), uuid.uuid4().hex
+        self.packed = pickle.dumps(metadata)
+        number = uuid.uuid4().hex
         self.described = {
             name: text_of_tensor(str(entry.properties.dtype), entry.size)
             for name, entry in metadata.state_dict_metadata.items()
