@@ -89,7 +89,12 @@ def _seed(generator: Any, key: int) -> None:
         kind: Any = type(generator.bit_generator)
         generator.bit_generator.state = kind(key).state
     elif isinstance(generator, np.random.RandomState):
-        generator.seed(key % 2**32)
+        try:
+            generator.seed(key % 2**32)
+        except TypeError:
+            # It draws from another bit generator than MT19937, which takes a state alone.
+            bit_generator: Any = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])
+            generator.set_state(bit_generator(key).state)
     elif isinstance(generator, torch.Generator):
         generator.manual_seed(key)
     elif isinstance(generator, random.Random):
@@ -109,7 +114,7 @@ def _getters_of(holder: Any) -> Iterator[Callable[[], Any]]:
     elif isinstance(holder, types.MethodType):
         yield functools.partial(_itself, holder.__self__)
     elif isinstance(holder, types.FunctionType):
-        yield from (functools.partial(getattr, cell, "cell_contents", None) for cell in holder.__closure__ or ())
+        yield from (functools.partial(_content_of, cell) for cell in holder.__closure__ or ())
     elif not isinstance(holder, (type, types.ModuleType, torch.Tensor)):
         package = type(holder).__module__.partition(".")[0]
         names = list(vars(holder)) if package not in _LEFT_OUT and hasattr(holder, "__dict__") else []
@@ -118,3 +123,11 @@ def _getters_of(holder: Any) -> Iterator[Callable[[], Any]]:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _content_of(cell: types.CellType) -> Any:
+    """Returns what a variable of a closure holds, None where nothing was assigned to it yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from slurm_train.data.generators import OwnedGenerators
+from slurm_train.data.generators import OwnedGenerators, open_handle
 from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.source import Draw
 
@@ -117,3 +117,23 @@ def test_generators_have_numbers_of_their_own() -> None:
 
 def test_a_data_set_without_generators_has_none() -> None:
     assert len(OwnedGenerators(Rows(float))) == 0
+
+
+def test_a_closure_whose_variable_has_no_value_yet_is_looked_at() -> None:
+    def transform(row: int) -> float:
+        return row + later  # type: ignore[name-defined]  # assigned below
+
+    rows = Rows(transform)
+    assert len(OwnedGenerators(rows)) == 0 and open_handle(rows) is None
+    later = 1.0
+    assert rows[0] == later
+
+
+def test_a_random_state_over_another_bit_generator_is_seeded() -> None:
+    generator = np.random.RandomState(np.random.PCG64(1))
+    owned = OwnedGenerators(Rows(Transform(generator)))
+    drawn = []
+    for key in (3, 4, 3):
+        owned.seed(key)
+        drawn.append(generator.random())
+    assert drawn[0] == drawn[2] != drawn[1]
