@@ -60,12 +60,12 @@ class MetricsWriter:
 
 
 class Head(NamedTuple):
-    """The part of a line that decides whether it counts."""
+    """The part of a line of metrics that decides whether it counts."""
 
     attempt: int
     step: int
     trains: bool
-    """It is the line of a step, not of an evaluation."""
+    """Whether it is the line of a step, not of an evaluation."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -75,7 +75,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         path: the metrics.jsonl of a run; an absent one has no lines.
     """
     lines = list(metric_lines(path))
-    counted = [lines[position] for position in counting([head_of(line) for line in lines])]
+    heads = [head_of(line) for line in lines]
+    counted = [lines[position] for position in counting(heads)]
     scores = scores_that_count(RunDirectory(path.parent))
     if not scores:
         return counted
@@ -130,16 +131,25 @@ def counting(heads: Sequence[Head]) -> list[int]:
     for position, head in enumerate(heads):
         positions.setdefault(head.attempt, []).append(position)
     kept: list[int] = []
-    # The first step, and the first step that was evaluated, of all newer attempts.
-    first = {True: math.inf, False: math.inf}
+    # The first step that newer attempts have trained, and the first one that they have evaluated.
+    first_trained: float = math.inf
+    first_evaluated: float = math.inf
     for attempt in sorted(positions, reverse=True):
         of_attempt = _newest_of(positions[attempt], heads)
-        # An attempt may begin by repeating the evaluation of the very step it resumed from; that step itself stays.
-        limit = {True: first[True], False: min(first.values())}
-        counted = [position for position in of_attempt if heads[position].step < limit[heads[position].trains]]
+        counted = []
+        for position in of_attempt:
+            head = heads[position]
+            # An attempt may begin by evaluating the step that it resumed from again; the line of the step itself stays.
+            limit = first_trained if head.trains else min(first_trained, first_evaluated)
+            if head.step < limit:
+                counted.append(position)
         kept = sorted(counted, key=lambda position: heads[position].step) + kept
-        for _, step, trains in (heads[position] for position in of_attempt):
-            first[trains] = min(first[trains], step)
+        for position in of_attempt:
+            head = heads[position]
+            if head.trains:
+                first_trained = min(first_trained, head.step)
+            else:
+                first_evaluated = min(first_evaluated, head.step)
     return kept
 
 
@@ -278,7 +288,7 @@ _LINE_EVERY_S = 10.0
 
 
 class Display:
-    """Shows a run: a rich progress bar, drawn by the calling thread, or lines; the first comes after two seconds.
+    """Shows the progress of a run: a rich progress bar, drawn by the calling thread, or lines, the first after 2 s.
 
     Args:
         stream: where to write; a terminal for a bar.

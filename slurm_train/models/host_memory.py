@@ -1,7 +1,7 @@
 """How much host memory a process may still take: what the machine has left, and what the job's cgroups leave of it.
 
-Slurm limits a job's memory by cgroups, of version 2 or 1 as the site has it. A limit holds for all groups below the one
-that has it, so every group on the way to the top is read. Nothing is raised: what cannot be read limits nothing.
+Slurm limits a job's memory by cgroups of version 2 or 1. A limit of a group also holds for all groups below it, so
+every group up to the root is read. A file that cannot be read counts as no limit.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: of the file system; another one in tests.
     """
-    left: list[int | None] = []
+    limits: list[int | None] = []
     with contextlib.suppress(OSError):
         available = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
         if available is not None:
-            left.append(1024 * int(available[1]))
+            limits.append(1024 * int(available[1]))
     groups = ""
     with contextlib.suppress(OSError):
         groups = (root / "proc/self/cgroup").read_text()
@@ -62,12 +62,13 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         if line is not None:
             top = root / version.root
             group = top / line["group"]
-            left += [_left_in(folder, version) for folder in (group, *group.parents) if folder.is_relative_to(top)]
-    return min((limit for limit in left if limit is not None), default=None)
+            folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
+            limits += [_free_bytes(folder, version) for folder in folders]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _left_in(group: Path, version: _Version) -> int | None:
-    """Returns the bytes that a group may still take; None where it has no limit."""
+def _free_bytes(group: Path, version: _Version) -> int | None:
+    """Returns the bytes that a group may still take; None where it has no limit, or its files cannot be read."""
     try:
         limit = (group / version.limit).read_text().strip()
         if limit == "max":

@@ -1,4 +1,4 @@
-"""What a model is trained for and measured by.
+"""The loss that a model is trained with, and the sums that it is evaluated by.
 
 A loss here is always a sum and a count, never a mean: sums over micro-batches and ranks divided by the sum of counts
 give every item the same weight, however a batch was split. A model may bring its own by defining
@@ -34,10 +34,9 @@ from torch.nn import functional
 
 from slurm_train.config.target import training_step_error
 from slurm_train.errors import ConfigError
-from slurm_train.models.own_loss import LABELS, loss_in, next_labels, own_loss_of, scores_in
+from slurm_train.models.own_loss import IGNORED, LABELS, loss_in, next_labels, own_loss_of, scores_in
 
 Batch = tuple[Tensor, ...] | dict[str, Tensor]
-IGNORED = -100
 Tokens = NDArray[np.unsignedinteger[Any]]
 _ALPHA = 0.1
 _TOLERANCE = 1e-3
@@ -46,19 +45,19 @@ _LOW_TOLERANCE = 3e-2
 """The same in types of 16 bits."""
 _NUM_SHOWN = 3
 _LOSS_METHODS = ("loss", "compute_loss", "get_loss", "loss_fn", "criterion")
-"""What people call a method or function of a model that computes its loss."""
+"""Usual names of a model's method or function that computes its loss."""
 # Pairs of tokens counted at once; a block of int64 codes is 8 MB.
 _BLOCK = 2**20
 
 
 class Objective(nn.Module):
-    """Wraps a model so that calling it gives the training loss: what DDP and compile are put around.
+    """Wraps a model so that calling it returns the training loss; DDP and compile wrap this module.
 
-    Gradients are only synchronised for a call that goes through the wrapper's `forward`; a method of the model called
-    directly would train each rank on its own.
+    DDP synchronises gradients only for calls of the wrapper's `forward`: if the loss called a method of the model
+    directly, each rank would train on its own.
 
     Args:
-        model: the model; its state dict is the one to save, this wrapper has no state.
+        model: the model; its state dict is saved, this wrapper has no state.
     """
 
     def __init__(self, model: nn.Module) -> None:

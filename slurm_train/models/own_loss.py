@@ -1,9 +1,9 @@
-"""What a model says of a loss of its own: whether `forward` takes labels, and what its mean is a mean over.
+"""How a model computes a loss of its own: whether `forward` takes labels, and which items its mean is over.
 
-Models of transformers compute a loss when they are called with `labels`. It is a mean, over the labels that count, and
-it has parts that no caller knows of: class weights, the load balancing of routers. Here it is multiplied by the number
-of labels that it is over, so that sums over micro-batches and ranks give every label the same weight. Where a model
-takes `num_items_in_batch` it divides by that number, however it counts itself.
+Models of transformers compute a loss when they are called with `labels`. It is a mean over the labels that count, with
+parts that a caller cannot compute: class weights, the load balancing of routers. Here it is multiplied by the number of
+these labels, so that sums over micro-batches and ranks give every label the same weight. A model that takes
+`num_items_in_batch` divides by that number in place of its own count.
 
 Whether labels are compared with the score before them (causal language models) or with the one at their place
 (encoder-decoders, masked models, classifiers) follows from the architecture, never from the data.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from slurm_train.errors import ConfigError
 
 IGNORED = -100
+"""Label of an item that does not count, as torch's cross entropy has it."""
 LABELS = "labels"
 _COUNT = "num_items_in_batch"
 _ROUTER_SCALES = ("router_aux_loss_coef", "aux_loss_coef")
@@ -50,7 +51,8 @@ class OwnLoss:
     def words(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the keywords that a model is called with for a batch.
 
-        A micro-batch in which no label counts has no mean. It gets one, which then counts no times.
+        The mean of a micro-batch in which no label counts would be NaN. All of its labels become 0 then, and the loss
+        is multiplied by a count of 0.
         """
         labels = batch.get(LABELS)
         words = {name: value for name, value in batch.items() if name != LABELS}
@@ -69,11 +71,11 @@ class OwnLoss:
         return self._counted(labels).sum()
 
     def shifted(self, shifts: bool) -> OwnLoss:
-        """Returns the same with other words about the shift."""
+        """Returns a copy with another value of `shifts`."""
         return replace(self, shifts=shifts)
 
     def aligned(self, labels: Tensor | None) -> Tensor | None:
-        """Returns the label that each score is compared with."""
+        """Returns the label that each score is compared with, of the shape of `labels`."""
         if labels is None or not self.shifts or labels.dim() < 2:
             return labels
         return next_labels(labels)
@@ -90,7 +92,7 @@ def next_labels(labels: Tensor) -> Tensor:
 
 
 def own_loss_of(model: nn.Module) -> OwnLoss:
-    """Returns what a model says of its loss; a model of transformers inside of it is asked, too."""
+    """Returns how a model computes its loss; a model of transformers inside of it counts, too."""
     library = next((module for module in model.modules() if "loss_type" in vars(module)), None)
     words = inspect.signature(model.forward).parameters
     takes_any = any(word.kind is inspect.Parameter.VAR_KEYWORD for word in words.values())

@@ -1,4 +1,4 @@
-"""Text from a model that gives logits: one token after the other, each drawn from the model's chances.
+"""Samples text from a model that gives logits: one token after the other, drawn from the model's probabilities.
 
 Shapes: B batch, T positions, V vocabulary.
 """

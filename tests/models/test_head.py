@@ -17,7 +17,8 @@ from slurm_train.errors import ConfigError
 from slurm_train.models import head
 from slurm_train.models.gpt import GPT
 from slurm_train.models.head import linear_cross_entropy
-from slurm_train.models.objective import IGNORED, Objective
+from slurm_train.models.objective import Objective
+from slurm_train.models.own_loss import IGNORED
 from tests.support.warm_ranks import start_rank
 
 NUM_TOKENS, WIDTH, NUM_IDS = 37, 16, 101

@@ -1,7 +1,7 @@
-"""What ranks and nodes report of themselves and of each other, and the findings that rules make of it: plain values.
+"""Plain values of the preflight: what ranks and nodes report of themselves and of each other, and findings about it.
 
-A rank reports little, since there are many; the first rank of each node reports for the node. Reports travel as JSON:
-`asdict` of a value here, `to_records` on the other side. "" and None mean not known; what is not known is no finding.
+A rank reports little, since there are many; the first rank of each node reports for the node. Reports are sent as JSON:
+`asdict` makes it, `to_records` reads it. "" and None mean not known; a rule makes no finding of what is not known.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankF
 
 _MIB = 1 << 20
 _SIOCGIFADDR = 0x8915
-# A snapshot may be 100 MB on a busy file system: the sources first, as far as the time goes.
+# A snapshot may have 100 MB on a busy file system: sources are hashed first, until this time is over.
 _HASHING_S = 1.0
 _LONGEST_LIST = 20
 _PATH_KEY = re.compile(r"(.*_)?(path|root|dir|folder|directory|file)")
@@ -436,9 +436,10 @@ def _read(nvml: Any, name: str) -> GpuFacts:
         except Exception:  # NVMLError_NotSupported and its kin, made at run time
             return otherwise
 
-    kinds = getattr(nvml, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", 1), getattr(nvml, "NVML_VOLATILE_ECC", 0)
+    uncorrected = getattr(nvml, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", 1)
+    since_start = getattr(nvml, "NVML_VOLATILE_ECC", 0)
     holders = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), [])
-    num_errors = ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0)
+    num_errors = ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, since_start)), 0)
     _, _, is_pending, has_no_spare = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle), (0, 0, 0, 0))
     pages = ask(lambda: int(nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)), 0)
     reasons = ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)), 0)

@@ -1,7 +1,7 @@
-"""What one node asks of others once all are there: is it reached, what time is it, how fast is the connection.
+"""Probes between nodes once all are there: whether a node is reached, its clock, and the speed of the connection.
 
-Each node has a small server that proves who it is, tells the time, takes and gives bytes. Callers prove themselves as
-at a meeting; each that has is served by a thread, for the seconds that the preflight takes.
+Each node runs a small server that proves its identity, returns its time, and receives and sends bytes. Callers prove
+their identity as at a meeting of ranks; then a thread serves each of them, for the seconds that the preflight takes.
 """
 
 from __future__ import annotations

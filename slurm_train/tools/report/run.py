@@ -1,10 +1,11 @@
-"""The facts of a run, from the files in its directory, as the document of a report.
+"""Makes the document of a report about a run, from the files in its directory.
 
-Damaged, missing and half-written files give less, never an error: a report is wanted most when something went wrong.
+Damaged, missing and half-written files lead to a shorter document, never to an error: a report is needed most when
+something went wrong.
 
-The ledger has sums per attempt, not an order, so the causes of an attempt are drawn one after the other in the order
-in which an attempt usually spends them. Ranks wait for each other in every step, so their step times are alike. A
-rank's own part of a step is its own; it is compared with the middle rank in the same seconds.
+The ledger has sums per attempt and no order, so what an attempt spent its time on is drawn in the usual order. Ranks
+wait for each other in every step, so their step times are about the same. What tells them apart is the time of a rank's
+own work, which is compared with that of the middle rank in the same seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The facts of a sweep as the document of a report: its runs as values, compared by one metric."""
+"""Makes the document of a report about a sweep: its runs with their settings and results, compared by one metric."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEAST_PER_CURVE = 10
 _MOST_PER_CURVE = 300
 _MOST_MARKS = 100
 _MOST_AXES = 12
-# Shares of the runs that count as the best, the good, and so on.
+# Borders between the five colours, as shares of the runs in the order of their results.
 _GRADES = (0.1, 0.3, 0.6, 0.85)
 
 

@@ -1,8 +1,9 @@
-"""A scaling study: which runs to time, what each shows, the model of an exchange, what limits, and the report.
+"""A scaling study: runs to time, their measurements, a model of the exchange, what limits the speed, and the report.
 
-The model of a step: t(n) = compute + alpha log2(n) + 2 (n - 1) / n x bytes / bandwidth. The last term is what a ring
-sends for n ranks, the one before it what each doubling of the ranks costs whatever the bytes. Fitted is the time that
-the exchange is waited for; what hides behind the backward pass is not seen, so the bandwidth is an effective one.
+The model of a step on n ranks is t(n) = compute + alpha log2(n) + 2 (n - 1) / n x bytes / bandwidth. The last term is
+the time of a ring all-reduce; alpha is the time that each doubling of the ranks adds, whatever the bytes. The model is
+fitted to the time in which ranks wait for the exchange. What overlaps with the backward pass is not in it, so the
+bandwidth is an effective one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Point:
     accumulation: int
     comm: str
     modes: tuple[Mode, ...]
-    """What it is part of: each rank's batch as at full size ("local"), or the whole batch ("global"), or both."""
+    """The parts of the study that use it: a fixed batch of each rank ("local"), a fixed global batch, or both."""
 
     @property
     def global_size(self) -> int:

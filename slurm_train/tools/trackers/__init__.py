@@ -1,7 +1,7 @@
-"""Trackers get the lines of metrics.jsonl, each in a process of its own beside the ranks; none can touch training.
+"""Trackers send the lines of metrics.jsonl, each in a process of its own, so none can disturb the training.
 
-Here is what the login node and the supervisor need: whether the packages of the trackers are installed, which keys a
-job would lack, and what keeps the trackers going. Nothing else is loaded where no tracker is configured.
+This module has what the login node and the supervisor need: whether the packages of the trackers are installed, which
+keys a job would lack, and the object that runs the trackers. Nothing else is imported where no tracker is configured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NoTrackers(nullcontext[None]):
 def build_trackers(
     run: RunDirectory, track: TrackSection, *, env: Mapping[str, str], say: Callable[[str], None]
 ) -> Any:
-    """Returns what keeps the trackers of a run going while its body supervises the ranks, see `follow.Trackers`.
+    """Returns the context manager that runs the trackers of a run while its body supervises the ranks (`follow`).
 
     Args:
         run: the run.

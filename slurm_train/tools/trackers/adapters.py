@@ -84,7 +84,7 @@ class Tracker:
         raise NotImplementedError
 
     def log(self, lines: Sequence[Line]) -> None:
-        """Takes lines in the order in which they were written; a step may come again after a resume."""
+        """Sends lines in the order in which they were written; a step may come again after a resume."""
         raise NotImplementedError
 
     def close(self, outcome: Outcome) -> None:
