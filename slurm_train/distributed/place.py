@@ -66,10 +66,11 @@ class RankPlace:
             raise ClusterError(
                 f"these rank variables contradict each other: {variables}", hint="unset them all, or fix them"
             )
+        node_rank = _number(env, "GROUP_RANK") if "GROUP_RANK" in env else rank // local_world
         return cls(
             rank=rank,
             local_rank=local_rank,
-            node_rank=int(env.get("GROUP_RANK", rank // local_world)),
+            node_rank=node_rank,
             world_size=world,
             local_world_size=local_world,
             host=here,

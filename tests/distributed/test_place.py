@@ -45,6 +45,7 @@ def test_place_of_an_environment(env: dict[str, str], expected: RankPlace) -> No
     ("change", "text"),
     [
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' is not a number"),
+        ({"GROUP_RANK": ""}, "GROUP_RANK='' is not a number"),
         ({"RANK": "6"}, "contradict each other: RANK=6, LOCAL_RANK=1, WORLD_SIZE=6, LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_RANK": "2"}, "contradict each other"),
         ({"LOCAL_WORLD_SIZE": None}, "RANK is set, but LOCAL_WORLD_SIZE is not"),
