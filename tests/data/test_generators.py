@@ -121,7 +121,7 @@ def test_a_data_set_without_generators_has_none() -> None:
 
 def test_a_closure_whose_variable_has_no_value_yet_is_looked_at() -> None:
     def transform(row: int) -> float:
-        return row + later  # type: ignore[name-defined]  # assigned below
+        return row + later
 
     rows = Rows(transform)
     assert len(OwnedGenerators(rows)) == 0 and open_handle(rows) is None
