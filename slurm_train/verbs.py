@@ -698,6 +698,9 @@ def parse(name: str, words: Sequence[str]) -> Namespace:
     """
     verb = VERBS[name]
     parser = build_parser(name)
+    if "" in words:
+        # It would stand for the default: `resume "$RUN"` would resume the newest run.
+        parser.error("one of the words is empty: is it a shell variable that is not set?")
     if verb.settings == "any":
         arguments, remaining = parser.parse_known_args(words)
         arguments.settings = remaining

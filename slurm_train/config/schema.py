@@ -701,7 +701,23 @@ def build_config(cls: type[T], values: Mapping[str, Any], *, path: str = "") -> 
     elif unknown:
         key, value = next(iter(unknown.items()))
         raise unknown_key_error(f"{path}{key}", (f"{path}{name}" for name in hints), value=value)
+    missing = [name for name in _required_keys(cls) if name not in fields]
+    if missing:
+        names = " and ".join(f"{path}{name}" for name in missing)
+        raise ConfigError(
+            f"{path.rstrip('.')} has no {' and '.join(missing)}",
+            hint=f"add a value: {names}=..., see docs/configuration.md",
+        )
     return cls(**fields)
+
+
+def _required_keys(cls: type[Any]) -> list[str]:
+    """Returns the fields of a dataclass that have no default."""
+    return [
+        item.name
+        for item in dataclasses.fields(cls)
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    ]
 
 
 def to_mapping(value: Any) -> Any:

@@ -195,6 +195,16 @@ def check_callbacks(config: RunConfig, *, search: Sequence[str]) -> None:
             )
 
 
+def _require_list(key: str, value: object) -> None:
+    """Checks that a value is a list.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{key} must be a list, got {value!r}", hint=f"write {key}: [{value}]; see docs/callbacks.md")
+
+
 def _require(key: str, value: float, *, least: float, below: float = math.inf) -> None:
     """Checks a number; a limit that is an int asks for a whole one.
 
@@ -467,6 +477,7 @@ class ProfilerWindow(Callback):
     def __init__(self, *, start_step: int = 20, steps: int = 5, ranks: Sequence[int] = (0,)) -> None:
         _require("start_step", start_step, least=1)
         _require("steps", steps, least=1)
+        _require_list("ranks", ranks)
         for rank in ranks:
             _require("ranks", rank, least=0)
         self.first = start_step
@@ -527,7 +538,10 @@ class TextSamples(Callback):
         _require("num_tokens", num_tokens, least=1)
         self.every_steps = every_steps
         self.num_tokens = num_tokens
-        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        _require_list("prompts", prompts)
+        self.prompts = list(prompts)
 
     def attach(self, parts: Parts) -> None:
         """Keeps model and data."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.verbs import PUBLIC_VERBS, VERBS
+from slurm_train.verbs import PUBLIC_VERBS, VERBS, parse
 from tests.cli.conftest import Shell
 from tests.support.command_line import Person
 
@@ -74,3 +74,14 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["resume", ""], ["cancel", ""], ["logs", "", "-f"], ["resume", "", "optim.lr=1"]])
+def test_an_empty_word_does_not_stand_for_the_newest_run(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `resume "$RUN"` with a variable that is not set.
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        parse(words[0], words[1:])
+    assert ended.value.code == 2 and "shell variable" in capsys.readouterr().err

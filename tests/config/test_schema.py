@@ -52,6 +52,12 @@ def test_values_that_do_not_fit_are_refused_by_name(key: str, value: object, mes
     assert refusal(ConfigError, build_config, Sample, {key: value}).message == message
 
 
+def test_a_section_without_a_key_that_it_needs_is_refused_by_name() -> None:
+    error = refusal(ConfigError, build_config, RunConfig, {"container": {"image": "/apps/torch.sif"}})
+    assert error.message == "container has no kind"
+    assert "container.kind=" in error.hint
+
+
 def test_numbers_texts_and_lists_are_read_as_their_kind() -> None:
     given = {"real": "3e-4", "text": 12, "counts": [4, 2], "every": "auto", "words": ("a",), "inner_or_none": {"x": 2}}
     expected = Sample(real=3e-4, text="12", counts=[4, 2], every="auto", words=["a"], inner_or_none=Inner(x=2))

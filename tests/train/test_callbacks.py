@@ -419,6 +419,8 @@ def test_the_best_by_the_scores_of_a_follower_stays_whenever_it_is_scored(tmp_pa
     [
         ({"_target_": f"{SHIPPED}.EarlyStopping", "patience": 0}, "patience must be a whole number, at least 1, got 0"),
         ({"_target_": f"{SHIPPED}.EarlyStopping", "mode": "less"}, "mode must be min or max, got 'less'"),
+        ({"_target_": f"{SHIPPED}.ProfilerWindow", "ranks": 3}, "ranks must be a list, got 3"),
+        ({"_target_": f"{SHIPPED}.TextSamples", "prompts": 3}, "prompts must be a list, got 3"),
         ({"_target_": f"{SHIPPED}.EMA", "decay": 1.0}, "decay must be a number, at least 0 and below 1, got 1.0"),
         ({"_target_": f"{SHIPPED}.EMA", "beta": 0.9}, "unexpected keyword argument 'beta'"),
         ({"patience": 3}, "has no _target_"),
