@@ -41,6 +41,12 @@ _KEPT_FIELDS = (
 )
 
 
+def torch_release() -> tuple[int, int]:
+    """Returns major and minor number of torch, e.g. (2, 13)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def choose_device(
     place: RankPlace, env: Mapping[str, str], *, devices: Path = Path("/dev"), sys: Path = Path("/sys")
 ) -> torch.device:
@@ -153,7 +159,7 @@ def init_group(
     has_gpu = device.type == "cuda"
     # A group that is bound to a device is split for the groups of a mesh. torch 2.8 and 2.9 cannot split one with two
     # backends (pytorch issue 159200, pull request 162424), and 2.7 leaves gloo out of its parts.
-    can_split = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+    can_split = torch_release() >= (2, 10)
     library = "NCCL" if has_gpu else "gloo"
     began_s = time.monotonic()
     opening = f"COLLECTIVE {place.host}: opening {library} between {place.world_size} ranks"

@@ -25,7 +25,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import ParallelSection
@@ -364,6 +366,8 @@ def shard(
     # Gradients are added up in float32 also where they were computed in bfloat16.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if lower else None
     reducing = sharding_mesh(mesh, layout)
+    if mesh.device_type == "cpu":
+        require_means(reducing.get_group(reducing.ndim - 1))
     options: dict[str, Any] = {"mesh": reducing, **({"mp_policy": policy} if policy else {})}
     scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
     if scalars:
@@ -399,6 +403,27 @@ def shard(
     for name in _OWN_METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
+
+
+def require_means(group: ProcessGroup) -> None:
+    """Checks that the ranks get the mean of their gradients, which `fully_shard` asks the backend for. Collective.
+
+    gloo of torch 2.7 and 2.8 gives the sum without an error: on N ranks all gradients would be N times too large.
+
+    Args:
+        group: the ranks that a parameter is sharded over.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    mean = torch.empty(1)
+    dist.reduce_scatter_tensor(mean, torch.ones(group.size()), op=dist.ReduceOp.AVG, group=group)
+    if mean.item() != 1.0:
+        raise ConfigError(
+            f"parallel.dp_shard on CPUs: torch {torch.__version__} adds up the gradients of the ranks where their mean "
+            f"is asked for (the mean of ones is {mean.item():g}), so they would be too large",
+            hint="install torch 2.9 or newer, or use parallel.dp_replicate; on GPUs older releases compute means, too",
+        )
 
 
 def has_own_loss(model: nn.Module) -> bool:

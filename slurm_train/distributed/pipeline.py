@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_train.config.parallel import stage_blocks, stages_of
+from slurm_train.distributed.group import torch_release
 from slurm_train.errors import ConfigError
 
 _PLAN = ("first", "spread", "last")
@@ -174,6 +175,21 @@ class Pipeline:
         tensor = torch.empty(sizes[:num_dims], dtype=_DTYPES[kind], device=self.device)
         dist.recv(tensor, group=self.group, group_src=(self.place - 1) % self.num_ranks)
         return tensor
+
+
+def require_gloo_pipelines(device: torch.device) -> None:
+    """Refuses a pipeline on CPUs where the stages of torch cannot exchange tensors by gloo.
+
+    Before torch 2.10 its messages get mixed up and the ranks abort: with 2.9 from two stages on, with 2.7 from four.
+
+    Raises:
+        ConfigError: it is such a torch.
+    """
+    if device.type == "cpu" and torch_release() < (2, 10):
+        raise ConfigError(
+            f"parallel.pp on CPUs needs torch 2.10 or newer, and this is {torch.__version__}",
+            hint="install it, or use parallel.dp_replicate or tp",
+        )
 
 
 def model_plan(model: nn.Module, method: str, *, key: str, names: Sequence[str] = ()) -> Any:

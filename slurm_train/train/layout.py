@@ -24,7 +24,7 @@ from slurm_train.distributed.parallelize import (
     require_blocks,
     units,
 )
-from slurm_train.distributed.pipeline import Pipeline, keep_stages, split_stages
+from slurm_train.distributed.pipeline import Pipeline, keep_stages, require_gloo_pipelines, split_stages
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.first_weights import fill, first_values
 from slurm_train.models.objective import call_in
@@ -85,6 +85,7 @@ def _prepare_shards(parts: Parts) -> None:
     settings = replace(config.parallel, gather_dtype="bfloat16" if gathers_half else "float32")
     roots = [model]
     if layout.pp > 1:
+        require_gloo_pipelines(rank.device)
         parts.group_names = names_of_groups(model, parts.optimizer)
         place = layout.coordinates(rank.place.rank).pp
         num_stages = layout.pp * settings.stages_per_rank

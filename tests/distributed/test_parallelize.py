@@ -9,7 +9,7 @@ import sys
 from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from slurm_train.distributed.parallelize import (
     overlap_exchanges,
     prepare_blocks,
     require_dimensions,
+    require_means,
     shared_parts,
     units,
 )
@@ -472,3 +473,22 @@ def test_what_several_units_have_in_common_is_a_part_of_its_own() -> None:
     assert not shared_parts(nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))}))
     nested = nn.ModuleList([nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(2, 2)])})])
     assert not shared_parts(nn.ModuleDict({"blocks": nested}))
+
+
+def test_a_backend_that_adds_where_a_mean_is_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As gloo of torch 2.7 and 2.8 does.
+    def give_sum(output: torch.Tensor, values: torch.Tensor, **_: object) -> None:
+        output.fill_(values.sum())
+
+    def give_mean(output: torch.Tensor, values: torch.Tensor, **_: object) -> None:
+        output.fill_(values.mean())
+
+    class Pair:
+        def size(self) -> int:
+            return 2
+
+    monkeypatch.setattr("torch.distributed.reduce_scatter_tensor", give_mean)
+    require_means(cast(Any, Pair()))
+    monkeypatch.setattr("torch.distributed.reduce_scatter_tensor", give_sum)
+    with pytest.raises(ConfigError, match="the mean of ones is 2"):
+        require_means(cast(Any, Pair()))
