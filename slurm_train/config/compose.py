@@ -78,6 +78,8 @@ _FIRST_GROUPS = ("cluster", "site", "container")
 _QUOTED_ITEM = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _QUOTED_LIST = re.compile(rf"\[(?:{_QUOTED_ITEM})(?:,(?:{_QUOTED_ITEM}))*\]")
 _NEEDS_NO_QUOTES = re.compile(r"'[^'\",\\\[\]{}]*'")
+# Sections that only the built-in trainer reads.
+_OF_TRAINER = ("batch", "callbacks", "data", "ddp", "model", "optim", "parallel")
 _OWN_PLACES = ("--config-path", "--config-dir", "hydra.searchpath")
 
 
@@ -91,6 +93,8 @@ class Composed:
     """The chosen option of each config group, e.g. {"model": "gpt"}."""
     open_keys: Collection[str] | None = None
     """Keys of `cluster` that neither words nor files set, those of a site among them; None: it was not composed."""
+    unused_keys: tuple[str, ...] = ()
+    """Typed keys that only the built-in trainer reads, where a script trains that is not given their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,8 @@ class Composer:
             _settle_launch(plain)
             config = build_config(RunConfig, plain)
             _refuse_two_lengths(config, prepared)
-            return Composed(config=config, mapping=plain, choices=choices, open_keys=open_keys)
+            unused_keys = tuple(_unused_keys(full, prepared)) if config.script is not None else ()
+            return Composed(config=config, mapping=plain, choices=choices, open_keys=open_keys, unused_keys=unused_keys)
 
     def merge(self, prepared: Sequence[str], *, number: int | None = None) -> Merged:
         """Returns what Hydra composes.
@@ -776,3 +781,16 @@ def _takes_keywords(parents: Sequence[str], holder: Mapping[str, Any]) -> bool:
     """Returns whether a mapping has the keywords of somebody's own class or function, as where it was first typed."""
     target = str(holder.get("_target_") or "slurm_train.")
     return parents in (["model"], ["data"], ["task"]) and not target.startswith("slurm_train.")
+
+
+def _unused_keys(full: DictConfig, prepared: Sequence[str]) -> list[str]:
+    """Returns the typed keys of the built-in trainer that no other value refers to, as "${optim.lr}" does.
+
+    Args:
+        full: the configuration, whose references are not resolved.
+        prepared: the words.
+    """
+    text = str(OmegaConf.to_container(full, resolve=False))
+    keys = [split_word(word)[1] for word in prepared]
+    sections = {key: key.partition(".")[0] for key in keys}
+    return [key for key in keys if sections[key] in _OF_TRAINER and f"${{{sections[key]}" not in text]

@@ -62,6 +62,8 @@ class RunPlan:
     """Submitting directory, which relative paths in a user's code start from."""
     from_shell: tuple[str, ...] = ()
     """Remarks about the choices of the shell for all jobs: which were used, and which not."""
+    unused_keys: tuple[str, ...] = ()
+    """Typed keys that the script of the run does not get."""
     chosen: str = ""
     """What `parallel.dp_shard=auto` has chosen and why, or that the layout does not fit; "" where neither applies."""
     cpus: CpuShare = LEFT_TO_SLURM
@@ -200,7 +202,7 @@ def plan_run(
     require_room(run)
     plan = _assemble(config, world, layout, batch, run=run, directory=str(cwd))
     cpus = _share_cpus(config, world, env, shares)
-    return replace(plan, from_shell=from_shell, hub=hub, chosen=chosen, cpus=cpus)
+    return replace(plan, from_shell=from_shell, unused_keys=composed.unused_keys, hub=hub, chosen=chosen, cpus=cpus)
 
 
 def _share_cpus(config: RunConfig, world: World, env: Mapping[str, str], shares: NodeShares | None) -> CpuShare:
@@ -551,6 +553,28 @@ class SweepPlan:
         return list(self.elements[0].overrides)
 
 
+def _refuse_unused_values(points: Sequence[Point], plans: Sequence[RunPlan]) -> None:
+    """Refuses a sweep over a key that the script of the runs does not get: all of them would do the same.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    unused = [key for key in points[0].values if key in plans[0].unused_keys]
+    if unused:
+        raise ConfigError(
+            f"{unused[0]} is swept, and the script of the runs does not get it: all of them would do the same",
+            hint=unused_hint(plans[0], unused[0]),
+        )
+
+
+def unused_hint(plan: RunPlan, key: str) -> str:
+    """Returns how the script of a run gets the value of a key, e.g. "optim.lr"; a section is for the trainer alone."""
+    if "." not in key:
+        return "drop it"
+    words = ",".join(plan.config.script or [])
+    return f"""hand it over as a word, in single quotes: 'script=[{words},--{key.rpartition(".")[2]},${{{key}}}]'"""
+
+
 def plan_sweep(
     points: Sequence[Point],
     composed: Iterator[Composed],
@@ -583,6 +607,7 @@ def plan_sweep(
             if not point.values:
                 raise
             raise type(err)(f"run {index} ({describe(point.values)}): {err.message}", hint=err.hint) from err
+    _refuse_unused_values(points, plans)
     _refuse_same_runs(points, plans)
     uneven = next((list(plan.world.ranks_per_node) for plan in plans if not plan.world.is_even), None)
     roots = sorted({plan.config.run.root for plan in plans})

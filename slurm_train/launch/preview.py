@@ -11,7 +11,7 @@ from slurm_train.data.check import known_num_samples
 from slurm_train.data.workers import AUTO, SPARE_CPUS, most_workers
 from slurm_train.formatting import shorten
 from slurm_train.launch.placement import layout_rows
-from slurm_train.launch.plan import RunPlan
+from slurm_train.launch.plan import RunPlan, unused_hint
 from slurm_train.launch.snapshot import Source
 
 
@@ -23,6 +23,9 @@ def plan_rows(plan: RunPlan) -> list[tuple[str, str]]:
     rows = [("run", str(plan.run.path)), ("ranks", f"{world.size} = {place}")]
     if config.trains:
         rows += _training_rows(plan)
+    if plan.unused_keys:
+        keys = ", ".join(plan.unused_keys)
+        rows.append(("not used", f"{keys}: the script does not get it; {unused_hint(plan, plan.unused_keys[0])}"))
     if config.track != TrackSection():
         rows.append(("trackers", ", ".join(config.track.tracker_names) or "none"))
     rows += [("hub", f"{files.key}: {files.words}") for files in plan.hub]

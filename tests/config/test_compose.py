@@ -104,6 +104,20 @@ def test_samples_are_as_long_as_a_published_model_takes_where_no_length_is_given
     assert config.model is not None and "_context_" not in config.model
 
 
+@pytest.mark.parametrize(
+    ("words", "unused"),
+    [
+        (["script=[train.py]", "optim.lr=0.1", "seed=3", "checkpoint.keep=3"], ("optim.lr",)),
+        (["script=[train.py,--lr,${optim.lr}]", "optim.lr=0.1"], ()),
+        (["script=[train.py]", "model=gpt", "optim.lr=0.1"], ("model", "optim.lr")),
+        (["script=[train.py]", "optim.lr=0.1", "run.name=x${optim.lr}"], ()),
+        (["optim.lr=0.1"], ()),
+    ],
+)
+def test_keys_that_a_script_does_not_get_are_known(words: list[str], unused: tuple[str, ...]) -> None:
+    assert composed(*words).unused_keys == unused
+
+
 def test_a_users_files_shadow_ours(tmp_path: Path) -> None:
     files = {
         "cluster/base.yaml": "partition: gpu\naccount: lab\nnodes: 1\n",

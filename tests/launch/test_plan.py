@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,14 @@ def test_the_same_runs_are_the_same_sweep_in_any_order() -> None:
     assert one.sweep == other.sweep
     assert one.sweep != sweep_of({"seed": 1}, {"seed": 3}).sweep
     assert one.sweep != sweep_of({"seed": 1, "run": {"name": "x"}}, {"seed": 2, "run": {"name": "x"}}).sweep
+
+
+def test_a_sweep_over_a_key_that_the_script_does_not_get_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    points = [Point((), {"optim.lr": "1"}), Point((), {"optim.lr": "2"})]
+    compositions = [replace(composed(script=["train.py"], model=None), unused_keys=("optim.lr",)) for _ in points]
+    err = refusal(ConfigError, plan_sweep, points, iter(compositions), cwd=tmp_path, env={})
+    assert err.message.startswith("optim.lr is swept") and "'script=[train.py,--lr,${optim.lr}]'" in err.hint
 
 
 NO_SWEEPS: list[tuple[list[dict[str, Any]], str]] = [
