@@ -278,7 +278,7 @@ def refuse(result: StepResult, *, num_empty: int = 1, of: int = 1) -> None:
     raise SlurmTrainError(
         f"step {step} is not finite: {loss_text}, gradient norm {result.grad_norm}, lr {result.facts.lr:.3g}",
         hint="lower optim.lr or optim.grad_clip_norm (or leave float16), look at the samples of this step "
-        "(events@*.jsonl), then resume: the newest checkpoint is from before it; health.on_non_finite=skip or rollback "
+        "(events@*.jsonl), then resume: no checkpoint has this step; health.on_non_finite=skip or rollback "
         "goes on by itself",
     )
 
