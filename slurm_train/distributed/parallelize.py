@@ -25,13 +25,12 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from slurm_train.config.parallel import AXES, ParallelLayout
 from slurm_train.config.schema import ParallelSection
 from slurm_train.distributed.float8 import float8_styles, gather_in_float8, is_float8
+from slurm_train.distributed.group import torch_release
 from slurm_train.distributed.pipeline import PassThrough, model_plan
 from slurm_train.distributed.sequence import POSITIONS_DIM, share_context
 from slurm_train.errors import ConfigError
@@ -366,8 +365,7 @@ def shard(
     # Gradients are added up in float32 also where they were computed in bfloat16.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if lower else None
     reducing = sharding_mesh(mesh, layout)
-    if mesh.device_type == "cpu":
-        require_means(reducing.get_group(reducing.ndim - 1))
+    require_gloo_means(mesh.device_type)
     options: dict[str, Any] = {"mesh": reducing, **({"mp_policy": policy} if policy else {})}
     scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
     if scalars:
@@ -405,24 +403,19 @@ def shard(
             register_fsdp_forward_method(model, name)
 
 
-def require_means(group: ProcessGroup) -> None:
-    """Checks that the ranks get the mean of their gradients, which `fully_shard` asks the backend for. Collective.
+def require_gloo_means(device_type: str) -> None:
+    """Refuses shards on CPUs where gloo gives sums for the means of gradients that `fully_shard` asks for.
 
-    gloo of torch 2.7 and 2.8 gives the sum without an error: on N ranks all gradients would be N times too large.
-
-    Args:
-        group: the ranks that a parameter is sharded over.
+    torch 2.7 and 2.8 do so without an error: on N ranks all gradients would be N times too large. NCCL computes means.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it is such a torch.
     """
-    mean = torch.empty(1)
-    dist.reduce_scatter_tensor(mean, torch.ones(group.size()), op=dist.ReduceOp.AVG, group=group)
-    if mean.item() != 1.0:
+    if device_type == "cpu" and torch_release() < (2, 9):
         raise ConfigError(
-            f"parallel.dp_shard on CPUs: torch {torch.__version__} adds up the gradients of the ranks where their mean "
-            f"is asked for (the mean of ones is {mean.item():g}), so they would be too large",
-            hint="install torch 2.9 or newer, or use parallel.dp_replicate; on GPUs older releases compute means, too",
+            f"parallel.dp_shard on CPUs needs torch 2.9 or newer, and this is {torch.__version__}: its gloo adds up "
+            "gradients where their mean is asked for",
+            hint="install it, or use parallel.dp_replicate",
         )
 
 

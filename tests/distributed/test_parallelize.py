@@ -9,7 +9,7 @@ import sys
 from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +30,11 @@ from slurm_train.distributed.parallelize import (
     overlap_exchanges,
     prepare_blocks,
     require_dimensions,
-    require_means,
+    require_gloo_means,
     shared_parts,
     units,
 )
+from slurm_train.distributed.pipeline import require_gloo_pipelines
 from slurm_train.errors import ConfigError
 from slurm_train.models.cnn import CNN
 from slurm_train.models.gpt import GPT
@@ -475,20 +476,21 @@ def test_what_several_units_have_in_common_is_a_part_of_its_own() -> None:
     assert not shared_parts(nn.ModuleDict({"blocks": nested}))
 
 
-def test_a_backend_that_adds_where_a_mean_is_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As gloo of torch 2.7 and 2.8 does.
-    def give_sum(output: torch.Tensor, values: torch.Tensor, **_: object) -> None:
-        output.fill_(values.sum())
+@pytest.mark.parametrize(("release", "needs_newer"), [("2.8.0+cpu", True), ("2.9.1", False), ("2.15.0+cu132", False)])
+def test_shards_on_cpus_need_a_torch_that_computes_means(
+    release: str, needs_newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", release)
+    require_gloo_means("cuda")
+    with pytest.raises(ConfigError) if needs_newer else contextlib.nullcontext():
+        require_gloo_means("cpu")
 
-    def give_mean(output: torch.Tensor, values: torch.Tensor, **_: object) -> None:
-        output.fill_(values.mean())
 
-    class Pair:
-        def size(self) -> int:
-            return 2
-
-    monkeypatch.setattr("torch.distributed.reduce_scatter_tensor", give_mean)
-    require_means(cast(Any, Pair()))
-    monkeypatch.setattr("torch.distributed.reduce_scatter_tensor", give_sum)
-    with pytest.raises(ConfigError, match="the mean of ones is 2"):
-        require_means(cast(Any, Pair()))
+@pytest.mark.parametrize(("release", "needs_newer"), [("2.9.1", True), ("2.10.0", False)])
+def test_pipelines_on_cpus_need_a_torch_whose_stages_can_exchange(
+    release: str, needs_newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", release)
+    require_gloo_pipelines(torch.device("cuda"))
+    with pytest.raises(ConfigError) if needs_newer else contextlib.nullcontext():
+        require_gloo_pipelines(torch.device("cpu"))
