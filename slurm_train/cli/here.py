@@ -60,13 +60,15 @@ def attend(run: RunDirectory, command: Sequence[str], *, env: Mapping[str, str])
 
     The first Ctrl-C, or a closed terminal, asks the ranks to save and stop; the second one does not wait.
     """
+    # Looked up before the process starts, which may open an attempt at once.
+    last_attempt_before = max(existing_attempts(run), default=-1)
     # A session of its own keeps Ctrl-C on the terminal from reaching srun, which would kill the ranks.
     process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
-    attended = _AttendedProcess(run, process)
+    attended = _AttendedProcess(run, process, last_attempt_before=last_attempt_before)
     with on_stop(attended.ask_to_stop):
         # Rank 0's log of the newest attempt that began here, else what srun says.
         LogPrinter(run, 0, attempt=None, env=env).follow(
-            lambda: choose_log(run, attempt=None, rank=0, after=attended.last_attempt_before),
+            lambda: choose_log(run, attempt=None, rank=0, after=last_attempt_before),
             until=attended.has_ended,
         )
     code = process.wait()
@@ -81,14 +83,15 @@ class _AttendedProcess:
     Args:
         run: the run whose ranks it starts.
         process: bash or salloc, which leads its session.
+        last_attempt_before: the run's last attempt before this process, -1 for none.
     """
 
-    def __init__(self, run: RunDirectory, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, run: RunDirectory, process: subprocess.Popen[bytes], *, last_attempt_before: int) -> None:
         self._run = run
         self._process = process
         self._num_asked = 0
         self._num_carried_out = 0
-        self.last_attempt_before = max(existing_attempts(run), default=-1)
+        self._last_attempt_before = last_attempt_before
 
     def ask_to_stop(self) -> None:
         """Counts a Ctrl-C; a signal handler calls it, so it does nothing else."""
@@ -109,7 +112,7 @@ class _AttendedProcess:
         return self._process.poll() is not None
 
     def _stop(self) -> None:
-        if max(existing_attempts(self._run), default=-1) > self.last_attempt_before:
+        if max(existing_attempts(self._run), default=-1) > self._last_attempt_before:
             self._run.stop_file.touch()
             note("saving and stopping; Ctrl-C once more ends the ranks at once")
             return

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,21 @@ def test_what_rank_0_says_or_else_srun_is_on_the_terminal(
     captured = capfdbinary.readouterr()
     assert captured.out == b"step 1\nstep 2\n"
     assert (b"the same command continues the run" in captured.err) is bool(code)
+
+
+def test_an_attempt_that_begins_at_once_is_shown(
+    run: RunDirectory, capfdbinary: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def start_and_wait(*words: Any, **options: Any) -> Any:
+        process = start(*words, **options)
+        wait_for((run.epochs / "attempt_1").exists, within_s=60, what="the attempt")
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_wait)
+    assert attend(run, "echo step 1 > $log") == 0
+    assert capfdbinary.readouterr().out == b"step 1\n"
 
 
 def ctrl_c_when(*moments: Callable[[], bool]) -> threading.Thread:
