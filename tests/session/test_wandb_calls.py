@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ sys.exit(75)
 def test_a_program_goes_on_to_its_save_where_a_stop_has_ended_the_process_of_wandb(order: str, tmp_path: Path) -> None:
     done = run(tmp_path, order, "stop")
     assert (done.stdout, done.returncode) == ("went on\n", 75), done.stderr
-    assert "slurm_train: W&B's process was ended by the stop signal, log does nothing" in done.stderr
+    # The process may live on for some calls after its signal.
+    assert re.search("W&B's process was ended by the stop signal, (log|finish) does nothing", done.stderr)
 
 
 def test_other_errors_of_wandb_are_raised(tmp_path: Path) -> None:
