@@ -105,10 +105,14 @@ def test_a_relative_python_path_means_the_same_in_a_job() -> None:
 
 
 def test_a_chosen_python_is_tried_before_the_queue(tmp_path: Path) -> None:
-    def notes(python: str) -> list[str]:
-        return python_notes(config_of(python=python), Path("/"), env={"PATH": "/usr/bin:/bin"}, prefix=PREFIX)
+    def notes(python: str, **variables: str) -> list[str]:
+        env = {"PATH": "/usr/bin:/bin", **variables}
+        return python_notes(config_of(python=python), Path("/"), env=env, prefix=PREFIX)
 
-    assert notes(sys.executable) == []
+    for package in ("slurm_train", "torch"):
+        (tmp_path / "packages" / package).mkdir(parents=True)
+        (tmp_path / "packages" / package / "__init__.py").touch()
+    assert notes(sys.executable, PYTHONPATH=str(tmp_path / "packages")) == []
     # Found by the PATH of the nodes, after `cluster.setup`.
     assert notes("python3.99") == []
     (absent,) = notes(str(tmp_path / "python"))
