@@ -699,7 +699,7 @@ def parse(name: str, words: Sequence[str]) -> Namespace:
     verb = VERBS[name]
     parser = build_parser(name)
     if "" in words:
-        # It would stand for the default: `resume "$RUN"` would resume the newest run.
+        # An empty word would mean the default: `resume "$RUN"` would resume the newest run.
         parser.error("one of the words is empty: is it a shell variable that is not set?")
     if verb.settings == "any":
         arguments, remaining = parser.parse_known_args(words)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _KIND = "__slurm_train_kind__"
-"""Key that says what a dictionary stands for."""
+"""Key of a dictionary that replaces something else; its value says what."""
 _ARRAY = "array"
 _NUMBER = "number"
 _VALUE = "value"

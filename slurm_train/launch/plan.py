@@ -316,7 +316,7 @@ def _require_cut_for_all(config: RunConfig, world: World, batch: BatchPlan, *, s
 
 def default_name(composed: Composed) -> str:
     """Returns a run's name if none was given, e.g. "gpt-stdlib", "train" for script=[train.py]."""
-    # Nobody typed it, so it is no name that is refused.
+    # The name is derived and not typed, so characters that it cannot have are replaced instead of refused.
     return re.sub(r"[^A-Za-z0-9._-]+", "_", _name_of_program(composed)).lstrip(".-_") or "run"
 
 

@@ -101,7 +101,7 @@ class JoinedSession(Session):
         self._stop_reason = ""
         """What `should_stop` has answered; "" while the program goes on."""
         self._has_warned = False
-        """Whether handlers of somebody else were reported."""
+        """Whether signal handlers that replaced this session's were reported."""
         self._has_ended = False
         """Whether a training of the program is over."""
         self._progress.start(limits=limits, step_id=step_id(env))

@@ -157,10 +157,14 @@ class Progress:
             self.spent.add("compile_s", seconds)
         elif num_steps > 0:
             self.spent.add_steps(num_steps, seconds=seconds, data_wait_s=0.0)
-        if numbers:
-            self._lines.append(self._step_line(step, numbers, is_new=step != previous))
+        if not numbers:
+            return
+        line = self._step_line(step, numbers, is_new=step != previous)
+        self._lines.append(line)
         if self._losses is not None and "loss" in numbers:
-            self._losses.add(step, float(numbers["loss"]))
+            loss = line["loss"]
+            # Converted once: for a tensor on a GPU each conversion waits for the GPU. null is NaN or infinite.
+            self._losses.add(step, float(numbers["loss"]) if loss is None else loss)
 
     def set_apart(self, seconds: float, cause: str) -> None:
         """Excludes time that belongs to no step from the present step.

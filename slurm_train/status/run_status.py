@@ -241,7 +241,7 @@ def _loss_problem(run: RunDirectory, line: Mapping[str, Any]) -> str:
 
     Args:
         run: the run.
-        line: its newest line with a training loss; null stands for one that is not finite, or that was not reported.
+        line: its newest line of a step; the loss is null if it is not finite, or was not reported.
     """
     if line.get("loss", 0.0) is not None:
         return ""
