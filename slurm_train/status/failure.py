@@ -20,6 +20,8 @@ SETUP_FAILED = "cluster.setup: exit code "
 """Begin of the line that a batch script writes where a command of `cluster.setup` has failed."""
 
 HEADLINE = "Traceback (most recent call last):"
+_CRASH_HEADLINE = "Fatal Python error: "
+"""How faulthandler begins."""
 _ONE = (
     rf"{re.escape(HEADLINE)}\n(?:[ \t].*(?:\n|\Z))+"
     # A message may have several lines; what follows without a blank line is taken for it, to an extent.
@@ -105,7 +107,8 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
         kind = "stacks"
     elif log is not None:
         text = read_tail(log, _TAIL_BYTES)
-        excerpt = _traceback_of(text, message)
+        excerpt = crash_in(text) if not message else ""
+        excerpt = excerpt or _traceback_of(text, message)
         kind = "traceback"
         if not excerpt:
             excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
@@ -145,6 +148,12 @@ def _first_log_with_traceback(run: RunDirectory, attempt: int) -> int | None:
     names = {path: re.fullmatch(r"rank_(\d+)\.log", path.name) for path in times}
     logs = sorted((times[path], int(match[1]), path) for path, match in names.items() if match)
     return next((rank for _, rank, path in logs if tracebacks(read_tail(path, _TAIL_BYTES))), None)
+
+
+def crash_in(text: str) -> str:
+    """Returns what faulthandler wrote when a signal ended the rank; "" for no crash, or one before an exception."""
+    _, headline, stacks = text.rpartition(_CRASH_HEADLINE)
+    return "" if not headline or HEADLINE in stacks else (headline + stacks).rstrip()
 
 
 def _traceback_of(text: str, message: str) -> str:

@@ -7,11 +7,13 @@ the nodes at fault, and whether the attempt before failed in the same way. `deci
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slurm_train.rundir.attempts import Round, read_ledger
@@ -27,10 +29,12 @@ from slurm_train.rundir.events import (
     read_marks,
     read_preflight,
 )
+from slurm_train.rundir.files import read_tail
 from slurm_train.rundir.heartbeat import has_joined
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
+from slurm_train.status.failure import crash_in
 from slurm_train.supervise.decision import (
     NODE_FAILURE,
     ends_without_progress,
@@ -42,6 +46,15 @@ from slurm_train.supervise.monitor import BestEffort
 
 _DISK_FULL = "DISK_FULL"
 """The preflight's code: a person who submits sees the error at once, but a requeued run waits for free space."""
+_CRASHED_RANK = re.compile(
+    r"ranks? (\d+)\S* on \S+: (?:Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception)"
+)
+# What faulthandler writes: for each thread its frames, the innermost first.
+_CRASHED_THREAD = re.compile(r"^(Current thread|Thread) .+:\n((?:  File .+\n?)*)", re.MULTILINE)
+_CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
+_CRASH_BYTES = 256 * 1024
+"""How much of a log's end is read for a crash: faulthandler writes 100 frames of each of 100 threads at most."""
+_INSTALLED = ("/lib/python3.", "/lib64/python3.", "/site-packages/", "/dist-packages/", "<frozen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +214,34 @@ def read_evidence(
         hang=newest_by_kind.get("hang", {}),
         had_joined=best_effort("the heartbeats", lambda: has_joined(run, attempt), False),
     )
+
+
+def with_crash_place(srun_words: str, run: RunDirectory, attempt: int) -> str:
+    """Returns the words with the place in the program, e.g. "rank 3 on node2: Segmentation fault at model.py:41 in f".
+
+    Args:
+        srun_words: which rank a signal ended; returned as they are for other ends, and where its log has no stack.
+        run: the run.
+        attempt: number of the attempt.
+    """
+    match = _CRASHED_RANK.match(srun_words)
+    if match is None:
+        return srun_words
+    crash = crash_in(read_tail(run.rank_log(attempt, int(match[1])), _CRASH_BYTES))
+    threads = [(which, _CRASH_FRAME.findall(frames)) for which, frames in _CRASHED_THREAD.findall(crash)]
+    at_fault = next((frames for which, frames in threads if which == "Current thread"), [])
+    if at_fault:
+        return f"{srun_words} at {_place_in_program(at_fault)}"
+    # A thread of torch without Python frames, e.g. NCCL's; the main thread shows what the program was doing.
+    main = next((frames for _, frames in threads if frames and frames[-1][2] != "_bootstrap"), [])
+    return f"{srun_words}, the main thread at {_place_in_program(main)}" if main else srun_words
+
+
+def _place_in_program(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Returns the innermost frame of the person's own program; without one, the innermost of all."""
+    in_program = [frame for frame in frames if not any(folder in frame[0] for folder in _INSTALLED)]
+    file, line, function = (in_program or frames)[0]
+    return f"{Path(file).name}:{line} in {function}"
 
 
 def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> Diagnosis:

@@ -58,7 +58,14 @@ from slurm_train.supervise.decision import (
     starts_without_progress,
     used_up,
 )
-from slurm_train.supervise.evidence import Diagnosis, Evidence, Surroundings, diagnose, read_evidence
+from slurm_train.supervise.evidence import (
+    Diagnosis,
+    Evidence,
+    Surroundings,
+    diagnose,
+    read_evidence,
+    with_crash_place,
+)
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.notify import Event, Notifier
 from slurm_train.supervise.scheduler import Scheduler
@@ -348,8 +355,11 @@ class Supervisor:
             last_committed=self._committed(),
             has_account=not self._is_own_code,
         )
+        srun_words = best_effort("the output of srun", lambda: scheduler.explain(attempt), "")
         around = Surroundings(
-            srun_words=best_effort("the output of srun", lambda: scheduler.explain(attempt), ""),
+            srun_words=best_effort(
+                "the log of the rank", lambda: with_crash_place(srun_words, run, attempt), srun_words
+            ),
             lost_nodes=tuple(scheduler.lost_nodes(job)),
             had_oom_kill=had_oom_kill,
             head_node=scheduler.start.nodes[0],

@@ -8,6 +8,7 @@ both.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -112,6 +113,8 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
         parent: id of the process that started this one.
     """
     closes = False
+    # A segmentation fault would otherwise leave nothing in the log.
+    faulthandler.enable()
     # A plain torchrun starts ranks without an attempt's number; they agree on it later.
     is_watched = _ATTEMPT in env
     try:

@@ -115,3 +115,30 @@ def test_a_slow_rank_of_a_program_is_named_and_its_pace_is_told(tmp_path: Path) 
     assert "rank 1" in out
     (told,) = json.loads(status)
     assert told["step_time_s"] > 0.13 and told["time_left_s"] > 1000, told
+
+
+CRASHES = """
+import ctypes
+import os
+
+
+def train(context=None):
+    if os.environ["RANK"] == "1":
+        ctypes.string_at(8)
+
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+@pytest.mark.parametrize("words", ["script=[mine.py]", "task._target_=mine.train"], ids=["script", "function"])
+def test_a_rank_that_crashes_shows_where(tmp_path: Path, words: str) -> None:
+    (tmp_path / "mine.py").write_text(CRASHES)
+    person = Person(tmp_path)
+    ended = person.types(words, "run.processes=2", "run.name=crash", timeout_s=120)
+    assert ended.code != 0
+    (line,) = read_ledger(run_of(person, "crash"))
+    assert "rank 1 on " in line["note"] and "mine.py:8 in train" in line["note"], line
+    logs = person.types("logs", "crash")
+    assert "Fatal Python error: Segmentation fault" in logs.out and "string_at" in logs.out, logs.err

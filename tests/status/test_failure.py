@@ -36,6 +36,7 @@ NOTE = "rank 3 on node2: ValueError: no such layer; the ranks are started again 
 PEER = 'Traceback (most recent call last):\n  File "x", line 1\nRuntimeError: connection closed by peer'
 
 
+CRASH = 'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 1 in f'
 KILLED = "rank 5 on node3: Killed; the ranks are started again in this allocation"
 RAISED, CLOSED = "ValueError: no such layer", "RuntimeError: connection closed by peer"
 # The ledger's note, the ranks' logs in the order in which they ended, their marks; rank, host, kind and excerpt.
@@ -44,6 +45,14 @@ CASES: dict[str, tuple[str, dict[int, str], dict[int, str], tuple[int | None, st
     "one that was killed comes before its peers' marks": (
         *(KILLED, {5: "step 1\nstep 2\n", 0: PEER}, {0: CLOSED}),
         (5, "node3", "last lines", "step 1\nstep 2"),
+    ),
+    "one that crashed with its stacks": (
+        *("rank 5 on node3: Aborted at a.py:1 in f; the ranks are started again", {5: f"{ONE}\n{CRASH}\n"}, {}),
+        (5, "node3", "traceback", CRASH),
+    ),
+    "an exception after a crash of a process of its own": (
+        *("rank 5 on node3: Aborted", {5: f"{CRASH}\n{ONE}\n"}, {}),
+        (5, "node3", "traceback", ONE),
     ),
     "where nobody is named the log that ended first": (
         *("the ranks ended with code 1; see the logs of this attempt", {1: "fine\n", 7: f"{LONG}\n", 0: PEER}, {}),

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurm_train.rundir.events import FailureMark, Finding
-from slurm_train.supervise.evidence import Evidence, Surroundings, diagnose
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.supervise.evidence import Evidence, Surroundings, diagnose, with_crash_place
 
 MARK = FailureMark(
     rank=3, host="node2", exit_code=1, message="ValueError: no such layer", place="model.py:41 in forward"
@@ -109,3 +113,45 @@ def test_a_stop_without_a_save_says_what_time_was_left() -> None:
     assert "4 s" in evidence.not_saved and "30 s" in evidence.not_saved
     expected = {"exit_code": 1, "asked_by": "TERM", "found": "GPU_SICK node3", "start_s": 3.0}
     assert evidence.facts == expected and EVIDENCE.facts == {"exit_code": 1}
+
+
+CRASH = """
+import ctypes, faulthandler, sys, threading, time
+
+faulthandler.enable()
+
+def load(address):
+    ctypes.string_at(address)
+
+def train(address):
+    if sys.argv[1] == "main":
+        load(address)
+    # A thread of a library, which has no frame of Python.
+    thread = ctypes.c_ulong()
+    create = ctypes.CDLL(None).pthread_create
+    create(ctypes.byref(thread), None, ctypes.c_void_p(address), None), time.sleep(60)
+
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+train(8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "place"),
+    [("main", " at train.py:7 in load"), ("another", ", the main thread at train.py:15 in train")],
+)
+def test_a_crash_is_told_with_its_place_in_the_program(tmp_path: Path, thread: str, place: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(1).mkdir(parents=True)
+    (tmp_path / "train.py").write_text(CRASH)
+    with run.rank_log(1, 3).open("w") as log:
+        log.write("step 1\n")
+        log.flush()
+        subprocess.run([sys.executable, tmp_path / "train.py", thread], stderr=log, check=False)
+    words = "rank 3 on node2: Segmentation fault"
+    assert with_crash_place(words, run, 1) == words + place
+
+
+@pytest.mark.parametrize("words", [KILLED, "", "rank 3 on node2: Aborted"], ids=["killed", "no words", "no log"])
+def test_other_ends_are_told_as_they_are(tmp_path: Path, words: str) -> None:
+    assert with_crash_place(words, RunDirectory(tmp_path), 1) == words

@@ -7,6 +7,7 @@ interpreter gets there as well is seen wherever a test starts a run through the 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import itertools
@@ -267,6 +268,8 @@ def _become_rank(order: Mapping[str, Any]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, name in ((1, "log"), (2, "errors")):
             os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+        # As the worker does: a segmentation fault shows where it was.
+        faulthandler.enable()
         os.environ.clear()
         os.environ.update(order["env"])
         argv: Sequence[str] = order["argv"]
