@@ -1,9 +1,8 @@
 """What other trainers, and Slurm's own commands, call a setting or a verb: what to type here instead.
 
 The names are those of Hugging Face's Trainer and accelerate, Lightning, torchtitan, DeepSpeed, nanoGPT, submitit and
-Slurm.
-Nothing is translated silently: a name that this program does not have is refused, and the hint says what to type.
-`docs/coming-from.md` has the same answers side by side; a test compares them, and composes every setting.
+Slurm. Nothing is translated silently: a name that this program does not have is refused, and the hint says what to
+type. `docs/coming-from.md` has the same answers side by side; a test compares them, and composes every setting.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
         kind = "stacks"
     elif log is not None:
         text = read_tail(log, _TAIL_BYTES)
-        excerpt = crash_in(text) if not message else ""
-        excerpt = excerpt or _traceback_of(text, message)
+        crash = "" if message else crash_in(text)
+        excerpt = _last_words(text, crash) if crash else _traceback_of(text, message)
         kind = "traceback"
         if not excerpt:
             excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
@@ -154,6 +154,12 @@ def crash_in(text: str) -> str:
     """Returns what faulthandler wrote when a signal ended the rank; "" for no crash, or one before an exception."""
     _, headline, stacks = text.rpartition(_CRASH_HEADLINE)
     return "" if not headline or HEADLINE in stacks else (headline + stacks).rstrip()
+
+
+def _last_words(text: str, crash: str) -> str:
+    """Returns a crash with the lines before it: a library says why it aborts before it does."""
+    before = text[: text.rindex(crash)].rstrip().splitlines()
+    return "\n".join([*before[-_LAST_LINES:], crash])
 
 
 def _traceback_of(text: str, message: str) -> str:

@@ -47,8 +47,12 @@ CASES: dict[str, tuple[str, dict[int, str], dict[int, str], tuple[int | None, st
         (5, "node3", "last lines", "step 1\nstep 2"),
     ),
     "one that crashed with its stacks": (
-        *("rank 5 on node3: Aborted at a.py:1 in f; the ranks are started again", {5: f"{ONE}\n{CRASH}\n"}, {}),
-        (5, "node3", "traceback", CRASH),
+        *(
+            "rank 5 on node3: Aborted at a.py:1 in f; the ranks are started again",
+            {5: f"{ONE}\nmalloc(): no\n{CRASH}\n"},
+            {},
+        ),
+        (5, "node3", "traceback", f"{ONE}\nmalloc(): no\n{CRASH}"),
     ),
     "an exception after a crash of a process of its own": (
         *("rank 5 on node3: Aborted", {5: f"{CRASH}\n{ONE}\n"}, {}),
