@@ -318,7 +318,7 @@ class NodeRanks:
     """For the nodes' agents to meet."""
 
 
-def run_ranks(node: NodeRanks, command: Sequence[str]) -> int:
+def run_ranks(node: NodeRanks, command: Sequence[str], *, on_killed: Callable[[int, int], None]) -> int:
     """Runs this node's ranks to their end and returns an exit code: 0 when all ended well. On every node, together.
 
     torch's agent, which is what torchrun runs, starts the node's ranks, and starts them again when one of them fails.
@@ -328,6 +328,8 @@ def run_ranks(node: NodeRanks, command: Sequence[str]) -> int:
     Args:
         node: the ranks.
         command: what each of them runs.
+        on_killed: called with the rank that failed first on this node and the number of the signal that ended it,
+            where one did and the ranks are not started again.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -355,6 +357,9 @@ def run_ranks(node: NodeRanks, command: Sequence[str]) -> int:
     except ChildFailedError as err:
         failures = ", ".join(f"rank {rank}: exit code {failure.exitcode}" for rank, failure in err.failures.items())
         print(f"error: ranks failed after {node.max_restarts} restarts on {node.host}: {failures}", file=sys.stderr)
+        rank, failure = err.get_first_failure()
+        if failure.exitcode < 0:
+            on_killed(rank, -failure.exitcode)
         return EXIT_FAILURE
     except Exception:
         # Whatever it is, the other nodes wait for this one's exit code.

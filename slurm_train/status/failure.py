@@ -107,8 +107,7 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
         kind = "stacks"
     elif log is not None:
         text = read_tail(log, _TAIL_BYTES)
-        crash = "" if message else crash_in(text)
-        excerpt = _last_words(text, crash) if crash else _traceback_of(text, message)
+        excerpt = _traceback_of(text, message)
         kind = "traceback"
         if not excerpt:
             excerpt = "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])
@@ -156,18 +155,17 @@ def crash_in(text: str) -> str:
     return "" if not headline or HEADLINE in stacks else (headline + stacks).rstrip()
 
 
-def _last_words(text: str, crash: str) -> str:
-    """Returns a crash with the lines before it: a library says why it aborts before it does."""
-    before = text[: text.rindex(crash)].rstrip().splitlines()
-    return "\n".join([*before[-_LAST_LINES:], crash])
-
-
 def _traceback_of(text: str, message: str) -> str:
-    """Returns the last traceback in a log that has the rank's message, else the last of all; "" where there is none.
+    """Returns the last traceback in a log that has the rank's message; else a crash; else the last traceback of all.
 
-    A mark holds e.g. "ValueError: no such layer"; the exception's module is not in it.
+    A mark holds e.g. "ValueError: no such layer"; the exception's module is not in it. "" where there is none of them.
     """
     blocks = tracebacks(text)
     error_text = message.partition(": ")[2] or message
     named = [block for block in blocks if error_text and error_text in block]
+    crash = "" if named else crash_in(text)
+    if crash:
+        # A library says why it aborts before it does.
+        before = text[: text.rindex(crash)].rstrip().splitlines()
+        return "\n".join([*before[-_LAST_LINES:], crash])
     return (named or blocks or [""])[-1]

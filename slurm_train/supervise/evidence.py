@@ -116,8 +116,8 @@ class Evidence:
 class Surroundings:
     """What Slurm and the kernel report when the ranks have ended."""
 
-    srun_words: str
-    """Why srun says they ended, e.g. "rank 3 on node2: Killed"; "" for nothing."""
+    violent_end: str
+    """How the ranks ended by srun, or by the first mark, e.g. "rank 3 on node2: Killed"; "" for nothing."""
     lost_nodes: tuple[str, ...]
     """Nodes that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
     had_oom_kill: bool
@@ -216,25 +216,25 @@ def read_evidence(
     )
 
 
-def with_crash_place(srun_words: str, run: RunDirectory, attempt: int) -> str:
-    """Returns the words with the place in the program, e.g. "rank 3 on node2: Segmentation fault at model.py:41 in f".
+def with_crash_place(end: str, run: RunDirectory, attempt: int) -> str:
+    """Returns an end with the place in the program, e.g. "rank 3 on node2: Segmentation fault at model.py:41 in f".
 
     Args:
-        srun_words: which rank a signal ended; returned as they are for other ends, and where its log has no stack.
+        end: which rank a signal ended; returned as it is for other ends, and where the rank's log has no stack.
         run: the run.
         attempt: number of the attempt.
     """
-    match = _CRASHED_RANK.match(srun_words)
+    match = _CRASHED_RANK.match(end)
     if match is None:
-        return srun_words
+        return end
     crash = crash_in(read_tail(run.rank_log(attempt, int(match[1])), _CRASH_BYTES))
     threads = [(which, _CRASH_FRAME.findall(frames)) for which, frames in _CRASHED_THREAD.findall(crash)]
     at_fault = next((frames for which, frames in threads if which == "Current thread"), [])
     if at_fault:
-        return f"{srun_words} at {_place_in_program(at_fault)}"
+        return f"{end} at {_place_in_program(at_fault)}"
     # A thread of torch without Python frames, e.g. NCCL's; the main thread shows what the program was doing.
     main = next((frames for _, frames in threads if frames and frames[-1][2] != "_bootstrap"), [])
-    return f"{srun_words}, the main thread at {_place_in_program(main)}" if main else srun_words
+    return f"{end}, the main thread at {_place_in_program(main)}" if main else end
 
 
 def _place_in_program(frames: Sequence[tuple[str, str, str]]) -> str:
@@ -298,8 +298,8 @@ def _cause(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> str
     if errors:
         return errors[0].line
     # srun ends with 0 after a node failure, so its output counts whatever its exit code is.
-    if around.srun_words:
-        return around.srun_words
+    if around.violent_end:
+        return around.violent_end
     return str(evidence.mark or "") if has_failed else ""
 
 

@@ -421,7 +421,7 @@ class RanksInWaiting:
 
 _KILL_AFTER_S = 30.0
 _LOOK_EVERY_S = 0.05
-_VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """Signals that end a rank without a word of its own."""
 
 
@@ -480,7 +480,7 @@ class LocalRanks:
         codes = [(rank, process.returncode) for rank, process in enumerate(self.processes)]
         failures = [(rank, code) for rank, code in codes if code not in (None, EXIT_DONE, EXIT_REQUEUE)]
         for rank, code in failures:
-            if -code in _VIOLENT:
+            if -code in VIOLENT:
                 self.violent_end = f"rank {rank} on {socket.gethostname()}: {signal.strsignal(-code)}"
                 return int(code)
         return int(failures[0][1])

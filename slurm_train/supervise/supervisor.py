@@ -355,16 +355,18 @@ class Supervisor:
             last_committed=self._committed(),
             has_account=not self._is_own_code,
         )
-        srun_words = best_effort("the output of srun", lambda: scheduler.explain(attempt), "")
+        has_failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
+        end = best_effort("the output of srun", lambda: scheduler.explain(attempt), "")
+        if has_failed and not end:
+            # torchrun's launcher leaves a mark of a rank that a signal ended.
+            end = str(evidence.mark or "")
         around = Surroundings(
-            srun_words=best_effort(
-                "the log of the rank", lambda: with_crash_place(srun_words, run, attempt), srun_words
-            ),
+            violent_end=best_effort("the log of the rank", lambda: with_crash_place(end, run, attempt), end),
             lost_nodes=tuple(scheduler.lost_nodes(job)),
             had_oom_kill=had_oom_kill,
             head_node=scheduler.start.nodes[0],
         )
-        diagnosis = diagnose(evidence, around, has_failed=exit_code not in (EXIT_DONE, EXIT_REQUEUE))
+        diagnosis = diagnose(evidence, around, has_failed=has_failed)
         outcome = Outcome(
             exit_code=diagnosis.exit_code,
             is_finished=is_finished,

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,13 +22,14 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
 from slurm_train.rundir.attempts import has_successor, newest_round, was_saved
-from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.events import FailureMark, first_mark, leave_mark
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.slurm.devices import visible_gpus
 from slurm_train.slurm.share import enter_share
+from slurm_train.supervise.ranks import VIOLENT
 
 _LOOK_EVERY_S = 0.5
 
@@ -50,7 +52,10 @@ def main(words: Sequence[str]) -> NoReturn:
     node = node_ranks(run, config, env)
     codes: list[int] = []
     command = [sys.executable, "-u", "-m", "slurm_train", "worker", str(run.path)]
-    thread = threading.Thread(target=lambda: codes.append(run_ranks(node, command)), name="agent", daemon=True)
+    on_killed = partial(leave_killed_mark, run, attempt, host=node.host)
+    thread = threading.Thread(
+        target=lambda: codes.append(run_ranks(node, command, on_killed=on_killed)), name="agent", daemon=True
+    )
     thread.start()
     sent_signals = _forward_signals(run, attempt, thread, parent=parent)
     agent_code = codes[0] if codes else EXIT_FAILURE
@@ -148,6 +153,25 @@ def _end_ranks(code: int, reason: str) -> NoReturn:
 def _kill(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def leave_killed_mark(run: RunDirectory, attempt: int, rank: int, number: int, *, host: str) -> None:
+    """Leaves the mark of a rank that could leave none, since a signal such as a segmentation fault ended it.
+
+    Args:
+        run: the run.
+        attempt: the attempt at the start of the step.
+        rank: the rank.
+        number: of the signal; nothing is left of one that asks to stop.
+        host: the rank's node.
+    """
+    if number not in VIOLENT:
+        return
+    words = signal.strsignal(number) or f"signal {number}"
+    mark = FailureMark(rank=rank, host=host, exit_code=128 + number, message=words)
+    # If it cannot be written, the stacks are still in the rank's log.
+    with contextlib.suppress(OSError):
+        leave_mark(run, newest_round(run, attempt), mark)
 
 
 def outcome(run: RunDirectory, config: RunConfig, attempt: int, code: int, *, sent_signals: Collection[int]) -> int:

@@ -33,7 +33,7 @@ EVIDENCE = Evidence(
     hang={},
     had_joined=True,
 )
-QUIET = Surroundings(srun_words="", lost_nodes=(), had_oom_kill=False, head_node="node1")
+QUIET = Surroundings(violent_end="", lost_nodes=(), had_oom_kill=False, head_node="node1")
 KILLED = "rank 3 on node2: Killed"
 
 
@@ -41,10 +41,10 @@ KILLED = "rank 3 on node2: Killed"
     ("evidence", "around", "cause"),
     [
         ({"mark": MARK}, {}, "rank 3 on node2: ValueError: no such layer"),
-        ({"mark": MARK}, {"srun_words": KILLED}, KILLED),
-        ({"mark": MARK, "findings": [SICK]}, {"srun_words": KILLED}, SICK.line),
-        ({"findings": [SLOW]}, {"srun_words": KILLED}, KILLED),
-        ({"hang": {"sentence": "rank 1 waits"}, "findings": [SICK]}, {"srun_words": KILLED}, "rank 1 waits"),
+        ({"mark": MARK}, {"violent_end": KILLED}, KILLED),
+        ({"mark": MARK, "findings": [SICK]}, {"violent_end": KILLED}, SICK.line),
+        ({"findings": [SLOW]}, {"violent_end": KILLED}, KILLED),
+        ({"hang": {"sentence": "rank 1 waits"}, "findings": [SICK]}, {"violent_end": KILLED}, "rank 1 waits"),
         ({"mark": MARK}, {"lost_nodes": ("node2", "node3")}, "node failure on node2,node3"),
         ({}, {}, ""),
     ],
@@ -63,12 +63,12 @@ def test_a_mark_is_no_cause_where_the_ranks_ended_as_they_should() -> None:
 
 
 @pytest.mark.parametrize(
-    ("srun_words", "had_oom_kill", "is_named"),
+    ("violent_end", "had_oom_kill", "is_named"),
     [("rank 0 on node1: Killed", True, True), ("", True, True), (KILLED, True, False), ("", False, False)],
     ids=["here", "no words", "on another node", "none"],
 )
-def test_the_kernel_is_named_for_ranks_of_its_own_node(srun_words: str, had_oom_kill: bool, is_named: bool) -> None:
-    around = replace(QUIET, srun_words=srun_words, had_oom_kill=had_oom_kill)
+def test_the_kernel_is_named_for_ranks_of_its_own_node(violent_end: str, had_oom_kill: bool, is_named: bool) -> None:
+    around = replace(QUIET, violent_end=violent_end, had_oom_kill=had_oom_kill)
     diagnosis = diagnose(replace(EVIDENCE, progress={"exit_code": 137}), around, has_failed=True)
     assert diagnosis.cause.endswith("(an oom-kill by the kernel)") is is_named
 

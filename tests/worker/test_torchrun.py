@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import pytest
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import probe_port
+from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.rundir.attempts import AttemptStart, open_attempt, read_ledger
+from slurm_train.rundir.events import read_marks
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.worker.rank import _leave_restart
-from slurm_train.worker.torchrun import children_of, granted_ranks, outcome
+from slurm_train.worker.torchrun import children_of, granted_ranks, leave_killed_mark, outcome
 from tests.support.command_line import TINY, Person, new_project
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
 PLAN: dict[str, Any] = {"world": {"ranks_per_node": [4, 2]}}
@@ -48,6 +52,36 @@ def test_ranks_that_have_saved_want_to_be_run_again(tmp_path: Path) -> None:
     for code in (0, 75):
         assert _leave_restart(run, 0, code, closes=False) == 0
         assert outcome(run, RunConfig(), 0, 0, sent_signals=()) == code
+
+
+def test_a_rank_that_crashes_leaves_a_mark(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=2))
+    node = NodeRanks(
+        run_id="crash",
+        num_nodes=1,
+        node_rank=0,
+        host="localhost",
+        num_ranks=2,
+        endpoint=f"localhost:{free_port()}",
+        max_restarts=0,
+        timeout_s=60.0,
+    )
+    program = tmp_path / "crash.py"
+    program.write_text(
+        "import ctypes, os, time\nif os.environ['RANK'] == '1':\n    ctypes.string_at(8)\ntime.sleep(60)\n"
+    )
+    on_killed = partial(leave_killed_mark, run, 0, host="node1")
+    assert run_ranks(node, [sys.executable, str(program)], on_killed=on_killed) == 1
+    (mark,) = read_marks(run, 0)
+    assert (str(mark), mark.exit_code) == ("rank 1 on node1: Segmentation fault", 128 + signal.SIGSEGV)
+
+
+def test_a_rank_that_was_asked_to_stop_leaves_no_mark(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
+    leave_killed_mark(run, 0, 0, signal.SIGTERM, host="node1")
+    assert read_marks(run, 0) == []
 
 
 def test_children_are_found_by_their_parent() -> None:
