@@ -38,6 +38,7 @@ from slurm_train.checkpoint.readers import (
     go_to_epoch,
     has_schedule,
     holds_schedule,
+    is_at_end_of_pass,
     may_know_place,
     require_moved,
     require_whole_state,
@@ -438,6 +439,11 @@ class ProgramState:
                     state = decode(merge_state(values[name], of_objects.get(name, {})))
                     go_to_epoch(other, state)
                     other.load_state_dict(state)
+                    if is_at_end_of_pass(other, state):
+                        notes.append(
+                            f"{name} had given the last batch of its pass at step {step}, so its first loop has none: "
+                            "an epoch that follows from the step would be left out; save the number of the epoch, too"
+                        )
             else:
                 notes.append(f"{name}: begins at step {step}, where it has no state")
         return notes

@@ -44,6 +44,29 @@ def go_to_epoch(other: Any, state: Any) -> None:
         stream.set_epoch(epoch)
 
 
+def is_at_end_of_pass(other: Any, state: Any) -> bool:
+    """Returns whether the state of a torchdata `StatefulDataLoader` is that of its last batch, before its loop ended.
+
+    The first loop over the loader has no batches then, as the rest of the loop that was saved. A program that takes the
+    epoch from the number of steps is in the next epoch by then, and leaves it out.
+
+    Args:
+        other: any object that was handed over.
+        state: that it was given.
+    """
+    if not any(kind.__name__ == "StatefulDataLoader" for kind in type(other).__mro__):
+        return False
+    num_given = state.get("_num_yielded")
+    if num_given is None:  # with workers
+        snapshot = state.get("_snapshot", {})
+        num_given = snapshot.get("_snapshot_step", 0) + state.get("_steps_since_snapshot", 0)
+    try:
+        num_batches = len(other)
+    except TypeError:  # a stream
+        return False
+    return not state.get("_iterator_finished", True) and num_given == num_batches
+
+
 def require_moved(name: str, other: Any, *, has_moved: bool) -> None:
     """Checks that a stream's state has changed since the training began; called after a step.
 

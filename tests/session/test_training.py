@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -252,6 +253,33 @@ def test_a_stream_of_datasets_goes_on_in_its_epoch_and_without_a_buffer_that_no_
     assert numbers == expected
     with pytest.raises(ConfigError, match="shuffles in a buffer of 7 samples"):
         join(run).training(parts.model, parts.optimizer, data=stream(7))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore::ResourceWarning")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_was_saved_at_the_end_of_its_pass_is_named(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], num_workers: int
+) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def training() -> tuple[Any, Any, torch.optim.Optimizer]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = stateful(torch.arange(6.0).reshape(6, 1), batch_size=2, num_workers=num_workers)
+        return join(run).training(model, optimizer, loader=loader), loader, optimizer
+
+    def resumed(num_batches: int) -> str:
+        """Saves after so many batches of three, and returns what the resume says."""
+        before, loader, optimizer = training()
+        for _ in itertools.islice(loader, num_batches):
+            optimizer.step()
+        before.save(num_batches)
+        before.finish()
+        training()[0].resume()
+        return capsys.readouterr().err
+
+    assert "loader had given the last batch" not in resumed(2)
+    assert "loader had given the last batch of its pass at step 3" in resumed(3)
 
 
 def test_a_schedule_that_is_forgotten_and_a_place_that_nobody_knows_are_named(
