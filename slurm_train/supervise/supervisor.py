@@ -356,10 +356,9 @@ class Supervisor:
             has_account=not self._is_own_code,
         )
         has_failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
-        end = best_effort("the output of srun", lambda: scheduler.explain(attempt), "")
-        if has_failed and not end:
-            # torchrun's launcher leaves a mark of a rank that a signal ended.
-            end = str(evidence.mark or "")
+        # Where srun says nothing, torchrun's launcher has left a mark of a rank that a signal ended.
+        mark = str(evidence.mark or "") if has_failed else ""
+        end = best_effort("the output of srun", lambda: scheduler.explain(attempt), "") or mark
         around = Surroundings(
             violent_end=best_effort("the log of the rank", lambda: with_crash_place(end, run, attempt), end),
             lost_nodes=tuple(scheduler.lost_nodes(job)),
