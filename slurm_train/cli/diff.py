@@ -38,6 +38,10 @@ def main(words: Sequence[str]) -> int:
     unknown = [name for name in parts if name not in PARTS]
     if unknown:
         raise ConfigError(f"--only {unknown[0]}: there is no such part", hint=f"parts: {', '.join(PARTS)}")
+    if arguments.other is None and parts == ["config"]:
+        raise ConfigError(
+            "--only config needs two runs: a folder has no configuration", hint="diff RUN_A RUN_B --only config"
+        )
     root = arguments.root
     old = find_run(root, arguments.run)
     new = find_run(root, arguments.other) if arguments.other else None

@@ -497,10 +497,6 @@ _SAID: Mapping[str, tuple[str, str]] = {
         "{0} is a list of mappings, and was given something else",
         'write "{0}=[{...}]"',
     ),
-    r"(Config group override) must be a string or a list": (
-        "a group is chosen by the name of an option, not by a number or null",
-        f"write {_SIZE}; ~GROUP leaves a group out, e.g. ~cluster",
-    ),
     r"Environment variable '(\w+)' not found": (
         "${{oc.env:{0}}}: there is no such variable",
         "set it, or give a default: ${oc.env:NAME,default}",
@@ -524,6 +520,8 @@ _SAID: Mapping[str, tuple[str, str]] = {
     ),
 }
 _NO_REFERENCE = re.compile(r"Interpolation key '(.*?)' not found")
+_NO_NAME = "Config group override must be a string or a list"
+_NUMBER = re.compile(r"null|[-+.\d][\w.+-]*")
 # What goes with data that the default model does not take.
 _MODEL_FOR = {"digits": "model=cnn; +experiment=digits chooses both"}
 # What word processors and web pages make of quotes.
@@ -566,6 +564,8 @@ def _explain(err: Exception, *, config: DictConfig, words: Sequence[str]) -> Con
         if not _CURLY.isdisjoint(str(err.override)):
             hint = "these are no quotes to the shell: type plain ones, ' or \""
         return ConfigError(f"{err.override!r} cannot be read: {' '.join(reason.split())}", hint=hint)
+    if _NO_NAME in text:
+        return _no_name_error(words)
     match = _NO_REFERENCE.search(text)
     if match is not None:
         return _no_reference_error(str(getattr(err, "full_key", "") or ""), match[1], words)
@@ -591,6 +591,19 @@ def _explain(err: Exception, *, config: DictConfig, words: Sequence[str]) -> Con
         is_open = key.startswith(("model.", "data.")) or (key.startswith("optim.") and not advise(key))
         return ConfigError(error.message, hint=f"{error.hint.rstrip('?')}; +{key}=... adds one") if is_open else error
     return ConfigError(" ".join(text.split("\nConfig search path")[0].split()), hint="`--cfg job` prints every key")
+
+
+def _no_name_error(words: Sequence[str]) -> ConfigError:
+    """Returns the error for a group that was given a number or null, e.g. `optim=5`."""
+    typed = [(key, value or "") for _, key, value in map(split_word, words)]
+    groups = [(key, value) for key, value in typed if (asset_dir("conf") / key).is_dir() and _NUMBER.fullmatch(value)]
+    group, value = groups[0] if groups else ("GROUP", "VALUE")
+    options = sorted(file.stem for file in (asset_dir("conf") / group).glob("*.yaml"))
+    hint = f"write {_SIZE}" if group == "cluster" else f"there are: {', '.join(options)}"
+    return ConfigError(
+        f"{group}={value}: a group is chosen by the name of an option, not by a number or null",
+        hint=f"{hint}; ~{group} leaves the group out",
+    )
 
 
 def _no_reference_error(key: str, reference: str, words: Sequence[str]) -> ConfigError:

@@ -79,6 +79,7 @@ def test_all_that_differs_of_two_runs_is_shown_or_parts_of_it(shell: Shell, one:
     shell.patch.setattr(diff, "takes_escapes", lambda *_: True)
     assert "\x1b[32m+b = 3\x1b[0m" in shell.types("diff one two").out
     shell.refuses("--only cod: there is no such part", "diff one two --only cod")
+    shell.refuses("--only config needs two runs", "diff one --only config")
 
 
 def test_one_run_is_compared_with_the_folder_as_it_is_now(shell: Shell, one: RunDirectory) -> None:

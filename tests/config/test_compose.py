@@ -142,7 +142,9 @@ REFUSALS = [
         "+cluster=4 does not say what 4 counts",
         "write +cluster=4x8 for 4 nodes with 8 GPUs each, or +cluster=1x4 for 4 GPUs of one node",
     ),
-    ("model=null", "a group is chosen by the name of an option", "write +cluster=<nodes>x<GPUs per node>"),
+    ("model=null", "model=null: a group is chosen by the name of an option", "there are: cnn,"),
+    ("optim=5", "optim=5: a group is chosen by the name of an option", "there are: adamw,"),
+    ("cluster=null", "cluster=null: a group is chosen by the name", "write +cluster=<nodes>x<GPUs per node>"),
     ("run.name=${oc.env:NOPE}", "${oc.env:NOPE}: there is no such variable", "set it, or give a default"),
     ("run.name=${nope:1}", "there is no resolver 'nope' for ${nope:...}", "register one of your own in a module"),
 ]
