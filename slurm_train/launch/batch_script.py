@@ -355,7 +355,9 @@ def srun_flags(plan: RunPlan) -> Flags:
         "job-name": STEP_NAME,
         # By default the others wait for a dead rank for ever; --wait alone would kill them without SIGTERM.
         "kill-on-bad-exit": "1",
-        "wait": "60",
+        # A rank of the trainer that outlives the others waits for them. One of a user's program may have work of its
+        # own, e.g. the export of the model; the watch over hangs ends it if it has none.
+        "wait": "60" if plan.config.trains else "0",
         "open-mode": "append",
         # Under `sbatch --export=NAME` srun would pass NAME alone on, without the attempt and the meeting point.
         "export": "ALL",

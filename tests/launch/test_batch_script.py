@@ -253,6 +253,14 @@ def test_a_range_of_nodes_is_asked_for_and_each_step_says_what_it_uses() -> None
     }
 
 
+def test_the_ranks_of_a_program_of_ones_own_may_end_at_different_times(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    cluster = {"nodes": 2, "gpus_per_node": 2}
+    own = ({"script": ["train.py"]}, {"task": {"_target_": "os.getpid"}})
+    plans = [make_plan(tmp_path, cluster=cluster, **sections) for sections in ({}, *own)]
+    assert [srun_flags(plan)["wait"] for plan in plans] == ["60", "0", "0"]
+
+
 PROTECTED = [
     ("sbatch", "nodes", "use cluster.nodes instead"),
     ("sbatch", "gpus-per-task", "use cluster.gpus_per_node instead"),
