@@ -35,12 +35,28 @@ from slurm_train.rundir.files import (
 )
 from slurm_train.rundir.paths import RunDirectory, trusted_owners
 
-_IN_WORKER = "Original Traceback (most recent call last):"
+# A DataLoader and torch.multiprocessing.spawn put the traceback of their process into the message.
+_IN_PROCESS = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_WORKER_GONE = "exited unexpectedly"
+_LAST_ERROR = "Last error:"
 # Failures of devices, networks and files may be transient; started again, the same program may continue.
 _PASSES = re.compile(
-    r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError", re.I
+    r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError"
+    # One node may lack a library, or have an older one.
+    r"|cannot open shared object file|GLIBC(?:XX)?_[\d.]+' not found",
+    re.I,
 )
+# An index out of range on the GPU; the words before it are those of a broken device.
+_STAYS = re.compile("device-side assert")
+_LOST_PEER = re.compile(
+    r"Connection (?:was likely )?closed|Connection reset|Broken pipe|Socket (?:closed|Timeout)"
+    r"|failed to recv, got 0 bytes|communicator was aborted|remote process exited|pair closure"
+    r"|Timed out waiting \d+\s?ms for (?:recv|send)"
+    r"|wait timeout after|waiting for clients|did not connect to .*: missing|Watchdog caught collective",
+    re.I,
+)
+"""What a rank says that has lost another one, or waited for it: gloo, NCCL, the store, the meeting of the ranks."""
 CALM_EVENTS = ("finite", "stop", "shares", "exchange", "resume", "growth")
 """Kinds that report nothing wrong."""
 
@@ -314,7 +330,10 @@ def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     return [bad for bad in by_node.values() if bad.until_unix_s > now_unix_s]
 
 
-GPU_MEMORY = re.compile(r"OutOfMemoryError|(?:CUDA|HIP)(?: error:)? out of memory")
+GPU_MEMORY = re.compile(
+    r"OutOfMemoryError|(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Cuda failure \d* ?'out of memory'"
+)
 """What torch says of a GPU without memory, in every release."""
 
 
@@ -333,7 +352,14 @@ class FailureMark:
     """When it was left."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}: {self.message}"
+        # An assertion often has no words.
+        where = f" at {self.place}" if self.place and ": " not in self.message else ""
+        return f"rank {self.rank} on {self.host}: {self.message}{where}"
+
+    @property
+    def tells_of_loss(self) -> bool:
+        """Whether it says only that another rank is gone or late, which is the consequence of something else."""
+        return _LOST_PEER.search(self.message) is not None
 
     def is_like(self, other: FailureMark) -> bool:
         """Returns whether the same exception was raised at the same place, on whatever rank."""
@@ -356,26 +382,58 @@ def read_marks(run: RunDirectory, attempt: int) -> list[FailureMark]:
 
 
 def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
-    """Returns the earliest mark of an attempt, None where no rank left one."""
-    return next(iter(read_marks(run, attempt)), None)
+    """Returns the earliest mark of an attempt that is no mere loss of another rank, else the earliest; None for none.
+
+    A rank that closes its process group before it ends (`finally:`) leaves its mark later than those that lose it.
+    """
+    marks = read_marks(run, attempt)
+    return next((mark for mark in marks if not mark.tells_of_loss), next(iter(marks), None))
 
 
 # What a mark says of an exception.
 
 
 def message_of(err: BaseException) -> str:
-    """Returns an exception in one line; for a DataLoader's worker torch has put its traceback into the message."""
-    lines = f"{type(err).__name__}: {err}".splitlines()
-    return lines[-1] if _IN_WORKER in lines else lines[0]
+    """Returns an exception in one line; for one of a loader's or spawned process the line that it raised there."""
+    words = _words_of(err)
+    if err.__cause__ is not None and _WORKER_GONE in words:
+        # Its cause has the signal, if torch has seen it.
+        cause_words = _words_of(err.__cause__)
+        words = cause_words if "killed by signal" in cause_words else words
+    _, headline, inner = words.rpartition(_IN_PROCESS)
+    if headline:
+        # After the frames, which are indented.
+        raised = next((line for line in inner.splitlines() if line and not line.startswith(" ")), "")
+        if raised:
+            return raised
+    name = type(err).__name__
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    if not lines:
+        return name
+    # "Error(s) in loading state_dict for Net:", and what they are in the next line.
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    # The first line of NCCL's errors names a line of torch's code, the last one what failed.
+    if _LAST_ERROR in lines[:-1]:
+        text += f": {lines[lines.index(_LAST_ERROR) + 1]}"
+    return f"{name}: {text}"
+
+
+def _words_of(err: BaseException) -> str:
+    try:
+        return str(err)
+    except Exception as again:  # an exception of a program's own may fail to say what it is
+        return f"its message cannot be read ({type(again).__name__})"
 
 
 def place_of(err: BaseException) -> str:
     """Returns where an exception was raised, e.g. "model.py:41 in forward"; "" for a kind that may be transient."""
-    if isinstance(err, OSError) or _PASSES.search(f"{type(err).__name__}: {err}"):
+    words = _words_of(err)
+    passes = isinstance(err, OSError) or _PASSES.search(f"{type(err).__name__}: {words}")
+    if passes and not _STAYS.search(words):
         return ""
-    worker_frames = _FRAME.findall(str(err)) if _IN_WORKER in str(err) else []
-    if worker_frames:
-        file, line, name = worker_frames[-1]
+    inner_frames = _FRAME.findall(words) if _IN_PROCESS in words else []
+    if inner_frames:
+        file, line, name = inner_frames[-1]
         return f"{Path(file).name}:{line} in {name}"
     innermost = traceback.extract_tb(err.__traceback__)[-1]
     return f"{Path(innermost.filename).name}:{innermost.lineno} in {innermost.name}"

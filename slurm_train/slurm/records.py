@@ -438,6 +438,35 @@ _BY_SIGNAL = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TaskEnd:
+    """How tasks of a step ended on one node, in srun's words; it does not name tasks that ended with 0."""
+
+    tasks: tuple[int, ...]
+    node: str
+    words: str
+    """E.g. "Exited with exit code 1", "Killed"."""
+
+    @property
+    def is_violent(self) -> bool:
+        """Whether a signal ended it that its peers do not get."""
+        return self.words.startswith(_BY_SIGNAL)
+
+
+def task_ends(text: str) -> list[TaskEnd]:
+    """Returns how the tasks ended that srun names, in the order in which it was told."""
+    return [TaskEnd(_numbers(match["tasks"]), match["node"], match["what"]) for match in _TASK_ERROR.finditer(text)]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Returns e.g. (0, 2, 3) for "0,2-3"."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
+
+
 def violent_end(text: str) -> str:
     """Returns the first end by a signal, a lost or a silent node, e.g. "rank 3 on node2: Killed"; "" if none.
 

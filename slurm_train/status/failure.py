@@ -8,6 +8,7 @@ taken. A traceback is what Python prints, chained ones included; one that was cu
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +26,18 @@ _CRASH_HEADLINE = "Fatal Python error: "
 _ONE = (
     rf"{re.escape(HEADLINE)}\n(?:[ \t].*(?:\n|\Z))+"
     # A message may have several lines; what follows without a blank line is taken for it, to an extent.
-    rf"(?:\S.*(?:\n(?!{re.escape(HEADLINE)})\S.*){{0,20}})?"
+    rf"(?:\S.*(?:\n(?!{re.escape(HEADLINE)}).*\S.*){{0,20}})?"
 )
 _LINK = (
     r"\n\n(?:During handling of the above exception, another exception occurred"
     r"|The above exception was the direct cause of the following exception):\n\n"
 )
 _CHAIN = re.compile(rf"^{_ONE}(?:{_LINK}{_ONE})*", re.MULTILINE)
+# torch puts the rank before each line of a traceback where a program has a process group, and a NUL or a blank behind
+# what it says of a bus error.
+_PREFIX = re.compile(rf"^(?:\[rank\d+\]: ?|[\0 ]+(?={re.escape(HEADLINE)}))", re.MULTILINE)
+# What torchrun and `accelerate launch` print when a process of theirs has failed, whose own traceback comes before.
+_OF_LAUNCHER = re.compile(r"^\S*(?:ChildFailedError|CalledProcessError)\b", re.MULTILINE)
 _TAIL_BYTES = 1 << 18
 _LAST_LINES = 20
 _RANK = re.compile(r"\branks? (?P<rank>\d+)[\d,-]* on (?P<host>[\w.-]+)")
@@ -41,7 +47,22 @@ _NOBODY_NAMED = "the ranks ended with code"
 
 def tracebacks(text: str) -> list[str]:
     """Returns the tracebacks in a log, oldest first, without the lines around them."""
-    return [match[0].rstrip("\n") for match in _CHAIN.finditer(text)]
+    return [match[0].rstrip("\n") for match in _CHAIN.finditer(_PREFIX.sub("", text))]
+
+
+def last_words(text: str) -> str:
+    """Returns the line of a log that says why its program ended: what the last traceback is about, else the last line.
+
+    Args:
+        text: the end of the log.
+    """
+    frames_and_error = _last_traceback(tracebacks(text)).rpartition(HEADLINE)[2]
+    errors = [line for line in frames_and_error.splitlines() if line and not line.startswith(" ")]
+    if errors:
+        return errors[0]
+    # Not the frame that a program draws around its last message.
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
+    return lines[-1] if lines else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,4 +189,10 @@ def _traceback_of(text: str, message: str) -> str:
         # A library says why it aborts before it does.
         before = text[: text.rindex(crash)].rstrip().splitlines()
         return "\n".join([*before[-_LAST_LINES:], crash])
-    return (named or blocks or [""])[-1]
+    return named[-1] if named else _last_traceback(blocks)
+
+
+def _last_traceback(blocks: Sequence[str]) -> str:
+    """Returns the last traceback that is not a launcher's, else the last of all; "" where there is none."""
+    own = [block for block in blocks if not _OF_LAUNCHER.search(block)]
+    return (own or list(blocks) or [""])[-1]

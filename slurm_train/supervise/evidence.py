@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_train.config.secrets import redact
+from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE
 from slurm_train.rundir.attempts import Round, read_ledger
 from slurm_train.rundir.events import (
     FailureMark,
@@ -34,7 +36,8 @@ from slurm_train.rundir.heartbeat import has_joined
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
-from slurm_train.status.failure import crash_in
+from slurm_train.slurm.records import TaskEnd
+from slurm_train.status.failure import crash_in, last_words
 from slurm_train.supervise.decision import (
     NODE_FAILURE,
     ends_without_progress,
@@ -54,6 +57,12 @@ _CRASHED_THREAD = re.compile(r"^(Current thread|Thread) .+:\n((?:  File .+\n?)*)
 _CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
 _CRASH_BYTES = 256 * 1024
 """How much of a log's end is read for a crash: faulthandler writes 100 frames of each of 100 threads at most."""
+_THROWN = re.compile(r"^ +what\(\):\s+(\S.*)$", re.MULTILINE)
+_LONGEST_QUOTE = 300
+_WORDLESS = re.compile(r"^the (?:script|function) ended with code \d+$")
+_EXITED = "Exited with exit code "
+_REPORT_S = 2.0
+"""How long before the event of a hang its own mark may be left."""
 _INSTALLED = ("/lib/python3.", "/lib64/python3.", "/site-packages/", "/dist-packages/", "<frozen")
 
 
@@ -76,6 +85,8 @@ class Evidence:
     """Of the preflight, the worst first."""
     mark: FailureMark | None
     """Of the rank that failed first."""
+    marks: Sequence[FailureMark] = ()
+    """Of all ranks, the earliest first."""
     previous_marks: Sequence[FailureMark]
     """Of all ranks of the attempt before."""
     stop: Mapping[str, Any]
@@ -118,6 +129,10 @@ class Surroundings:
 
     violent_end: str
     """How the ranks ended by srun, or by the first mark, e.g. "rank 3 on node2: Killed"; "" for nothing."""
+    ends: Sequence[TaskEnd] = ()
+    """How single ranks ended, in the order in which it was told; without those that ended with 0."""
+    silent_end: str = ""
+    """How a rank ended without an exception, from `silent_end`; "" for none."""
     lost_nodes: tuple[str, ...]
     """Nodes that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
     had_oom_kill: bool
@@ -193,6 +208,7 @@ def read_evidence(
     ledger = [line for line in lines if line["attempt"] < attempt]
     findings = best_effort("the preflight's record", lambda: findings_of(read_preflight(run, attempt)), list[Finding]())
     mark = best_effort("the marks of the ranks", lambda: first_mark(run, attempt), None)
+    marks = best_effort("the marks of the ranks", lambda: read_marks(run, attempt), list[FailureMark]())
     previous_marks: list[FailureMark] = []
     if mark is not None and ledger:
         previous = int(ledger[-1]["attempt"])
@@ -209,6 +225,7 @@ def read_evidence(
         has_progress=made_progress(entry | progress),
         findings=findings,
         mark=mark,
+        marks=marks,
         previous_marks=previous_marks,
         stop=newest_by_kind.get("stop", {}),
         hang=newest_by_kind.get("hang", {}),
@@ -227,14 +244,22 @@ def with_crash_place(end: str, run: RunDirectory, attempt: int) -> str:
     match = _CRASHED_RANK.match(end)
     if match is None:
         return end
-    crash = crash_in(read_tail(run.rank_log(attempt, int(match[1])), _CRASH_BYTES))
+    log = read_tail(run.rank_log(attempt, int(match[1])), _CRASH_BYTES)
+    place = _place_of_crash(crash_in(log))
+    # What C++ says of an exception that nobody catches, e.g. NCCL's watchdog of a collective.
+    thrown = _THROWN.findall(log)
+    return f"{end}{place}{f': {thrown[-1][:_LONGEST_QUOTE]}' if thrown else ''}"
+
+
+def _place_of_crash(crash: str) -> str:
+    """Returns where a program crashed by its stacks, e.g. " at model.py:41 in f"; "" for no stacks."""
     threads = [(which, _CRASH_FRAME.findall(frames)) for which, frames in _CRASHED_THREAD.findall(crash)]
     at_fault = next((frames for which, frames in threads if which == "Current thread"), [])
     if at_fault:
-        return f"{end} at {_place_in_program(at_fault)}"
+        return f" at {_place_in_program(at_fault)}"
     # A thread of torch without Python frames, e.g. NCCL's; the main thread shows what the program was doing.
     main = next((frames for _, frames in threads if frames and frames[-1][2] != "_bootstrap"), [])
-    return f"{end}, the main thread at {_place_in_program(main)}" if main else end
+    return f", the main thread at {_place_in_program(main)}" if main else ""
 
 
 def _place_in_program(frames: Sequence[tuple[str, str, str]]) -> str:
@@ -242,6 +267,48 @@ def _place_in_program(frames: Sequence[tuple[str, str, str]]) -> str:
     in_program = [frame for frame in frames if not any(folder in frame[0] for folder in _INSTALLED)]
     file, line, function = (in_program or frames)[0]
     return f"{Path(file).name}:{line} in {function}"
+
+
+def silent_end(run: RunDirectory, attempt: int, ends: Sequence[TaskEnd], *, num_ranks: int) -> str:
+    """Returns how a rank ended without an exception while the marks of others tell only of its loss; "" for none.
+
+    It may have called `sys.exit` or `os._exit`, be no Python, or have found a Python that does not start on its node.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        ends: how the ranks ended that did not end with 0; () where that is not known.
+        num_ranks: of the attempt.
+    """
+    marks = read_marks(run, attempt)
+    mark = next((mark for mark in marks if not mark.tells_of_loss), None)
+    if mark is not None:
+        words = _words_in_log(run, attempt, mark.rank) if _WORDLESS.search(mark.message) else ""
+        return f"{mark}{words}" if words else ""
+    if not ends:
+        return ""
+    with_mark = {mark.rank for mark in marks}
+    for end in ends:
+        rank = next((rank for rank in end.tasks if rank not in with_mark), None)
+        if rank is not None and marks and end is ends[0] and not end.words.startswith(_EXITED):
+            # Slurm ends the others so, but not the first one.
+            return f"rank {rank} on {end.node}: {end.words}"
+        if rank is not None and end.words.startswith(_EXITED):
+            code = end.words.removeprefix(_EXITED)
+            return f"rank {rank} on {end.node}: ended with exit code {code}{_words_in_log(run, attempt, rank)}"
+    ended_well = sorted(set(range(num_ranks)).difference(*(end.tasks for end in ends)))
+    if not marks or not ended_well:
+        return ""
+    which = f"rank {ended_well[0]}" if len(ended_well) == 1 else f"{len(ended_well)} ranks, {ended_well[0]} the first,"
+    return (
+        f"{which} had ended with exit code 0 while others went on: {marks[0]}; all ranks must take the same number of "
+        "steps and end together"
+    )
+
+
+def _words_in_log(run: RunDirectory, attempt: int, rank: int) -> str:
+    line = redact(last_words(read_tail(run.rank_log(attempt, rank), _CRASH_BYTES)))
+    return f"; its last words: {line[:_LONGEST_QUOTE]}" if line else ""
 
 
 def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> Diagnosis:
@@ -269,6 +336,9 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
     failed_on = bad_nodes or _single(
         _node_of_error(errors) or node_of(cause) or (mark.host if mark is not None else "")
     )
+    is_of_ranks = cause != "" and (cause == around.silent_end or (mark is not None and cause == str(mark)))
+    if is_of_ranks and not _blames_node(cause, evidence, around.ends):
+        failed_on = bad_nodes
     to_avoid: tuple[str, ...] = ()
     if around.lost_nodes:
         to_avoid = around.lost_nodes
@@ -276,9 +346,13 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
         # The same exception twice in a row comes from the program, not from the node.
         to_avoid = () if evidence.has_progress or is_same_failure else failed_on
     had_begun = not (has_failed and errors)
+    # srun gives one code for all ranks; the code of the rank that failed first is more exact.
+    exit_code = mark.exit_code if has_failed and mark is not None else int(evidence.progress["exit_code"])
+    if exit_code == EXIT_WRONG_USE and mark is None and around.silent_end:
+        # slurmstepd ends so, too, where a node lacks the program; ranks that refuse their input leave a mark.
+        exit_code = EXIT_FAILURE
     return Diagnosis(
-        # srun gives one code for all ranks; the code of the rank that failed first is more exact.
-        exit_code=mark.exit_code if has_failed and mark is not None else int(evidence.progress["exit_code"]),
+        exit_code=exit_code,
         cause=cause,
         failed_on=failed_on,
         to_avoid=to_avoid,
@@ -291,16 +365,49 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
 
 def _cause(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> str:
     # Ranks that hung were killed by the watchdog, and srun would name the one that died first.
+    mark = evidence.mark
     sentence = str(evidence.hang.get("sentence", ""))
     if sentence:
-        return sentence
+        # A rank that failed, and whose threads keep its process, is what the others wait for.
+        hung_unix_s = float(evidence.hang.get("time_unix_s", 0.0))
+        has_failed_before = mark is not None and 0.0 < mark.time_unix_s < hung_unix_s - _REPORT_S
+        return str(mark) if has_failed_before else sentence
     errors = errors_of(evidence.findings)
     if errors:
         return errors[0].line
     # srun ends with 0 after a node failure, so its output counts whatever its exit code is.
-    if around.violent_end:
+    if around.violent_end and not _failed_before_it(mark, around.ends):
         return around.violent_end
-    return str(evidence.mark or "") if has_failed else ""
+    if not has_failed:
+        return ""
+    return around.silent_end or str(mark or "")
+
+
+def _failed_before_it(mark: FailureMark | None, ends: Sequence[TaskEnd]) -> bool:
+    """Returns whether a rank failed by itself before a signal ended others: Slurm kills those that outlive its end."""
+    if mark is None or mark.tells_of_loss:
+        return False
+    for end in ends:
+        if end.is_violent:
+            return False
+        if mark.rank in end.tasks:
+            return True
+    return False
+
+
+def _blames_node(cause: str, evidence: Evidence, ends: Sequence[TaskEnd]) -> bool:
+    """Returns whether a failure may be due to the node of its rank: not if ranks of other nodes failed alike.
+
+    The node of a rank that has lost another one is not the node that is to blame.
+    """
+    mark = evidence.mark
+    if mark is not None and cause.startswith(str(mark)):
+        are_alike = any(other.host != mark.host and other.message == mark.message for other in evidence.marks)
+        return not mark.tells_of_loss and not are_alike
+    # Of a rank without a mark; the words begin with its node, unless ranks ended well too early.
+    with_mark = {mark.rank for mark in evidence.marks}
+    nodes = {end.node for end in ends if end.words.startswith(_EXITED) and not with_mark.issuperset(end.tasks)}
+    return node_of(cause) != "" and len(nodes) <= 1
 
 
 def _with_kernel(cause: str, evidence: Evidence, around: Surroundings) -> str:

@@ -33,7 +33,7 @@ from slurm_train.slurm.allocation import compact_nodelist, het_job_ids, parse_no
 from slurm_train.slurm.answers import plain
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 from slurm_train.slurm.job_variables import helper_environment
-from slurm_train.slurm.records import NO_STEP
+from slurm_train.slurm.records import NO_STEP, TaskEnd
 
 # --- does every node see the run ---
 
@@ -434,6 +434,8 @@ class LocalRanks:
     """How long the other ranks may take to end by themselves after a rank has failed."""
     violent_end: str = ""
     """The first rank to fail, if a signal killed it, e.g. "rank 3 on node2: Killed"; its peers fail by its loss."""
+    ends: list[TaskEnd] = field(default_factory=list)
+    """How the ranks ended that did not end with 0 before the first of them failed."""
 
     def interrupt(self) -> None:
         """Asks every rank to save and stop, as Slurm does before a time limit."""
@@ -479,6 +481,11 @@ class LocalRanks:
         """Returns the exit code of the first rank to fail: one that was killed, else that of the lowest number."""
         codes = [(rank, process.returncode) for rank, process in enumerate(self.processes)]
         failures = [(rank, code) for rank, code in codes if code not in (None, EXIT_DONE, EXIT_REQUEUE)]
+        host = socket.gethostname()
+        self.ends = [TaskEnd((rank,), host, _words_of(code)) for rank, code in failures]
+        going_on = tuple(rank for rank, code in codes if code in (None, EXIT_REQUEUE))
+        if going_on:
+            self.ends.append(TaskEnd(going_on, host, "Terminated"))
         for rank, code in failures:
             if -code in VIOLENT:
                 self.violent_end = f"rank {rank} on {socket.gethostname()}: {signal.strsignal(-code)}"
@@ -502,6 +509,11 @@ class LocalRanks:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         return [process.returncode for process in self.processes]
+
+
+def _words_of(code: int) -> str:
+    """Returns how a process ended, in srun's words."""
+    return f"Exited with exit code {code}" if code > 0 else signal.strsignal(-code) or "Killed"
 
 
 def start_local(

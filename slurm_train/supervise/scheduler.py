@@ -29,10 +29,12 @@ from slurm_train.slurm.policy import read_preemption, requeue_delay_s
 from slurm_train.slurm.records import (
     NO_STEP,
     JobState,
+    TaskEnd,
     end_and_limit,
     nodes_in,
     queue_seconds,
     restarts_of,
+    task_ends,
     unix_s,
     violent_end,
     waits_for_nodes,
@@ -89,6 +91,8 @@ class Scheduler:
     """Set if the ranks were asked to stop for more nodes: the reason."""
     violent_end = ""
     """How a rank of this machine was killed."""
+    task_ends: Sequence[TaskEnd] = ()
+    """How ranks of this machine had ended when the first of them had failed."""
     is_shared = False
     """Whether other runs have supervisors of their own in the same job."""
 
@@ -120,6 +124,10 @@ class Scheduler:
     def explain(self, _attempt: int) -> str:
         """Returns what is known from outside about how an attempt's ranks ended; "" if nothing."""
         return self.violent_end
+
+    def ends(self, _attempt: int) -> Sequence[TaskEnd]:
+        """Returns how the ranks ended that did not end with 0, in order; empty where that is not known."""
+        return self.task_ends
 
     def num_oom_kills(self) -> int:
         """Returns how many processes of this machine the kernel has ended for lack of memory since it booted."""
@@ -245,6 +253,13 @@ class SlurmJob(Scheduler):
         """Reads what srun wrote."""
         log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
         return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
+
+    def ends(self, attempt: int) -> Sequence[TaskEnd]:
+        """Reads what srun wrote, where each task is a rank and has its number."""
+        if len(self.job_ids) > 1 or self.pool.tasks_per_node != self.pool.ranks_per_node:
+            return ()
+        log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
+        return task_ends(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ()
 
     def can_avoid(self, nodes: Sequence[str]) -> bool:
         """Asks Slurm about the job's partition."""

@@ -42,7 +42,7 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.scores import num_recorded
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
-from slurm_train.slurm.records import end_and_limit
+from slurm_train.slurm.records import TaskEnd, end_and_limit
 from slurm_train.supervise.decision import (
     CANCELLED,
     Course,
@@ -64,6 +64,7 @@ from slurm_train.supervise.evidence import (
     Surroundings,
     diagnose,
     read_evidence,
+    silent_end,
     with_crash_place,
 )
 from slurm_train.supervise.monitor import BestEffort, say
@@ -356,15 +357,8 @@ class Supervisor:
             has_account=not self._is_own_code,
         )
         has_failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
-        # Where srun says nothing, torchrun's launcher has left a mark of a rank that a signal ended.
         mark = str(evidence.mark or "") if has_failed else ""
-        end = best_effort("the output of srun", lambda: scheduler.explain(attempt), "") or mark
-        around = Surroundings(
-            violent_end=best_effort("the log of the rank", lambda: with_crash_place(end, run, attempt), end),
-            lost_nodes=tuple(scheduler.lost_nodes(job)),
-            had_oom_kill=had_oom_kill,
-            head_node=scheduler.start.nodes[0],
-        )
+        around = self._read_surroundings(attempt, job, best_effort, mark=mark, had_oom_kill=had_oom_kill)
         diagnosis = diagnose(evidence, around, has_failed=has_failed)
         outcome = Outcome(
             exit_code=diagnosis.exit_code,
@@ -393,6 +387,42 @@ class Supervisor:
             lacks_room=diagnosis.lacks_room,
             not_saved=best_effort("the event of the stop", lambda: evidence.not_saved, ""),
             is_hung=bool(evidence.hang),
+        )
+
+    def _read_surroundings(
+        self,
+        attempt: int,
+        job: Mapping[str, str] | None,
+        best_effort: BestEffort,
+        *,
+        mark: str,
+        had_oom_kill: bool,
+    ) -> Surroundings:
+        """Returns what Slurm and the kernel report of an attempt whose ranks have ended.
+
+        Args:
+            attempt: its number.
+            job: the record of the job, as far as known.
+            best_effort: bounds the time of each read.
+            mark: of the rank that failed first, in words.
+            had_oom_kill: whether the kernel of this node ended a process for lack of memory.
+        """
+        run = self._run
+        scheduler = self._scheduler
+        said = best_effort("the output of srun", lambda: scheduler.explain(attempt), "")
+        # Where srun says nothing, torchrun's launcher has left a mark of a rank that a signal ended.
+        end = said or mark
+        placed_end = best_effort("the log of the rank", lambda: with_crash_place(end, run, attempt), end)
+        ends = best_effort("the output of srun", lambda: tuple(scheduler.ends(attempt)), tuple[TaskEnd, ...]())
+        num_ranks = scheduler.start.world_size
+        quiet_end = best_effort("the log of the rank", lambda: silent_end(run, attempt, ends, num_ranks=num_ranks), "")
+        return Surroundings(
+            violent_end="" if placed_end == mark else placed_end,
+            ends=ends,
+            silent_end=quiet_end,
+            lost_nodes=tuple(scheduler.lost_nodes(job)),
+            had_oom_kill=had_oom_kill,
+            head_node=scheduler.start.nodes[0],
         )
 
     def _course(self, evidence: Evidence, *, is_repeated: bool) -> Course:

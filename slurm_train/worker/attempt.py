@@ -168,6 +168,7 @@ def _run_ranks_here(
     with monitor.running(), on_stop(ranks.interrupt):
         exit_code = ranks.wait(beside=monitor.check)
     scheduler.violent_end = ranks.violent_end
+    scheduler.task_ends = ranks.ends
     return exit_code
 
 

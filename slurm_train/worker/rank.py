@@ -300,18 +300,26 @@ def _watch(
 
 
 def _train_or_evaluate(rank: Rank) -> int:
-    """Returns the exit code of the built-in trainer, or of an evaluation of checkpoints."""
-    if rank.config.train.follow is not None:
-        from slurm_train.train.follow import follow_checkpoints
+    """Returns the exit code of the built-in trainer, or of an evaluation of checkpoints.
 
-        return follow_checkpoints(rank)
-    if rank.config.train.evaluate_from is not None:
-        from slurm_train.train.evaluate_checkpoint import evaluate_checkpoint
+    Raises:
+        RuntimeError: a model, a data set or a callback has called `sys.exit`. The rank would end as if nothing were
+            left to do, and its peers would lose it.
+    """
+    try:
+        if rank.config.train.follow is not None:
+            from slurm_train.train.follow import follow_checkpoints
 
-        return evaluate_checkpoint(rank)
-    from slurm_train.train.build import train
+            return follow_checkpoints(rank)
+        if rank.config.train.evaluate_from is not None:
+            from slurm_train.train.evaluate_checkpoint import evaluate_checkpoint
 
-    return train(rank)
+            return evaluate_checkpoint(rank)
+        from slurm_train.train.build import train
+
+        return train(rank)
+    except SystemExit as end:
+        raise RuntimeError(f"sys.exit({end.code!r}) was called in the training, at {place_of(end)}") from end
 
 
 def _import_early() -> None:

@@ -92,7 +92,7 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str, str]:
         traceback.print_exception(type(err), err, _from_script(err.__traceback__))
         # As the interpreter does: what runs at exit can tell that the program has failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(err), err, err.__traceback__
-        return _code_of(err), f"{type(err).__name__}: {err}", _place_of(err)
+        return _code_of(err), *_words_and_place_of(err)
     return 0, "", ""
 
 
@@ -134,10 +134,10 @@ def _code_of(err: BaseException) -> int:
     return 130 if isinstance(err, KeyboardInterrupt) else 1
 
 
-def _place_of(err: BaseException) -> str:
-    from slurm_train.rundir.events import place_of
+def _words_and_place_of(err: BaseException) -> tuple[str, str]:
+    from slurm_train.rundir.events import message_of, place_of
 
-    return place_of(err)
+    return message_of(err), place_of(err)
 
 
 def _exit_code(end: SystemExit) -> tuple[int, str]:

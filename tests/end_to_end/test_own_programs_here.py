@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from slurm_train.checkpoint.verify import verify
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from tests.support.command_line import REPOSITORY, Person
+from tests.support.command_line import REPOSITORY, TINY, TINY_MODULE, Person
 from tests.support.own_programs import PROGRAMS, Program
 from tests.support.slurm_runs import losses
 from tests.support.waiting import wait_for
@@ -130,6 +131,56 @@ def train(context=None):
 if __name__ == "__main__":
     train()
 """
+
+
+PEER = """
+import os, sys, time, torch
+import torch.distributed as dist
+
+def train():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        for step in range(50):
+            dist.all_reduce(torch.ones(1))
+            if step == 3 and rank == 1:
+                {act}
+    finally:
+        dist.destroy_process_group()
+        time.sleep(0.5)
+
+train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "note"),
+    [
+        ('raise ValueError("bad label 17")', r"rank 1 on \S+: ValueError: bad label 17$"),
+        (
+            'print("no licence", file=sys.stderr, flush=True); os._exit(3)',
+            r"rank 1 on \S+: ended with exit code 3; its last words: no licence$",
+        ),
+        ("sys.exit(0)", r"rank 1 had ended with exit code 0 while others went on: rank 0 on \S+: RuntimeError: .*"),
+        ("sys.exit(4)", r"rank 1 on \S+: the script ended with code 4$"),
+    ],
+    ids=["raised", "os._exit", "ended too early", "sys.exit"],
+)
+def test_the_rank_that_its_peers_lost_is_named(tmp_path: Path, act: str, note: str) -> None:
+    (tmp_path / "mine.py").write_text(PEER.format(act=act))
+    person = Person(tmp_path)
+    assert person.types("script=[mine.py]", "run.processes=2", "run.name=lost", timeout_s=120).code != 0
+    (line,) = read_ledger(run_of(person, "lost"))
+    assert re.match(note, line["note"]), line
+
+
+def test_a_model_that_ends_its_process_is_named(tmp_path: Path) -> None:
+    ends = "\ndef exit_now():\n    raise SystemExit(0)\n"
+    (tmp_path / "tiny.py").write_text(TINY_MODULE.replace("time.sleep(self.step_s)", "exit_now()") + ends)
+    person = Person(tmp_path)
+    assert person.types(*TINY, "run.processes=2", "run.name=ends", timeout_s=120).code == 1
+    (line,) = read_ledger(run_of(person, "ends"))
+    assert re.search(r"sys.exit\(0\) was called in the training, at tiny.py:\d+ in exit_now$", line["note"])
 
 
 @pytest.mark.parametrize("words", ["script=[mine.py]", "task._target_=mine.train"], ids=["script", "function"])

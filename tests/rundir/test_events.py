@@ -26,6 +26,8 @@ from slurm_train.rundir.events import (
     forgive_nodes,
     leave_mark,
     list_file,
+    message_of,
+    place_of,
     read_bad_nodes,
     read_changes,
     read_preflight,
@@ -81,6 +83,125 @@ def test_the_earliest_mark_is_the_cause_and_repeats_no_secret(run: RunDirectory)
     leave_mark(run, 0, first)
     leave_mark(run, 0, FailureMark(rank=0, host="node1", exit_code=1, message="connection closed by peer"))
     assert str(first_mark(run, 0)) == "rank 3 on node2: 401 for [redacted]"
+
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:31245"
+
+
+def test_a_rank_that_lost_another_one_is_no_cause_where_one_has_more_to_say(run: RunDirectory) -> None:
+    run.attempt_logs(0).mkdir(parents=True)
+    for rank, message in ((0, LOST), (3, "ValueError: bad label 17"), (1, "KeyError: 'x'")):
+        leave_mark(run, 0, FailureMark(rank=rank, host=f"node{rank}", exit_code=1, message=message))
+    assert str(first_mark(run, 0)) == "rank 3 on node3: ValueError: bad label 17"
+
+
+@pytest.mark.parametrize(
+    ("message", "tells_of_loss"),
+    [
+        (LOST, True),
+        ("DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error", True),
+        ("DistBackendError: NCCL communicator was aborted on rank 3.", True),
+        ("DistNetworkError: failed to recv, got 0 bytes", True),
+        ("DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.", True),
+        ("RuntimeError: Timed out waiting 1800000ms for recv operation to complete", True),
+        ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error", False),
+        ("ValueError: the connection string is empty", False),
+        ("AcceleratorError: CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_what_tells_only_of_a_loss(message: str, tells_of_loss: bool) -> None:
+    assert FailureMark(rank=0, host="n", exit_code=1, message=message).tells_of_loss is tells_of_loss
+
+
+IN_WORKER = """Caught ValueError in DataLoader worker process 1.
+Original Traceback (most recent call last):
+  File "/x/site-packages/torch/utils/data/_utils/worker.py", line 364, in _worker_loop
+    data = fetcher.fetch(index)
+  File "/home/me/data.py", line 9, in __getitem__
+    raise ValueError
+    ^^^^^^^^^^^^^^^^
+ValueError: cannot decode image_37.jpg
+It has no header.
+"""
+SPAWNED = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/x/site-packages/torch/multiprocessing/spawn.py", line 88, in _wrap
+    fn(i, *args)
+  File "/home/me/train.py", line 12, in work
+    raise KeyError("txt")
+KeyError: 'txt'
+"""
+
+
+class _Speechless(Exception):
+    def __str__(self) -> str:
+        raise AttributeError
+
+
+@pytest.mark.parametrize(
+    ("err", "message", "place"),
+    [
+        (ValueError("odd\nand more"), "ValueError: odd", "<string>:1 in <module>"),
+        (ValueError(IN_WORKER), "ValueError: cannot decode image_37.jpg", "data.py:9 in __getitem__"),
+        (RuntimeError(SPAWNED), "KeyError: 'txt'", "train.py:12 in work"),
+        (
+            RuntimeError('Error(s) in loading state_dict for Net:\n\tMissing key(s): "a".\n\tUnexpected: "b".'),
+            'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s): "a".',
+            "<string>:1 in <module>",
+        ),
+        (AssertionError(), "AssertionError", "<string>:1 in <module>"),
+        (_Speechless(), "_Speechless: its message cannot be read (AttributeError)", "<string>:1 in <module>"),
+        (
+            RuntimeError("CUDA error: illegal memory access"),
+            "RuntimeError: CUDA error: illegal memory access",
+            "",
+        ),
+        (
+            RuntimeError("CUDA error: device-side assert triggered"),
+            "RuntimeError: CUDA error: device-side assert triggered",
+            "<string>:1 in <module>",
+        ),
+        (
+            ImportError("libcuda.so.1: cannot open shared object file: No such file or directory"),
+            "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory",
+            "",
+        ),
+        (
+            ImportError("/lib64/libc.so.6: version `GLIBC_2.34' not found (required by x.so)"),
+            "ImportError: /lib64/libc.so.6: version `GLIBC_2.34' not found (required by x.so)",
+            "",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_an_exception_is_told_in_one_line_with_its_place(err: Exception, message: str, place: str) -> None:
+    with pytest.raises(Exception) as caught:  # any
+        exec("raise err", {"err": err})
+    assert (message_of(caught.value), place_of(caught.value)) == (message, place)
+
+
+NCCL = """NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.5
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'"""
+
+
+def test_what_nccl_says_in_its_last_line_is_told() -> None:
+    assert message_of(RuntimeError(NCCL)).endswith("NCCL version 2.27.5: Cuda failure 2 'out of memory'")
+
+
+def test_the_signal_that_ended_a_process_of_the_loader_is_told() -> None:
+    gone = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    assert message_of(gone) == "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly"
+    gone.__cause__ = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    assert message_of(gone) == "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."
+
+
+def test_an_exception_without_words_is_told_with_its_place() -> None:
+    mark = FailureMark(rank=0, host="n", exit_code=1, message="AssertionError", place="train.py:1 in f")
+    assert str(mark) == "rank 0 on n: AssertionError at train.py:1 in f"
 
 
 def found(code: str, level: str, node: str, *, blames: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from slurm_train.slurm.records import (
     SACCT_FORMAT,
     JobState,
     Phase,
+    TaskEnd,
     end_and_limit,
     expand_array_id,
     parse_queue,
@@ -24,6 +25,7 @@ from slurm_train.slurm.records import (
     parse_squeue,
     parse_topology,
     phase_of,
+    task_ends,
     violent_end,
 )
 
@@ -226,6 +228,13 @@ def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
 )
 def test_the_first_violent_end_is_named(text: str, words: str) -> None:
     assert violent_end(text) == words
+
+
+def test_the_ends_of_tasks_in_their_order() -> None:
+    text = "srun: error: node2: task 1: Exited with exit code 3\nsrun: error: node1: tasks 0,2-3: Killed\n"
+    first, second = task_ends(text)
+    assert first == TaskEnd((1,), "node2", "Exited with exit code 3") and not first.is_violent
+    assert second == TaskEnd((0, 2, 3), "node1", "Killed") and second.is_violent
 
 
 # 02:30 for the second time on the night on which summer time ends.

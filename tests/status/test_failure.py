@@ -7,7 +7,7 @@ import pytest
 
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.status.failure import find_failure, first_failed_rank, tracebacks
+from slurm_train.status.failure import find_failure, first_failed_rank, last_words, tracebacks
 from tests.support.run_facts import attempt
 
 ONE = """\
@@ -111,15 +111,53 @@ def test_while_an_attempt_is_at_it_the_marks_tell(has_run: Any) -> None:
     assert find_failure(has_run("aaaa0000", ledger=attempt(0, reason="preempted", action="requeue")), 0) is None
 
 
+LAUNCHER = """\
+Traceback (most recent call last):
+  File "/x/bin/torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+============================================================"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ""),
+        ("step 1\nnvidia-smi: command not found\n=====\n\n", "nvidia-smi: command not found"),
+        (f"{ONE}\n\n{LAUNCHER}\n", "ValueError: no such layer"),
+        (f"{CHAINED}\nbye\n", "RuntimeError: again"),
+        ("\n".join(f"[rank3]: {line}" for line in ONE.splitlines()) + f"\n{LAUNCHER}", "ValueError: no such layer"),
+        (LAUNCHER, "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"),
+    ],
+    ids=["nothing", "no traceback", "torchrun's after its rank's", "chained", "with the rank", "torchrun's alone"],
+)
+def test_the_last_words_of_a_log(text: str, words: str) -> None:
+    assert last_words(text) == words
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         (f"step 1\n{ONE}\n\nstep 2\n{LONG}\n\nthe end\n", [ONE, LONG]),
         (f"x\n{CHAINED}\n", [CHAINED]),
         (CUT, [CUT]),
+        (f"x\n{ONE}:\n\tMissing key(s): a\n\tUnexpected: b\n\nbye", [f"{ONE}:\n\tMissing key(s): a\n\tUnexpected: b"]),
+        (f"ERROR: bus error\n \0{ONE}\n", [ONE]),
+        ("\n".join(f"[rank3]: {line}" for line in CHAINED.splitlines()), [CHAINED]),
         ("Traceback of our steps\n", []),
     ],
-    ids=["between other lines", "chained", "cut off by a kill", "none"],
+    ids=[
+        *(
+            "between other lines",
+            "chained",
+            "cut off by a kill",
+            "message in lines",
+            "after a bus error",
+            "with the rank",
+        ),
+        "none",
+    ],
 )
 def test_tracebacks_in_a_log(text: str, found: list[str]) -> None:
     assert tracebacks(text) == found

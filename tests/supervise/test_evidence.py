@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.events import FailureMark, Finding
+from slurm_train.rundir.events import FailureMark, Finding, leave_mark
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.supervise.evidence import Evidence, Surroundings, diagnose, with_crash_place
+from slurm_train.slurm.records import TaskEnd
+from slurm_train.supervise.evidence import Evidence, Surroundings, diagnose, silent_end, with_crash_place
 
 MARK = FailureMark(
     rank=3, host="node2", exit_code=1, message="ValueError: no such layer", place="model.py:41 in forward"
@@ -35,6 +36,10 @@ EVIDENCE = Evidence(
 )
 QUIET = Surroundings(violent_end="", lost_nodes=(), had_oom_kill=False, head_node="node1")
 KILLED = "rank 3 on node2: Killed"
+LOST = replace(MARK, rank=0, host="node1", message="RuntimeError: Connection closed by peer [10.0.0.2]:31245", place="")
+EXITED = TaskEnd((3,), "node2", "Exited with exit code 1")
+OUTLIVED = TaskEnd((0, 1), "node1", "Killed")
+SILENT = "rank 2 on node2: ended with exit code 127"
 
 
 @pytest.mark.parametrize(
@@ -47,8 +52,20 @@ KILLED = "rank 3 on node2: Killed"
         ({"hang": {"sentence": "rank 1 waits"}, "findings": [SICK]}, {"violent_end": KILLED}, "rank 1 waits"),
         ({"mark": MARK}, {"lost_nodes": ("node2", "node3")}, "node failure on node2,node3"),
         ({}, {}, ""),
+        ({"mark": MARK}, {"violent_end": "rank 0 on node1: Killed", "ends": [EXITED, OUTLIVED]}, str(MARK)),
+        ({"mark": LOST}, {"violent_end": KILLED, "ends": [EXITED, OUTLIVED]}, KILLED),
+        ({"mark": MARK}, {"violent_end": KILLED, "ends": [OUTLIVED, EXITED]}, KILLED),
+        ({"mark": LOST}, {"silent_end": SILENT}, SILENT),
+        (
+            {"mark": replace(MARK, time_unix_s=3.0), "hang": {"sentence": "it waits", "time_unix_s": 99.0}},
+            {},
+            str(MARK),
+        ),
     ],
-    ids=["mark", "srun first", "preflight first", "warnings are no cause", "hang first", "lost nodes", "nothing"],
+    ids=[
+        *("mark", "srun first", "preflight first", "warnings are no cause", "hang first", "lost nodes", "nothing"),
+        *("one failed, the others were killed", "all lost one", "killed first", "no mark", "failed before the hang"),
+    ],
 )
 def test_the_cause_is_the_word_of_the_best_witness(
     evidence: dict[str, Any], around: dict[str, Any], cause: str
@@ -83,8 +100,28 @@ def test_the_kernel_is_named_for_ranks_of_its_own_node(violent_end: str, had_oom
         ({"findings": [SICK]}, {}, "node3", "node3"),
         ({"findings": [FULL]}, {}, "", ""),
         ({"mark": MARK}, {"lost_nodes": ("node1", "node3")}, "node2", "node1 node3"),
+        ({"mark": MARK, "marks": [MARK, replace(MARK, host="node1")]}, {}, "", ""),
+        ({"mark": MARK, "marks": [MARK, LOST]}, {}, "node2", "node2"),
+        ({"mark": replace(LOST, host="node2")}, {}, "", ""),
+        ({"mark": LOST}, {"silent_end": SILENT}, "node2", "node2"),
+        ({"mark": LOST}, {"silent_end": "rank 2 had ended"}, "", ""),
+        ({}, {"silent_end": SILENT, "ends": [TaskEnd((2,), "node2", "Exited with exit code 127")]}, "node2", "node2"),
+        ({}, {"silent_end": SILENT, "ends": [EXITED, replace(EXITED, tasks=(0,), node="node1")]}, "", ""),
+        ({"mark": MARK, "marks": [MARK, replace(MARK, host="node1")]}, {"silent_end": f"{MARK}; and"}, "", ""),
     ],
-    ids=["twice", "progress", "own exception", "another node", "preflight", "several without blame", "lost"],
+    ids=[
+        *("twice", "progress", "own exception", "another node", "preflight", "several without blame", "lost"),
+        *(
+            "on all nodes",
+            "others lost it",
+            "one that lost another",
+            "no mark",
+            "ended too early",
+            "one exit",
+            "exits",
+            "exit on all",
+        ),
+    ],
 )
 def test_a_node_is_avoided_where_it_is_to_blame(
     evidence: dict[str, Any], around: dict[str, Any], failed_on: str, to_avoid: str
@@ -99,6 +136,57 @@ def test_the_same_exception_counts_as_repeated_unless_a_person_started_the_run_a
     assert diagnose(evidence, QUIET, has_failed=True).is_repeated
     stopped = replace(evidence, ledger=[{**EVIDENCE.ledger[0], "action": "stop"}])
     assert not diagnose(stopped, QUIET, has_failed=True).is_repeated
+
+
+ENDS = [TaskEnd((0,), "node1", "Exited with exit code 1"), TaskEnd((2,), "node2", "Exited with exit code 127")]
+
+
+@pytest.mark.parametrize(
+    ("marks", "ends", "words"),
+    [
+        ([], ENDS, "rank 0 on node1: ended with exit code 1"),
+        ([LOST], ENDS, "rank 2 on node2: ended with exit code 127; its last words: train: command not found"),
+        ([LOST, replace(MARK, rank=1)], ENDS, ""),
+        (
+            [LOST],
+            [ENDS[0], TaskEnd((2, 3), "node2", "Terminated")],
+            f"rank 1 had ended with exit code 0 while others went on: {LOST}; all ranks must take the same number of "
+            "steps and end together",
+        ),
+        ([LOST], [ENDS[0], TaskEnd((1, 2, 3), "node2", "Terminated")], ""),
+        ([LOST], [TaskEnd((2, 3), "node2", "Terminated"), ENDS[0]], "rank 2 on node2: Terminated"),
+        ([LOST], [], ""),
+        (
+            [LOST, replace(MARK, rank=2, message="the script ended with code 2", place="")],
+            [],
+            "rank 2 on node2: the script ended with code 2; its last words: train: command not found",
+        ),
+    ],
+    ids=[
+        *(
+            "no marks",
+            "no Python",
+            "another cause",
+            "ended too early",
+            "nobody ended too early",
+            "a signal from outside",
+        ),
+        *("not known", "sys.exit"),
+    ],
+)
+def test_a_rank_that_left_no_mark(tmp_path: Path, marks: list[FailureMark], ends: list[TaskEnd], words: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(1).mkdir(parents=True)
+    run.rank_log(1, 2).write_text("step 1\ntrain: command not found\n\n")
+    for mark in marks:
+        leave_mark(run, 1, mark)
+    assert silent_end(run, 1, ends, num_ranks=4) == words
+
+
+def test_a_node_that_lacks_the_program_is_no_wrong_use() -> None:
+    evidence = replace(EVIDENCE, progress={"exit_code": 2})
+    assert diagnose(evidence, replace(QUIET, silent_end=SILENT), has_failed=True).exit_code == 1
+    assert diagnose(evidence, QUIET, has_failed=True).exit_code == 2
 
 
 def test_room_that_lacked_is_the_preflights_word() -> None:
@@ -150,6 +238,17 @@ def test_a_crash_is_told_with_its_place_in_the_program(tmp_path: Path, thread: s
         subprocess.run([sys.executable, tmp_path / "train.py", thread], stderr=log, check=False)
     words = "rank 3 on node2: Segmentation fault"
     assert with_crash_place(words, run, 1) == words + place
+
+
+def test_an_abort_is_told_with_what_was_thrown(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(1).mkdir(parents=True)
+    thrown = "[PG ID 0 Rank 3] Process group watchdog thread terminated with exception: Watchdog caught collective"
+    run.rank_log(1, 3).write_text(
+        f"terminate called after throwing an instance of 'E'\n  what():  {thrown}\nframe #0\n"
+    )
+    words = "rank 3 on node2: Aborted (core dumped)"
+    assert with_crash_place(words, run, 1) == f"{words}: {thrown}"
 
 
 @pytest.mark.parametrize("words", [KILLED, "", "rank 3 on node2: Aborted"], ids=["killed", "no words", "no log"])

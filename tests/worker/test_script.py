@@ -140,8 +140,9 @@ def test_a_script_does_not_begin_after_a_request_to_stop(tmp_path: Path, number:
         ("raise ConnectionError('away')", (1, "ConnectionError: away", "")),
         (
             "from slurm_train import errors\nraise errors.ConfigError('odd', hint='do')",
-            (2, "ConfigError: odd\nhint: do", "train.py:2 in <module>"),
+            (2, "ConfigError: odd", "train.py:2 in <module>"),
         ),
+        ("assert 1 > 2", (1, "AssertionError", "train.py:1 in <module>")),
     ],
 )
 def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: tuple[int, str, str]) -> None:
