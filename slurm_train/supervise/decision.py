@@ -67,9 +67,53 @@ _ADVICE = (
         "parallel.activation_checkpointing=full or parallel.dp_shard=N; `plan --suggest GIB` lists what fits",
     ),
     (
-        re.compile(r"Out Of Memory|OUT_OF_MEMORY|oom-kill|MemoryError|can't allocate memory"),
+        re.compile(r"Out Of Memory|OUT_OF_MEMORY|oom-kill|MemoryError|[Cc]an(?:'t|not) allocate memory|bad_alloc"),
         "out of the node's memory: raise cluster.memory_gb_per_node (0: all of it), or lower data.num_workers or "
         "batch.local_size",
+    ),
+    (
+        re.compile("Bus error.*shared memory|insufficient shared memory|unable to .*shared memory|/dev/shm"),
+        "the node's /dev/shm is full, or what a container has of it: use fewer processes of the loader "
+        "(data.num_workers) or smaller batches",
+    ),
+    (
+        re.compile(r"DataLoader worker .*(?:killed by signal: Killed|exited unexpectedly)"),
+        "a process of the loader was ended, most often for lack of memory: raise cluster.memory_gb_per_node (0: all of "
+        "it), or use fewer of them (data.num_workers)",
+    ),
+    (
+        re.compile("Too many open files|received 0 items of ancdata"),
+        "raise the limit on open files with a line of cluster.setup (ulimit -n 65536), or share the loader's tensors "
+        "by torch.multiprocessing.set_sharing_strategy('file_system')",
+    ),
+    (
+        re.compile("Disk quota exceeded|No space left on device"),
+        "make room or raise the quota; caches go elsewhere with cluster.env, e.g. cluster.env.HF_HOME=DIR, "
+        "cluster.env.TRITON_CACHE_DIR=/tmp/triton",
+    ),
+    (
+        re.compile("Stale file handle"),
+        "nodes have written the same file of a shared file system, most often of a cache: give each node its own, e.g. "
+        "cluster.env.TRITON_CACHE_DIR=/tmp/triton",
+    ),
+    (
+        re.compile("device-side assert"),
+        "most often an index, a label or a token that is out of range: cluster.env.CUDA_LAUNCH_BLOCKING=1 shows the "
+        "line",
+    ),
+    (
+        re.compile("Watchdog caught collective operation timeout"),
+        "a rank did not join this collective in time: the watch over hangs names it if health.hang_timeout_s is "
+        "shorter than the group's time-out",
+    ),
+    (
+        re.compile("Address already in use|EADDRINUSE"),
+        "let the program take MASTER_ADDR and MASTER_PORT from its environment, which differ from attempt to attempt",
+    ),
+    (
+        re.compile("Illegal instruction"),
+        "a library was built for a newer processor than this node's: choose nodes with cluster.constraint or "
+        "cluster.exclude",
     ),
     (
         re.compile("cpu bind request"),

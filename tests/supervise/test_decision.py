@@ -256,6 +256,25 @@ def test_the_node_of_a_cause(cause: str, node: str) -> None:
         ("rank 0 on a: RuntimeError: CUDA error: out of memory", "; out of GPU memory: lower batch.local_size"),
         ("rank 0 on a: Out Of Memory", "; out of the node's memory: raise cluster.memory_gb_per_node"),
         ("rank 0 on a: ValueError: memory", ""),
+        ("rank 0 on a: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "; out of GPU memory"),
+        ("rank 0 on a: OSError: [Errno 12] Cannot allocate memory", "; out of the node's memory"),
+        (
+            "rank 0 on a: RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
+            "dataloader's workers are out of shared memory. Please try to raise your shared memory limit.",
+            "; the node's /dev/shm is full",
+        ),
+        (
+            "rank 0 on a: RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
+            "; a process of the loader",
+        ),
+        ("rank 0 on a: RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", "; a process of the loader"),
+        ("rank 0 on a: OSError: [Errno 24] Too many open files", "; raise the limit on open files"),
+        ("rank 0 on a: OSError: [Errno 122] Disk quota exceeded: '/home/me'", "; make room or raise the quota"),
+        ("rank 0 on a: OSError: [Errno 116] Stale file handle", "; nodes have written the same file"),
+        ("rank 0 on a: AcceleratorError: CUDA error: device-side assert triggered", "; most often an index"),
+        ("rank 0 on a: Aborted: Watchdog caught collective operation timeout: WorkNCCL(", "; a rank did not join"),
+        ("rank 0 on a: DistNetworkError: ... EADDRINUSE", "; let the program take MASTER_ADDR"),
+        ("rank 0 on a: Illegal instruction", "; a library was built for a newer processor"),
         ("Unable to satisfy cpu bind request", "; the CPUs of the job are not those that srun would bind to"),
     ],
 )
