@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from slurm_train.config.batch import LEAST_SHARE, cut_equally
@@ -175,6 +176,15 @@ class RankBatches:
         """Whether `keyed` was called: sample numbers then carry the keys of their randomness."""
         self._is_read = False
         """Whether an iterator has read the present epoch to its end."""
+        self._random_at_begin: torch.Tensor | None = None
+        """State of torch's generator when a first iterator was asked for that begins in the middle of its epoch."""
+        self.steps_given: int | None = None
+        """Steps of the training of which the newest iterator has given the last micro-batch; None before it began."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole training."""
+        return self._steps
 
     @property
     def epoch(self) -> int:
@@ -214,6 +224,15 @@ class RankBatches:
         return max(last - first, 0) * self._split.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
+        # A loader with workers asks for two iterators, and draws after the first.
+        self._take_back_draw()
+        if self.start and self.steps_given is None:
+            self._random_at_begin = torch.get_rng_state()
+        return self._read()
+
+    def _read(self) -> Iterator[list[int]]:
+        self._take_back_draw()
+        self._random_at_begin = None
         if self._is_read and self._per_epoch is not None:
             raise ConfigError(
                 f"epoch {self._epoch} was read to its end, and is read again: its samples would be used twice",
@@ -221,11 +240,28 @@ class RankBatches:
             )
         first, last = self._span()
         first = max(first, self._done)
+        accumulation = self._split.accumulation
         draws = self._batches.draws(self._split, start_samples=first * self._global_size)
-        for draw in itertools.islice(draws, max(last - first, 0) * self._split.accumulation):
+        for number, draw in enumerate(itertools.islice(draws, max(last - first, 0) * accumulation), start=1):
             numbers: list[int] = draw.indices.tolist()
+            self.steps_given = first + number // accumulation
             yield _with_keys(numbers, keys_of(self._seed, draw.positions)) if self._is_keyed else numbers
         self._is_read = True
+
+    def _take_back_draw(self) -> None:
+        """Puts torch's generator back where a loader has drawn from it for an epoch, or a training, that goes on.
+
+        A loader without a generator of its own draws the seed of its workers whenever it is iterated. The training that
+        goes on has done so when it began, so dropout would draw other numbers than without the stop.
+        """
+        before = self._random_at_begin
+        if before is None:
+            return
+        drawn = torch.Generator()
+        drawn.set_state(before)
+        torch.empty((), dtype=torch.int64).random_(generator=drawn)
+        if torch.equal(drawn.get_state(), torch.get_rng_state()):
+            torch.set_rng_state(before)
 
     def _span(self) -> tuple[int, int]:
         """Returns the first step of the present epoch, and the one after its last."""

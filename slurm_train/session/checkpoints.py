@@ -122,6 +122,7 @@ class SessionCheckpoints:
         """Takes note of a step that is reported for the first time, before anything is saved after it."""
         if step < self.newest_step:
             self._is_behind = True
+        self.orders.begin(step)
         repeated = self.random.look(None if self.loaded is None else self.loaded.path)
         if repeated:
             print(
@@ -137,12 +138,19 @@ class SessionCheckpoints:
         if self._losses is not None:
             self._losses.add_save(step)
 
-    def require_ahead(self, step: int) -> None:
-        """Refuses to save a step that a resume would not choose.
+    def require_resumable(self, step: int) -> None:
+        """Refuses to save a step that a resume would not choose, or after which it would leave out samples.
 
         Raises:
-            ConfigError: the steps were counted anew since a save of this or a later step.
+            ConfigError: the steps were counted anew since a save of this or a later step; or the batches of the order
+                of samples are behind the steps.
         """
+        self._require_ahead(step)
+        note = self.orders.look(step)
+        if note:
+            self._say(note)
+
+    def _require_ahead(self, step: int) -> None:
         if not self._is_behind or step > self.newest_step:
             return
         raise ConfigError(

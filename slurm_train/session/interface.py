@@ -262,6 +262,7 @@ class Session:
         from slurm_train.data.batches import RankBatches
         from slurm_train.data.order import SampleOrder
 
+        follows_checkpoint = done is None
         done = self._steps_done if done is None else done
         batches = RankBatches(
             SampleOrder(num_samples, seed=seed),
@@ -273,7 +274,8 @@ class Session:
             done=done,
             steps_per_epoch=steps_per_epoch,
         )
-        self._note_order({"num_samples": num_samples, "global_size": global_size, "seed": seed}, done=done)
+        order = {"num_samples": num_samples, "global_size": global_size, "seed": seed}
+        self._note_order(order, batches if follows_checkpoint else None, done=done)
         return batches
 
     @property
@@ -281,8 +283,13 @@ class Session:
         """Steps of the checkpoint that the program continues."""
         return 0
 
-    def _note_order(self, order: dict[str, int], *, done: int) -> None:
+    def _note_order(self, order: dict[str, int], batches: RankBatches | None, *, done: int) -> None:
         """Takes note of what an order of samples follows from, for checkpoints.
+
+        Args:
+            order: what it follows from.
+            batches: those that begin after the steps of the checkpoint; None where the program has said after which.
+            done: that number of steps.
 
         Raises:
             ConfigError: it is not that of the checkpoint.

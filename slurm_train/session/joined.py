@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from slurm_train.data.batches import RankBatches
+
 # Longer than a suspension of a job; the watchdog, which notices suspensions, ends ranks that hang.
 _WATCHED_TIMEOUT_S = 7 * 86400.0
 
@@ -341,7 +343,7 @@ class JoinedSession(Session):
         try:
             self._calls.meet("save")
             self._warn_of_accumulation(step)
-            on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_ahead(step))
+            on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_resumable(step))
             yield
             self._checkpoints.add_save(step)
         finally:
@@ -377,8 +379,10 @@ class JoinedSession(Session):
     def _steps_done(self) -> int:
         return self._checkpoints.orders.done
 
-    def _note_order(self, order: dict[str, int], *, done: int) -> None:
-        self._checkpoints.orders.add(order, done=done)
+    def _note_order(self, order: dict[str, int], batches: RankBatches | None, *, done: int) -> None:
+        note = self._checkpoints.orders.add(order, batches, done=done)
+        if note:
+            self._say(note)
 
     def _warn_of_accumulation(self, step: int) -> None:
         """Says that accelerate is adding up gradients, which a save does not have."""

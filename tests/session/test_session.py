@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from slurm_train.checkpoint.agreement import Peers
 from slurm_train.checkpoint.verify import newest_verified
@@ -340,6 +341,75 @@ def test_batches_go_on_after_the_steps_of_the_checkpoint_in_the_same_order(tmp_p
     # A second order is compared with the second one of the checkpoint, which has none.
     assert list(later.batches(10, global_size=2, steps=1, done=0, seed=5))
     later.close()
+
+
+def save_files(mine: JoinedSession, step: int) -> None:
+    with mine.save(step) as folder:
+        (folder / "model.txt").write_text("one")
+
+
+def test_batches_that_are_fewer_than_the_steps_are_refused_at_a_save(tmp_path: Path) -> None:
+    mine = join(new_run(tmp_path))
+    assert mine.newest() is None
+    loader = DataLoader(range(100), batch_sampler=mine.batches(100, global_size=8, steps=30, accumulation=4))  # type: ignore[arg-type]  # numbers will do
+    with pytest.raises(ConfigError, match="step 6 is to be saved, and `batches` has given the samples of 1 steps"):
+        # Each batch is counted, and four of them are a step.
+        for step, _ in enumerate(loader, start=1):
+            mine.report(step, loss=1.0)
+            if step == 6:
+                save_files(mine, step)
+    mine.close()
+
+
+@pytest.mark.parametrize("kind", ["four a step", "cut off", "in turns", "as they are", "in epochs", "read at once"])
+def test_batches_that_do_not_keep_pace_with_the_steps_are_named(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = join(new_run(tmp_path))
+    assert mine.newest() is None
+    per_epoch = 10 if kind in ("cut off", "in epochs") else None
+    batches = mine.batches(800, global_size=8, steps=100, steps_per_epoch=per_epoch)
+    others = mine.batches(800, global_size=8, steps=100) if kind == "in turns" else None
+    step = 0
+    if per_epoch is not None:
+        for epoch in range(4):
+            batches.set_epoch(epoch)
+            for number, _ in enumerate(batches):
+                if kind == "cut off" and number == 4:
+                    break
+                step += 1
+                mine.report(step, loss=1.0)
+            save_files(mine, step)
+    else:
+        reader, other = iter(batches), iter(others or [])
+        if kind == "read at once":
+            reader = iter(list(reader))
+        for step in range(1, 21):
+            for _ in range(4 if kind == "four a step" else 1):
+                next(other if others and step % 2 else reader)
+            mine.report(step, loss=1.0)
+            if step % 10 == 0:
+                save_files(mine, step)
+    mine.close()
+    said = capsys.readouterr().err
+    assert said.count("steps more than were reported") == (kind in ("four a step", "cut off"))
+    assert said.count("say for each loader how many of its steps are done") == (kind == "in turns")
+
+
+def test_batches_of_an_evaluation_that_begin_after_the_checkpoint_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path)
+    first = join(run)
+    save_files(first, 20)
+    first.close()
+    mine = join(run)
+    assert mine.newest() is not None
+    assert list(mine.batches(40, global_size=8, steps=5)) == []
+    assert "these batches have 5 steps, and step 20 is done, so none is left" in capsys.readouterr().err
+    assert len(mine.batches(40, global_size=8, steps=5, done=0)) == 5 and len(mine.batches(40, global_size=8, steps=30))
+    mine.close()
+    assert "none is left" not in capsys.readouterr().err
 
 
 def test_batches_that_are_made_before_the_checkpoint_is_known_are_refused(tmp_path: Path) -> None:

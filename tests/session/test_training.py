@@ -299,6 +299,41 @@ def test_a_schedule_that_is_forgotten_and_a_place_that_nobody_knows_are_named(
         assert ("which samples of the present epoch were used" in said) == (step > 0)
 
 
+@pytest.mark.parametrize(("per_epoch", "workers"), [(None, 0), (4, 1)], ids=["one pass", "epochs"])
+def test_random_numbers_go_on_where_a_loader_draws_some_itself(
+    per_epoch: int | None, workers: int, run: RunDirectory
+) -> None:
+    def train(mine: JoinedSession, last: int) -> None:
+        parts = Parts()
+        training = mine.training(parts.model, parts.optimizer, **parts.others)
+        step = training.resume()
+        batches = mine.batches(40, global_size=10, steps=12, steps_per_epoch=per_epoch)
+        loader = DataLoader(
+            range(40),  # type: ignore[arg-type]  # it has what a data set has
+            batch_sampler=batches,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+        )
+        for epoch in range(batches.epoch, 3 if per_epoch else 1):
+            if per_epoch:
+                batches.set_epoch(epoch)
+            for _ in loader:
+                loss = parts.step()
+                step += 1
+                mine.report(step, loss=loss)
+                if step == last:
+                    training.save(step)
+                    mine.close()
+                    return
+
+    whole = RunDirectory(run.path.parent / "whole")
+    whole.path.mkdir()
+    train(join(whole), 12)
+    for last in (2, 6, 8, 12):
+        train(join(run), last)
+    assert len(losses_of(run)) == 12 and losses_of(run) == losses_of(whole)
+
+
 def test_another_model_or_optimizer_or_group_is_refused(run: RunDirectory) -> None:
     parts = Parts()
     training = join(run).training(parts.model, parts.optimizer)
