@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import io
 import math
+import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -34,6 +37,7 @@ from slurm_train.checkpoint.division import (
 from slurm_train.checkpoint.encoding import decode, encode, plain_number
 from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
+from slurm_train.checkpoint.optimizer_steps import OptimizerSteps
 from slurm_train.checkpoint.readers import (
     go_to_epoch,
     has_schedule,
@@ -49,6 +53,7 @@ from slurm_train.checkpoint.state import (
     local_part,
     merge_state,
     module_states,
+    names_of_groups,
     on_host,
     plain_names,
     require_known_state,
@@ -61,6 +66,7 @@ from slurm_train.checkpoint.state import (
 )
 from slurm_train.checkpoint.switches import Switches
 from slurm_train.checkpoint.training import MADE_BUFFERS, restore_training
+from slurm_train.checkpoint.unsaved import UnsavedState
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 
@@ -69,6 +75,8 @@ PER_RANK = "per_rank"
 OWN_BUFFERS = "own_buffers"
 """Key in a manifest's `extra`, and among a rank's states: buffers of the model that each rank has saved for itself."""
 _SWITCHES = "switches"
+_LATER_GROUPS = "later_groups"
+"""Key in a manifest's `extra`: names of the parameters in the groups that training has added to each optimizer."""
 # By name, since importing them takes long. What they hold looks like the whole, and is a part.
 _OF_PARTS = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer", "DeepSpeedEngine")
 _OPTIMIZERS = "optimizers"
@@ -81,6 +89,10 @@ _LARGE_BYTES = 1 << 16
 _TYPES_WITH_NORMS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # A prime: rows of a common width begin at other columns each time.
 _SKETCH_COLUMNS = 1021
+
+
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class Stateful(Protocol):
@@ -96,16 +108,31 @@ class Stateful(Protocol):
 class _OfGenerator:
     """A generator of random numbers as an object with a state."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what comes next of it."""
-        return {"state": self._generator.get_state()}
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            return {"state": generator.get_state()}
+        if isinstance(generator, np.random.Generator):
+            return {"state": generator.bit_generator.state}
+        if isinstance(generator, np.random.RandomState):
+            return {"state": generator.get_state(legacy=False)}
+        return {"state": generator.getstate()}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Takes it over."""
-        self._generator.set_state(state_dict["state"].cpu())
+        generator, state = self._generator, state_dict["state"]
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state.cpu())
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state)
+        else:
+            generator.setstate(state)
 
 
 class ProgramState:
@@ -125,14 +152,14 @@ class ProgramState:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        others: Mapping[str, Stateful | torch.Generator],
+        others: Mapping[str, Stateful | Generator],
         *,
         group: ProcessGroup | None,
     ) -> None:
         self._model = model
         self._optimizers = optimizers
         self._others = {
-            name: _OfGenerator(other) if isinstance(other, torch.Generator) else other for name, other in others.items()
+            name: _OfGenerator(other) if isinstance(other, _GENERATORS) else other for name, other in others.items()
         }
         self._group = group
         self._division = Division(group=group)
@@ -141,6 +168,11 @@ class ProgramState:
         """Shapes of the buffers as the program has made the model."""
         # Programs set modes around each evaluation by themselves.
         self._switches = Switches(model, has_modes=False)
+        self._steps = OptimizerSteps(model, optimizers, list(others.values()))
+        self._unsaved = UnsavedState(model)
+        self._num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
+        """Groups of each optimizer as the program has made it."""
+        self._named_unsaved: set[str] = set()
         self._is_resumed = False
         self._begin_of_streams: dict[str, str] = {}
         self._note_streams()
@@ -189,6 +221,7 @@ class ProgramState:
         extra = {**header.extra, _OPTIMIZERS: kinds, PER_RANK: per_rank}
         extra |= {MADE_BUFFERS: made} if made else {}
         extra |= {OWN_BUFFERS: sorted(own_buffers)} if own_buffers else {}
+        extra |= {_LATER_GROUPS: later} if any(later := self._later_groups()) else {}
         return Content(
             tensors=own_part(state, agreed),
             rank_state={
@@ -236,6 +269,7 @@ class ProgramState:
                 f"{size_of(self._group)} ranks now",
                 hint=f"resume on {manifest.world_size} ranks; or leave it out of `training(...)`, and it begins anew",
             )
+        notes = self._add_groups(manifest.extra.get(_LATER_GROUPS, []))
         described = restore_training(
             choice,
             self._model,
@@ -246,11 +280,30 @@ class ProgramState:
             makes_state=False,
         )
         self._switches.set(of_first.get(_SWITCHES, {}))
-        notes = self._restore_own_buffers(manifest, (own or {}).get(OWN_BUFFERS, {}))
+        notes += self._restore_own_buffers(manifest, (own or {}).get(OWN_BUFFERS, {}))
         values = {**of_first.get(_OTHERS, {}), **((own or {}).get(_OTHERS, {}) if lost else {})}
         notes += self._restore_others(choice, values, described=described)
         self._is_resumed = True
+        self._unsaved = UnsavedState(self._model)
         self._note_streams()
+        return notes
+
+    def pending_gradient(self) -> str:
+        """Returns the name of a parameter whose gradient is being added up for the next step, "" for none."""
+        return self._steps.pending()
+
+    def look_before_save(self) -> list[str]:
+        """Returns notes for the user about what training has changed on this rank that no save has; each once."""
+        notes = self._steps.notes()
+        plain = plain_names(self._model)
+        changed = [plain(name) for name in (*self._unsaved.changed_buffers(), *self._unsaved.changed_attributes())]
+        names = [name for name in changed if name not in self._named_unsaved]
+        self._named_unsaved |= set(names)
+        if names:
+            notes.append(
+                f"training changes {shorten(names)} of the model, which no checkpoint has: a resume begins with the "
+                "first value; let it follow from the step, or save it by register_buffer or get_extra_state"
+            )
         return notes
 
     def look(self, *, has_order: bool) -> list[str]:
@@ -269,7 +322,7 @@ class ProgramState:
             if name in self._begin_of_streams:
                 has_moved = _digest(encode(other.state_dict())) != self._begin_of_streams[name]
                 require_moved(name, other, has_moved=has_moved)
-        notes = []
+        notes = self.look_before_save()
         others = [other for other in self._others.values() if not isinstance(other, _OfGenerator)]
         scheduled = [type(optimizer).__name__ for optimizer in self._optimizers if has_schedule(optimizer)]
         if scheduled and not any(holds_schedule(other) for other in others):
@@ -354,9 +407,46 @@ class ProgramState:
                 f"{shorten(map(str, strangers))}: they would not be saved",
                 hint='hand over all modules: run.training({"model": model, "loss": loss}, optimizer)',
             )
+        holders = Counter(
+            id(parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        twice = [plain(name) for name, parameter in self._model.named_parameters() if holders[id(parameter)] > 1]
+        if twice:
+            raise ConfigError(
+                f"several optimizers have {shorten(twice)}, and a checkpoint has one state of each parameter",
+                hint="hand over the later one by a name: run.training(model, first, second=second)",
+            )
         names = [plain(name) for name, _ in self._model.named_parameters()]
         if len(set(names)) < len(names):
             raise ConfigError("two parameters of the model have the same name", hint="rename one of the modules")
+
+    def _later_groups(self) -> list[list[list[str]]]:
+        """Returns the names of the parameters in the groups that training has added to each optimizer."""
+        return [
+            names_of_groups(self._model, optimizer)[number:]
+            for optimizer, number in zip(self._optimizers, self._num_groups, strict=True)
+        ]
+
+    def _add_groups(self, later: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+        """Adds the groups that training had added, where the program has not done so; returns notes for the user."""
+        notes = []
+        plain = plain_names(self._model)
+        parameters = {plain(name): parameter for name, parameter in self._model.named_parameters()}
+        for optimizer, groups in zip(self._optimizers, later, strict=False):
+            present = {name for names in names_of_groups(self._model, optimizer) for name in names}
+            added: list[Sequence[Tensor]] = []
+            for names in groups:
+                # What the model has no more is named when the checkpoint is compared with it.
+                if present.isdisjoint(names) and parameters.keys() >= set(names):
+                    added.append([parameters[name] for name in names])
+                    optimizer.add_param_group({"params": list(added[-1])})
+                    notes.append(f"{type(optimizer).__name__} has its group of {shorten(names)} again")
+            if added:
+                _add_once(optimizer, added)
+        return notes
 
     def _own_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers that differ from rank to rank. Collective.
@@ -447,6 +537,24 @@ class ProgramState:
             else:
                 notes.append(f"{name}: begins at step {step}, where it has no state")
         return notes
+
+
+def _add_once(optimizer: Optimizer, present: list[Sequence[Tensor]]) -> None:
+    """Has an optimizer ignore that the program adds a group which a resume has added, in the epoch that goes on."""
+    add = optimizer.add_param_group
+    remaining = [{id(parameter) for parameter in group} for group in present]
+
+    def add_new(group: dict[str, Any]) -> None:
+        parameters = group["params"]
+        # It may be a generator, which can be read once.
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        identities = {id(part[1] if isinstance(part, tuple) else part) for part in listed}
+        if identities in remaining:
+            remaining.remove(identities)
+            return
+        add({**group, "params": listed})
+
+    optimizer.add_param_group = add_new  # type: ignore[method-assign, assignment]  # of this object alone
 
 
 def _require_loadable(values: dict[str, Any], subject: str) -> None:

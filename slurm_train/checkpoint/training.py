@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -86,6 +87,8 @@ def restore_training(
             for name, value in members.items()
             if (name not in settings if settings is not None else f"{begin}.{name}" in described.state_dict_metadata)
         }
+        if settings is None:
+            wanted |= _later_settings(number, members, paths=described.planner_data or {}, saved=saved)
         if wanted:
             saved_of_groups[number] = wanted
     if saved_of_groups:
@@ -110,7 +113,7 @@ def restore_training(
     require_fit(choice.path, state["model"], kept=kept, is_stage=group_names is not None, described=described)
     load_tensors(choice.path, state, group=group, near=choice.near, described=described)
     if settings is None:
-        _require_same_groups(choice, numbered, saved_of_groups)
+        _require_same_groups(choice, numbered, saved_of_groups, paths=paths)
     state["optimizer"]["param_groups"] = [
         members | saved_of_groups.get(number, {}) for members, number in zip(groups, numbered, strict=True)
     ]
@@ -120,13 +123,29 @@ def restore_training(
     return described
 
 
+def _later_settings(
+    number: str, group: Mapping[str, Any], *, paths: Mapping[str, Sequence[Any]], saved: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Returns places for the settings that training has added to a group of an optimizer, by name."""
+    later: dict[str, Any] = {}
+    for full, path in paths.items():
+        begin, name = [str(key) for key in path[:3]], path[-1]
+        if begin == ["optimizer", "param_groups", number] and len(path) == 4 and name not in group:
+            later[name] = torch.empty_like(saved[full]) if full in saved else None
+    return later
+
+
 def _require_same_groups(
-    choice: Choice, groups: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]
+    choice: Choice,
+    groups: Mapping[str, Mapping[str, Any]],
+    saved: Mapping[str, Mapping[str, Any]],
+    *,
+    paths: Mapping[str, Sequence[Any]],
 ) -> None:
     """Checks that each group of the optimizers has the parameters whose learning rate and so on were saved for it.
 
     Raises:
-        RunError: naming the first group that has others.
+        RunError: naming the first group that has others, or that is missing.
     """
     for number, group in groups.items():
         names = saved.get(number, {}).get("params", [])
@@ -136,6 +155,14 @@ def _require_same_groups(
                 f"{shorten(names) or 'no such group'} in it",
                 hint="make the same groups as before, or start another run with run.name=NAME",
             )
+    written = {str(path[2]) for path in paths.values() if path[:2] == ("optimizer", "param_groups")}
+    missing = sorted(written - groups.keys(), key=int)
+    if missing:
+        raise RunError(
+            f"{choice.path.name} has {len(written)} groups of the optimizer, and the program has {len(groups)} now: "
+            "what was trained in the others would stand still",
+            hint="make the same groups as before `resume`, or start another run with run.name=NAME",
+        )
 
 
 def of_model(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -194,8 +194,9 @@ class Session:
             model: the model, or the models by name.
             optimizer: of their parameters; several for several models.
             **others: objects with `state_dict` and `load_state_dict`, by a name that stays: a learning-rate schedule, a
-                GradScaler, an average of the weights, a stateful loader; also a `torch.Generator`. States that differ
-                from rank to rank are saved for each rank, and need the same number of ranks to be resumed.
+                GradScaler, an average of the weights, a stateful loader; also a random generator of torch, numpy or
+                Python. States that differ from rank to rank are saved for each rank, and need the same number of ranks
+                to be resumed.
 
         Raises:
             ConfigError: a checkpoint of these could not be complete; or torch.distributed is not open and there are

@@ -295,9 +295,17 @@ class JoinedSession(Session):
                 "`training` was called before torch.distributed was opened",
                 hint="call init_process_group first; or write the files yourself in `with run.save(step)`",
             )
+        is_listed = isinstance(optimizer, Sequence)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        strangers = [type(part).__name__ for part in optimizers if not isinstance(part, Optimizer)]
+        if strangers:
+            raise ConfigError(
+                f"`training` was given a {strangers[0]} {'among the optimizers' if is_listed else 'as optimizer'}",
+                hint="hand over an optimizer of torch, or a list of them: training(model, [first, second])",
+            )
         state = ProgramState(
             model if isinstance(model, nn.Module) else nn.ModuleDict(model),
-            [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer),
+            optimizers,
             others,
             group=group,
         )
@@ -385,7 +393,7 @@ class JoinedSession(Session):
             self._say(note)
 
     def _warn_of_accumulation(self, step: int) -> None:
-        """Says that accelerate is adding up gradients, which a save does not have."""
+        """Says that gradients are being added up, which a save does not have."""
         # Imported by the program, or not in use. The state is that of the process.
         module = sys.modules.get("accelerate.state")
         if module is not None and module.GradientState._shared_state.get("sync_gradients") is False:
@@ -393,6 +401,14 @@ class JoinedSession(Session):
                 f"step {step} is saved while accelerate adds up gradients: those since the last step are in "
                 "no checkpoint, and a resume does not train on their samples; call `should_stop` and `save` only where "
                 "`accelerator.sync_gradients` is true"
+            )
+            return
+        name = "" if self._training is None else self._training.pending_gradient()
+        if name:
+            self._say(
+                f"step {step} is saved while gradients are added up ({name}): those since the last step of the "
+                "optimizer are in no checkpoint, and a resume does not train on their samples; call `should_stop` and "
+                "`save` only after `optimizer.step()`"
             )
 
     def _warn_of_other_handlers(self) -> None:

@@ -81,6 +81,7 @@ class RunTraining(Training):
         step = whole_step(step)
         content = partial(self._content, step)
         self._has_saved = True
+        self._say(self._state.look_before_save())
         with self._saving(step) as waits:
             if waits:
                 self._saves.save(content, step=step)
@@ -129,6 +130,10 @@ class RunTraining(Training):
         self._say(self._state.look(has_order=bool(self._checkpoints.orders.present)))
         if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
+
+    def pending_gradient(self) -> str:
+        """Returns the name of a parameter whose gradient is being added up for the next step, "" for none."""
+        return self._state.pending_gradient()
 
     @property
     def longest_save_s(self) -> float:

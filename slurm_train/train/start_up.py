@@ -6,9 +6,10 @@ import gc
 
 from torch import nn
 
+from slurm_train.checkpoint.unsaved import UnsavedState
 from slurm_train.distributed.group import use_timeout
 from slurm_train.formatting import shorten
-from slurm_train.train.buffers import SharedBuffers, UnsavedState
+from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.compilation import CompileCache
 from slurm_train.train.context import Rank, gather
 
@@ -49,7 +50,7 @@ class StartUp:
         changed = {name for names in gather(self._unsaved.changed_buffers()) for name in names}
         buffers.add(changed)
         buffers.add_new(self._model)
-        names = [*sorted(changed), *self._unsaved.changed_numbers()]
+        names = [*sorted(changed), *self._unsaved.changed_attributes()]
         self._compile_cache.keep()
         self._rank.heartbeat.settled = True
         use_timeout(self._rank.collective_timeout_s(self._rank.config.train.steady_timeout_s))

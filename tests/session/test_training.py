@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -299,6 +300,190 @@ def test_a_schedule_that_is_forgotten_and_a_place_that_nobody_knows_are_named(
         assert ("which samples of the present epoch were used" in said) == (step > 0)
 
 
+@pytest.mark.parametrize("adds_again", [False, True], ids=["once", "again in the epoch that goes on"])
+def test_groups_and_settings_that_training_adds_to_an_optimizer_go_on_bit_for_bit(
+    adds_again: bool, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(mine: JoinedSession, last: int) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+        training = mine.training(model, optimizer)
+        done = training.resume()
+        for step in range(done, last):
+            if step == 2 or (adds_again and step == done == 5):
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
+            if step == 3:
+                optimizer.param_groups[1]["scale"] = 0.5
+            loss = model(torch.randn(16, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            optimizer.param_groups[-1]["lr"] *= optimizer.param_groups[-1].get("scale", 1.0)
+            mine.report(step + 1, loss=loss.item())
+        training.save(last)
+        mine.close()
+        kept = [optimizer.state[parameter] for parameter in model.parameters() if parameter in optimizer.state]
+        states = [{name: tensor.tolist() for name, tensor in state.items()} for state in kept]
+        return [[tensor.tolist() for tensor in model.parameters()], states, optimizer.param_groups[1]["lr"]]
+
+    whole = RunDirectory(run.path.parent / "whole")
+    whole.path.mkdir()
+    expected = train(join(whole), 9)
+    train(join(run), 5)
+    assert train(join(run), 7) != expected
+    assert train(join(run), 9) == expected
+    assert losses_of(run) == losses_of(whole)
+    assert "AdamW has its group of 0.weight, 0.bias again" in capsys.readouterr().err
+
+
+def test_groups_that_are_missing_are_refused(run: RunDirectory) -> None:
+    parts = Parts()
+    first, *others = parts.model.parameters()
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    training = join(run).training(parts.model, optimizer)
+    training.save(1)
+    training.finish()
+    with pytest.raises(RunError, match="has 2 groups of the optimizer, and the program has 1 now"):
+        join(run).training(parts.model, torch.optim.AdamW([first])).resume()
+
+
+def test_optimizers_that_were_not_handed_over_are_named(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = Parts()
+    agent = SimpleNamespace(optimizer=torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    agent.state_dict = agent.optimizer.state_dict
+    agent.load_state_dict = agent.optimizer.load_state_dict
+    mine = join(run)
+    training = mine.training(parts.model, parts.optimizer, agent=agent)
+    for optimizer in (parts.optimizer, agent.optimizer):
+        optimizer.step()
+    mine.report(1, loss=1.0)
+    training.save(1)
+    assert "was not handed over" not in capsys.readouterr().err
+    probe = torch.optim.Adam([nn.Parameter(torch.ones(3))])
+    instead = torch.optim.SGD(parts.model.parameters(), lr=0.1)
+    for step in (2, 3):
+        probe.step()
+        instead.step()
+        mine.report(step, loss=1.0)
+        training.save(step)
+    said = capsys.readouterr().err
+    assert said.count("took a step, SGD of 0.weight: its state is in no checkpoint") == 1
+    assert said.count("took a step, Adam of other parameters: its state and they are in no checkpoint") == 1
+
+
+@pytest.mark.parametrize("kind", ["after a step", "between batches", "zeroed", "of another model", "left out"])
+def test_gradients_that_no_checkpoint_has_are_named(
+    kind: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = nn.ModuleDict({"maker": nn.Linear(3, 3), "critic": nn.Linear(3, 1)})
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models.values()]
+    training = join(run).training(models, optimizers)
+
+    def add_up() -> None:
+        models["critic"](models["maker"](torch.ones(2, 3))).sum().backward()
+
+    for step in (1, 2):
+        add_up()
+        if kind == "between batches" and step == 1:
+            training.save(1)
+            continue
+        for optimizer in optimizers if kind != "of another model" else optimizers[::-1]:
+            optimizer.step()
+        if kind == "between batches":
+            add_up()
+        if kind == "zeroed":
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=False)
+        if kind == "of another model":
+            # As the generator's loss leaves some in the critic.
+            optimizers[1].zero_grad()
+            add_up()
+            optimizers[0].step()
+        if kind == "left out":
+            # As by a GradScaler that has seen an overflow.
+            for parameter in models.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(math.inf)
+        training.save(step)
+    training.finish()
+    said = capsys.readouterr().err
+    assert said.count("is saved while gradients are added up (critic.weight)") == (
+        2 if kind == "between batches" else 0
+    )
+
+
+class Growing(nn.Module):
+    """Keeps what it learns in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+        self.depth = 1
+        self.width = 7
+        self.bank = np.zeros((3, 4), np.float32)
+        self.queue = torch.zeros(3)
+        self.mask = torch.ones(4)
+        self.attention: Any = None
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.bank[0] = inputs[0].numpy()
+        self.queue = self.queue.roll(1)
+        self.seen += 1
+        self.attention = self.head(inputs * self.mask)
+        return self.attention
+
+
+def test_what_training_changes_of_a_model_and_no_checkpoint_has_is_named(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Growing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = join(run)
+    training = mine.training(model, optimizer)
+    assert training.resume() == 0
+    said = []
+    for step in (1, 2, 3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        model.depth = 1 if step < 2 else 2
+        mine.report(step, loss=1.0)
+        training.save(step)
+        said.append(capsys.readouterr().err)
+    assert "training changes seen, bank, queue of the model, which no checkpoint has" in said[0]
+    assert "training changes depth of the model" in said[1]
+    assert "training changes" not in said[2]
+
+
+def test_generators_of_python_and_numpy_go_on(run: RunDirectory) -> None:
+    drawn = []
+    for _ in range(2):
+        parts = Parts()
+        generators: dict[str, Any] = {
+            "sampler": np.random.default_rng(1),
+            "older": np.random.RandomState(2),
+            "twister": np.random.Generator(np.random.MT19937(3)),
+            "crops": random.Random(4),
+        }
+        mine = join(run)
+        training = mine.training(parts.model, parts.optimizer, **generators)
+        for step in range(training.resume(), training.resume() + 3):
+            numbers = [generator.random() for generator in generators.values()]
+            drawn.append([*numbers, generators["older"].normal(), generators["crops"].gauss(0.0, 1.0)])
+            mine.report(step + 1, loss=parts.step())
+        training.save(step + 1)
+        mine.close()
+    sampler, crops = np.random.default_rng(1), random.Random(4)
+    assert [numbers[0] for numbers in drawn] == [sampler.random() for _ in range(6)]
+    expected = []
+    for _ in range(6):
+        expected.append((crops.random(), crops.gauss(0.0, 1.0)))
+    assert [(numbers[3], numbers[5]) for numbers in drawn] == expected
+
+
 @pytest.mark.parametrize(("per_epoch", "workers"), [(None, 0), (4, 1)], ids=["one pass", "epochs"])
 def test_random_numbers_go_on_where_a_loader_draws_some_itself(
     per_epoch: int | None, workers: int, run: RunDirectory
@@ -332,6 +517,45 @@ def test_random_numbers_go_on_where_a_loader_draws_some_itself(
     for last in (2, 6, 8, 12):
         train(join(run), last)
     assert len(losses_of(run)) == 12 and losses_of(run) == losses_of(whole)
+
+
+def test_an_optimizer_that_takes_the_place_of_another_goes_on_bit_for_bit(run: RunDirectory) -> None:
+    def train(mine: JoinedSession, last: int) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        first = torch.optim.Adam(model.parameters(), lr=0.1)
+        second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(ConfigError, match="several optimizers have weight, bias"):
+            mine.training(model, [first, second])
+        training = mine.training(model, first, second=second)
+        for step in range(training.resume(), last):
+            optimizer = first if step < 3 else second
+            loss = model(torch.randn(16, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mine.report(step + 1, loss=loss.item())
+        training.save(last)
+        mine.close()
+        return [tensor.tolist() for tensor in model.parameters()]
+
+    whole = RunDirectory(run.path.parent / "whole")
+    whole.path.mkdir()
+    expected = train(join(whole), 9)
+    for last in (2, 5, 9):
+        result = train(join(run), last)
+    assert result == expected and losses_of(run) == losses_of(whole)
+
+
+def test_what_is_no_optimizer_is_refused(run: RunDirectory) -> None:
+    parts = Parts()
+    cases: list[tuple[Any, str]] = [
+        ({"model": parts.optimizer}, "was given a dict as optimizer"),
+        ([parts.optimizer, parts.schedule], "was given a ReduceLROnPlateau among the optimizers"),
+    ]
+    for optimizer, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            join(run).training(parts.model, optimizer)
 
 
 def test_another_model_or_optimizer_or_group_is_refused(run: RunDirectory) -> None:
