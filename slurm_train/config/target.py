@@ -27,7 +27,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ConfigError, PreflightError
 
 TARGET = "_target_"
 # What Hydra's instantiate takes beside the keywords. Values are plain Python here, as with `_convert_: all`.
@@ -177,9 +177,11 @@ def _import(path: str, name: str) -> types.ModuleType | None:
         # Only the missing word itself is a wrong path; a missing import inside the module is the module's own.
         if isinstance(err, ModuleNotFoundError) and err.name == name:
             return None
-        raise ConfigError(
-            f"{TARGET}={path}: importing {name} failed: {err}", hint=f"try: python -c 'import {name}'"
-        ) from err
+        message = f"{TARGET}={path}: importing {name} failed: {err}"
+        hint = f"try: python -c 'import {name}'"
+        # Other nodes may have it.
+        lacks_library = re.search(r"cannot open shared object file|GLIBC\S* not found", str(err))
+        raise (PreflightError if lacks_library else ConfigError)(message, hint=hint) from err
 
 
 def _signature_of(target: Callable[..., Any]) -> inspect.Signature | None:

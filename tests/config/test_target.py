@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slurm_train.config.target import instantiate, keywords_in_source, require_target, resolve_target
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ConfigError, PreflightError
 from tests.support.refusals import refusal
 
 
@@ -44,6 +44,13 @@ def test_name_of_the_package_wins_over_a_module_of_that_name(package: str) -> No
 )
 def test_message_of_a_wrong_path(package: str, path: str, text: str) -> None:
     assert str(refusal(ConfigError, resolve_target, path.format(p=package))) == text.format(p=package)
+
+
+def test_a_library_that_this_node_lacks_may_be_on_another(package: str, tmp_path: Path) -> None:
+    lacks = 'raise ImportError("libcudart.so.12: cannot open shared object file: No such file or directory")\n'
+    (tmp_path / package / "lacks.py").write_text(lacks)
+    error = refusal(PreflightError, resolve_target, f"{package}.lacks.X")
+    assert "libcudart.so.12" in error.message and error.exit_code == 1
 
 
 @pytest.mark.parametrize(
