@@ -77,6 +77,8 @@ class Failure:
     host: str
     log: Path | None
     """Its log, None where it has none."""
+    source: Path | None
+    """The file that has the excerpt."""
     wrote_to_terminal: bool
     """Whether its words are in a terminal instead, as those of rank 0 of a run on this machine."""
     excerpt: str
@@ -102,7 +104,7 @@ class Failure:
         if self.is_in_log_of(rank_shown):
             lines_are = "traceback is" if self.kind == "traceback" else "last lines are"
             return [*lines, f"{first}its {lines_are} above"]
-        return [*lines, f"{first}its {self.kind}, from {self.log}:"]
+        return [*lines, f"{first}its {self.kind}, from {self.source}:"]
 
     def is_in_log_of(self, rank: int) -> bool:
         """Returns whether the excerpt is a part of this rank's log."""
@@ -123,8 +125,10 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
     log = log if has_log else None
     excerpt = ""
     kind = ""
+    source = log
     if rank is not None and run.stacks(attempt, rank).is_file():
-        excerpt = read_tail(run.stacks(attempt, rank), _TAIL_BYTES).rstrip()
+        source = run.stacks(attempt, rank)
+        excerpt = read_tail(source, _TAIL_BYTES).rstrip()
         kind = "stacks"
     elif log is not None:
         text = read_tail(log, _TAIL_BYTES)
@@ -140,6 +144,7 @@ def find_failure(run: RunDirectory, attempt: int) -> Failure | None:
         rank=rank,
         host=host,
         log=log,
+        source=source,
         wrote_to_terminal=in_terminal,
         excerpt=excerpt,
         kind=kind,

@@ -100,6 +100,9 @@ class Frame(NamedTuple):
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<|/slurm_train/worker/")
+HANDLES = "The main thread handles "
+"""Begin of the line in a rank's stacks that names the exception that it handles, e.g. while it closes its group."""
+_HANDLED = re.compile(rf"^{HANDLES}(.+)$", re.MULTILINE)
 _EXCHANGES = "/torch/distributed/"
 _LOADER = "/torch/utils/data/dataloader.py"
 # Wrappers of torch around its collectives.
@@ -163,10 +166,15 @@ def explain(
     working = {rank: rank_signs for rank, rank_signs in sorted(signs.items()) if not rank_signs.has_ended}
     frames = {rank: frames_of(stacks.get(rank, "")) for rank in working}
     waits = {rank: _wait_of(rank, working[rank], flights) for rank in working}
-    behind = _behind(working, waits, flights)
+    handled = {rank: match[1] for rank in working if (match := _HANDLED.search(stacks.get(rank, "")))}
+    # Ranks that have failed, and have not ended, are what the others wait for. A program may train in a handler, too.
+    have_failed = list(handled) if len(handled) < len(working) else []
+    behind = have_failed or _behind(working, waits, flights)
     first_behind = behind[0]
     waiting = [rank for rank in working if rank not in set(behind)]
     sentence = _activity(working[first_behind], frames[first_behind], waits[first_behind], are_several=len(behind) > 1)
+    if have_failed:
+        sentence += f" while it handles {handled[first_behind]}"
     sentence += f", without a sign of life for {duration(silent_s)}"
     if waiting:
         names = [waits[rank] for rank in waiting if waits[rank]]

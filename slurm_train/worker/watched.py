@@ -22,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a user's script imports this file, and needs neither
     from slurm_train.distributed.place import RankPlace
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # a user's script imports this file, and needs neither
 
 ASK = signal.SIGRTMIN + 11
 """Requests the stacks. Its default action would end a process, so it is sent only to a process that catches it."""
+_LONGEST_MESSAGE = 200
 _DESCRIPTORS = "SLURM_TRAIN_WATCH"
 _WATCHER = Path(__file__).with_name("watcher.py")
 
@@ -112,9 +114,31 @@ def _answer(requests: int, threads: int, flight: int) -> None:
             os.lseek(threads, 0, os.SEEK_SET)
             # This thread holds the interpreter's lock, so no other thread runs meanwhile.
             faulthandler.dump_traceback(threads, all_threads=True)
+            os.write(threads, _exception_in_hand().encode(errors="replace"))
             record = _newest_collectives()
             os.ftruncate(flight, 0)
             os.pwrite(flight, record, 0)
+
+
+def _exception_in_hand() -> str:
+    """Returns which exception the main thread handles, with its traceback; "" for none.
+
+    A rank that has failed may never say so: `destroy_process_group` in `finally:` waits for its peers.
+    """
+    current: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    # A tuple of the type, the exception and its traceback before 3.12.
+    err = current[1] if isinstance(current, tuple) else current
+    if not isinstance(err, BaseException):
+        return ""
+    try:
+        from slurm_train.config.secrets import redact
+        from slurm_train.rundir.events import message_of
+        from slurm_train.supervise.silence import HANDLES
+
+        lines = "".join(traceback.format_exception(err))
+        return f"\n{HANDLES}{redact(message_of(err))[:_LONGEST_MESSAGE]}\n{redact(lines)}"
+    except Exception:  # an exception of a program's own may fail to say what it is
+        return ""
 
 
 def _newest_collectives() -> bytes:

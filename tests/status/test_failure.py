@@ -100,6 +100,7 @@ def test_a_rank_that_stood_still_shows_where(has_run: Any) -> None:
     run.stacks(0, 2).write_text("main thread 0x1\nThread 0x1 (most recent call first):\n")
     found = find_failure(run, 0)
     assert found.kind == "stacks" and found.excerpt.startswith("main thread")
+    assert found.lines(rank_shown=0)[-1].endswith(f"its stacks, from {run.stacks(0, 2)}:")
 
 
 def test_while_an_attempt_is_at_it_the_marks_tell(has_run: Any) -> None:

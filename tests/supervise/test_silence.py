@@ -9,6 +9,7 @@ import pytest
 from slurm_train.rundir.signs import Signs
 from slurm_train.supervise.hang import Collective, Flight
 from slurm_train.supervise.silence import (
+    HANDLES,
     Sample,
     explain,
     frames_of,
@@ -170,6 +171,17 @@ SINCE = "without a sign of life for 5 min 10 s"
             {0: signs(0, state="", waits="barrier"), 1: signs(1, state="")},
             {2: IN_BARRIER, 3: IN_BARRIER},
             f"ranks 2, 3 on node2 wait in barrier at train.py:13, {SINCE}; no rank stands out; ranks 0, 1 have ended",
+        ),
+        (
+            {},
+            {2: f"{IN_BARRIER}\n{HANDLES}ValueError: bad label 17\nTraceback"},
+            f"rank 2 on node2 waits in barrier at train.py:13 while it handles ValueError: bad label 17, {SINCE}; "
+            "3 ranks wait for it in barrier",
+        ),
+        (
+            {},
+            dict.fromkeys(range(4), f"{IN_BARRIER}\n{HANDLES}ImportError: no flash\n"),
+            f"ranks 0, 1, 2, 3 on node1 wait in barrier at train.py:13, {SINCE}; no rank stands out",
         ),
     ],
 )

@@ -49,6 +49,12 @@ def exchange():
 def load():
     time.sleep(1000)
 
+def fail():
+    try:
+        raise ValueError("bad label 17")
+    finally:
+        load()
+
 def read(path):
     open(path).read()
 
@@ -80,6 +86,8 @@ elif rank == 0:
     exchange()
 elif kind == "load":
     load()
+elif kind == "fail":
+    fail()
 elif kind == "read":
     read("pipe")
 elif kind == "stop":
@@ -144,6 +152,7 @@ def newest_signs(run: RunDirectory) -> dict[int, Signs]:
     [
         ("load", r"is in load (program.py:"),
         ("read", r"is in read (program.py:"),
+        ("fail", r"is in load (program.py:12) while it handles ValueError: bad label 17, without"),
         ("stop", r"does not run (stopped), "),
     ],
 )
