@@ -52,7 +52,7 @@ _STAYS = re.compile("device-side assert")
 _LOST_PEER = re.compile(
     r"Connection (?:was likely )?closed|Connection reset|Broken pipe|Socket (?:closed|Timeout)"
     r"|failed to recv, got 0 bytes|communicator was aborted|remote process exited|pair closure"
-    r"|Timed out waiting \d+\s?ms for (?:recv|send)"
+    r"|connectFullMesh failed|Timed out waiting \d+\s?ms for (?:recv|send)"
     r"|wait timeout after|waiting for clients|did not connect to .*: missing|Watchdog caught collective",
     re.I,
 )

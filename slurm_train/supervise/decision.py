@@ -111,6 +111,10 @@ _ADVICE = (
         "let the program take MASTER_ADDR and MASTER_PORT from its environment, which differ from attempt to attempt",
     ),
     (
+        re.compile("Bus error"),
+        "most often a mapped file has become shorter, its disk has failed, or /dev/shm is full",
+    ),
+    (
         re.compile("Illegal instruction"),
         "a library was built for a newer processor than this node's: choose nodes with cluster.constraint or "
         "cluster.exclude",

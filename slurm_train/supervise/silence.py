@@ -102,6 +102,9 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<|/slurm_train/worker/")
 HANDLES = "The main thread handles "
 """Begin of the line in a rank's stacks that names the exception that it handles, e.g. while it closes its group."""
+ENDED_THREAD = "An exception has ended thread "
+"""Begin of the line that names a thread and what ended it, e.g. "Thread-1 (feed): OSError: ..."."""
+_ENDED_THREAD = re.compile(rf"^{ENDED_THREAD}(.+)$", re.MULTILINE)
 _HANDLED = re.compile(rf"^{HANDLES}(.+)$", re.MULTILINE)
 _EXCHANGES = "/torch/distributed/"
 _LOADER = "/torch/utils/data/dataloader.py"
@@ -175,6 +178,9 @@ def explain(
     sentence = _activity(working[first_behind], frames[first_behind], waits[first_behind], are_several=len(behind) > 1)
     if have_failed:
         sentence += f" while it handles {handled[first_behind]}"
+    ended_thread = _ENDED_THREAD.search(stacks.get(first_behind, ""))
+    if ended_thread:
+        sentence += f", after an exception has ended its thread {ended_thread[1]}"
     sentence += f", without a sign of life for {duration(silent_s)}"
     if waiting:
         names = [waits[rank] for rank in waiting if waits[rank]]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # a user's script imports this file, and needs neither
 ASK = signal.SIGRTMIN + 11
 """Requests the stacks. Its default action would end a process, so it is sent only to a process that catches it."""
 _LONGEST_MESSAGE = 200
+_ended_threads: list[str] = []
+"""Threads that an exception has ended, with its words."""
 _DESCRIPTORS = "SLURM_TRAIN_WATCH"
 _WATCHER = Path(__file__).with_name("watcher.py")
 
@@ -100,6 +102,7 @@ def answer_watcher(env: MutableMapping[str, str]) -> None:
     stacks, threads, flight, requests = map(int, descriptors.split(","))
     for descriptor in (stacks, threads, flight, requests):
         os.set_inheritable(descriptor, False)
+    _remember_ended_threads()
     faulthandler.register(ASK, file=stacks, all_threads=False, chain=False)
     main = threading.main_thread().ident or 0
     os.pwrite(stacks, f"main thread {main:#018x}\n".encode(), 0)
@@ -114,30 +117,51 @@ def _answer(requests: int, threads: int, flight: int) -> None:
             os.lseek(threads, 0, os.SEEK_SET)
             # This thread holds the interpreter's lock, so no other thread runs meanwhile.
             faulthandler.dump_traceback(threads, all_threads=True)
-            os.write(threads, _exception_in_hand().encode(errors="replace"))
+            os.write(threads, _failures().encode(errors="replace"))
             record = _newest_collectives()
             os.ftruncate(flight, 0)
             os.pwrite(flight, record, 0)
 
 
-def _exception_in_hand() -> str:
-    """Returns which exception the main thread handles, with its traceback; "" for none.
+def _remember_ended_threads() -> None:
+    """Notes which exception ends a thread: the others may wait for ever for what it was to bring."""
+    show = threading.excepthook
+
+    def note(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            name = args.thread.name if args.thread is not None else "of no name"
+            # Its words only: the exception would keep the tensors of its frames.
+            with contextlib.suppress(Exception):
+                _ended_threads.append(f"{name}: {_words_of(args.exc_value)}")
+        show(args)
+
+    threading.excepthook = note
+
+
+def _words_of(err: BaseException) -> str:
+    from slurm_train.config.secrets import redact
+    from slurm_train.rundir.events import message_of
+
+    return redact(message_of(err))[:_LONGEST_MESSAGE]
+
+
+def _failures() -> str:
+    """Returns the lines that follow the stacks: what has ended a thread, and which exception the main thread handles.
 
     A rank that has failed may never say so: `destroy_process_group` in `finally:` waits for its peers.
     """
-    current: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    # A tuple of the type, the exception and its traceback before 3.12.
-    err = current[1] if isinstance(current, tuple) else current
-    if not isinstance(err, BaseException):
-        return ""
     try:
         from slurm_train.config.secrets import redact
-        from slurm_train.rundir.events import message_of
-        from slurm_train.supervise.silence import HANDLES
+        from slurm_train.supervise.silence import ENDED_THREAD, HANDLES
 
-        lines = "".join(traceback.format_exception(err))
-        return f"\n{HANDLES}{redact(message_of(err))[:_LONGEST_MESSAGE]}\n{redact(lines)}"
-    except Exception:  # an exception of a program's own may fail to say what it is
+        current: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        # A tuple of the type, the exception and its traceback before 3.12.
+        err = current[1] if isinstance(current, tuple) else current
+        text = f"\n{ENDED_THREAD}{_ended_threads[-1]}\n" if _ended_threads else ""
+        if isinstance(err, BaseException):
+            text += f"\n{HANDLES}{_words_of(err)}\n{redact(''.join(traceback.format_exception(err)))}"
+        return text
+    except Exception:  # the stacks are worth more
         return ""
 
 

@@ -103,6 +103,7 @@ def test_a_rank_that_lost_another_one_is_no_cause_where_one_has_more_to_say(run:
         ("DistBackendError: NCCL communicator was aborted on rank 3.", True),
         ("DistNetworkError: failed to recv, got 0 bytes", True),
         ("DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.", True),
+        ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting", True),
         ("RuntimeError: Timed out waiting 1800000ms for recv operation to complete", True),
         ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error", False),
         ("ValueError: the connection string is empty", False),

@@ -274,6 +274,7 @@ def test_the_node_of_a_cause(cause: str, node: str) -> None:
         ("rank 0 on a: AcceleratorError: CUDA error: device-side assert triggered", "; most often an index"),
         ("rank 0 on a: Aborted: Watchdog caught collective operation timeout: WorkNCCL(", "; a rank did not join"),
         ("rank 0 on a: DistNetworkError: ... EADDRINUSE", "; let the program take MASTER_ADDR"),
+        ("rank 0 on a: Bus error at train.py:7 in read", "; most often a mapped file has become shorter"),
         ("rank 0 on a: Illegal instruction", "; a library was built for a newer processor"),
         ("Unable to satisfy cpu bind request", "; the CPUs of the job are not those that srun would bind to"),
     ],

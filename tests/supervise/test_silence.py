@@ -9,6 +9,7 @@ import pytest
 from slurm_train.rundir.signs import Signs
 from slurm_train.supervise.hang import Collective, Flight
 from slurm_train.supervise.silence import (
+    ENDED_THREAD,
     HANDLES,
     Sample,
     explain,
@@ -177,6 +178,12 @@ SINCE = "without a sign of life for 5 min 10 s"
             {2: f"{IN_BARRIER}\n{HANDLES}ValueError: bad label 17\nTraceback"},
             f"rank 2 on node2 waits in barrier at train.py:13 while it handles ValueError: bad label 17, {SINCE}; "
             "3 ranks wait for it in barrier",
+        ),
+        (
+            {1: signs(1)},
+            {1: f"{AT_WORK}\n{ENDED_THREAD}feeder: OSError: no\n"},
+            "rank 1 on node1 is in load (train.py:3), after an exception has ended its thread feeder: OSError: no, "
+            f"{SINCE}; 3 ranks wait for it in barrier",
         ),
         (
             {},

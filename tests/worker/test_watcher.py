@@ -37,7 +37,7 @@ from tests.support.waiting import wait_for
 
 LIMIT_S = 4.0
 PROGRAM = """
-import importlib.util, os, signal, subprocess, sys, time
+import importlib.util, os, signal, subprocess, sys, threading, time
 
 def exchange():
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "torch/distributed/fake_c10d.py")
@@ -54,6 +54,13 @@ def fail():
         raise ValueError("bad label 17")
     finally:
         load()
+
+def feed():
+    thread = threading.Thread(target=fail, name="feeder")
+    globals()["load"] = lambda: None
+    thread.start()
+    thread.join()
+    time.sleep(1000)
 
 def read(path):
     open(path).read()
@@ -88,6 +95,8 @@ elif kind == "load":
     load()
 elif kind == "fail":
     fail()
+elif kind == "feed":
+    feed()
 elif kind == "read":
     read("pipe")
 elif kind == "stop":
@@ -152,6 +161,10 @@ def newest_signs(run: RunDirectory) -> dict[int, Signs]:
     [
         ("load", r"is in load (program.py:"),
         ("read", r"is in read (program.py:"),
+        (
+            "feed",
+            r"is in feed (program.py:25), after an exception has ended its thread feeder: ValueError: bad label 17, ",
+        ),
         ("fail", r"is in load (program.py:12) while it handles ValueError: bad label 17, without"),
         ("stop", r"does not run (stopped), "),
     ],
