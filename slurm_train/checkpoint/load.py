@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from slurm_train.checkpoint.agreement import Group, on_every_rank, on_rank_zero, rank_in, size_of
 from slurm_train.checkpoint.commit import Fence, Place, no_fence
 from slurm_train.checkpoint.manifest import COMPLETE_FILE, MODEL, Manifest, check_hash
-from slurm_train.checkpoint.metadata import read_metadata
+from slurm_train.checkpoint.metadata import METADATA_FILE, read_metadata
 from slurm_train.checkpoint.save import rank_file
 from slurm_train.checkpoint.verify import (
     PassedOver,
@@ -315,10 +315,16 @@ def read_model(path: Path, *, averaged: bool = False) -> tuple[Manifest, dict[st
         averaged: take the average of a parameter, where a callback has kept one.
 
     Raises:
-        CheckpointError: the checkpoint does not verify, belongs to another user, or holds no model, or no average.
+        CheckpointError: the checkpoint does not verify, belongs to another user, has a program's files, or holds no
+            model, or no average.
     """
     manifest = verify(path)
     check_owners(path, manifest.files)
+    if manifest.is_directory and METADATA_FILE not in manifest.files:
+        raise CheckpointError(
+            f"{path} has the files that the program has written: {shorten(sorted(manifest.files))}",
+            hint="read them there by what has written them; `run.training` saves weights that are exported",
+        )
     described = read_metadata(path)
     tensors = _model_shapes(path, described)
     if not tensors:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slurm_train.checkpoint.agreement import Peers
+from slurm_train.checkpoint.load import read_model
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import CheckpointSection, RunConfig
@@ -28,7 +29,7 @@ from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt
 from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.heartbeat import Heartbeat, Limits, has_joined, limits_of, read_beats
 from slurm_train.rundir.lineage import first_step_of
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.timing import Spent, read_record
 from slurm_train.session.interface import Session
 from slurm_train.session.joined import JoinedSession
@@ -241,6 +242,16 @@ def test_a_save_without_a_file_of_the_program_is_refused(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="nothing was saved"), mine.save(1):
         pass
     mine.close()
+
+
+def test_files_of_a_program_are_not_exported_as_weights(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    save_files(mine, 3)
+    mine.close()
+    (checkpoint,) = list_checkpoints(run.checkpoints)
+    with pytest.raises(CheckpointError, match=r"has the files that the program has written: model\.txt"):
+        read_model(checkpoint)
 
 
 def test_a_save_that_no_resume_would_choose_is_refused(tmp_path: Path) -> None:
