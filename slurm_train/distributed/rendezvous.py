@@ -318,7 +318,7 @@ class NodeRanks:
     """For the nodes' agents to meet."""
 
 
-def run_ranks(node: NodeRanks, command: Sequence[str], *, on_killed: Callable[[int, int], None]) -> int:
+def run_ranks(node: NodeRanks, command: Sequence[str], *, on_failed: Callable[[int, int], None]) -> int:
     """Runs this node's ranks to their end and returns an exit code: 0 when all ended well. On every node, together.
 
     torch's agent, which is what torchrun runs, starts the node's ranks, and starts them again when one of them fails.
@@ -328,8 +328,8 @@ def run_ranks(node: NodeRanks, command: Sequence[str], *, on_killed: Callable[[i
     Args:
         node: the ranks.
         command: what each of them runs.
-        on_killed: called with the rank that failed first on this node and the number of the signal that ended it,
-            where one did and the ranks are not started again.
+        on_failed: called with each rank of this node that has failed and its exit code, the negative number of the
+            signal if one ended it, where the ranks are not started again.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -357,9 +357,11 @@ def run_ranks(node: NodeRanks, command: Sequence[str], *, on_killed: Callable[[i
     except ChildFailedError as err:
         failures = ", ".join(f"rank {rank}: exit code {failure.exitcode}" for rank, failure in err.failures.items())
         print(f"error: ranks failed after {node.max_restarts} restarts on {node.host}: {failures}", file=sys.stderr)
-        rank, failure = err.get_first_failure()
-        if failure.exitcode < 0:
-            on_killed(rank, -failure.exitcode)
+        first_rank, _ = err.get_first_failure()
+        for rank, failure in err.failures.items():
+            # The agent ends the others by signals. Which one came first is known to the second only.
+            if failure.exitcode > 0 or rank == first_rank:
+                on_failed(rank, failure.exitcode)
         return EXIT_FAILURE
     except Exception:
         # Whatever it is, the other nodes wait for this one's exit code.

@@ -22,16 +22,20 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.distributed.rendezvous import NodeRanks, run_ranks
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_ORPHANED, EXIT_REQUEUE, EXIT_WRONG_USE, RunError
 from slurm_train.rundir.attempts import has_successor, newest_round, was_saved
-from slurm_train.rundir.events import FailureMark, first_mark, leave_mark
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.events import FailureMark, first_mark, leave_mark, read_marks
+from slurm_train.rundir.files import read_json, read_tail
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import FENCE_EVERY_S, hold_stop_signals, next_stop_signal
 from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.slurm.devices import visible_gpus
 from slurm_train.slurm.share import enter_share
+from slurm_train.status.failure import last_words
 from slurm_train.supervise.ranks import VIOLENT
 
 _LOOK_EVERY_S = 0.5
+_BY_SIGNAL = 128
+"""A shell ends with this number plus that of the signal that has ended its program."""
+_LOG_BYTES = 1 << 16
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -52,9 +56,9 @@ def main(words: Sequence[str]) -> NoReturn:
     node = node_ranks(run, config, env)
     codes: list[int] = []
     command = [sys.executable, "-u", "-m", "slurm_train", "worker", str(run.path)]
-    on_killed = partial(leave_killed_mark, run, attempt, host=node.host)
+    on_failed = partial(leave_mark_for, run, attempt, host=node.host)
     thread = threading.Thread(
-        target=lambda: codes.append(run_ranks(node, command, on_killed=on_killed)), name="agent", daemon=True
+        target=lambda: codes.append(run_ranks(node, command, on_failed=on_failed)), name="agent", daemon=True
     )
     thread.start()
     sent_signals = _forward_signals(run, attempt, thread, parent=parent)
@@ -155,23 +159,27 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def leave_killed_mark(run: RunDirectory, attempt: int, rank: int, number: int, *, host: str) -> None:
-    """Leaves the mark of a rank that could leave none, since a signal such as a segmentation fault ended it.
+def leave_mark_for(run: RunDirectory, attempt: int, rank: int, code: int, *, host: str) -> None:
+    """Leaves the mark of a rank that has left none: a segmentation fault ended it, or `os._exit`, or it is no Python.
 
     Args:
         run: the run.
         attempt: the attempt at the start of the step.
         rank: the rank.
-        number: of the signal; nothing is left of one that asks to stop.
+        code: its exit code, the negative number of the signal if one ended it; nothing is left of one that was asked to
+            stop.
         host: the rank's node.
     """
-    if number not in VIOLENT:
-        return
-    words = signal.strsignal(number) or f"signal {number}"
-    mark = FailureMark(rank=rank, host=host, exit_code=128 + number, message=words)
-    # If it cannot be written, the stacks are still in the rank's log.
+    # If it cannot be written, what the rank has said is still in its log.
     with contextlib.suppress(OSError):
-        leave_mark(run, newest_round(run, attempt), mark)
+        newest = newest_round(run, attempt)
+        if -code in VIOLENT:
+            words = signal.strsignal(-code) or f"signal {-code}"
+            leave_mark(run, newest, FailureMark(rank=rank, host=host, exit_code=128 - code, message=words))
+        elif 0 < code < _BY_SIGNAL and all(mark.rank != rank for mark in read_marks(run, newest)):
+            last_line = last_words(read_tail(run.rank_log(newest, rank), _LOG_BYTES))
+            words = f"ended with exit code {code}{f'; its last words: {last_line}' if last_line else ''}"
+            leave_mark(run, newest, FailureMark(rank=rank, host=host, exit_code=code, message=words))
 
 
 def outcome(run: RunDirectory, config: RunConfig, attempt: int, code: int, *, sent_signals: Collection[int]) -> int:

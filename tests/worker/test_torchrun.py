@@ -20,7 +20,7 @@ from slurm_train.rundir.events import read_marks
 from slurm_train.rundir.heartbeat import read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.worker.rank import _leave_restart
-from slurm_train.worker.torchrun import children_of, granted_ranks, leave_killed_mark, outcome
+from slurm_train.worker.torchrun import children_of, granted_ranks, leave_mark_for, outcome
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
@@ -54,7 +54,14 @@ def test_ranks_that_have_saved_want_to_be_run_again(tmp_path: Path) -> None:
         assert outcome(run, RunConfig(), 0, 0, sent_signals=()) == code
 
 
-def test_a_rank_that_crashes_leaves_a_mark(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("act", "words", "code"),
+    [
+        ("ctypes.string_at(8)", "Segmentation fault", 128 + signal.SIGSEGV),
+        ("os._exit(3)", "ended with exit code 3", 3),
+    ],
+)
+def test_a_rank_that_cannot_leave_a_mark_gets_one(tmp_path: Path, act: str, words: str, code: int) -> None:
     run = RunDirectory(tmp_path)
     open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=2))
     node = NodeRanks(
@@ -68,19 +75,27 @@ def test_a_rank_that_crashes_leaves_a_mark(tmp_path: Path) -> None:
         timeout_s=60.0,
     )
     program = tmp_path / "crash.py"
-    program.write_text(
-        "import ctypes, os, time\nif os.environ['RANK'] == '1':\n    ctypes.string_at(8)\ntime.sleep(60)\n"
-    )
-    on_killed = partial(leave_killed_mark, run, 0, host="node1")
-    assert run_ranks(node, [sys.executable, str(program)], on_killed=on_killed) == 1
+    program.write_text(f"import ctypes, os, time\nif os.environ['RANK'] == '1':\n    {act}\ntime.sleep(60)\n")
+    on_failed = partial(leave_mark_for, run, 0, host="node1")
+    assert run_ranks(node, [sys.executable, str(program)], on_failed=on_failed) == 1
     (mark,) = read_marks(run, 0)
-    assert (str(mark), mark.exit_code) == ("rank 1 on node1: Segmentation fault", 128 + signal.SIGSEGV)
+    assert (str(mark), mark.exit_code) == (f"rank 1 on node1: {words}", code)
+
+
+def test_a_rank_that_ended_without_a_word_is_named_unless_it_has_a_mark(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=2))
+    run.rank_log(0, 1).write_text("step 3\nno licence\n")
+    for code in (143, 3, 3):
+        leave_mark_for(run, 0, 1, code, host="node1")
+    (mark,) = read_marks(run, 0)
+    assert (str(mark), mark.exit_code) == ("rank 1 on node1: ended with exit code 3; its last words: no licence", 3)
 
 
 def test_a_rank_that_was_asked_to_stop_leaves_no_mark(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     open_attempt(run, AttemptStart(job_id="1", restart_count=0, nodes=("node1",), world_size=1))
-    leave_killed_mark(run, 0, 0, signal.SIGTERM, host="node1")
+    leave_mark_for(run, 0, 0, -signal.SIGTERM, host="node1")
     assert read_marks(run, 0) == []
 
 
