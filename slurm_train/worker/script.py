@@ -6,6 +6,7 @@ The script replaces the process of the worker, so signals, exit code and log are
 from __future__ import annotations
 
 import contextlib
+import errno
 import filecmp
 import os
 import re
@@ -47,7 +48,7 @@ def run_script(
         stop: set by the handlers of this process.
 
     Raises:
-        ConfigError: there is no such script, or MASTER_ADDR or MASTER_PORT is not set.
+        ConfigError: there is no such script, it cannot be started, or MASTER_ADDR or MASTER_PORT is not set.
     """
     command = script_command(words, code_dir=code_dir, run=run)
     edited = edited_arguments(words, code_dir=code_dir, folder=Path.cwd())
@@ -61,7 +62,15 @@ def run_script(
     sys.stderr.flush()
     variables = script_env(place, env, code_dir=code_dir, run=run)
     leave_to_program(stop)
-    os.execve(command[0], command, variables)
+    try:
+        os.execve(command[0], command, variables)
+    except OSError as err:
+        if err.errno != errno.ENOEXEC:
+            raise
+        raise ConfigError(
+            f"script={words[0]} cannot be started: its first line names no interpreter",
+            hint=f"begin it with #!/bin/bash, or write script=[bash,{','.join(words)}]",
+        ) from err
 
 
 def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run: RunDirectory) -> dict[str, str]:
@@ -104,6 +113,10 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
             f"script={name}: no such file in {code_dir} or {Path.cwd()}", hint="give a path from where you submit"
         )
     program = shutil.which(name)
+    if program is None and any((base / name).is_file() for base in (code_dir, Path.cwd())):
+        raise ConfigError(
+            f"script={name} may not be executed", hint=f"chmod +x {name}, or write script=[bash,{','.join(words)}]"
+        )
     if program is None:
         raise ConfigError(f"script={name}: no such program on PATH", hint="a Python script's name ends in .py")
     return [program, *arguments]

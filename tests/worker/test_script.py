@@ -17,7 +17,8 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import first_mark
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.worker import script_main
+from slurm_train.session.signals import StopFlag
+from slurm_train.worker import script, script_main
 from slurm_train.worker.apart import ApartWatch
 from slurm_train.worker.script import edited_arguments, script_command, script_env, torchrun_env
 from tests.support.waiting import wait_for
@@ -57,6 +58,20 @@ def test_ranks_of_a_node_share_its_cpus(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_not_there_is_said(tmp_path: Path, words: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         script_command(words, code_dir=tmp_path, run=RunDirectory(tmp_path))
+
+
+def test_a_shell_script_that_cannot_be_started_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.sh").write_text("echo step 1\n")
+    run = RunDirectory(tmp_path)
+    with pytest.raises(ConfigError, match=r"script=\./train\.sh may not be executed\nhint: chmod \+x \./train\.sh, or"):
+        script_command(["./train.sh", "1"], code_dir=tmp_path, run=run)
+    (tmp_path / "train.sh").chmod(0o755)
+    monkeypatch.setattr(script, "leave_to_program", lambda _: None)
+    with pytest.raises(ConfigError, match=r"names no interpreter\nhint: .*script=\[bash,\./train\.sh,1\]"):
+        script.run_script(
+            ["./train.sh", "1"], place=PLACE, env={**MASTER, **os.environ}, code_dir=tmp_path, run=run, stop=StopFlag()
+        )
 
 
 def test_the_directory_of_the_run_is_put_into_the_words(tmp_path: Path) -> None:
