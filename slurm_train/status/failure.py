@@ -23,6 +23,10 @@ SETUP_FAILED = "cluster.setup: exit code "
 HEADLINE = "Traceback (most recent call last):"
 _CRASH_HEADLINE = "Fatal Python error: "
 """How faulthandler begins."""
+_CHILD_CRASHED = re.compile(
+    r"killed by signal: (?:Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception)"
+    r"|terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)"
+)
 _ONE = (
     rf"{re.escape(HEADLINE)}\n(?:[ \t].*(?:\n|\Z))+"
     # A message may have several lines; what follows without a blank line is taken for it, to an extent.
@@ -181,6 +185,19 @@ def crash_in(text: str) -> str:
     return "" if not headline or HEADLINE in stacks else (headline + stacks).rstrip()
 
 
+def crash_of_child_in(text: str, message: str) -> str:
+    """Returns the stacks that a process of a loader, or a spawned one, wrote before its rank failed; "" for none.
+
+    Args:
+        text: the log of the rank.
+        message: the rank's, which says that a signal has ended that process.
+    """
+    if not _CHILD_CRASHED.search(message):
+        return ""
+    _, headline, stacks = text.rpartition(_CRASH_HEADLINE)
+    return (headline + stacks.partition(HEADLINE)[0]).strip("\n \0") if headline else ""
+
+
 def _traceback_of(text: str, message: str) -> str:
     """Returns the last traceback in a log that has the rank's message; else a crash; else the last traceback of all.
 
@@ -194,7 +211,9 @@ def _traceback_of(text: str, message: str) -> str:
         # A library says why it aborts before it does.
         before = text[: text.rindex(crash)].rstrip().splitlines()
         return "\n".join([*before[-_LAST_LINES:], crash])
-    return named[-1] if named else _last_traceback(blocks)
+    if not named:
+        return _last_traceback(blocks)
+    return "\n\n".join(filter(None, [crash_of_child_in(text, message), named[-1]]))
 
 
 def _last_traceback(blocks: Sequence[str]) -> str:

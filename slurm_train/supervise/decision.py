@@ -77,6 +77,11 @@ _ADVICE = (
         "(data.num_workers) or smaller batches",
     ),
     (
+        re.compile(r"DataLoader worker .*killed by signal: (?:Segmentation|Aborted|Illegal|Floating)"),
+        "the code of the data set, or a library that it calls, has crashed in a process of the loader: its stacks are "
+        "in the log of the rank; in a script call faulthandler.disable() and enable() in worker_init_fn for them",
+    ),
+    (
         re.compile(r"DataLoader worker .*(?:killed by signal: Killed|exited unexpectedly)"),
         "a process of the loader was ended, most often for lack of memory: raise cluster.memory_gb_per_node (0: all of "
         "it), or use fewer of them (data.num_workers)",

@@ -37,7 +37,7 @@ from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
 from slurm_train.slurm.records import TaskEnd
-from slurm_train.status.failure import crash_in, last_words
+from slurm_train.status.failure import crash_in, crash_of_child_in, last_words
 from slurm_train.supervise.decision import (
     NODE_FAILURE,
     ends_without_progress,
@@ -49,6 +49,7 @@ from slurm_train.supervise.monitor import BestEffort
 
 _DISK_FULL = "DISK_FULL"
 """The preflight's code: a person who submits sees the error at once, but a requeued run waits for free space."""
+_ANY_RANK = re.compile(r"rank (\d+) on ")
 _CRASHED_RANK = re.compile(
     r"ranks? (\d+)\S* on \S+: (?:Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception)"
 )
@@ -133,6 +134,8 @@ class Surroundings:
     """How single ranks ended, in the order in which it was told; without those that ended with 0."""
     silent_end: str = ""
     """How a rank ended without an exception, from `silent_end`; "" for none."""
+    placed_mark: str = ""
+    """The first mark, with the place where the rank or a process of its loader crashed; "" for none."""
     lost_nodes: tuple[str, ...]
     """Nodes that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
     had_oom_kill: bool
@@ -243,7 +246,9 @@ def with_crash_place(end: str, run: RunDirectory, attempt: int) -> str:
     """
     match = _CRASHED_RANK.match(end)
     if match is None:
-        return end
+        rank = _ANY_RANK.match(end)
+        log = read_tail(run.rank_log(attempt, int(rank[1])), _CRASH_BYTES) if rank else ""
+        return end + _place_of_crash(crash_of_child_in(log, end))
     log = read_tail(run.rank_log(attempt, int(match[1])), _CRASH_BYTES)
     place = _place_of_crash(crash_in(log))
     # What C++ says of an exception that nobody catches, e.g. NCCL's watchdog of a collective.
@@ -324,7 +329,7 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
     cause = _cause(evidence, around, has_failed=has_failed)
     is_same_failure = (
         mark is not None
-        and cause == str(mark)
+        and cause in (str(mark), around.placed_mark)
         and not evidence.has_progress
         and any(mark.is_like(earlier) for earlier in evidence.previous_marks)
     )
@@ -336,7 +341,7 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
     failed_on = bad_nodes or _single(
         _node_of_error(errors) or node_of(cause) or (mark.host if mark is not None else "")
     )
-    is_of_ranks = cause != "" and (cause == around.silent_end or (mark is not None and cause == str(mark)))
+    is_of_ranks = cause != "" and cause in (around.silent_end, around.placed_mark, str(mark or ""))
     if is_of_ranks and not _blames_node(cause, evidence, around.ends):
         failed_on = bad_nodes
     to_avoid: tuple[str, ...] = ()
@@ -380,7 +385,7 @@ def _cause(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> str
         return around.violent_end
     if not has_failed:
         return ""
-    return around.silent_end or str(mark or "")
+    return around.silent_end or around.placed_mark or str(mark or "")
 
 
 def _failed_before_it(mark: FailureMark | None, ends: Sequence[TaskEnd]) -> bool:

@@ -410,14 +410,15 @@ class Supervisor:
         run = self._run
         scheduler = self._scheduler
         said = best_effort("the output of srun", lambda: scheduler.explain(attempt), "")
+        placed_end = best_effort("the log of the rank", lambda: with_crash_place(said, run, attempt), said)
         # Where srun says nothing, torchrun's launcher has left a mark of a rank that a signal ended.
-        end = said or mark
-        placed_end = best_effort("the log of the rank", lambda: with_crash_place(end, run, attempt), end)
+        placed_mark = best_effort("the log of the rank", lambda: with_crash_place(mark, run, attempt), mark)
         ends = best_effort("the output of srun", lambda: tuple(scheduler.ends(attempt)), tuple[TaskEnd, ...]())
         num_ranks = scheduler.start.world_size
         quiet_end = best_effort("the log of the rank", lambda: silent_end(run, attempt, ends, num_ranks=num_ranks), "")
         return Surroundings(
-            violent_end="" if placed_end == mark else placed_end,
+            violent_end=placed_end,
+            placed_mark=placed_mark,
             ends=ends,
             silent_end=quiet_end,
             lost_nodes=tuple(scheduler.lost_nodes(job)),

@@ -174,6 +174,18 @@ def test_the_rank_that_its_peers_lost_is_named(tmp_path: Path, act: str, note: s
     assert re.match(note, line["note"]), line
 
 
+def test_a_data_set_that_crashes_in_a_process_of_the_loader_shows_where(tmp_path: Path) -> None:
+    crashes = "import ctypes\n" + TINY_MODULE.replace(
+        "        return self.x[index]", "        ctypes.string_at(8)\n        return self.x[index]"
+    )
+    (tmp_path / "tiny.py").write_text(crashes)
+    person = Person(tmp_path)
+    words = (*TINY, "run.processes=2", "data.num_workers=1", "run.name=crashes")
+    assert person.types(*words, timeout_s=120).code == 1
+    (line,) = read_ledger(run_of(person, "crashes"))
+    assert re.search(r"by signal: Segmentation fault\. at tiny\.py:\d+ in __getitem__; the code of", line["note"]), line
+
+
 def test_a_model_that_ends_its_process_is_named(tmp_path: Path) -> None:
     ends = "\ndef exit_now():\n    raise SystemExit(0)\n"
     (tmp_path / "tiny.py").write_text(TINY_MODULE.replace("time.sleep(self.step_s)", "exit_now()") + ends)

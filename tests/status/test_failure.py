@@ -37,6 +37,7 @@ PEER = 'Traceback (most recent call last):\n  File "x", line 1\nRuntimeError: co
 
 
 CRASH = 'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 1 in f'
+GONE = PEER.replace("connection closed by peer", "worker 7 is killed by signal: Aborted.")
 KILLED = "rank 5 on node3: Killed; the ranks are started again in this allocation"
 RAISED, CLOSED = "ValueError: no such layer", "RuntimeError: connection closed by peer"
 # The ledger's note, the ranks' logs in the order in which they ended, their marks; rank, host, kind and excerpt.
@@ -57,6 +58,12 @@ CASES: dict[str, tuple[str, dict[int, str], dict[int, str], tuple[int | None, st
     "an exception after a crash of a process of its own": (
         *("rank 5 on node3: Aborted", {5: f"{CRASH}\n{ONE}\n"}, {}),
         (5, "node3", "traceback", ONE),
+    ),
+    "a process of its loader that crashed": (
+        "rank 5 on node3: RuntimeError: worker 7 is killed by signal: Aborted. at a.py:1 in f; the code of",
+        {5: f"{ONE}\n{CRASH}\n{GONE}\n"},
+        {5: "RuntimeError: worker 7 is killed by signal: Aborted."},
+        (5, "node3", "traceback", f"{CRASH}\n\n{GONE}"),
     ),
     "where nobody is named the log that ended first": (
         *("the ranks ended with code 1; see the logs of this attempt", {1: "fine\n", 7: f"{LONG}\n", 0: PEER}, {}),

@@ -267,6 +267,10 @@ def test_the_node_of_a_cause(cause: str, node: str) -> None:
             "rank 0 on a: RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.",
             "; a process of the loader",
         ),
+        (
+            "rank 0 on a: DataLoader worker (pid 7) is killed by signal: Segmentation fault. at a.py:1 in f",
+            "; the code of",
+        ),
         ("rank 0 on a: RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", "; a process of the loader"),
         ("rank 0 on a: OSError: [Errno 24] Too many open files", "; raise the limit on open files"),
         ("rank 0 on a: OSError: [Errno 122] Disk quota exceeded: '/home/me'", "; make room or raise the quota"),

@@ -251,6 +251,27 @@ def test_an_abort_is_told_with_what_was_thrown(tmp_path: Path) -> None:
     assert with_crash_place(words, run, 1) == f"{words}: {thrown}"
 
 
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (
+            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Segmentation fault. ",
+            " at data.py:9 in decode",
+        ),
+        ("ProcessExitedException: process 1 terminated with signal SIGABRT", " at data.py:9 in decode"),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", ""),
+        ("ValueError: odd", ""),
+    ],
+)
+def test_a_crash_of_a_process_of_its_own_is_told_with_its_place(tmp_path: Path, words: str, place: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(1).mkdir(parents=True)
+    frames = '  File "/me/data.py", line 9 in decode\n  File "/me/data.py", line 30 in __getitem__\n'
+    crash = f"Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n{frames}"
+    run.rank_log(1, 3).write_text(f"{crash}\nTraceback (most recent call last):\n  File x\n{words}\n")
+    assert with_crash_place(f"rank 3 on node2: {words}", run, 1) == f"rank 3 on node2: {words}{place}"
+
+
 @pytest.mark.parametrize("words", [KILLED, "", "rank 3 on node2: Aborted"], ids=["killed", "no words", "no log"])
 def test_other_ends_are_told_as_they_are(tmp_path: Path, words: str) -> None:
     assert with_crash_place(words, RunDirectory(tmp_path), 1) == words
