@@ -38,7 +38,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import check_gloo_address, open_store
 from slurm_train.distributed.seeds import seed_everything
 from slurm_train.distributed.sequence import SequencePart
-from slurm_train.errors import EXIT_DONE, ConfigError
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import enter
@@ -274,6 +274,7 @@ def run_task(rank: Rank) -> int:
 
     Raises:
         ConfigError: `task._target_` cannot be called, or it returned something else than an exit code.
+        SystemExit: it returned the code of a failure.
     """
     config = rank.config
     assert config.task is not None
@@ -304,5 +305,8 @@ def run_task(rank: Rank) -> int:
             f"task._target_={config.task.get('_target_')} returned {code!r}, which is no exit code",
             hint="return None or 0 when done, 75 to be run again",
         )
+    if code not in (None, EXIT_DONE, EXIT_REQUEUE):
+        # The others may not have come to their end.
+        raise SystemExit(code)
     shutdown()
     return EXIT_DONE if code is None else code

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from slurm_train.config.schema import HealthSection, RunConfig, TrainSection
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError, RendezvousError
+from slurm_train.train import context
 from slurm_train.train.context import TaskContext, run_task
 from tests.support.ports import free_port
 from tests.support.ranks import leave_group, make_rank
@@ -59,6 +60,15 @@ def test_the_function_runs_in_an_open_group_and_gives_the_exit_code(
         assert call(tmp_path, answer) == code
     ((context, total),) = SEEN
     assert (total, context.attempt, context.place.world_size, context.run.path) == (1.0, 2, 1, tmp_path)
+
+
+def test_a_rank_whose_function_has_failed_does_not_wait_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "shutdown", lambda: pytest.fail("they may not come"))
+    with pytest.raises(SystemExit) as ended:
+        call(tmp_path, 3)
+    assert ended.value.code == 3
 
 
 def test_ranks_with_gpus_need_an_address_for_gloo_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
