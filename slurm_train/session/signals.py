@@ -33,6 +33,7 @@ _IS_ASKED = 1
 _LETS_END = 2
 _handlers: list[Callable[[int, FrameType | None], None]] = []
 """What `install` has made in this process."""
+_MOST_PENDING = 10
 _PATIENCE_S = 5.0
 """So long after a TERM a forked child looks whether its parent was asked to stop as well."""
 
@@ -219,6 +220,19 @@ def _is_loader_worker() -> bool:
     """Returns whether this process is a worker of a loader of torch, without importing torch."""
     loaders = sys.modules.get("torch.utils.data")
     return loaders is not None and loaders.get_worker_info() is not None
+
+
+def ignore_ends_of_children() -> None:
+    """Makes the end of a child process raise nothing any more, where a failure is about to be reported.
+
+    torch's handler raises at each end of a child once a process of a loader has crashed: also while the failure is
+    printed, so that no mark is left and the interpreter ends in its own way.
+    """
+    for _ in range(_MOST_PENDING):
+        # Installing a handler first runs those of signals that are pending.
+        with contextlib.suppress(Exception):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return
 
 
 def leave_to_program(flag: StopFlag) -> None:

@@ -58,7 +58,14 @@ from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import step_of_attempt
-from slurm_train.session.signals import NodeLeader, StopFlag, release_continue, start_orphan_watchdog, was_continued
+from slurm_train.session.signals import (
+    NodeLeader,
+    StopFlag,
+    ignore_ends_of_children,
+    release_continue,
+    start_orphan_watchdog,
+    was_continued,
+)
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import node_name, step_id
 from slurm_train.status.activity import live_holder
@@ -137,9 +144,11 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
             code = _leave_restart(run, int(env[_ATTEMPT]), code, closes=closes)
         leave(code)
     except SlurmTrainError as err:
+        ignore_ends_of_children()
         print(f"error: {err}", file=sys.stderr, flush=True)
         _fail(run, env, err.exit_code, err.message.partition("\n")[0])
     except BaseException as err:
+        ignore_ends_of_children()
         print(redact(traceback.format_exc()), file=sys.stderr, end="", flush=True)
         _fail(run, env, EXIT_FAILURE, message_of(err), place=place_of(err))
 

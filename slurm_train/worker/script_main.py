@@ -81,6 +81,8 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str, str]:
     Returns:
         The exit code; how it failed in a few words, "" where it did not; and where it raised, as `place_of` says it.
     """
+    from slurm_train.session.signals import ignore_ends_of_children
+
     try:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -89,6 +91,7 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str, str]:
     except SystemExit as end:
         return *_exit_code(end), ""
     except BaseException as err:
+        ignore_ends_of_children()
         traceback.print_exception(type(err), err, _from_script(err.__traceback__))
         # As the interpreter does: what runs at exit can tell that the program has failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(err), err, err.__traceback__

@@ -165,6 +165,33 @@ def test_how_it_failed_is_told_in_a_few_words(tmp_path: Path, line: str, found: 
     assert script_main.run(str(tmp_path / "train.py")) == found
 
 
+LOSES_CHILDREN = """
+import os, signal
+
+def gone(number, frame):
+    raise RuntimeError("a process of the loader is gone")
+
+class Odd(Exception):
+    def __str__(self):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        return "odd"
+
+signal.signal(signal.SIGCHLD, gone)
+raise Odd
+"""
+
+
+def test_a_failure_is_told_although_children_end_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOSES_CHILDREN)
+    begin = f"import sys\nsys.argv = ['x', '{tmp_path}']\nfrom slurm_train.worker import script_main\n"
+    line = f"{begin}print(script_main.run('{tmp_path}/train.py'))"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "(1, 'Odd: odd', 'train.py:16 in <module>')\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
