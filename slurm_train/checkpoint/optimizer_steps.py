@@ -100,14 +100,14 @@ class OptimizerSteps:
         pending: Tensor | None = None
         for optimizer in self._optimizers:
             newest = self._newest.get(id(optimizer.state))
-            trained = _first_with_gradient(optimizer) if newest is None else newest.parameter
-            if trained is None or trained.grad is None:
+            # Steps that are compiled are not seen.
+            if newest is None or newest.parameter.grad is None:
                 return ""
-            if newest is not None and _place_of_gradient(trained) == (newest.address, newest.version):
+            if _place_of_gradient(newest.parameter) == (newest.address, newest.version):
                 return ""
             if not _has_gradients(optimizer):
                 return ""
-            pending = trained
+            pending = newest.parameter
         plain = plain_names(self._model)
         return next((plain(name) for name, parameter in self._model.named_parameters() if parameter is pending), "")
 

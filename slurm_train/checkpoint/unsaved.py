@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 # Attributes of their modules are caches, not state.
 _LIBRARIES = ("torch", "transformers", "slurm_train")
+# Larger arrays are data, mapped from a file perhaps, and would be read at each save.
+_LARGEST_ARRAY_BYTES = 1 << 26
 Place = tuple[nn.Module, str]
 """A module and the name of one of its buffers; not the tensor, which a model may replace."""
 
@@ -80,7 +82,7 @@ def _content_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         # What a forward pass leaves, e.g. attention to be looked at, is a result.
         return None if value.requires_grad else (value, value._version)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _LARGEST_ARRAY_BYTES:
         return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     return None
 
