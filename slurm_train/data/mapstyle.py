@@ -10,7 +10,6 @@ ranks and restarts. That is why samples are read one by one, even from a data se
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import multiprocessing
 import random
 import signal
@@ -258,10 +257,6 @@ def prepare_worker(_: int) -> None:
             signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    if faulthandler.is_enabled():
-        # torch has put its own handlers in the place of these: a crash in a data set would leave no stacks.
-        faulthandler.disable()
-        faulthandler.enable()
 
 
 def _prepare_trial() -> None:

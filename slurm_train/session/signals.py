@@ -12,6 +12,7 @@ a collective for ever ends.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import hashlib
 import mmap
@@ -212,6 +213,30 @@ def _keep_handler_in_loader_workers() -> None:
         set_handlers_of_torch()
         signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    handling._set_worker_signal_handlers = set_handlers
+
+
+@functools.cache
+def leave_stacks_of_loader_workers() -> None:
+    """Has workers of torch's loaders that are forked from this process write their stacks when a signal ends them.
+
+    torch puts its own handlers of a segmentation fault and a bus error in the place of those of faulthandler.
+    """
+    os.register_at_fork(after_in_child=_keep_stacks_in_loader_workers)
+
+
+def _keep_stacks_in_loader_workers() -> None:
+    handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+    if not faulthandler.is_enabled() or not hasattr(handling, "_set_worker_signal_handlers"):
+        return
+    set_handlers_of_torch = handling._set_worker_signal_handlers
+
+    def set_handlers() -> None:
+        set_handlers_of_torch()
+        # `enable` alone does nothing where it is enabled already.
+        faulthandler.disable()
+        faulthandler.enable()
 
     handling._set_worker_signal_handlers = set_handlers
 

@@ -79,7 +79,7 @@ _ADVICE = (
     (
         re.compile(r"DataLoader worker .*killed by signal: (?:Segmentation|Aborted|Illegal|Floating)"),
         "the code of the data set, or a library that it calls, has crashed in a process of the loader: its stacks are "
-        "in the log of the rank; in a script call faulthandler.disable() and enable() in worker_init_fn for them",
+        "in the log of the rank",
     ),
     (
         re.compile(r"DataLoader worker .*(?:killed by signal: Killed|exited unexpectedly)"),

@@ -62,6 +62,7 @@ from slurm_train.session.signals import (
     NodeLeader,
     StopFlag,
     ignore_ends_of_children,
+    leave_stacks_of_loader_workers,
     release_continue,
     start_orphan_watchdog,
     was_continued,
@@ -122,6 +123,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
     closes = False
     # A segmentation fault would otherwise leave nothing in the log.
     faulthandler.enable()
+    leave_stacks_of_loader_workers()
     # A plain torchrun starts ranks without an attempt's number; they agree on it later.
     is_watched = _ATTEMPT in env
     try:

@@ -27,10 +27,12 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     run_directory = sys.argv.pop(0)
     import_from_copy(run_directory)
+    from slurm_train.session.signals import leave_stacks_of_loader_workers
     from slurm_train.worker.apart import ApartWatch
     from slurm_train.worker.watched import answer_watcher
 
     answer_watcher(os.environ)
+    leave_stacks_of_loader_workers()
     apart = ApartWatch(os.environ)
     is_module = sys.argv[0] == "-m"
     if is_module:

@@ -176,7 +176,8 @@ def test_the_rank_that_its_peers_lost_is_named(tmp_path: Path, act: str, note: s
 
 def test_a_data_set_that_crashes_in_a_process_of_the_loader_shows_where(tmp_path: Path) -> None:
     crashes = "import ctypes\n" + TINY_MODULE.replace(
-        "        return self.x[index]", "        ctypes.string_at(8)\n        return self.x[index]"
+        "        return self.x[index]",
+        '        os.environ["RANK"] == "1" and ctypes.string_at(8)\n        return self.x[index]',
     )
     (tmp_path / "tiny.py").write_text(crashes)
     person = Person(tmp_path)
@@ -184,6 +185,36 @@ def test_a_data_set_that_crashes_in_a_process_of_the_loader_shows_where(tmp_path
     assert person.types(*words, timeout_s=120).code == 1
     (line,) = read_ledger(run_of(person, "crashes"))
     assert re.search(r"by signal: Segmentation fault\. at tiny\.py:\d+ in __getitem__; the code of", line["note"]), line
+
+
+LOADS = """
+import ctypes
+from torch.utils.data import DataLoader
+
+class Numbers:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return ctypes.string_at(8)
+
+def train(context=None):
+    next(iter(DataLoader(Numbers(), num_workers=1)))
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+@pytest.mark.parametrize("words", ["script=[mine.py]", "task._target_=mine.train"], ids=["script", "function"])
+def test_a_loader_of_ones_own_that_crashes_shows_where(tmp_path: Path, words: str) -> None:
+    (tmp_path / "mine.py").write_text(LOADS)
+    person = Person(tmp_path)
+    # Rank 0 writes to the terminal.
+    ended = person.types(words, "run.processes=1", "run.name=loads", timeout_s=120)
+    assert ended.code == 1 and re.search(r'mine\.py", line 10 in __getitem__', ended.out + ended.err), ended
+    (line,) = read_ledger(run_of(person, "loads"))
+    assert "killed by signal: Segmentation fault." in line["note"], line
 
 
 def test_a_model_that_ends_its_process_is_named(tmp_path: Path) -> None:
