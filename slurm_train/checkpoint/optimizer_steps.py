@@ -18,6 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from slurm_train.checkpoint.state import local_part, plain_names
 
+# With two steps of an optimizer for each of the program's, the first save would look the same.
+_FEWEST_STEPS = 5
 # Inner loops make a new optimizer for each of their tasks.
 _MOST_STRANGERS = 1000
 
@@ -46,6 +48,8 @@ class OptimizerSteps:
         self._known = [*optimizers, *(part for other in others for part in _optimizers_of(other))]
         self._newest: dict[int, _Gradient] = {}
         """By the identity of an optimizer's state, which a wrapper shares."""
+        self._num_steps = 0
+        """Steps of all optimizers that are saved."""
         self._strangers: dict[str, bool] = {}
         """Other optimizers that took a step, in words; whether they train a parameter of the model."""
         self._named: set[str] = set()
@@ -57,6 +61,7 @@ class OptimizerSteps:
     def take(self, optimizer: Optimizer) -> None:
         """Takes note of a step."""
         if any(optimizer is known or optimizer.state is known.state for known in self._known):
+            self._num_steps += 1
             trained = _first_with_gradient(optimizer)
             if trained is not None:
                 self._newest[id(optimizer.state)] = _Gradient(trained, *_place_of_gradient(trained))
@@ -90,6 +95,10 @@ class OptimizerSteps:
         self._named |= self._strangers.keys()
         self._strangers.clear()
         return notes
+
+    def is_one_ahead(self, num_steps: int) -> bool:
+        """Returns whether the only optimizer has taken one step more than a save is to say."""
+        return len(self._known) == 1 and num_steps >= _FEWEST_STEPS and self._num_steps == num_steps + 1
 
     def pending(self) -> str:
         """Returns the name of a parameter whose gradient has been added up since the newest step, "" for none.

@@ -173,6 +173,7 @@ class ProgramState:
         self._num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
         """Groups of each optimizer as the program has made it."""
         self._named_unsaved: set[str] = set()
+        self._is_named_ahead = False
         self._is_resumed = False
         self._begin_of_streams: dict[str, str] = {}
         self._note_streams()
@@ -292,9 +293,20 @@ class ProgramState:
         """Returns the name of a parameter whose gradient is being added up for the next step, "" for none."""
         return self._steps.pending()
 
-    def look_before_save(self) -> list[str]:
-        """Returns notes for the user about what training has changed on this rank that no save has; each once."""
+    def look_before_save(self, num_steps: int | None = None) -> list[str]:
+        """Returns notes for the user about what a resume would not have of this rank; each once.
+
+        Args:
+            num_steps: done by this attempt, as the save is to say; None before the first save.
+        """
         notes = self._steps.notes()
+        if num_steps is not None and not self._is_named_ahead and self._steps.is_one_ahead(num_steps):
+            self._is_named_ahead = True
+            notes.append(
+                f"a save says that {num_steps} steps were taken since the start, and the optimizer has taken "
+                f"{num_steps + 1}: a resume would take one of them again; `save` wants how many steps are done, so "
+                "count them from 1: enumerate(loader, start=done + 1)"
+            )
         plain = plain_names(self._model)
         changed = [plain(name) for name in (*self._unsaved.changed_buffers(), *self._unsaved.changed_attributes())]
         names = [name for name in changed if name not in self._named_unsaved]

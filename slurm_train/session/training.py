@@ -81,7 +81,7 @@ class RunTraining(Training):
         step = whole_step(step)
         content = partial(self._content, step)
         self._has_saved = True
-        self._say(self._state.look_before_save())
+        self._say(self._state.look_before_save(step - self._checkpoints.resumed_step))
         with self._saving(step) as waits:
             if waits:
                 self._saves.save(content, step=step)

@@ -415,6 +415,27 @@ def test_gradients_that_no_checkpoint_has_are_named(
     assert said.count("gradients are added up") == (kind == "between batches")
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_steps_that_are_counted_from_zero_are_named(
+    first: int, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        parts = Parts()
+        mine = join(run)
+        training = mine.training(parts.model, parts.optimizer)
+        done = training.resume()
+        for step in range(done + first, done + first + 9):
+            parts.step()
+            mine.report(step, loss=1.0)
+            if step % 8 == 0 and step:
+                training.save(step)
+        training.finish()
+        said = capsys.readouterr().err
+        assert ("a save says that 8 steps were taken since the start, and the optimizer has taken 9" in said) == (
+            not first
+        )
+
+
 class Growing(nn.Module):
     """Keeps what it learns in attributes."""
 
