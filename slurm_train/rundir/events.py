@@ -40,6 +40,8 @@ _IN_PROCESS = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _WORKER_GONE = "exited unexpectedly"
 _LAST_ERROR = "Last error:"
+_GENERALITIES = ". This is typically caused by"
+"""How gloo goes on after the end of a connection."""
 # Failures of devices, networks and files may be transient; started again, the same program may continue.
 _PASSES = re.compile(
     r"CUDA error|AcceleratorError|CUBLAS|cuDNN|NCCL|gloo|Dist\w*Error|Connection|time.?out|OSError"
@@ -411,7 +413,7 @@ def message_of(err: BaseException) -> str:
     if not lines:
         return name
     # "Error(s) in loading state_dict for Net:", and what they are in the next line.
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    text = (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).partition(_GENERALITIES)[0]
     # The first line of NCCL's errors names a line of torch's code, the last one what failed.
     if _LAST_ERROR in lines[:-1]:
         text += f": {lines[lines.index(_LAST_ERROR) + 1]}"

@@ -152,6 +152,11 @@ class _Speechless(Exception):
             'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s): "a".',
             "<string>:1 in <module>",
         ),
+        (
+            RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:7. This is typically caused by a worker"),
+            "RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:7",
+            "",
+        ),
         (AssertionError(), "AssertionError", "<string>:1 in <module>"),
         (_Speechless(), "_Speechless: its message cannot be read (AttributeError)", "<string>:1 in <module>"),
         (
