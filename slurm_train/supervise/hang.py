@@ -121,6 +121,23 @@ def disagreement(flights: Mapping[int, Flights]) -> str:
     return ""
 
 
+def odd_ranks(flights: Mapping[int, Flights]) -> list[int]:
+    """Returns the few ranks that have begun another collective than most under the same number of a group; [] for none.
+
+    E.g. one that came to the end of its program, and waits there for all.
+    """
+    ranks_by_number: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for rank, groups in sorted(flights.items()):
+        for key, flight in groups.items():
+            for collective in flight.newest:
+                ranks_by_number.setdefault((key, collective.number), {}).setdefault(collective.kind, []).append(rank)
+    for _, ranks_by_kind in sorted(ranks_by_number.items()):
+        if len(ranks_by_kind) > 1:
+            fewest, *others = sorted(ranks_by_kind.values(), key=len)
+            return fewest if len(fewest) < len(others[0]) else []
+    return []
+
+
 def recording_environment(torch_version: str) -> dict[str, str]:
     """Returns the variables that make torch keep flight records, {} for versions that do so by default.
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from slurm_train.formatting import duration
 from slurm_train.rundir.signs import Signs
-from slurm_train.supervise.hang import Flights, Hang, absent_ranks, disagreement, main_thread_of
+from slurm_train.supervise.hang import Flights, Hang, absent_ranks, disagreement, main_thread_of, odd_ranks
 from slurm_train.supervise.stragglers import ranks_in_words
 
 # --- slow or dead ---
@@ -226,7 +226,8 @@ def _behind(working: Mapping[int, Signs], waits: Mapping[int, str], flights: Map
     if free:
         return free
     elsewhere = [rank for rank in working if waits[rank] in ("", "the data loader")]
-    return elsewhere or absent or list(working)
+    odd = [rank for rank in odd_ranks(flights) if rank in working]
+    return elsewhere or odd or absent or list(working)
 
 
 def _activity(signs: Signs, frames: Sequence[Frame], wait: str, *, are_several: bool) -> str:

@@ -206,6 +206,23 @@ def test_a_rank_that_has_begun_fewer_collectives_is_the_one_that_is_waited_for()
     assert hang.activity.endswith("2 ranks wait for it in all_reduce #5 of 1,000 elements")
 
 
+def test_a_rank_in_another_collective_than_most_is_the_one_that_is_waited_for() -> None:
+    def flight(name: str, number: int = 7) -> dict[str, Flight]:
+        return {"gloo 0": Flight(number, number - 1, (Collective(number, name, 1),))}
+
+    ranks = {rank: signs(rank, waits="all_reduce #7") for rank in range(3)} | {3: signs(3, waits="barrier #7")}
+    flights = {rank: flight("all_reduce") for rank in range(3)}
+    hang = explain(ranks, silent_s=310.0, stacks={3: IN_BARRIER}, flights=flights | {3: flight("barrier")})
+    assert hang.ranks == (3,)
+    assert hang.activity == (
+        f"waits in barrier #7 of 1 elements at train.py:13, {SINCE}; 3 ranks wait for it in all_reduce #7 of 1 elements"
+        "; as collective #7 of all ranks rank 0 has begun all_reduce of 1 elements, but rank 3 has begun barrier"
+    )
+    # Two against two: nobody knows who is wrong.
+    halves = {rank: flight("barrier" if rank > 1 else "all_reduce") for rank in range(4)}
+    assert explain(ranks, silent_s=310.0, stacks={}, flights=halves).ranks == (0, 1, 2, 3)
+
+
 def test_gpus_that_do_nothing_are_named_after_half_an_hour() -> None:
     ranks = {0: signs(0, gpu_idle_s=0.0), 1: signs(1, gpu_idle_s=2000.0), 2: signs(2)}
     assert idle_sentence(ranks, after_s=1800.0) == "the GPU of rank 1 has done nothing for 33 min 20 s"
