@@ -421,6 +421,8 @@ class RanksInWaiting:
 
 _KILL_AFTER_S = 30.0
 _LOOK_EVERY_S = 0.05
+_LAST_ENDS_S = 0.8
+"""How long after the first failure of a rank others may end by themselves before they are asked to."""
 VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """Signals that end a rank without a word of its own."""
 
@@ -479,18 +481,33 @@ class LocalRanks:
 
     def _note_failure(self) -> int:
         """Returns the exit code of the first rank to fail: one that was killed, else that of the lowest number."""
-        codes = [(rank, process.returncode) for rank, process in enumerate(self.processes)]
-        failures = [(rank, code) for rank, code in codes if code not in (None, EXIT_DONE, EXIT_REQUEUE)]
         host = socket.gethostname()
-        self.ends = [TaskEnd((rank,), host, _words_of(code)) for rank, code in failures]
-        going_on = tuple(rank for rank, code in codes if code in (None, EXIT_REQUEUE))
+        first = self._failures()
+        killed = next(((rank, code) for rank, code in first if -code in VIOLENT), None)
+        if killed is None:
+            # One that came to its end too early may end after those that have lost it.
+            self._await_others(within_s=_LAST_ENDS_S)
+        later = [failure for failure in self._failures() if failure not in first]
+        self.ends = [TaskEnd((rank,), host, _words_of(code)) for rank, code in (*first, *later)]
+        codes = [process.returncode for process in self.processes]
+        going_on = tuple(rank for rank, code in enumerate(codes) if code in (None, EXIT_REQUEUE))
         if going_on:
             self.ends.append(TaskEnd(going_on, host, "Terminated"))
-        for rank, code in failures:
-            if -code in VIOLENT:
-                self.violent_end = f"rank {rank} on {socket.gethostname()}: {signal.strsignal(-code)}"
-                return int(code)
-        return int(failures[0][1])
+        if killed is None:
+            return first[0][1]
+        rank, code = killed
+        self.violent_end = f"rank {rank} on {host}: {signal.strsignal(-code)}"
+        return code
+
+    def _failures(self) -> list[tuple[int, int]]:
+        """Returns rank and exit code of the ranks that have failed so far."""
+        codes = enumerate(process.returncode for process in self.processes)
+        return [(rank, code) for rank, code in codes if code not in (None, EXIT_DONE, EXIT_REQUEUE)]
+
+    def _await_others(self, *, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while None in self._exit_codes() and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
 
     def _signal(self, number: signal.Signals) -> None:
         for process, code in zip(self.processes, self._exit_codes(), strict=True):

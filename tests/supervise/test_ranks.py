@@ -18,7 +18,7 @@ from slurm_train.assets import read_template
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE, ClusterError, NodesError, RunError, SilentNodesError
 from slurm_train.rundir.files import is_there
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.records import violent_end
+from slurm_train.slurm.records import TaskEnd, violent_end
 from slurm_train.supervise import ranks
 from slurm_train.supervise.ranks import (
     LocalRanks,
@@ -375,6 +375,15 @@ def test_a_rank_that_was_killed_is_named_before_those_that_fail_by_its_loss(loca
         assert started.violent_end == f"rank 1 on {socket.gethostname()}: Killed"
     started = start(local, "import os; os._exit(3)")
     assert (started.wait(), started.violent_end) == (3, "")
+
+
+def test_a_rank_that_ends_well_after_one_that_has_lost_it_was_not_asked_to(local: RunDirectory) -> None:
+    started = start(local, "import os, time; r = os.environ['RANK']; time.sleep(0.3 * int(r)); os._exit(r == '0')")
+    assert started.wait() == 1
+    assert started.ends == [TaskEnd((0,), socket.gethostname(), "Exited with exit code 1")]
+    started = start(local, "import os, time; time.sleep(0.3 * (os.environ['RANK'] == '0')); os._exit(3)")
+    assert started.wait() == 3
+    assert [end.tasks for end in started.ends] == [(1,), (0,)]
 
 
 WAITING = """
