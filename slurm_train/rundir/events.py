@@ -388,7 +388,11 @@ def first_mark(run: RunDirectory, attempt: int) -> FailureMark | None:
 
     A rank that closes its process group before it ends (`finally:`) leaves its mark later than those that lose it.
     """
-    marks = read_marks(run, attempt)
+    return first_of(read_marks(run, attempt))
+
+
+def first_of(marks: Sequence[FailureMark]) -> FailureMark | None:
+    """Returns the mark of `first_mark` from all marks of an attempt, the earliest first."""
     return next((mark for mark in marks if not mark.tells_of_loss), next(iter(marks), None))
 
 

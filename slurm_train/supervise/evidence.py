@@ -26,7 +26,7 @@ from slurm_train.rundir.events import (
     codes_of,
     errors_of,
     findings_of,
-    first_mark,
+    first_of,
     read_events,
     read_marks,
     read_preflight,
@@ -210,8 +210,8 @@ def read_evidence(
     entry = next((line for line in lines if line["attempt"] == attempt), {})
     ledger = [line for line in lines if line["attempt"] < attempt]
     findings = best_effort("the preflight's record", lambda: findings_of(read_preflight(run, attempt)), list[Finding]())
-    mark = best_effort("the marks of the ranks", lambda: first_mark(run, attempt), None)
     marks = best_effort("the marks of the ranks", lambda: read_marks(run, attempt), list[FailureMark]())
+    mark = first_of(marks)
     previous_marks: list[FailureMark] = []
     if mark is not None and ledger:
         previous = int(ledger[-1]["attempt"])
@@ -274,7 +274,9 @@ def _place_in_program(frames: Sequence[tuple[str, str, str]]) -> str:
     return f"{Path(file).name}:{line} in {function}"
 
 
-def silent_end(run: RunDirectory, attempt: int, ends: Sequence[TaskEnd], *, num_ranks: int) -> str:
+def silent_end(
+    run: RunDirectory, attempt: int, ends: Sequence[TaskEnd], *, marks: Sequence[FailureMark], num_ranks: int
+) -> str:
     """Returns how a rank ended without an exception while the marks of others tell only of its loss; "" for none.
 
     It may have called `sys.exit` or `os._exit`, be no Python, or have found a Python that does not start on its node.
@@ -283,11 +285,11 @@ def silent_end(run: RunDirectory, attempt: int, ends: Sequence[TaskEnd], *, num_
         run: the run.
         attempt: number of the attempt.
         ends: how the ranks ended that did not end with 0; () where that is not known.
+        marks: of all ranks, the earliest first.
         num_ranks: of the attempt.
     """
-    marks = read_marks(run, attempt)
-    mark = next((mark for mark in marks if not mark.tells_of_loss), None)
-    if mark is not None:
+    mark = first_of(marks)
+    if mark is not None and not mark.tells_of_loss:
         words = _words_in_log(run, attempt, mark.rank) if _WORDLESS.search(mark.message) else ""
         return f"{mark}{words}" if words else ""
     if not ends:

@@ -251,15 +251,17 @@ class SlurmJob(Scheduler):
 
     def explain(self, attempt: int) -> str:
         """Reads what srun wrote."""
-        log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
-        return violent_end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ""
+        return violent_end(self._srun_text(attempt))
 
     def ends(self, attempt: int) -> Sequence[TaskEnd]:
         """Reads what srun wrote, where each task is a rank and has its number."""
         if len(self.job_ids) > 1 or self.pool.tasks_per_node != self.pool.ranks_per_node:
             return ()
+        return task_ends(self._srun_text(attempt))
+
+    def _srun_text(self, attempt: int) -> str:
         log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"
-        return task_ends(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else ()
+        return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def can_avoid(self, nodes: Sequence[str]) -> bool:
         """Asks Slurm about the job's partition."""

@@ -358,7 +358,9 @@ class Supervisor:
         )
         has_failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE)
         mark = str(evidence.mark or "") if has_failed else ""
-        around = self._read_surroundings(attempt, job, best_effort, mark=mark, had_oom_kill=had_oom_kill)
+        around = self._read_surroundings(
+            attempt, job, best_effort, mark=mark, marks=evidence.marks, had_oom_kill=had_oom_kill
+        )
         diagnosis = diagnose(evidence, around, has_failed=has_failed)
         outcome = Outcome(
             exit_code=diagnosis.exit_code,
@@ -396,6 +398,7 @@ class Supervisor:
         best_effort: BestEffort,
         *,
         mark: str,
+        marks: Sequence[FailureMark],
         had_oom_kill: bool,
     ) -> Surroundings:
         """Returns what Slurm and the kernel report of an attempt whose ranks have ended.
@@ -405,6 +408,7 @@ class Supervisor:
             job: the record of the job, as far as known.
             best_effort: bounds the time of each read.
             mark: of the rank that failed first, in words.
+            marks: of all ranks, the earliest first.
             had_oom_kill: whether the kernel of this node ended a process for lack of memory.
         """
         run = self._run
@@ -415,12 +419,15 @@ class Supervisor:
         placed_mark = best_effort("the log of the rank", lambda: with_crash_place(mark, run, attempt), mark)
         ends = best_effort("the output of srun", lambda: tuple(scheduler.ends(attempt)), tuple[TaskEnd, ...]())
         num_ranks = scheduler.start.world_size
-        quiet_end = best_effort("the log of the rank", lambda: silent_end(run, attempt, ends, num_ranks=num_ranks), "")
+
+        def read_silent_end() -> str:
+            return silent_end(run, attempt, ends, marks=marks, num_ranks=num_ranks)
+
         return Surroundings(
             violent_end=placed_end,
             placed_mark=placed_mark,
             ends=ends,
-            silent_end=quiet_end,
+            silent_end=best_effort("the log of the rank", read_silent_end, ""),
             lost_nodes=tuple(scheduler.lost_nodes(job)),
             had_oom_kill=had_oom_kill,
             head_node=scheduler.start.nodes[0],

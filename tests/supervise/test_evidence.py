@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurm_train.rundir.events import FailureMark, Finding, leave_mark
+from slurm_train.rundir.events import FailureMark, Finding, leave_mark, read_marks
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import TaskEnd
 from slurm_train.supervise.evidence import Evidence, Surroundings, diagnose, silent_end, with_crash_place
@@ -180,7 +180,7 @@ def test_a_rank_that_left_no_mark(tmp_path: Path, marks: list[FailureMark], ends
     run.rank_log(1, 2).write_text("step 1\ntrain: command not found\n\n")
     for mark in marks:
         leave_mark(run, 1, mark)
-    assert silent_end(run, 1, ends, num_ranks=4) == words
+    assert silent_end(run, 1, ends, marks=read_marks(run, 1), num_ranks=4) == words
 
 
 def test_a_node_that_lacks_the_program_is_no_wrong_use() -> None:
