@@ -160,7 +160,7 @@ def _require_same_groups(
     if missing:
         raise RunError(
             f"{choice.path.name} has {len(written)} groups of the optimizer, and the program has {len(groups)} now: "
-            "what was trained in the others would stand still",
+            "the parameters of the missing groups would not be trained any more",
             hint="make the same groups as before `resume`, or start another run with run.name=NAME",
         )
 
