@@ -52,6 +52,7 @@ TORCH_FREE_MODULES = (
     "data.check",
     "data.prepare",
     "data.shards",
+    "checkpoint.choice",
     "checkpoint.verify",
     "checkpoint.manifest",
     "checkpoint.commit",

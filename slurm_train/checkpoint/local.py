@@ -30,9 +30,9 @@ from typing import NamedTuple
 from torch.distributed import ProcessGroup
 
 from slurm_train.checkpoint.agreement import as_agreed, on_every_rank, on_rank, on_rank_zero, rank_in, size_of
+from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.commit import Place, Pruned
 from slurm_train.checkpoint.filling import Records, Saved, fill
-from slurm_train.checkpoint.load import Choice
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file, digest_of
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
 from slurm_train.errors import CheckpointError

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
+from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.division import (
     CALLBACKS,
     Division,
@@ -35,7 +36,7 @@ from slurm_train.checkpoint.division import (
     own_tensors,
 )
 from slurm_train.checkpoint.encoding import decode, encode, plain_number
-from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
+from slurm_train.checkpoint.load import load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
 from slurm_train.checkpoint.optimizer_steps import OptimizerSteps
 from slurm_train.checkpoint.readers import (

@@ -11,16 +11,14 @@ import contextlib
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.commit import Place
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import check_fence
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory
-
-if TYPE_CHECKING:
-    from slurm_train.checkpoint.load import Choice
 
 
 def run_place(run: RunDirectory, attempt: int, *, keep: int, is_leader: bool) -> Place:

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.choice import Choice, choose_checkpoint
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.filling import Saved
-from slurm_train.checkpoint.load import Choice, choose_checkpoint
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import CheckpointHeader, Manifest
 from slurm_train.checkpoint.save import BackgroundSaver, Outcome, save_to

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from slurm_train.checkpoint.load import Choice, load_tensors, require_fit
+from slurm_train.checkpoint.choice import Choice
+from slurm_train.checkpoint.load import load_tensors, require_fit
 from slurm_train.checkpoint.manifest import MODEL
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.state import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 from slurm_train.checkpoint.agreement import Group
+from slurm_train.checkpoint.choice import Choice, choose_checkpoint
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.distributed.place import RankPlace
@@ -19,9 +19,6 @@ from slurm_train.session.interface import Checkpoint
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.orders import ORDERS, Orders
 from slurm_train.session.random_streams import RandomStreams
-
-if TYPE_CHECKING:
-    from slurm_train.checkpoint.load import Choice
 
 
 class SessionCheckpoints:
@@ -73,9 +70,6 @@ class SessionCheckpoints:
         Raises:
             CheckpointError: there are checkpoints, but none verifies; or something else has saved them.
         """
-        # Imported late, since it imports torch.
-        from slurm_train.checkpoint.load import choose_checkpoint
-
         place = self.place
         choice = choose_checkpoint(place.root, group=group, attempt=place.attempt, fence=place.fence)
         if choice is not None and not choice.manifest.is_directory:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.checkpoint.agreement import on_every_rank
+from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part, own_tensors
-from slurm_train.checkpoint.load import Choice, load_rank_state, load_tensors
+from slurm_train.checkpoint.load import load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.saves import Content, Saves, build_saves

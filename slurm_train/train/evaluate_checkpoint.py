@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from slurm_train.checkpoint.agreement import on_every_rank, on_rank_zero, rank_in, size_of
+from slurm_train.checkpoint.choice import check_owners
 from slurm_train.checkpoint.division import CALLBACKS
-from slurm_train.checkpoint.load import check_owners, load_rank_state, load_tensors, require_fit
+from slurm_train.checkpoint.load import load_rank_state, load_tensors, require_fit
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.metadata import read_metadata
 from slurm_train.checkpoint.state import (

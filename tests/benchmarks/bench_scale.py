@@ -696,7 +696,7 @@ def verifying(size: int, folder: Path) -> Cost:
 
 def restoring(size: int, folder: Path) -> Cost:
     """Every rank looks at the checkpoint that rank 0 has chosen, and finds its own file; loading is not counted."""
-    from slurm_train.checkpoint.load import check_owners
+    from slurm_train.checkpoint.choice import check_owners
     from slurm_train.checkpoint.verify import read_manifest, share_of
 
     place, staging, manifest = _staged(size, folder / "c")

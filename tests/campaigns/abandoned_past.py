@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.filling import Records, Saved, fill
-from slurm_train.checkpoint.load import choose_checkpoint
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.manifest import Manifest, write_file
 from slurm_train.checkpoint.verify import newest_committed_step, survey, verify

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.commit import Place
-from slurm_train.checkpoint.load import choose_checkpoint
 from slurm_train.checkpoint.local import LocalSaves, NodePlace
 from slurm_train.checkpoint.saves import expand
 from slurm_train.checkpoint.verify import read_manifest

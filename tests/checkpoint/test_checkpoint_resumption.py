@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_train.checkpoint.load import Choice
+from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.manifest import Manifest
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.verify import PassedOver

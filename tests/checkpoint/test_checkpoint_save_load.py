@@ -9,7 +9,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from slurm_train.checkpoint import commit as commit_module
-from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors, weights_digest
+from slurm_train.checkpoint.choice import choose_checkpoint
+from slurm_train.checkpoint.load import load_rank_state, load_tensors, weights_digest
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.checkpoint.state import restore_training_state, training_state
 from slurm_train.checkpoint.verify import newest_verified, verify

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
+from slurm_train.checkpoint.choice import choose_checkpoint
+from slurm_train.checkpoint.load import load_rank_state, load_tensors
 from tests.support.warm_ranks import start_rank
 
 pytestmark = pytest.mark.distributed

@@ -30,9 +30,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from slurm_train.checkpoint import copies
 from slurm_train.checkpoint import tensors as tensors_module
 from slurm_train.checkpoint import verify as verify_module
+from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.division import part_if_alike
-from slurm_train.checkpoint.load import choose_checkpoint, load_tensors
+from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.local import LocalSaves, NodePlace, copy_to_run, newest_reachable
 from slurm_train.checkpoint.manifest import check_hash
 from slurm_train.checkpoint.metadata import read_metadata

@@ -597,14 +597,13 @@ for step in range(1, 4):
 with run.save(3) as folder:
     (folder / f"{run.rank}.txt").write_text(str(run.rank))
 after = run.newest()
-assert "torch.distributed" not in sys.modules or not sys.modules["torch.distributed"].is_initialized()
+assert "torch" not in sys.modules
 print(json.dumps([before, stops, after.step, sorted(os.listdir(after.path))]))
 """
 
 
 @pytest.mark.distributed
-def test_ranks_without_a_process_group_exchange_by_sockets(tmp_path: Path) -> None:
-
+def test_ranks_without_torch_save_and_resume_and_exchange_by_sockets(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.config.write_text(dump_config(RunConfig()))
     run.plan.write_text("{}")
@@ -625,8 +624,7 @@ def test_ranks_without_a_process_group_exchange_by_sockets(tmp_path: Path) -> No
 
     ranks = [start(rank) for rank in range(3)]
     said = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
-    random_files = [f"session_random_{rank:05d}.pt" for rank in range(3)]
-    names = ["0.txt", "1.txt", "2.txt", "COMPLETE", "manifest.json", *random_files]
+    names = ["0.txt", "1.txt", "2.txt", "COMPLETE", "manifest.json"]
     assert said == [[None, ["file"] * 3, 3, names]] * 3
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from slurm_train.checkpoint.choice import choose_checkpoint
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.filling import Saved
-from slurm_train.checkpoint.load import choose_checkpoint, load_rank_state, load_tensors
+from slurm_train.checkpoint.load import load_rank_state, load_tensors
 from slurm_train.checkpoint.save import save_checkpoint
 from tests.support.crash_points import NEW, NEXT, OLD, Scene
 from tests.support.small_checkpoints import make_header, stage
