@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +26,7 @@ from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.passes import ShardPasses
 from slurm_train.train.step import StepFacts, Stepper
 from tests.support.ranks import make_rank
+from tests.support.warm_ranks import run_alone
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 LAYERS = 4
@@ -81,12 +81,14 @@ def bare() -> Callable[[], object]:
     return step
 
 
-def ours(model: GPT, *, accumulation: int = 1, shards: int = 1) -> Callable[[], object]:
+def ours(model: GPT, *, accumulation: int = 1, copies: int = 1, shards: int = 1) -> Callable[[], object]:
     """This trainer's step over the same shards, everything agreed on and masked."""
-    layout = ParallelLayout(dp_shard=shards)
-    config = RunConfig(optim=OptimSection(grad_clip_norm=1.0), parallel=ParallelSection(dp_shard=shards))
-    plan = BatchPlan.equal(local_size=2, ranks=shards, accumulation=accumulation)
-    rank = make_rank(config=config, plan=plan, ranks=shards)
+    degrees = {"dp_replicate": copies, "dp_shard": shards}
+    layout = ParallelLayout(**degrees)
+    config = RunConfig(optim=OptimSection(grad_clip_norm=1.0), parallel=ParallelSection(**degrees))
+    ranks = copies * shards
+    plan = BatchPlan.equal(local_size=2, ranks=ranks, accumulation=accumulation)
+    rank = make_rank(config=config, plan=plan, ranks=ranks)
     mesh = build_mesh(layout, device=rank.device)
     shard(model, layout=layout, mesh=mesh, roots=[model], settings=ParallelSection(gather_dtype="float32"))
     optimizer = build_optimizer(model, optim=config.optim)
@@ -113,29 +115,32 @@ def test_a_step_dispatches_hardly_more_than_a_bare_loop(capsys: pytest.CaptureFi
     assert own.total() <= theirs.total() + ALLOWANCE, f"more than the bare loop: {more.most_common(20)}"
 
 
-# In a process of its own: a pretended world of two must not meet another test's group. One rank alone gathers nothing.
-GATHERS = """
+# Two copies of the model, each over two ranks (HSDP); one rank alone would exchange nothing. In a process of its own:
+# a pretended world must not meet another test's group.
+EXCHANGES = """
 import json
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.train.test_host_work import counted, make_model, ours
 
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-found = []
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+calls = []
 for accumulation in (1, 2, 3):
-    calls = counted(ours(make_model(), accumulation=accumulation, shards=2))
-    found.append(sum(count for name, count in calls.items() if name.startswith("c10d._allgather_base_")))
-print(json.dumps(found))
+    calls.append(counted(ours(make_model(), accumulation=accumulation, copies=2, shards=2)))
+counts = {}
+for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"):
+    counts[name] = [step[f"c10d.{name}.default"] for step in calls]
+print(json.dumps(counts))
 """
 
 
-@pytest.mark.campaign
-def test_each_micro_batch_gathers_as_many_blocks_as_the_first() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", GATHERS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    gathers = json.loads(done.stdout.splitlines()[-1])
+def test_micro_batches_gather_and_reduce_shards_alike_and_copies_of_shards_are_reduced_once(tmp_path: Path) -> None:
+    counts = json.loads(run_alone(tmp_path, EXCHANGES))
+    gathers, scatters, reductions = counts["_allgather_base_"], counts["_reduce_scatter_base_"], counts["allreduce_"]
     assert gathers[0] >= LAYERS and gathers == [gathers[0], 2 * gathers[0], 3 * gathers[0]]
+    assert scatters[0] >= LAYERS and scatters == [scatters[0], 2 * scatters[0], 3 * scatters[0]]
+    # One for each shard, and that of the agreed numbers.
+    assert reductions == [scatters[0] + 1] * 3
 
 
 def test_what_a_step_adds_does_not_grow_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,22 @@ def test_the_result_is_that_of_the_mean_over_all_items() -> None:
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
 
+def test_a_clipped_step_is_that_of_a_plain_loop_with_torchs_clipping() -> None:
+    model, plain, batch = make_model(), make_model(), make_batch()
+    stepper = make_stepper(model, clip_norm=0.1, optim=replace(PLAIN_SGD, weight_decay=0.0))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=FACTS.lr)
+    for _ in range(3):
+        result = step_of(stepper, batch)
+        optimizer.zero_grad()
+        inputs, targets = batch.tensors
+        cross_entropy(plain(inputs), targets).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5) and norm > 0.2
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
 class Mixed(nn.Module):
     """A model whose weights are of several number types, in the given order."""
 
@@ -168,6 +184,12 @@ def test_the_agreed_numbers_add_no_collective_and_are_neither_trained_nor_saved(
     assert count_collectives(lambda: step_of(stepper, make_batch())) == bare == 1
     assert len(stepper._update.parameters) == len(list(model.parameters()))
     assert "stats_param" not in model.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_three_micro_batches_has_one_exchange() -> None:
+    stepper = make_stepper(make_model(), accumulation=3)
+    assert count_collectives(lambda: step_of(stepper, *map(make_batch, range(3)))) == 1
 
 
 @pytest.mark.parametrize(
