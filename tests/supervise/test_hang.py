@@ -59,6 +59,7 @@ def test_nobody_hangs_while_anybody_makes_progress() -> None:
 
 
 IN_STEP, IN_SAVE = beat(1, phase="step"), beat(1, phase="save")
+IN_NEXT_STEP = beat(1, phase="step", step=8)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,7 @@ IN_STEP, IN_SAVE = beat(1, phase="step"), beat(1, phase="save")
         ("save", True, None, (), 1800),
         ("save", True, IN_SAVE, (), 1800),
         ("save", True, IN_SAVE, (1,), 300),  # no process, no bytes
+        ("save", True, IN_NEXT_STEP, (), 1800),  # one that has saved waits for one that still does
         ("save", True, IN_STEP, (), 300),  # the others wait in the save for one that has not come
     ],
 )

@@ -335,6 +335,14 @@ class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.inputs[index], self.targets[index]
 
 
+class SameData(Data):
+    """One sample again and again."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        del index
+        return super().__getitem__(0)
+
+
 class LateData(Data):
     """Points that rank 1 reads slowly while a file exists.
 
@@ -459,17 +467,30 @@ class Stopper(Callback):
     """Asks for a stop on the last rank, as a signal would.
 
     Args:
-        steps: after which of them.
+        steps: at the ends of which of them the ranks agree.
+        in_update: it asks while the optimizer updates the parameters in the step before, not after that step.
     """
 
-    def __init__(self, *, steps: Sequence[int]) -> None:
-        self.steps = steps
+    def __init__(self, *, steps: Sequence[int], in_update: bool = False) -> None:
+        self.steps, self.in_update = steps, in_update
+        self.num_updates = 0
+
+    def attach(self, parts: Any) -> None:
+        if self.in_update:
+            parts.optimizer.register_step_pre_hook(lambda *_: self._begin_update(parts.rank))
+
+    def _begin_update(self, rank: Any) -> None:
+        self.num_updates += 1
+        self._ask(rank, step=self.num_updates)
 
     def on_step_end(self, trainer: Any) -> None:
-        place = trainer.rank.place
+        if not self.in_update:
+            self._ask(trainer.rank, step=trainer.position.step)
+
+    def _ask(self, rank: Any, *, step: int) -> None:
         # With the next step's exchange the ranks agree.
-        if trainer.position.step + 1 in self.steps and place.rank == place.world_size - 1:
-            trainer.rank.stop.request()
+        if step + 1 in self.steps and rank.place.rank == rank.place.world_size - 1:
+            rank.stop.request()
 
 
 class WithStatistics(Net):

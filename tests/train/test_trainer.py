@@ -108,6 +108,24 @@ def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(
 
 
 @distributed
+def test_a_stop_requested_on_one_rank_after_the_exchange_of_a_step_ends_all_ranks_at_the_next_step(
+    tmp_path: Path,
+) -> None:
+    stopping = {"_target_": "small_training.Stopper", "steps": [5], "in_update": True}
+    config = {**config_of(), "callbacks": [stopping]}
+    assert "stopped at step 5" in run_to_end(tmp_path / "run", config, code=75)
+
+
+@distributed
+def test_each_step_draws_random_numbers_of_its_own(tmp_path: Path) -> None:
+    # Of the same samples and the same weights only the dropout can make another loss.
+    sections = {"data": {"_target_": "small_training.SameData"}, "optim": {"lr": 1e-30}, "train": {"max_steps": 4}}
+    run_to_end(tmp_path / "run", config_of(model={"dropout": 0.2}, **sections), ranks=1)
+    losses = [line["loss"] for line in steps_of(tmp_path / "run")]
+    assert len(set(losses)) == len(losses) == 4
+
+
+@distributed
 def test_a_run_killed_before_its_result_is_finished_by_the_next_attempt(tmp_path: Path) -> None:
     run_to_end(tmp_path / "run", config_of())
     expected = result_of(tmp_path / "run")
