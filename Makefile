@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-platform test-lowest test-newest test-returns test-faults setup setup-test system-packages lint docs dist bench campaign demo-preemption clean
+.PHONY: help train test test-full test-quick test-rest test-platform test-lowest test-newest test-returns test-faults check pages pythons setup setup-test setup-full system-packages system-packages-full lint lint-tools docs dist bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -23,6 +23,11 @@ $(VENV)/.train: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.train
 	@echo "== adding what the tests need"
+	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev]'
+	@touch $@
+
+$(VENV)/.full: $(VENV)/.test
+	@echo "== adding the libraries that tests of \`make test-full\` use"
 	$(PIP) install $(CONSTRAINTS) --editable '.[test,dev,bench,track,docs,hf,lora,fp8]'
 	@touch $@
 
@@ -34,27 +39,53 @@ TEST_WORKERS ?= $(shell expr $$(nproc) + 1)
 
 setup: $(VENV)/.train  ## set up .venv for training
 setup-test: $(VENV)/.test  ## set up .venv for tests
+setup-full: $(VENV)/.full  ## set up .venv for all tests, with the libraries that have adapters
 
 train: setup  ## set up and run the main job on this machine
 	$(BIN)/python -m slurm_train
 
-system-packages:  ## install the Debian packages of Slurm, fuse, a browser and shells where they are missing (root)
-	@sh .ci/system-packages.sh
+system-packages:  ## install the Debian packages of Slurm and fuse where they are missing (root)
+	@sh .ci/system-packages.sh quick
+
+system-packages-full:  ## the same, with a browser and shells
+	@sh .ci/system-packages.sh full
 
 lint: setup-test  ## ruff, mypy, shellcheck, no large files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file .ci/tools.mypy.ini
 	$(BIN)/shellcheck .ci/run .ci/*.sh
 	@sh .ci/large-files.sh
 
-test: setup-test system-packages lint  ## set up everything, Slurm and a browser included, and pass the tests
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --durations=40 --durations-min=8
-	@$(MAKE) --no-print-directory test-platform
+lint-tools: setup-full
+	$(BIN)/mypy --config-file .ci/tools.mypy.ini
+
+# A part that fails keeps no other from running: .ci/parts.sh ends with the verdict of each.
+test:  ## set up everything, Slurm included, lint, and pass the quick tests: ten minutes on two cores
+	@$(MAKE) --no-print-directory --jobs 2 setup-test system-packages
+	@.ci/parts.sh test lint test-quick pythons
+
+test-full:  ## what `make test` leaves out: adapters, layouts, all tests on Slurm, other Pythons, pages
+	@$(MAKE) --no-print-directory --jobs 2 setup-full system-packages-full
+	@.ci/parts.sh test-full test-rest test-platform lint-tools pages
+
+check: setup-test  ## after an edit: lint, and the quick tests that the changed modules can reach
+	@$(BIN)/python .ci/check.py $(if $(BASE),--base $(BASE))
+
+# STRICT=yes fails on a test that was skipped for a reason that tests/skips.py does not list, and on a missing Python.
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) $(if $(STRICT),--listed-skips)
+
+test-quick: setup-test
+	$(PYTEST) --home quick --durations=20 --durations-min=8
+
+test-rest: setup-full
+	$(PYTEST) --home full --durations=40 --durations-min=8
+
+pythons: setup
+	@sh .ci/test-platform.sh --compile $(PLATFORM_PYTHONS)
 
 test-platform: setup  ## checkpoints and the main path on other Pythons (PLATFORM_PYTHONS: /usr/bin/python3 python3.10 python3.13)
-	@TEST_WORKERS=$(TEST_WORKERS) sh .ci/test-platform.sh $(PLATFORM_PYTHONS)
+	@TEST_WORKERS=$(TEST_WORKERS) STRICT=$(STRICT) sh .ci/test-platform.sh $(PLATFORM_PYTHONS)
 
 test-lowest: setup  ## the same on Python 3.10 with the lowest version of each package that pyproject.toml allows
 	@PLATFORM_VERSIONS=lowest sh .ci/test-platform.sh python3.10
@@ -62,11 +93,14 @@ test-lowest: setup  ## the same on Python 3.10 with the lowest version of each p
 test-newest: setup  ## the same on Python 3.13 with the newest packages of the registry
 	@PLATFORM_VERSIONS=newest sh .ci/test-platform.sh python3.13
 
-test-returns: setup-test system-packages  ## kill, preempt and crash runs on a real cluster, and what else takes long (about 90 minutes)
-	$(BIN)/python -m pytest --ignore tests/tools/doctor -m campaign
+test-returns: setup-full system-packages-full  ## tests that take long, mostly on a real Slurm, in shards of up to 20 minutes (SHARD=...)
+	$(BIN)/python -m tests.shards $(SHARD)
 
-test-faults: setup-test system-packages  ## cause every fault of nodes and network on a real cluster (about ten minutes)
-	$(BIN)/python -m pytest tests/tools/doctor -m faults
+test-faults: setup-full system-packages-full  ## cause every fault of nodes and network on a real cluster (about ten minutes)
+	$(BIN)/python -m tests.shards faults
+
+pages: setup-full  ## write the pages that are made from the code; fails where one was out of date
+	@sh .ci/pages.sh $(BIN)/python
 
 $(VENV)/.docs: $(VENV)/.train
 	@echo "== adding what the site needs"
@@ -81,14 +115,14 @@ dist: setup  ## build the wheel into dist/
 	$(PIP) wheel --no-deps --wheel-dir dist .
 	@echo "install it with: pip install $$(ls -t dist/*.whl | head -1)"
 
-bench: setup-test system-packages  ## print speed ratios, side by side in one run
+bench: setup-full system-packages-full  ## print speed ratios, side by side in one run
 	$(BIN)/python -m tests.benchmarks
 
-campaign: setup-test system-packages  ## put every promise to the test, thousands of kills; rewrites docs/reliability.md
+campaign: setup-full system-packages-full  ## put every promise to the test, thousands of kills; rewrites docs/reliability.md
 	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8
 	$(BIN)/python -m tests.campaigns --keep
 
-demo-preemption: setup-test system-packages  ## a run is interrupted in five ways and ends with the bits of one that was not
+demo-preemption: setup-full system-packages-full  ## a run is interrupted in five ways and ends with the bits of one that was not
 	$(BIN)/python -m slurm_train devcluster up --nodes 4 --gpus 8
 	$(BIN)/python -m tests.campaigns exactness --trials 5
 

@@ -3,8 +3,12 @@
 # PLATFORM_VERSIONS says with which packages: `pinned` (default) is the torch of constraints.txt, built for CPUs; where
 # pip has none for a Python, the half that needs no torch is tested. `lowest` is the lowest that pyproject.toml allows of
 # each package, `newest` the newest; both take what the registry has, which may be a torch with 3 GB of CUDA.
+# With `--compile` first, each Python only compiles the package, in seconds. STRICT=yes: a missing Python is a failure.
 set -eu
 versions=${PLATFORM_VERSIONS:-pinned}
+missing=""
+compile=""
+[ "${1:-}" != --compile ] || { compile=yes; shift; }
 main="tests/checkpoint tests/end_to_end/test_main_path_here.py"
 workers=${TEST_WORKERS:-$(($(nproc) + 1))}
 torch_free="tests/config tests/launch tests/slurm tests/rundir tests/status"
@@ -16,8 +20,13 @@ find_python() {
 }
 
 for wanted in "$@"; do
-    python=$(find_python "$wanted") || { echo "== not run: $wanted is missing or older than 3.10"; continue; }
+    python=$(find_python "$wanted") || { echo "== not run: $wanted is missing or older than 3.10"; missing="$missing $wanted"; continue; }
     version=$("$python" -c 'import platform; print(platform.python_version())')
+    if [ -n "$compile" ]; then
+        PYTHONPYCACHEPREFIX=$(mktemp -d) "$python" -W error -m compileall -q slurm_train conf examples
+        echo "== compiled by Python $version"
+        continue
+    fi
     venv=.venv-platform/$version
     [ "$versions" = pinned ] || venv=$venv-$versions
     install="$PWD/.venv/bin/python -m pip --python $venv/bin/python --quiet --disable-pip-version-check install"
@@ -53,7 +62,10 @@ print(*(f"{name} {version(name)}" for name in ("torch", "numpy", "submitit", "hy
         "$venv/bin/python" -m pytest -q --numprocesses "$workers" $strict $main
     else
         echo "== Python $version, without torch"
-        "$venv/bin/python" -m pytest -q --numprocesses "$workers" \
-            -m "not slurm and not campaign and not slow and not distributed" $torch_free
+        "$venv/bin/python" -m pytest -q --numprocesses "$workers" --home quick -m "not slurm and not distributed" $torch_free
     fi
 done
+if [ -n "$missing" ] && [ -n "${STRICT:-}" ]; then
+    echo "== missing:$missing"
+    exit 1
+fi

@@ -17,6 +17,8 @@ from slurm_train.errors import ClusterError
 from slurm_train.tools.devcluster.cluster import bring_up, cluster_status, missing_here, require_free_place, tear_down
 from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
 
+pytest_plugins = ("tests.homes", "tests.skips")
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 _WANTED = ClusterPlan(nodes=4, gpus=8)
 
