@@ -11,6 +11,8 @@
     │       └── SilentNodesError  they do not answer, or not yet see what they should
     ├── DataError            a data set cannot be read or does not match
     ├── CheckpointError      a checkpoint cannot be written, verified or loaded
+    │   └── UnknownCheckpointError   it cannot be read here, so it is not known whether it is whole
+    │       └── OtherVersionError    another version has written what this one does not understand
     ├── PreflightError       the nodes of a job are not fit to train on
     └── RendezvousError      the ranks of a job did not find each other
 
@@ -130,6 +132,16 @@ class DataError(SlurmTrainError):
 
 class CheckpointError(SlurmTrainError):
     """A checkpoint cannot be written, verified or loaded."""
+
+
+class UnknownCheckpointError(CheckpointError):
+    """It is not known whether a checkpoint is whole: it cannot be read here. It is neither passed over nor removed."""
+
+
+class OtherVersionError(UnknownCheckpointError):
+    """Another version has written a checkpoint that this version does not understand."""
+
+    exit_code = EXIT_WRONG_USE
 
 
 class PreflightError(SlurmTrainError):

@@ -18,9 +18,10 @@ So a delayed rename lands before the claim, where the new attempt sees it, or af
 (is there a newer attempt?) is checked before each rename; it ends an overtaken process early, safety does not depend on
 it.
 
-A checkpoint that an attempt has passed over, because it did not verify or could not be read, is moved aside before the
-attempt saves: to a name that no reader trusts, where a person can look at it. Otherwise the step that it stands for
-would count as saved when the run reaches it again, or it would come back once it can be read.
+A checkpoint that an attempt has passed over, because it is damaged, is moved aside before the attempt saves: to a name
+that no reader trusts, where a person can look at it. Otherwise the step that it stands for would count as saved when
+the run reaches it again. One that another version wrote, or that cannot be read here, is never passed over or pruned:
+the attempt ends, since what is not understood is not broken.
 
 The newest `keep` whole checkpoints stay, counted by what is on disk, and only those of the attempt's own number count;
 only marker and sizes are checked, since this attempt wrote or fully verified them before. Others are removed after a
@@ -46,7 +47,7 @@ from slurm_train.checkpoint.manifest import (
     write_file,
 )
 from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest
-from slurm_train.errors import CheckpointError
+from slurm_train.errors import CheckpointError, UnknownCheckpointError
 from slurm_train.rundir.attempts import publishing
 from slurm_train.rundir.files import for_each, fsync_directory, make_folder, rename
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, CheckpointName, list_checkpoints, name_of, parse_name
@@ -129,7 +130,7 @@ class Place:
         passed over is moved aside first, and one that is outdated is left until the new one has its name.
 
         Raises:
-            CheckpointError: it is there and cannot be read just now, so it is unknown whether it is whole.
+            UnknownCheckpointError: it is there and cannot be read just now.
             OSError: the file system refuses.
         """
         self.fence()
@@ -138,9 +139,9 @@ class Place:
             if name_of(path)[:2] == (step, self.attempt) and path not in self.outdated:
                 try:
                     check_sizes(path)
-                except CheckpointError as err:
-                    if _is_unreadable(err):
-                        raise
+                except UnknownCheckpointError:
+                    raise
+                except CheckpointError:
                     continue
                 fsync_directory(self.root)
                 return path
@@ -210,6 +211,7 @@ class Place:
             check: see `newest_verified`.
 
         Raises:
+            UnknownCheckpointError: see `newest_verified`.
             CheckpointError: a later attempt has claimed it.
             OSError: the file system refuses.
         """
@@ -235,7 +237,7 @@ class Place:
     def move_aside(self) -> list[Path]:
         """Takes the name from each checkpoint that was passed over; returns where they are now.
 
-        An attempt that ends before its first step moves nothing: what could not be read may be readable again.
+        An attempt that ends before its first step moves nothing.
 
         Raises:
             OSError: the file system refuses; it is tried again the next time.
@@ -312,9 +314,9 @@ class Place:
         passed_over = [path for path in list_passed_over(self.root)[1:] if path.name[-8:] not in pinned]
         # Of one that is replaced an evaluation may still need the weights.
         same_step = [path for path in same_step if path not in replaced or name_of(path).save_id not in pinned]
-        outdated += [path for path in same_step if name_of(path).attempt <= self.attempt]
+        outdated += [path for path in same_step if name_of(path).attempt <= self.attempt and _is_understood(path)]
         pruned = Pruned(untrusted=[path for path in untrusted if path not in outdated])
-        pruned.discard([*outdated, *passed_over], self._discard)
+        pruned.discard([*outdated, *filter(_is_understood, passed_over)], self._discard)
         return self.prune_leftovers(pruned)
 
     def prune_leftovers(self, pruned: Pruned | None = None) -> Pruned:
@@ -421,13 +423,15 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _is_unreadable(err: BaseException | None) -> bool:
-    """Returns whether an error goes back to the file system's refusal to read, not to what was read."""
-    while err is not None:
-        if isinstance(err, OSError) and not isinstance(err, FileNotFoundError):
-            return True
-        err = err.__cause__
-    return False
+def _is_understood(path: Path) -> bool:
+    """Returns whether a directory is known to be whole or damaged; what is not is never pruned."""
+    try:
+        check_sizes(path)
+    except UnknownCheckpointError:
+        return False
+    except CheckpointError:
+        return True
+    return True
 
 
 def _is_moved(source: Path, target: Path, fence: Fence) -> bool:

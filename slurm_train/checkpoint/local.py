@@ -35,7 +35,7 @@ from slurm_train.checkpoint.commit import Place, Pruned
 from slurm_train.checkpoint.filling import Records, Saved, fill
 from slurm_train.checkpoint.manifest import FileRecord, Manifest, check_size, copy_file, digest_of
 from slurm_train.checkpoint.verify import newest_committed_step, read_manifest, survey, wait_until_visible
-from slurm_train.errors import CheckpointError
+from slurm_train.errors import CheckpointError, UnknownCheckpointError
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.lineage import Stretch, is_on_line, read_line, read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
@@ -294,6 +294,8 @@ class LocalSaves:
             choice = choose_in_run(copied)
             if choice is not None and choice.passed_over:
                 above = choice.manifest.step
+        except UnknownCheckpointError:
+            raise
         except CheckpointError:
             # All in the run directory are damaged.
             choice = None

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint, and its single files: written once, made durable, measured.
 
 The manifest is the trust anchor: COMPLETE holds the hash of its bytes, and it holds size and hash of everything else.
-It is plain JSON, so a login node reads it without torch. Reading is strict: a checkpoint that this version does not
-fully understand is refused.
+It is plain JSON, so a login node reads it without torch. Reading is strict, and has three outcomes: whole, damaged, or
+not known. What another version wrote, or what cannot be read here, is not known (`UnknownCheckpointError`).
 
 A failed fsync or close is never tried again: after it the kernel may have dropped the dirty pages, and a second call
 would report success for bytes that are gone. The attempt to save is over; the next one uses a fresh directory.
@@ -10,9 +10,11 @@ would report success for bytes that are gone. The attempt to save is over; the n
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -22,11 +24,13 @@ from typing import Any, get_origin, get_type_hints
 
 import xxhash
 
-from slurm_train.errors import CheckpointError
+from slurm_train import __version__
+from slurm_train.errors import CheckpointError, OtherVersionError, UnknownCheckpointError
 from slurm_train.formatting import shorten
 from slurm_train.rundir.files import for_each, is_shared, open_file, write_all
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Rises with each key that is added; all versions from 1 are read."""
 MODEL = "model."
 """Begin of the full names of the model's tensors in a training state."""
 # What to do about a checkpoint that is not as it was written; its loader and `verify` look for an older one themselves.
@@ -39,7 +43,9 @@ PROGRAM = "program"
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "COMPLETE"
 # Keys that came later, as manifests from before them are read.
-_LATER_KEYS: dict[str, Any] = {"parent": "", "weights": {}}
+_LATER_KEYS: dict[str, Any] = {"parent": "", "weights": {}, "written_by_version": ""}
+# What these say of a file is a fact about what lies there; any other refusal may end, or be this node's alone.
+_DAMAGED_ERRNOS = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR}
 # Plain reads, not mmap: a page that cannot be read would end the process with SIGBUS instead of an error.
 _CHUNK_BYTES = 8 << 20
 
@@ -65,7 +71,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointHeader:
-    """The facts of the moment a checkpoint was taken.
+    """The facts of the moment a checkpoint was taken. Wide because each is a key of the manifest.
 
     Args:
         step: optimizer steps done.
@@ -80,6 +86,7 @@ class CheckpointHeader:
         attempt: attempt of the run that saved it, counted over the whole run.
         job: Slurm job id in the form that names a file, for example "123_4", or "local".
         written_by: free text for people, for example "n01 pid 4711".
+        written_by_version: version of slurm_train that saved it; "" in manifests from before this key.
         parent: save id of the checkpoint that the training was loaded from; "" where it began anew, and in manifests
             from before this key.
         weights: number type and shape of each parameter and buffer of the whole model, for example
@@ -99,6 +106,7 @@ class CheckpointHeader:
     attempt: int
     job: str = "local"
     written_by: str = ""
+    written_by_version: str = __version__
     parent: str = ""
     weights: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -174,26 +182,29 @@ class Manifest(CheckpointHeader):
         """Reads the content of manifest.json.
 
         Raises:
-            CheckpointError: not JSON, another format version, or any key or type other than expected.
+            OtherVersionError: it has a format version or keys that this version does not read.
+            CheckpointError: not JSON, or a type other than expected.
         """
         try:
             facts = json.loads(text)
         except ValueError as err:
             raise CheckpointError(f"{MANIFEST_FILE} is not JSON: {err}", hint=DAMAGED_HINT) from err
         version = facts.get("format_version") if isinstance(facts, dict) else None
-        if repr(version) != repr(FORMAT_VERSION):  # True and 1.0 are equal to 1
-            raise CheckpointError(
-                f"{MANIFEST_FILE} has format version {version!r}; this version reads {FORMAT_VERSION}",
-                hint="load it with the version of slurm_train that wrote it",
-            )
+        if type(version) is not int:
+            raise CheckpointError(f"{MANIFEST_FILE} has the format version {version!r}", hint=DAMAGED_HINT)
         expected = {item.name for item in fields(cls)}
-        facts = _LATER_KEYS | facts
-        if set(facts) != expected:
-            raise CheckpointError(
-                f"{MANIFEST_FILE} lacks the keys {sorted(expected - set(facts))} and has the unknown keys "
-                f"{sorted(set(facts) - expected)}",
-                hint=DAMAGED_HINT,
+        unknown = sorted(set(facts) - expected)
+        if unknown or not 1 <= version <= FORMAT_VERSION:
+            raise OtherVersionError(
+                f"{MANIFEST_FILE} has format version {version} with the unknown keys {unknown}, written by slurm_train "
+                f"{facts.get('written_by_version', '(not recorded)')}; this is slurm_train {__version__}, which reads "
+                f"format versions 1 to {FORMAT_VERSION}",
+                hint="use the version of slurm_train that wrote it, or move this checkpoint away to go on from an "
+                "older one",
             )
+        facts = _LATER_KEYS | facts
+        if expected - set(facts):
+            raise CheckpointError(f"{MANIFEST_FILE} lacks the keys {sorted(expected - set(facts))}", hint=DAMAGED_HINT)
         try:
             files = {name: FileRecord(**value) for name, value in facts.pop("files").items()}
         except (AttributeError, TypeError) as err:
@@ -252,6 +263,18 @@ def check_file_name(name: str, *, below: bool = False) -> None:
             f"{MANIFEST_FILE} names the file {name!r}, which is not a plain file name of a checkpoint",
             hint="do not load this checkpoint: its manifest was not written by slurm_train",
         )
+
+
+def read_failure(name: str | Path, err: OSError) -> CheckpointError:
+    """Returns the error for a file of a checkpoint that could not be read: damage, or not known."""
+    if err.errno in _DAMAGED_ERRNOS:
+        reason = "missing" if isinstance(err, FileNotFoundError) else err.strerror
+        return CheckpointError(f"{name}: {reason}", hint=DAMAGED_HINT)
+    return UnknownCheckpointError(
+        f"{name} cannot be read on {socket.gethostname()}: {err.strerror}",
+        hint="look at the file system and its mount on this node; nothing was passed over or removed. To go on from an "
+        "older checkpoint, move this one away",
+    )
 
 
 def open_plain(path: Path) -> FileIO:
@@ -343,7 +366,7 @@ def check_size(path: Path, expected: FileRecord) -> None:
     try:
         status = path.lstat()
     except OSError as err:
-        raise CheckpointError(f"{path.name}: {err.strerror}", hint=DAMAGED_HINT) from err
+        raise read_failure(path.name, err) from err
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path.name}: not a regular file", hint=DAMAGED_HINT)
     if status.st_size != expected.bytes:
@@ -361,7 +384,7 @@ def check_hash(path: Path, expected: FileRecord) -> None:
     try:
         record = read_record(path)
     except OSError as err:
-        raise CheckpointError(f"{path.name}: {err.strerror}", hint=DAMAGED_HINT) from err
+        raise read_failure(path.name, err) from err
     if record != expected:
         raise CheckpointError(
             f"{path.name}: {record.bytes} bytes with hash {record.xxh3_128}, "

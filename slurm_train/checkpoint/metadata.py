@@ -18,15 +18,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+from slurm_train import __version__
 from slurm_train.checkpoint.manifest import (
     DAMAGED_HINT,
     Manifest,
     check_file_name,
     open_plain,
+    read_failure,
     require_tensors,
     text_of_tensor,
 )
-from slurm_train.errors import CheckpointError
+from slurm_train.errors import CheckpointError, OtherVersionError
 
 METADATA_FILE = ".metadata"
 _ENUM = "_MEM_FORMAT_ENCODING"
@@ -59,6 +61,12 @@ class _Reader(pickle.Unpickler):
             return _enum_member
         if name in _CLASSES.get(module, ()) or (module == "torch" and _DTYPE.fullmatch(name)):
             return self._find_known(module, name)
+        if module.startswith("torch.distributed.checkpoint.") and "." not in name:
+            raise OtherVersionError(
+                f"{METADATA_FILE} asks for {module}.{name}, which slurm_train {__version__} does not know",
+                hint="use the versions of slurm_train and torch that its manifest names; do not load a checkpoint of "
+                "another person: this one may have been made to run code",
+            )
         raise CheckpointError(
             f"{METADATA_FILE} asks for {module}.{name}, which no checkpoint needs",
             hint="do not load this checkpoint: it was made to run code as whoever loads it",
@@ -170,7 +178,7 @@ def _read(path: Path, reader: type[_Reader]) -> Any:
         with open_plain(path / METADATA_FILE) as file:
             data = file.read()
     except OSError as err:
-        raise CheckpointError(f"{path / METADATA_FILE}: {err.strerror}", hint=DAMAGED_HINT) from err
+        raise read_failure(path / METADATA_FILE, err) from err
     try:
         metadata = reader(io.BytesIO(data)).load()
     except CheckpointError:

@@ -23,9 +23,10 @@ from slurm_train.checkpoint.manifest import (
     check_sizes_in,
     digest_of,
     open_plain,
+    read_failure,
 )
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
-from slurm_train.errors import CheckpointError
+from slurm_train.errors import CheckpointError, UnknownCheckpointError
 from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server, is_stale
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of, parse_name
 from slurm_train.rundir.scores import best_first
@@ -102,11 +103,16 @@ def newest_verified(root: Path, check: Callable[[Path], Manifest] | None = None)
     Args:
         root: the directory of checkpoints.
         check: `verify`, or what does the same together with other processes.
+
+    Raises:
+        UnknownCheckpointError: of one that is newer than what verifies it is not known whether it is whole.
     """
     passed_over: list[PassedOver] = []
     for path, outcome in survey(root, check or verify):
         if isinstance(outcome, Manifest):
             return Search((path, outcome), tuple(passed_over))
+        if isinstance(outcome, UnknownCheckpointError):
+            raise outcome
         passed_over.append(PassedOver(path, outcome.message))
     return Search(None, tuple(passed_over))
 
@@ -267,8 +273,7 @@ def _read_small(path: Path) -> bytes:
         with open_plain(path) as file:
             return file.read()
     except OSError as err:
-        reason = "missing" if isinstance(err, FileNotFoundError) else err.strerror
-        raise CheckpointError(f"{path.name}: {reason}", hint=DAMAGED_HINT) from err
+        raise read_failure(path.name, err) from err
 
 
 @contextlib.contextmanager
@@ -276,5 +281,7 @@ def _reasons_for(path: Path) -> Iterator[None]:
     """Names the checkpoint in the errors about its files."""
     try:
         yield
+    except UnknownCheckpointError as err:
+        raise type(err)(f"checkpoint {path} cannot be used here: {err.message}", hint=err.hint) from err
     except CheckpointError as err:
         raise CheckpointError(f"checkpoint {path} cannot be trusted: {err.message}", hint=err.hint) from err

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from slurm_train.checkpoint.agreement import on_rank_zero
 from slurm_train.checkpoint.collect import discard_kept
 from slurm_train.distributed.group import shutdown
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, UnknownCheckpointError
 from slurm_train.rundir.files import create_empty
 from slurm_train.rundir.pins import release_pins
 from slurm_train.rundir.scores import Score, named
@@ -68,6 +68,8 @@ def follow_checkpoints(rank: Rank) -> int:
         start_s = time.monotonic()
         try:
             _, manifest = load_weights(parts, look.waiting.save)
+        except UnknownCheckpointError:
+            raise
         except CheckpointError as err:
             score = look.waiting.not_scored(err.message)
         else:

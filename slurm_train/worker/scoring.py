@@ -23,7 +23,7 @@ from slurm_train.checkpoint.collect import discard_kept
 from slurm_train.checkpoint.verify import verify
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
-from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, ConfigError, RunError
+from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, ConfigError, RunError, UnknownCheckpointError
 from slurm_train.rundir.files import create_empty, read_json, read_tail
 from slurm_train.rundir.paths import RunDirectory, find_save
 from slurm_train.rundir.pins import release_pins
@@ -70,6 +70,7 @@ def follow_with_script(
     Raises:
         ConfigError: there are several ranks, or no such scorer.
         RunError: the scorer failed, or returned no numbers.
+        UnknownCheckpointError: it cannot be read here; it may have a score another time.
     """
     if place.world_size != 1:
         raise ConfigError(
@@ -123,11 +124,14 @@ def _score(
 
     Raises:
         RunError: the scorer failed, or returned no numbers.
+        UnknownCheckpointError: it cannot be read here; it may have a score another time.
     """
     start_s = time.monotonic()
     path = find_save(waiting.save)
     try:
         manifest = verify(path)
+    except UnknownCheckpointError:
+        raise
     except CheckpointError as err:
         if find_save(waiting.save) != path:
             return None

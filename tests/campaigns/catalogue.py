@@ -81,6 +81,13 @@ CAMPAIGNS: dict[str, Campaign] = {
         1,
         LOCAL,
     ),
+    "not-understood": Campaign(
+        "a checkpoint that a newer version wrote, or that a node cannot read just now, among whole and damaged ones: "
+        "an attempt that would go on from it stops and changes nothing; none is ever passed over, changed or pruned",
+        "not_understood:run",
+        500,
+        LOCAL,
+    ),
     "unshared-state": Campaign(
         "callback state, buffers, optimizer state and streams that some ranks hold and others do not, or otherwise: "
         "each save has all of it once, or names what no checkpoint can keep",

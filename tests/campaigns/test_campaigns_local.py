@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.checkpoint import local
+from slurm_train.checkpoint import commit, local, manifest
 from slurm_train.checkpoint.commit import Place
-from tests.campaigns import abandoned_past, combinations, kills_local
+from slurm_train.errors import CheckpointError
+from tests.campaigns import abandoned_past, combinations, kills_local, not_understood
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
 from tests.support.run_ends import End
@@ -28,6 +29,25 @@ def test_a_past_that_was_left_does_not_come_back(tmp_path: Path) -> None:
     tally = Tally()
     abandoned_past.run(tally, seed=11, trials=5, folder=tmp_path)
     assert tally.problems == [] and tally.trials == 5
+
+
+def test_what_is_not_understood_is_neither_passed_over_nor_pruned(tmp_path: Path) -> None:
+    tally = Tally()
+    not_understood.run(tally, seed=11, trials=40, folder=tmp_path)
+    assert tally.problems == [] and tally.trials == 40
+
+
+@pytest.mark.parametrize("planted", ["what cannot be read is damage", "what is not understood is pruned"])
+def test_what_is_not_understood_and_gone_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    if planted == "what is not understood is pruned":
+        monkeypatch.setattr(commit, "_is_understood", lambda _: True)
+    else:
+        monkeypatch.setattr(manifest, "UnknownCheckpointError", CheckpointError)
+    tally = Tally()
+    not_understood.run(tally, seed=11, trials=100, folder=tmp_path)
+    assert any(text in problem for problem in tally.problems for text in ("is gone", "has changed"))
 
 
 def test_features_work_in_combinations(tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ from dataclasses import replace
 
 import pytest
 
+from slurm_train import __version__
 from slurm_train.checkpoint import verify as verify_module
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
 from slurm_train.checkpoint.verify import newest_committed_step, newest_verified, read_manifest, survey, verify
-from slurm_train.errors import CheckpointError
+from slurm_train.errors import CheckpointError, OtherVersionError, UnknownCheckpointError
 from slurm_train.rundir.paths import CheckpointName, list_checkpoints, name_of, parse_name
 from tests.support.small_checkpoints import make_checkpoint, make_header
+from tests.support.unknown_checkpoints import UNREADABLE
 
 RECORD = FileRecord(bytes=3, xxh3_128="0123456789abcdef" * 2)
 
@@ -39,9 +41,10 @@ def test_text_and_back_gives_an_equal_manifest(manifest):
 
 def test_a_manifest_from_before_keys_that_came_later_is_read(manifest):
     facts = json.loads(manifest.to_json())
-    del facts["parent"], facts["weights"]
+    del facts["parent"], facts["weights"], facts["written_by_version"]
+    facts["format_version"] = 1
     read = Manifest.from_json(json.dumps(facts))
-    assert read == replace(manifest, weights={}) and read.parent == ""
+    assert read == replace(manifest, weights={}, written_by_version="", format_version=1) and read.parent == ""
 
 
 @pytest.mark.parametrize("text", ["", "[]", b"\xff", '{"format_version": true}', '{"format_version": 1}'])
@@ -53,7 +56,8 @@ def test_what_is_no_manifest_is_refused(text):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format_version": 2},
+        {"format_version": 0},
+        {"format_version": 2.0},
         {"weights": ["head"]},
         {"step": "7"},
         {"step": True},
@@ -69,6 +73,13 @@ def test_what_is_no_manifest_is_refused(text):
 def test_wrong_types_and_unknown_keys_are_refused(manifest, changes):
     with pytest.raises(CheckpointError):
         Manifest.from_json(changed(manifest, **changes))
+
+
+def test_a_manifest_of_another_version_names_both_versions(manifest):
+    text = changed(manifest, format_version=3, compression="zstd", written_by_version="9.1")
+    with pytest.raises(OtherVersionError) as caught:
+        Manifest.from_json(text)
+    assert all(word in caught.value.message for word in ("format version 3", "compression", "9.1", __version__))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +135,7 @@ def append(path):
         ("COMPLETE", link, "COMPLETE: Too many levels of symbolic links"),
         ("manifest.json", os.remove, "manifest.json: missing"),
         ("manifest.json", append, "COMPLETE: not the hash of manifest.json"),
-        ("rank_00000.pt", os.remove, "rank_00000.pt: No such file or directory"),
+        ("rank_00000.pt", os.remove, "rank_00000.pt: missing"),
         ("rank_00000.pt", append, "rank_00000.pt: 25 bytes, the manifest says 24"),
         ("__0_0.distcp", link, "__0_0.distcp: not a regular file"),
     ],
@@ -155,6 +166,23 @@ def test_newest_that_verifies_wins_and_the_others_are_reported(root):
     assert "__1_0.distcp: 24 bytes with hash" in search.passed_over[1].reason
     assert newest_committed_step(root) == 2, "bytes are not read"
     assert newest_committed_step(root / "absent") == -1
+
+
+@pytest.mark.parametrize("file", ["COMPLETE", "manifest.json", "__1_0.distcp"])
+@pytest.mark.parametrize("number", UNREADABLE)
+def test_what_cannot_be_read_here_is_not_passed_over(root, monkeypatch, file, number):
+    make_checkpoint(root, 1)
+    newest = make_checkpoint(root, 2)
+    open_file = os.open
+
+    def refuse(path, *arguments, **options):
+        if os.fspath(path) == str(newest / file):
+            raise OSError(number, os.strerror(number), path)
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UnknownCheckpointError, match=f"{file} cannot be read on"):
+        newest_verified(root)
 
 
 @pytest.mark.parametrize(("change", "expected"), [("claim", [(2, 4), (1, 4)]), ("removal", [(1, 1)])])
