@@ -1,0 +1,66 @@
+"""The commands of `.ci`: what an edit can reach is found, and a part that fails keeps no other from running."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.command_line import write
+
+CI = Path(__file__).resolve().parents[1] / ".ci"
+
+_TREE = {
+    "slurm_train/errors.py": "",
+    "slurm_train/rundir/files.py": "from slurm_train.errors import E",
+    "slurm_train/rundir/paths.py": "",
+    "slurm_train/cli/plan.py": "def f():\n    from slurm_train.rundir import files",
+    "slurm_train/verbs.py": "VERBS = {'plan': 'slurm_train.cli.plan'}",
+    "tests/support/shell.py": "import slurm_train.verbs",
+    "tests/cli/conftest.py": "from tests.support.shell import Shell",
+    "tests/cli/test_plan.py": "",
+    "tests/rundir/test_files.py": "from slurm_train.rundir.files import write",
+    "tests/rundir/test_paths.py": "from slurm_train.rundir import paths",
+}
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check", CI / "check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        ("slurm_train/rundir/paths.py", {"tests/rundir/test_paths.py": 1}),
+        # Through a function's import, a name in a string, and a conftest.
+        ("slurm_train/rundir/files.py", {"tests/rundir/test_files.py": 1, "tests/cli/test_plan.py": 5}),
+        ("slurm_train/errors.py", {"tests/rundir/test_files.py": 2, "tests/cli/test_plan.py": 6}),
+        ("tests/cli/test_plan.py", {"tests/cli/test_plan.py": 0}),
+    ],
+)
+def test_an_edit_reaches_the_tests_that_import_it_on_any_way(
+    changed: str, tests: dict[str, int], check: ModuleType, tmp_path: Path
+) -> None:
+    write(tmp_path, _TREE)
+    assert check.distances_to_tests(check.read_graph(tmp_path), [changed]) == tests
+
+
+def test_every_part_runs_and_the_last_lines_have_the_verdict_of_each(tmp_path: Path) -> None:
+    rules = "one:\n\t@echo '== 3 passed =='\ntwo:\n\t@echo broken; exit 3\nthree:\n\t@touch made\n"
+    write(tmp_path, {"Makefile": rules})
+    command = [str(CI / "parts.sh"), "all", "one", "two", "three"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert (tmp_path / "made").exists()
+    head, *verdicts = done.stdout.splitlines()[-4:]
+    assert head.startswith("== make all: FAILED")
+    assert [line.split()[:2] for line in verdicts] == [["passed", "one"], ["FAILED", "two"], ["passed", "three"]]
+    assert verdicts[0].endswith("3 passed")
