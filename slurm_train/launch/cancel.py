@@ -13,7 +13,7 @@ import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from slurm_train.errors import RunError
+from slurm_train.errors import ClusterError, RunError
 from slurm_train.rundir.jobs import Holder, ask_to_stop, read_job
 from slurm_train.rundir.lookup import is_own, owner_of
 from slurm_train.rundir.paths import RunDirectory
@@ -37,6 +37,7 @@ def cancel_run(run: RunDirectory, commands: SlurmCommands) -> list[str]:
         active = find_active([run], commands).get(run)
         if active is None:
             raise RunError(f"{run.name}/{run.run_id} is neither queued nor running", hint="`status` shows what is")
+        _require_slurm_for(run, active)
         if active.process is not None:
             _require_owners_process(run, active.process)
             actions.append(_stop_process(run, active.process.host, active.process.pid))
@@ -145,6 +146,8 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
             f"no such run of sweep {sweep.sweep_id} is active: {summary(read_statuses(subjects, commands))}",
             hint="`status` shows what is",
         )
+    for run in selected:
+        _require_slurm_for(run, active[run])
     actions: list[str] = []
     spared: list[str] = []
     for run, active_run in active.items():
@@ -171,6 +174,15 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
         commands.cancel(job_ids)
         actions.append(f"cancelled {len(in_slurm)} runs; `resume {sweep.sweep_id}` continues them")
     return actions
+
+
+def _require_slurm_for(run: RunDirectory, active: Active) -> None:
+    if active.unknown_jobs:
+        raise ClusterError(
+            f"{run.name}/{run.run_id} has the job {', '.join(active.unknown_jobs)} on record, and there is no Slurm on "
+            "this machine",
+            hint="type it where Slurm's commands are",
+        )
 
 
 def job_ids_of(jobs: Sequence[str], *, spared: Sequence[str], own_arrays: Collection[str | None]) -> list[str]:

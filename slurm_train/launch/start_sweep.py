@@ -164,7 +164,8 @@ def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
     unfinished = [run_plan.run for run_plan in plan.plans if run_plan.run not in finished]
     # In this order: what is submitted between the two is active.
     held = are_being_submitted(unfinished, start.commands)
-    active = held | set(find_active(unfinished, start.commands))
+    found = find_active(unfinished, start.commands)
+    active = held | {run for run, activity in found.items() if activity.is_known}
     missing = runs - finished - active
     if len(missing) < len(runs):
         start.say(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")

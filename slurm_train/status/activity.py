@@ -25,6 +25,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, listed, make_private
 from slurm_train.rundir.jobs import (
     Holder,
+    has_stopped,
     left_jobs,
     number_of,
     process_lives,
@@ -49,19 +50,28 @@ _LONGEST_PAUSE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Active:
-    """What of a run is queued or running; false where nothing is."""
+    """What of a run is queued or running, or may be; false where nothing is."""
 
     jobs: tuple[str, ...] = ()
     """Ids of the jobs that are queued, running, ending or about to come back; oldest first."""
     process: Holder | None = None
     """A process without a job that holds the run; one on another machine counts as alive."""
+    unknown_jobs: tuple[str, ...] = ()
+    """Ids on record that may be queued or running: there is no Slurm on this machine that could be asked."""
 
     def __bool__(self) -> bool:
+        return self.is_known or bool(self.unknown_jobs)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether something is queued or running for certain."""
         return bool(self.jobs) or self.process is not None
 
 
 def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[RunDirectory, Active]:
-    """Returns the runs of which something is queued or running; where there is no Slurm, no jobs are known.
+    """Returns the runs of which something is queued or running, or may be because there is no Slurm here to be asked.
+
+    Whoever removes or ends something takes both alike; `Active.is_known` tells them apart.
 
     Raises:
         ClusterError: Slurm is here and does not answer.
@@ -85,11 +95,20 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
             states |= commands.job_states(job_ids, ended=False)
     active: dict[RunDirectory, Active] = {}
     for run, holder in holders.items():
-        jobs = tuple(job_id for job_id in ids[run] if _is_active(job_id, states))
         is_process = holder is not None and holder.job_id is None and process_lives(holder)
-        if jobs or is_process:
-            active[run] = Active(jobs=jobs, process=holder if is_process else None)
+        activity = Active(
+            jobs=tuple(job_id for job_id in ids[run] if _is_active(job_id, states)),
+            process=holder if is_process else None,
+            unknown_jobs=() if has_slurm or _needs_no_job(run) else tuple(ids[run]),
+        )
+        if activity:
+            active[run] = activity
     return active
+
+
+def _needs_no_job(run: RunDirectory) -> bool:
+    """Returns whether the files of a run say that no job of it is left."""
+    return run.result.exists() or has_stopped(read_ledger(run), read_job(run))
 
 
 def is_of_another_run(script: str, run: RunDirectory) -> bool:
@@ -261,7 +280,7 @@ def refuse_active(run: RunDirectory, commands: SlurmCommands, *, inside: str | N
 
 
 def clear_dead_pins(run: RunDirectory, commands: SlurmCommands) -> None:
-    """Lets go of the checkpoints that were kept for evaluations which are finished, or of which no job is left.
+    """Lets go of the checkpoints that were kept for evaluations which are finished, or of which no job can be left.
 
     Raises:
         ClusterError: Slurm is here and does not answer.

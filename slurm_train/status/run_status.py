@@ -598,10 +598,12 @@ class Survey:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of them have ended; while Slurm does not answer, a run that it may know counts as active."""
+        """Whether all of them have ended; without an answer of Slurm, a run that it may know counts as active."""
         if any(status.is_active for status in self.statuses):
             return False
-        return not self.look.problem or self.is_settled
+        is_answered = self.look.age_s is not None and not self.look.problem
+        may_be_known = any(status.job_id is not None and not status.is_settled for status in self.statuses)
+        return is_answered or not may_be_known
 
 
 # Pause between two looks, as a multiple of the time that reading the files took: a slow file system gets more rest.

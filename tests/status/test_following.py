@@ -15,7 +15,7 @@ from slurm_train.errors import RunError
 from slurm_train.rundir import pins
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
 from slurm_train.rundir.events import SaveLog
-from slurm_train.rundir.jobs import take_lock, this_process
+from slurm_train.rundir.jobs import record_job, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
 from slurm_train.rundir.pins import list_pins, renew_lease
 from slurm_train.rundir.scores import read_scores
@@ -229,6 +229,13 @@ def test_it_ends_with_the_run(run: RunDirectory, evaluator: Evaluator) -> None:
     assert not evaluator.follower.is_over(), "a person may type `resume`"
     evaluator.clock_s += 70.0
     assert evaluator.follower.is_over()
+
+
+def test_a_job_that_nobody_can_ask_about_counts_as_alive(run: RunDirectory, evaluator: Evaluator) -> None:
+    record_job(run, "77")
+    for _ in range(5):
+        evaluator.clock_s += 100.0
+        assert not evaluator.follower.is_over(), "there is no Slurm on this machine"
 
 
 def test_it_ends_when_nothing_of_the_run_is_left_for_a_while(run: RunDirectory, evaluator: Evaluator) -> None:
