@@ -222,7 +222,7 @@ def import_from_snapshot(run: str, *, python_path: str) -> tuple[str, list[str]]
     searched += [place for place in editable if place not in copies and copy_of(place, copies) and os.path.isdir(place)]
     names = _redirect(copies, sys.meta_path)
     for place in searched:
-        names |= _packages_in(place)
+        names |= packages_in(place)
     importlib.invalidate_caches()
     from_copy: list[str] = []
     lines: list[str] = []
@@ -293,7 +293,8 @@ def _redirect(copies: Mapping[str, str], finders: Iterable[Any]) -> set[str]:
     return names
 
 
-def _packages_in(folder: str) -> set[str]:
+def packages_in(folder: str) -> set[str]:
+    """Returns the names of the packages and modules in a folder."""
     names: set[str] = set()
     for entry in os.scandir(folder):
         if entry.is_dir() and os.path.exists(os.path.join(entry.path, "__init__.py")):

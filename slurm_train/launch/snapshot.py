@@ -9,6 +9,7 @@ attempt.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.launch.git import SourceState, is_secret_file, read_git
-from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, own_paths
+from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, is_below, own_paths, packages_in
 from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory
 
@@ -243,6 +244,9 @@ _WRITTEN = frozenset(
 _OWN_PACKAGE = ("slurm_train/", "conf/", "sbatch_templates/")
 _LONGEST_COMPARED = 1 << 20
 _WRITE_BITS = 0o222
+_MODULE_SUFFIXES = (".py", ".pyc", ".so")
+# The file system has no hard links, or the file belongs to another user.
+_NO_HARD_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 MOST_CHANGES_SHOWN = 12
 
 Locate = Callable[[str], Path]
@@ -288,26 +292,24 @@ class FileChange:
         return f"{self.name}: {self.what}, {lines}"
 
 
-def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | None = None) -> None:
+def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | None = None) -> list[str]:
     """Copies the code into a fresh folder, puts it in place of an older snapshot, and records its hashes.
 
     Args:
         source: the code.
         target: the snapshot.
         index: the file for the hashes; it also records the original folders, which the job's imports need.
-        keep: the new path of the older snapshot; None: it is removed.
+        keep: a folder for the files of the older snapshot; None: they are removed.
+
+    Returns:
+        What was renamed, see `_put_in_place`.
 
     Raises:
         ConfigError: a file has gone since the files were listed.
     """
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(mode=0o700)
+    fresh = _make_tree(target, source.files)
     # In a shared run the group may read the files that it may read in the submitting folder.
-    readable_bits = 0o750 if is_shared(fresh.parent) else 0o700
-    # str in, str out: paths cost 10x here.
-    for folder in sorted({os.path.dirname(name) for name in source.files}):  # noqa: PTH120  # as above
-        os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
+    readable_bits = 0o750 if is_shared(target.parent) else 0o700
     for name, path in source.files.items():
         try:
             shutil.copy2(path, fresh / name)
@@ -320,35 +322,153 @@ def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | No
                 "or into .gitignore",
             ) from err
         os.chmod(fresh / name, os.stat(fresh / name).st_mode & readable_bits & ~_WRITE_BITS)  # noqa: PTH101, PTH116  # as above
-    for folder, _, _ in os.walk(fresh) if readable_bits == 0o750 else ():
-        share_folder(Path(folder))
-    # The old snapshot of a sweep is shared with other runs, so it is not moved.
-    if keep is not None and target.exists() and not target.is_symlink() and not keep.exists():
-        rename(target, keep)
-    _remove(target)
-    rename(fresh, target)
+    files = index_code(fresh.joinpath, source.files)
+    set_aside = _put_in_place(fresh, target, before=_read_hashes(index) or {}, files=files, keep=keep)
     folders = {place: str(folder) for place, folder in source.folders.items()}
-    files = index_code(target.joinpath, source.files)
     facts = {"folders": folders, "roots": list(source.roots), "files": files}
     write_atomic(index, json.dumps(facts, indent=1) + "\n", durable=False)
+    return set_aside
 
 
-def link_snapshot(target: Path, snapshot: Path) -> None:
-    """Puts a link to a shared snapshot in place of an older one; relative, so that the root may be moved."""
-    link = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    link.unlink(missing_ok=True)
-    link.symlink_to(os.path.relpath(snapshot, target.parent))
-    if not target.is_symlink():
-        _remove(target)
-    rename(link, target)
+def share_snapshot(run: RunDirectory, shared: Path, index: Path, *, keep: Path | None = None) -> list[str]:
+    """Gives a run the snapshot of a sweep or of another run: by links, which `own_snapshot` replaces at the start.
 
+    Args:
+        run: the run.
+        shared: the snapshot.
+        index: its hashes.
+        keep: as for `write_snapshot`.
 
-def _remove(target: Path) -> None:
-    # The target of a link also belongs to other runs, so only the link is removed.
-    if target.is_symlink() or target.is_file():
-        target.unlink()
+    Returns:
+        What was renamed, see `_put_in_place`.
+    """
+    set_aside: list[str] = []
+    if run.code.is_dir() and not run.code.is_symlink():
+        files = _read_hashes(index) or {}
+        before = read_index(run) or {}
+        if files != before:
+            fresh = _link_files(run.code, shared, files)
+            set_aside = _put_in_place(fresh, run.code, before=before, files=files, keep=keep)
     else:
-        shutil.rmtree(target, ignore_errors=True)
+        link_file(run.code, shared)
+    link_file(run.code_index, index)
+    return set_aside
+
+
+def own_snapshot(run: RunDirectory) -> None:
+    """Gives a run that shares a snapshot a folder of its own with hard links to the files of that one.
+
+    A program may write beside its own file, where only its own run reads it. Called before each attempt: thousands of
+    folders at the submission of a sweep would take minutes.
+    """
+    has_own_folder = run.code.is_dir() and not run.code.is_symlink()
+    if has_own_folder or not run.code_index.is_symlink():
+        return
+    # Not by the link `code`, which an attempt that was killed at this point has removed already.
+    index = run.code_index.resolve()
+    shared = index.with_name(index.name.partition(".")[0])
+    files = _read_hashes(index) or {}
+    fresh = _link_files(run.code, shared, files)
+    _put_in_place(fresh, run.code, before={}, files=files)
+
+
+def link_file(link: Path, target: Path) -> None:
+    """Makes a link, also in place of an older one; relative, so that the root may be moved."""
+    fresh = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(target, link.parent))
+    rename(fresh, link)
+
+
+def _make_tree(target: Path, names: Iterable[str]) -> Path:
+    """Makes a folder beside the target, with the folders of these files, and returns it."""
+    fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(mode=0o700)
+    # str in, str out: paths cost 10x here.
+    for folder in sorted({os.path.dirname(name) for name in names}):  # noqa: PTH120  # as above
+        os.makedirs(fresh / folder, mode=0o700, exist_ok=True)  # noqa: PTH103  # as above
+    for folder, _, _ in os.walk(fresh) if is_shared(fresh.parent) else ():
+        share_folder(Path(folder))
+    return fresh
+
+
+def _link_files(target: Path, shared: Path, names: Iterable[str]) -> Path:
+    """Makes a folder beside the target with hard links to the files of a shared snapshot, and returns it."""
+    fresh = _make_tree(target, names)
+    for name in names:
+        path = f"{shared}/{name}"
+        # Who may write to a read-only file, as root may, would change it for every run that has a link to it.
+        is_protected = not os.access(path, os.W_OK)
+        try:
+            if is_protected:
+                os.link(path, f"{fresh}/{name}")
+        except OSError as err:
+            if err.errno not in _NO_HARD_LINK:
+                raise
+            is_protected = False
+        if not is_protected:
+            shutil.copy2(path, f"{fresh}/{name}")
+    return fresh
+
+
+def _put_in_place(
+    fresh: Path, target: Path, *, before: Mapping[str, str], files: Mapping[str, str], keep: Path | None = None
+) -> list[str]:
+    """Puts the files of a fresh folder into a snapshot, in place of the older files.
+
+    What a program has written beside the older files stays. It gets another name, NAME.aside, if a new file has its
+    name, or if Python might import it in place of other code.
+
+    Args:
+        fresh: the folder; it is gone afterwards.
+        target: the snapshot.
+        before: hashes of the files that it was made of.
+        files: hashes of the new files; those that are there already, after a start that was killed here, are replaced.
+        keep: a folder for the files of the older snapshot; None: they are removed.
+
+    Returns:
+        The new names, relative to the target.
+    """
+    if target.is_symlink():
+        target.unlink()
+    if not target.exists():
+        rename(fresh, target)
+        return []
+    present = index_code(target.joinpath, (name for name in _walk_snapshot(target)[0] if name in {**before, **files}))
+    for name, content in present.items():
+        if content not in (before.get(name), files.get(name)):
+            continue
+        if keep is None or name not in before:
+            (target / name).unlink()
+        else:
+            (keep / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            rename(target / name, keep / name)
+    set_aside = [_set_aside(target, name) for name in _new_modules(target, files)]
+    for folder, subfolders, names in os.walk(fresh):
+        place = os.path.relpath(folder, fresh)
+        for name in subfolders:
+            path = target / place / name
+            if not path.is_dir() or path.is_symlink():
+                if os.path.lexists(path):
+                    set_aside.append(_set_aside(target, os.path.normpath(f"{place}/{name}")))
+                path.mkdir(mode=0o700)
+        for name in names:
+            if os.path.lexists(target / place / name):
+                set_aside.append(_set_aside(target, os.path.normpath(f"{place}/{name}")))
+            os.rename(f"{folder}/{name}", target / place / name)  # noqa: PTH104  # paths cost 10x
+    shutil.rmtree(fresh)
+    return set_aside
+
+
+def _set_aside(target: Path, name: str) -> str:
+    new_name = f"{name}.aside"
+    number = 1
+    while os.path.lexists(target / new_name):
+        number += 1
+        new_name = f"{name}.aside-{number}"
+    rename(target / name, target / new_name)
+    return new_name
 
 
 def index_code(locate: Locate, names: Iterable[str]) -> dict[str, str]:
@@ -362,7 +482,11 @@ def index_code(locate: Locate, names: Iterable[str]) -> dict[str, str]:
 
 def read_index(run: RunDirectory) -> dict[str, str] | None:
     """Returns the recorded hashes of a run's snapshot, None if there are none."""
-    files = (read_json(run.code_index) or {}).get("files")
+    return _read_hashes(run.code_index)
+
+
+def _read_hashes(index: Path) -> dict[str, str] | None:
+    files = (read_json(index) or {}).get("files")
     return files if isinstance(files, dict) else None
 
 
@@ -421,26 +545,58 @@ def may_be_written(name: str) -> bool:
 def require_sealed(run: RunDirectory) -> None:
     """Refuses a run whose snapshot differs from the submitted one.
 
+    Files of the program beside its code count only where Python might import them in place of other code.
+
     Raises:
-        RunError: files of it were changed, removed or added; the first of them are named.
+        RunError: files of it were changed or removed, or modules were added; the first of them are named.
     """
     index = read_index(run)
     if index is None:
         return
-    files, links = _walk_snapshot(run.code)
-    present = index_code(run.code.joinpath, {*files, *index})
+    added = _new_modules(run.code, index)
+    present = index_code(run.code.joinpath, [*index, *added])
     changes = compare_code(Code(index, run.code.joinpath), Code(present, run.code.joinpath))
-    changes += [FileChange(name, what="new") for name in links]
+    changes += [FileChange(name, what="new") for name in added if name not in present]
     if changes:
         raise RunError(
             f"the code snapshot {run.code} is not what was submitted: {shorten(map(str, changes), MOST_CHANGES_SHOWN)}",
             hint=f"edit your own files and take them with `resume {run.run_id} --accept code`, which also replaces "
-            "a snapshot that was damaged",
+            "a snapshot that was damaged and renames what was added; a program that changes files of its own code "
+            "must write them elsewhere, e.g. into $SLURM_TRAIN_RUN_DIR",
         )
 
 
+def _new_modules(code: Path, index: Mapping[str, str]) -> list[str]:
+    """Returns what Python might import in place of other code: modules and packages in folders that have modules.
+
+    Python reads a .pth file in folders of installed packages only; here it is a checkpoint. A module in a new folder
+    without `__init__.py`, such as a program's backup of its sources, takes the place of no other.
+    """
+    places = {""}
+    for name in index:
+        folder = os.path.dirname(name) if name.endswith(_MODULE_SUFFIXES) else ""  # noqa: PTH120  # paths cost 10x
+        while folder not in places:
+            places.add(folder)
+            folder = os.path.dirname(folder)  # noqa: PTH120  # as above
+    files, links = _walk_snapshot(code)
+    modules = []
+    for name in files:
+        folder, base = os.path.split(name)
+        is_package = base.startswith("__init__.") and os.path.dirname(folder) in places  # noqa: PTH120  # as above
+        if name not in index and name.endswith(_MODULE_SUFFIXES) and (folder in places or is_package):
+            modules.append(name)
+    top = os.path.realpath(code)
+    for name in links:
+        leads_out = not is_below(os.path.realpath(f"{code}/{name}"), top)
+        # Python imports nothing from a folder that it cannot read.
+        with contextlib.suppress(OSError):
+            if leads_out and os.path.dirname(name) in places and packages_in(f"{code}/{name}"):  # noqa: PTH120  # as above
+                modules.append(name)
+    return sorted(modules)
+
+
 def _walk_snapshot(code: Path) -> tuple[list[str], list[str]]:
-    """Returns the files of a snapshot without Python's caches, and its links to folders, which it should not have."""
+    """Returns the files of a snapshot without Python's caches, and its links to folders."""
     files: list[str] = []
     links: list[str] = []
     for folder, subfolders, names in os.walk(code):

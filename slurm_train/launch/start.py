@@ -185,9 +185,15 @@ class Start:
             plan = fitting
         ranks.make_mount_points()
         with writing(run, self.commands, inside=inside):
-            write_run(plan, source, script=script or None, change=change)
+            renamed = write_run(plan, source, script=script or None, change=change)
+        self.say_renamed(run, renamed)
         remember_root(run.path.parent.parent, self.env)
         return script
+
+    def say_renamed(self, run: RunDirectory, names: Sequence[str]) -> None:
+        """Prints which files in a run's copy of the code were renamed to make room for new code, if any were."""
+        if names:
+            self.say(f"renamed in {run.code}, since new code takes their place: {shorten(names, MOST_CHANGES_SHOWN)}")
 
     def resubmit(self, run: RunDirectory) -> str:
         """Submits a run's script again as it is on disk, and returns the job id.

@@ -179,7 +179,8 @@ def _write_runs(start: Start, plans: Sequence[RunPlan], scripts: Mapping[RunDire
         with lock:
             # A run with checkpoints continues with its own code; `resume --accept code` replaces it.
             is_trained = plan.run.code.exists() and bool(list_checkpoints(plan.run.checkpoints))
-            write_run(plan, None if is_trained else code, script=scripts.get(plan.run))
+            renamed = write_run(plan, None if is_trained else code, script=scripts.get(plan.run))
+        start.say_renamed(plan.run, renamed)
 
     for_each(write, plans)
 
@@ -291,5 +292,6 @@ def _replace_code(start: Start, sweep: SweepDirectory, runs: Sequence[RunDirecto
         with writing(run, start.commands):
             if change is not None:
                 put_on_record(run, change)
-            link_code(run, code)
+            renamed = link_code(run, code, change=change)
+        start.say_renamed(run, renamed)
     return code

@@ -18,7 +18,7 @@ from pathlib import Path
 from slurm_train.config.frozen import dump_config
 from slurm_train.errors import RunError
 from slurm_train.launch.plan import RunPlan, SweepPlan
-from slurm_train.launch.snapshot import Source, link_snapshot, write_snapshot
+from slurm_train.launch.snapshot import Source, link_file, share_snapshot, write_snapshot
 from slurm_train.rundir.attempts import withdraw_result
 from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.files import (
@@ -85,7 +85,7 @@ def write_run(
     *,
     script: str | None,
     change: AcceptedChange | None = None,
-) -> None:
+) -> list[str]:
     """Writes all files that the job reads.
 
     Args:
@@ -93,6 +93,9 @@ def write_run(
         code: the code to copy, or a snapshot of a sweep or of another run to share; None: the existing snapshot.
         script: text of submit.sh, None for a local run.
         change: an accepted change in the middle of the run; it is recorded first, and the replaced files are kept.
+
+    Returns:
+        The new names of files in the copy of the code that a program may have written, and that had to be renamed.
     """
     run = plan.run
     try:
@@ -108,17 +111,19 @@ def write_run(
         raise RunError(f"{run.path} cannot be made: {err.strerror or err}", hint=hint) from err
     if change is not None:
         put_on_record(run, change)
+    set_aside: list[str] = []
     if isinstance(code, Source):
         keep = run.before_change(change.number) / "code" if change is not None and change.code else None
-        write_snapshot(code, run.code, index=run.code_index, keep=keep)
+        set_aside = write_snapshot(code, run.code, index=run.code_index, keep=keep)
     elif code is not None:
-        link_code(run, code)
+        set_aside = link_code(run, code, change=change)
     durable = change is not None
     write_atomic(run.config, dump_config(plan.config), durable=durable)
     write_atomic(run.plan, json.dumps(plan.as_json(), indent=2) + "\n", durable=durable)
     if script is not None:
         write_atomic(run.submit_script, script, durable=durable, mode=0o700)
     run.stop_file.unlink(missing_ok=True)
+    return set_aside
 
 
 def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
@@ -130,7 +135,7 @@ def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
             shutil.copy2(path, folder / path.name)
             fsync_file(folder / path.name)
     if run.code.is_symlink():
-        link_snapshot(folder / run.code.name, run.code.resolve())
+        link_file(folder / run.code.name, run.code.resolve())
     withdraw_result(run, folder / run.result.name)
     for place in (folder, folder.parent, run.path):
         fsync_directory(place)
@@ -173,11 +178,19 @@ def write_shared_code(sweep: SweepDirectory, source: Source) -> Path:
     return code
 
 
-def link_code(run: RunDirectory, code: Path | RunDirectory) -> None:
-    """Links a run to a shared snapshot, or to that of another run."""
+def link_code(run: RunDirectory, code: Path | RunDirectory, *, change: AcceptedChange | None = None) -> list[str]:
+    """Links a run to a shared snapshot, or to that of another run.
+
+    Args:
+        run: the run.
+        code: the snapshot, or the other run.
+        change: as for `write_run`, which says what is returned.
+    """
     if isinstance(code, RunDirectory):
-        shared_files = (code.code, code.code_index, code.provenance)
+        shared, index, provenance = (code.code, code.code_index, code.provenance)
     else:
-        shared_files = (code, code.with_suffix(".files.json"), code.with_suffix(".json"))
-    for link, shared_file in zip((run.code, run.code_index, run.provenance), shared_files, strict=True):
-        link_snapshot(link, shared_file)
+        shared, index, provenance = (code, code.with_suffix(".files.json"), code.with_suffix(".json"))
+    keep = run.before_change(change.number) / "code" if change is not None and change.code else None
+    set_aside = share_snapshot(run, shared, index, keep=keep)
+    link_file(run.provenance, provenance)
+    return set_aside

@@ -19,7 +19,7 @@ from typing import Any
 from slurm_train.checkpoint.verify import committed_step_of_program, newest_committed_step
 from slurm_train.config.schema import RequeueSection, RunConfig
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
-from slurm_train.launch.snapshot import require_sealed
+from slurm_train.launch.snapshot import own_snapshot, require_sealed
 from slurm_train.metrics import last_numbers
 from slurm_train.rundir.attempts import (
     AttemptStart,
@@ -604,6 +604,7 @@ def refused_code(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> int
     the ledger has it.
     """
     try:
+        own_snapshot(run)
         require_sealed(run)
     except RunError as err:
         say(str(err))

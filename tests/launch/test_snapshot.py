@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from slurm_train.launch.snapshot import (
     digest_code,
     index_code,
     names_own_code,
+    own_snapshot,
     plan_files,
     read_source,
     require_sealed,
+    share_snapshot,
     write_snapshot,
 )
 from slurm_train.rundir.paths import RunDirectory
@@ -119,8 +122,10 @@ def test_a_file_that_holds_secrets_by_custom_is_neither_copied_nor_quoted(projec
 
 def test_the_copy_is_what_was_on_disk_and_replaces_an_older_one(project: Path, tmp_path: Path) -> None:
     target = tmp_path / "run" / "code"
-    target.mkdir(parents=True)
-    (target / "stale.py").write_text("of an earlier submission")
+    target.parent.mkdir(parents=True)
+    (project / "stale.py").write_text("of an earlier submission")
+    copy(project, ["stale.py", "model.py"], target)
+    (project / "stale.py").unlink()
     (project / "train.py").chmod(0o755)
     assert copy(project, snapshot_of(project), target) == {
         ".gitignore": "*.log\ndata/\n",
@@ -427,10 +432,16 @@ def edit(run: RunDirectory) -> None:
     path.write_text("other")
 
 
-TOUCHED = {
+def shadow_a_package(run: RunDirectory) -> None:
+    (run.code / "yaml").mkdir()
+    (run.code / "yaml" / "__init__.py").write_text("shadows another package")
+
+
+TOUCHED: dict[str, Callable[[RunDirectory], object]] = {
     "train.py: changed": edit,
     "pkg/model.py: gone, changed": lambda run: (run.code / "pkg" / "model.py").unlink(),
     "pkg/json.py: new, .1 -0": lambda run: (run.code / "pkg" / "json.py").write_text("shadows another module"),
+    "yaml/__init__.py: new, .1 -0": shadow_a_package,
     "yaml: new, changed": lambda run: (run.code / "yaml").symlink_to(run.path.parent / "live" / "pkg"),
 }
 
@@ -448,6 +459,115 @@ def test_pythons_cache_does_not_touch_a_copy_and_it_can_be_removed(run: RunDirec
     (run.code / "__pycache__" / "train.cpython-311.pyc").write_bytes(b"")
     require_sealed(run)
     shutil.rmtree(run.code)
+
+
+def write_beside(code: Path) -> dict[str, str]:
+    """Writes what programs write beside their own file, and returns the content of the files by name."""
+    texts = {"out/last.ckpt": "40", "best.pth": "weights", "log.csv": "1", "out/backup/train.py": "a backup"}
+    write(code, **{name.replace("/", "__"): text for name, text in texts.items()})
+    (code / "latest").symlink_to("out")
+    return texts
+
+
+def contents(code: Path, names: Iterable[str]) -> dict[str, str]:
+    return {name: (code / name).read_text() for name in names}
+
+
+def test_what_a_program_writes_beside_its_code_stays_and_is_no_change_of_it(run: RunDirectory) -> None:
+    texts = write_beside(run.code)
+    require_sealed(run)
+    live = run.path.parent / "live"
+    write(live, train_py="new code", out__last_py="a new file in a folder of the program")
+    (live / "log.csv").write_text("now of the code")
+    edit(run)
+    (run.code / "shadow.py").write_text("of the program, and in the way of others")
+    names = ["train.py", "out/last.py", "log.csv"]
+    source = Source({"": live}, {name: live / name for name in names})
+    renamed = write_snapshot(source, run.code, index=run.code_index, keep=run.path / "before")
+    require_sealed(run)
+    kept = {name: text for name, text in texts.items() if name != "log.csv"}
+    assert contents(run.code, kept) == kept
+    assert contents(run.code, renamed) == {
+        "shadow.py.aside": "of the program, and in the way of others",
+        "log.csv.aside": "1",
+        "train.py.aside": "other",
+    }
+    assert contents(run.code, names) == contents(live, names)
+    unchanged = sorted(path.name for path in (run.path / "before").iterdir())
+    assert unchanged == ["README.md", "pkg"]
+
+
+def test_a_folder_of_the_code_is_never_filled_through_a_link(run: RunDirectory) -> None:
+    elsewhere = run.path.parent / "elsewhere"
+    write(elsewhere, train_py="of the person")
+    (run.code / "lib").symlink_to(elsewhere)
+    live = run.path.parent / "live"
+    write(live, lib__train_py="new code")
+    copy(live, ["lib/train.py"], run.code)
+    assert (elsewhere / "train.py").read_text() == "of the person"
+    assert (run.code / "lib" / "train.py").read_text() == "new code"
+    assert (run.code / "lib.aside").is_symlink()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[RunDirectory, RunDirectory]:
+    """Two runs that share a copy."""
+    shared = tmp_path / "sweep" / "000"
+    shared.parent.mkdir()
+    write(tmp_path / "live", train_py="train", pkg__model_py="model")
+    names = ["train.py", "pkg/model.py"]
+    write_snapshot(
+        Source({"": tmp_path / "live"}, {name: tmp_path / "live" / name for name in names}),
+        shared,
+        index=shared.with_name("000.files.json"),
+    )
+    runs = (RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "two"))
+    for run in runs:
+        run.path.mkdir()
+        share_snapshot(run, shared, shared.with_name("000.files.json"))
+    return runs
+
+
+def test_each_run_that_shares_a_copy_writes_beside_its_own(pair: tuple[RunDirectory, RunDirectory]) -> None:
+    one, two = pair
+    assert one.code.resolve() == two.code.resolve()
+    for run in pair:
+        own_snapshot(run)
+        require_sealed(run)
+    texts = write_beside(one.code)
+    own_snapshot(one)
+    require_sealed(one)
+    assert contents(one.code, texts) == texts, "a requeue leaves them"
+    assert sorted(path.name for path in two.code.iterdir()) == ["pkg", "train.py"]
+    # The same words again, with other code.
+    shared = one.path.parent / "sweep" / "001"
+    write(one.path.parent / "live", train_py="train better")
+    source = Source({"": one.path.parent / "live"}, {"train.py": one.path.parent / "live" / "train.py"})
+    write_snapshot(source, shared, index=shared.with_name("001.files.json"))
+    share_snapshot(one, shared, shared.with_name("001.files.json"))
+    own_snapshot(one)
+    require_sealed(one)
+    assert contents(one.code, [*texts, "train.py"]) == {**texts, "train.py": "train better"}
+    assert not (one.code / "pkg" / "model.py").exists()
+
+
+def test_an_attempt_that_is_killed_before_its_copy_is_in_place_leaves_it_to_the_next(
+    pair: tuple[RunDirectory, RunDirectory],
+) -> None:
+    run = pair[0]
+    run.code.unlink()
+    own_snapshot(run)
+    require_sealed(run)
+
+
+@pytest.mark.parametrize(("may_write", "num_links"), [(False, 2), (True, 1)], ids=["a person", "root"])
+def test_copies_are_hard_links_unless_a_program_could_write_to_the_shared_files(
+    may_write: bool, num_links: int, pair: tuple[RunDirectory, RunDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: may_write)
+    own_snapshot(pair[0])
+    status = (pair[0].code / "train.py").stat()
+    assert (status.st_nlink, status.st_mode & 0o222) == (num_links, 0)
 
 
 def test_changes_are_counted_in_lines_and_documents_do_not_matter(run: RunDirectory) -> None:
