@@ -81,7 +81,7 @@ class ShardIndex:
 
     Attributes:
         source: what the tokens were made from, in words.
-        input_digest: hash over the names, sizes and times of the input and over the options; tells a repeated command.
+        input_digest: hash over the text, names, sizes and times of the input and the options; tells a repeated command.
         tokenizer: "bytes", or the hash of the tokenizer's file.
         dtype: "<u2" or "<u4".
         vocab_size: number of token ids, the end of a document included.

@@ -102,13 +102,21 @@ def _files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def _digest(files: Iterable[str]) -> str:
-    """Returns a digest of names, sizes and times, which changes if a file is added, removed or changed."""
+    """Returns a digest of names, sizes and times, which changes if a file is added, removed or changed.
+
+    Installers may give a file the modification time of its archive. No program can set the time of the last change of
+    the inode; where a file system has none (squashfs), the hashes of files that installers write into RECORD tell.
+    """
     digest = xxhash.xxh3_128(sys.version.encode())
     for file in files:
         # Bytecode is written whenever somebody imports, and adds nothing to its source.
-        if not file.endswith(".pyc"):
-            status = os.lstat(file)
-            digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        if file.endswith(".pyc"):
+            continue
+        status = os.lstat(file)
+        line = f"{file} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n"
+        digest.update(line.encode(errors="surrogateescape"))
+        if file.endswith(".dist-info/RECORD"):
+            digest.update(Path(file).read_bytes())
     return digest.hexdigest()
 
 

@@ -13,8 +13,16 @@ import pytest
 import xxhash
 
 from slurm_train.data.documents import find_documents, hash_name, split_documents
-from slurm_train.data.prepare import FileEncoding, Packing, PrepareOptions, prepare, prepare_documents
-from slurm_train.data.shards import INDEX, check_sizes, map_tokens, read_index
+from slurm_train.data.prepare import (
+    FileEncoding,
+    Packing,
+    PrepareOptions,
+    _input_digest,
+    _outside_digest,
+    prepare,
+    prepare_documents,
+)
+from slurm_train.data.shards import INDEX, check_sizes, map_tokens, read_index, write_index
 from slurm_train.errors import DataError
 
 
@@ -90,6 +98,45 @@ def test_other_input_or_options_never_replace_shards(corpus: Path, tmp_path: Pat
     (corpus / "new.txt").write_text("more")
     with pytest.raises(DataError, match="holds the shards of another input or other options"):
         prepare([corpus], out=tmp_path / "out", options=TEXT)
+
+
+@pytest.mark.parametrize("place", [0, 15_000, 29_999])
+def test_other_text_under_the_same_name_size_and_time_is_another_input(tmp_path: Path, place: int) -> None:
+    directories = []
+    for version, letter in (("v1", "a"), ("v2", "b")):
+        file = tmp_path / version / "corpus.txt"
+        file.parent.mkdir()
+        file.write_text("." * place + letter + "." * (29_999 - place))
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+        directories.append(Packing(str(file), cache=str(tmp_path / "cache")).make())
+    assert directories[0] != directories[1]
+
+
+def test_of_much_text_blocks_and_the_beginning_of_each_file_are_read(tmp_path: Path) -> None:
+    big, small = tmp_path / "big.txt", tmp_path / "small.txt"
+    with big.open("wb") as file:
+        file.truncate(256 * 2**20)
+    small.write_text("small")
+    digests = set()
+    for change in (lambda: None, lambda: small.write_text("SMALL"), lambda: _write_at(big, 128 * 2**20 + 7, 70_000)):
+        change()
+        digests.add(_input_digest(find_documents([tmp_path]), "options"))
+    assert len(digests) == 3
+
+
+def _write_at(path: Path, place: int, num_bytes: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(b"x" * num_bytes)
+
+
+def test_shards_whose_digest_has_no_text_are_used_as_they_are(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    index = prepare([corpus], out=out, options=TEXT)
+    older = replace(index, input_digest=_outside_digest(find_documents([corpus], suffixes=TEXT.suffixes), TEXT))
+    (out / INDEX).unlink()
+    write_index(out, older)
+    assert prepare([corpus], out=out, options=TEXT) == older
 
 
 def _prepare_at_once(corpus: Path, out: Path, barrier: object, results: object) -> None:
