@@ -23,6 +23,7 @@ PACKAGE = "slurm_train"
 LAYERS = [
     {"formatting"},
     {"errors", "assets", "__init__"},
+    {"trust"},
     {"verbs"},
     {"config"},
     {"slurm", "rundir"},

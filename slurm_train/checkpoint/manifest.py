@@ -24,7 +24,7 @@ from typing import Any, get_origin, get_type_hints
 
 import xxhash
 
-from slurm_train import __version__
+from slurm_train import __version__, trust
 from slurm_train.errors import CheckpointError, OtherVersionError, UnknownCheckpointError
 from slurm_train.formatting import shorten
 from slurm_train.rundir.files import for_each, is_shared, open_file, write_all
@@ -278,13 +278,12 @@ def read_failure(name: str | Path, err: OSError) -> CheckpointError:
 
 
 def open_plain(path: Path) -> FileIO:
-    """Opens a file to be read without a buffer; a link in its place is refused.
+    """Opens a file to be read without a buffer; a link in its place is refused, see `trust.open_plain`.
 
     Raises:
         OSError: there is no such file, it is a link, or it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return os.fdopen(trust.open_plain(path), "rb", buffering=0)
 
 
 def write_file(path: Path, data: bytes) -> FileRecord:

@@ -22,7 +22,7 @@ from slurm_train.config.schema import nested
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
 from slurm_train.formatting import byte_size, table
 from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.paths import list_checkpoints, name_of
+from slurm_train.rundir.paths import list_checkpoints, name_of, require_private
 from slurm_train.slurm.commands import SlurmCommands
 
 
@@ -115,6 +115,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _collect(arguments: argparse.Namespace) -> int:
     run = find_run(arguments.root, arguments.run)
+    require_private(run)
     keep = load_config(run.config).checkpoint.keep if arguments.keep is None else arguments.keep
     pruned = collect_checkpoints(run, SlurmCommands(os.environ), keep=keep)
     for path in pruned.discarded:

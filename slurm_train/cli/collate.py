@@ -12,9 +12,9 @@ from slurm_train.cli.selection import look_once, parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.lookup import closed_places
+from slurm_train.rundir.lookup import closed_places, find_sweep
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.sweep import SweepDirectory, find_sweep, list_sweeps, read_table, sweeps_named
+from slurm_train.rundir.sweep import SweepDirectory, list_sweeps, read_table, sweeps_named
 from slurm_train.tools.report.collate import Cells, as_columns, as_csv, as_markdown, best_line, collate
 from slurm_train.tools.report.run import read_config
 

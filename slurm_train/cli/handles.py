@@ -21,13 +21,14 @@ from slurm_train.errors import RunError, TimedOutError
 from slurm_train.launch.cancel import cancel_run, cancel_sweep
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.lookup import find_run, root_of
+from slurm_train.rundir.lookup import find_run, find_sweep, root_of
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.sweep import Element, SweepDirectory, find_sweep, read_table
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.logs import choose_log
 from slurm_train.status.run_status import RunStatus, until_over
 from slurm_train.status.selection import build_surveyor
+from slurm_train.trust import read_text
 from slurm_train.verbs import DEFAULT_ROOT
 
 _POLL_S = 5.0
@@ -91,7 +92,7 @@ class Run:
             RunError: there was no such attempt.
         """
         log = choose_log(self._files, attempt=attempt, rank=rank)
-        return "" if log is None else log.path.read_text(encoding="utf-8", errors="replace")
+        return "" if log is None else read_text(log.path, errors="replace")
 
     def cancel(self) -> None:
         """Ends its jobs; `python -m slurm_train resume` continues it.

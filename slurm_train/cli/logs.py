@@ -24,6 +24,7 @@ from slurm_train.slurm.records import explain_reason
 from slurm_train.status.failure import find_failure, first_failed_rank
 from slurm_train.status.logs import ChosenLog, choose_log, is_closed
 from slurm_train.status.run_status import never_began, newest_job_state, read_files
+from slurm_train.trust import open_to_read
 
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.3
@@ -174,7 +175,7 @@ class LogPrinter:
 
     def _print_from(self, path: Path, position: int) -> int:
         """Prints a log from a position on and returns the position after it."""
-        with path.open("rb") as file:
+        with open(open_to_read(path), "rb") as file:  # noqa: PTH123  # a descriptor
             file.seek(position)
             # Bytes as they are: a character may be cut in two where a chunk or the file ends for now.
             for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):

@@ -12,8 +12,8 @@ from slurm_train.cli.selection import look_once, parse_runs
 from slurm_train.cli.terminal import note
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import write_atomic
-from slurm_train.rundir.lookup import find_run
-from slurm_train.rundir.sweep import Element, SweepDirectory, find_sweep, sweep_of
+from slurm_train.rundir.lookup import find_run, find_sweep
+from slurm_train.rundir.sweep import Element, SweepDirectory, sweep_of
 
 if TYPE_CHECKING:
     from slurm_train.tools.report.page import Document

@@ -33,11 +33,12 @@ from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import read_source, require_sealed
 from slurm_train.launch.start import Start
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.lookup import find_run
+from slurm_train.rundir.lookup import find_run, find_sweep
 from slurm_train.rundir.paths import RunDirectory, require_private
-from slurm_train.rundir.sweep import SweepDirectory, find_sweep
+from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.status.activity import refuse_active
 from slurm_train.status.run_status import RESUMABLE, RunState, read_states
+from slurm_train.trust import read_text
 
 _WITH_TARGETS = ("model", "data", "task", "optim", "callbacks")
 _SUPERVISED = re.compile(r"^exec .* -m slurm_train supervise (.+) -- \\$", re.MULTILINE)
@@ -60,6 +61,7 @@ def main(words: Sequence[str]) -> int:
                 hint="change one of them with `resume RUN key=value --accept key`; a sweep takes --accept code",
             )
         states = read_states(arguments.only, option="--only", of=RESUMABLE) if arguments.only else None
+        require_private(RunDirectory(sweep.path))
         return _resume_sweep(start, sweep, states=states, where=arguments.where)
     if arguments.only or arguments.where:
         raise RunError(f"{arguments.run} is not a sweep", hint="--only and --where choose runs of a sweep")
@@ -125,7 +127,7 @@ def _needs_another_script(run: RunDirectory, config: RunConfig) -> bool:
     """Returns whether the run's script names another directory than the run's, or a Python that is gone."""
     if not run.submit_script.is_file():
         return False
-    script = run.submit_script.read_text(encoding="utf-8")
+    script = read_text(run.submit_script)
     missing_python = gone_python(config, script)
     if missing_python:
         note(f"the Python of the run is gone: {missing_python}; it goes on with {sys.executable}")

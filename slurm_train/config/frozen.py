@@ -25,6 +25,7 @@ from slurm_train.assets import asset_dir
 from slurm_train.config.schema import OptimSection, RunConfig, all_keys, build_config, flat, nested, to_mapping
 from slurm_train.config.synonyms import REMOVED_KEYS, REMOVED_VALUES, RENAMED_KEYS
 from slurm_train.errors import RunError
+from slurm_train.trust import read_text
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -158,7 +159,7 @@ def load_values(path: Path) -> dict[str, Any]:
         RunError: there is no such file, or it is not YAML.
     """
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        values = yaml.load(read_text(path), Loader=_Loader)
         problem = "it holds no mapping"
     except FileNotFoundError:
         raise RunError(f"{path} does not exist", hint="name a run directory, as `status` lists them") from None

@@ -42,7 +42,7 @@ from slurm_train.data.shards import (
 )
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.files import fsync_directory, read_json
-from slurm_train.rundir.paths import trusted_owners
+from slurm_train.trust import trusted_owners
 
 TOKENIZER = "tokenizer.json"
 BYTES = "bytes"

@@ -31,7 +31,7 @@ from slurm_train.formatting import byte_size, duration, number
 from slurm_train.launch.placement import spans_nodes
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import last_lines, read_json
-from slurm_train.rundir.lookup import list_runs
+from slurm_train.rundir.lookup import is_own, list_runs
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_measured, warning_lead_s
 from slurm_train.slurm.policy import Preemption, expedites_requeues, return_in_words
@@ -403,8 +403,9 @@ def measured_speeds(plan: RunPlan) -> dict[int, Speed]:
 
 def _runs_like(plan: RunPlan) -> list[RunDirectory]:
     """Returns this run and the newest ones of its name."""
-    same_name = (run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name)
-    return [plan.run, *list(same_name)[:_MOST_RUNS]]
+    runs = list_runs(plan.run.path.parent.parent)
+    same_name = [run for run in runs if run.name == plan.run.name and is_own(run)]
+    return [plan.run, *same_name[:_MOST_RUNS]]
 
 
 def _step_times(run: RunDirectory) -> dict[int, list[float]]:

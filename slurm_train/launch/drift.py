@@ -32,7 +32,7 @@ from slurm_train.launch.snapshot import (
 )
 from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
 from slurm_train.rundir.files import read_json
-from slurm_train.rundir.lookup import list_runs
+from slurm_train.rundir.lookup import is_own, list_runs
 from slurm_train.rundir.paths import RunDirectory
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def similar_run_notes(plan: RunPlan) -> list[str]:
     """Returns lines about the newest unfinished run of this name if a new run differs from it only slightly."""
     if plan.run.path.exists():
         return []
-    runs = [run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name]
+    runs = [run for run in list_runs(plan.run.path.parent.parent) if run.name == plan.run.name and is_own(run)]
     if not runs or runs[0].result.exists():
         return []
     newest = runs[0]

@@ -35,11 +35,12 @@ from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN, Source, without_written_files
 from slurm_train.launch.write import write_run
 from slurm_train.rundir.jobs import clear_dead, read_job, record_job
-from slurm_train.rundir.lookup import find_run, remember_root, root_of
+from slurm_train.rundir.lookup import find_run, find_sweep, remember_root, root_of
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.rundir.sweep import find_sweep, read_table
+from slurm_train.rundir.sweep import read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import find_active, holder_lives, submitting, writing
+from slurm_train.trust import read_text
 
 
 class Start:
@@ -206,7 +207,7 @@ class Start:
         with submitting(run, self.commands):
             if not run.submit_script.is_file():
                 raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
-            script = run.submit_script.read_text(encoding="utf-8")
+            script = read_text(run.submit_script)
             config = load_config(run.config)
             require_acceptable(script, self.commands)
             _, remarks = take_shell_choices(config, None, self.env)

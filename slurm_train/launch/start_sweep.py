@@ -32,6 +32,7 @@ from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.activity import are_being_submitted, find_active, writing
 from slurm_train.status.run_status import RunState, read_statuses
 from slurm_train.status.selection import filter_where, summary
+from slurm_train.trust import read_text
 
 # Another sweep of thousands of runs may be under way, with an sbatch that is slow.
 _WAIT_S = 120.0
@@ -231,7 +232,7 @@ def prepare_resumed_sweep(
         scripts: list[tuple[RunDirectory, str]] = []
         if config.cluster is not None:
             require_slurm(commands, start.env)
-            scripts = [(run, run.submit_script.read_text(encoding="utf-8")) for run in runs]
+            scripts = [(run, read_text(run.submit_script)) for run in runs]
             gone = gone_python(config, scripts[0][1])
             if gone:
                 hint = "type the words of the sweep again: what is missing goes on with the Python of that command"

@@ -33,7 +33,8 @@ from slurm_train.rundir.files import (
     to_records,
     write_atomic,
 )
-from slurm_train.rundir.paths import RunDirectory, trusted_owners
+from slurm_train.rundir.paths import RunDirectory
+from slurm_train.trust import trusted_owners
 
 # A DataLoader and torch.multiprocessing.spawn put the traceback of their process into the message.
 _IN_PROCESS = "Traceback (most recent call last):"
@@ -327,7 +328,7 @@ def read_bad_nodes(run: RunDirectory, *, now_unix_s: float) -> list[BadNode]:
     by_node: dict[str, BadNode] = {}
     with contextlib.suppress(OSError):
         # Several users may keep their runs below one root; what others write there keeps nobody off a node.
-        lines = read_shared(list_file(run), owners=trusted_owners())
+        lines = read_shared(list_file(run), writers=trusted_owners())
         by_node = {bad.node: bad for bad in to_records(BadNode, lines)}
     return [bad for bad in by_node.values() if bad.until_unix_s > now_unix_s]
 

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from slurm_train.trust import open_to_read, read_bytes, read_text
+
 R = TypeVar("R")
 T = TypeVar("T")
 
@@ -230,13 +232,18 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file of lines; a torn last line (a killed writer) is passed over."""
+def read_lines(path: Path, *, writers: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects of a file of lines; a torn last line (a killed writer) is passed over.
+
+    Args:
+        path: the file.
+        writers: see `trust.open_to_read`.
+    """
     try:
-        file = read_anew_if_stale(lambda: path.open(encoding="utf-8", errors="replace"))
+        descriptor = read_anew_if_stale(lambda: open_to_read(path, writers=writers))
     except FileNotFoundError:
         return
-    with file:
+    with open(descriptor, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  # a descriptor
         yield from parse_lines(file)
 
 
@@ -264,32 +271,35 @@ def append_shared(path: Path, value: dict[str, Any], *, durable: bool = False) -
     append_line(part, value, durable=durable)
 
 
-def read_shared(path: Path, *, owners: Collection[int] | None = None) -> list[dict[str, Any]]:
+def read_shared(path: Path, *, writers: Collection[int] | None = None) -> list[dict[str, Any]]:
     """Returns the lines of all nodes' parts of a file, by time; the lines of one node keep their order.
 
     Args:
         path: without a node in its name.
-        owners: uids whose parts count, in a folder where others make files as well; None: all parts.
+        writers: see `trust.open_to_read`.
     """
 
     def timed(part: Path) -> Iterator[tuple[float, dict[str, Any]]]:
         newest = 0.0
-        for line in read_lines(part):
+        for line in read_lines(part, writers=writers):
             time = line.get("time_unix_s")
             # A clock that was set back does not change the order within a part.
             newest = max(newest, float(time)) if isinstance(time, (int, float)) else newest
             yield newest, line
 
     parts = [path, *sorted(path.parent.glob(f"{path.stem}@*{path.suffix}"))]
-    if owners is not None:
-        parts = [part for part in parts if os.path.lexists(part) and part.lstat().st_uid in owners]
     return [line for _, line in heapq.merge(*map(timed, parts), key=lambda pair: pair[0])]
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object of a file, or None where there is no such file or it is not whole."""
+def read_json(path: Path, *, writers: Collection[int] | None = None) -> dict[str, Any] | None:
+    """Returns the JSON object of a file, or None where there is no such file or it is not whole.
+
+    Args:
+        path: the file.
+        writers: see `trust.open_to_read`.
+    """
     try:
-        value = json.loads(read_anew_if_stale(lambda: path.read_text(encoding="utf-8")))
+        value = json.loads(read_anew_if_stale(lambda: read_text(path, writers=writers)))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -308,7 +318,7 @@ def read_tail(path: Path, num_bytes: int) -> str:
     """Returns the end of a file as text, "" where it is gone, or may not be read."""
 
     def read() -> bytes:
-        with path.open("rb") as file:
+        with open(open_to_read(path), "rb") as file:  # noqa: PTH123  # a descriptor
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
             return file.read()
 
@@ -501,7 +511,7 @@ def read_parts(folder: Path, name: str, kind: type[R]) -> list[R]:
         for path in listed(folder):
             if re.fullmatch(rf"{name}_\d+", path.name):
                 with contextlib.suppress(OSError):
-                    data = path.read_bytes()
+                    data = read_bytes(path)
                     parts = (data[at : at + _PART_SIZE] for at in range(0, len(data), _PART_SIZE))
                     records += to_records(kind, parse_lines(parts))
     return records

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slurm_train.config.frozen import ID_DIGITS
@@ -26,8 +26,9 @@ from slurm_train.rundir.files import (
     write_atomic,
 )
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.paths import RunDirectory, trusted_owners, typed_root
-from slurm_train.rundir.sweep import find_sweep
+from slurm_train.rundir.paths import RunDirectory, typed_root
+from slurm_train.rundir.sweep import SweepDirectory, array_job_id, existing_arrays, list_sweeps, read_table
+from slurm_train.trust import is_own_folder, owner_id, trusted_owners
 
 _ASK_OWNER = "ask the owner to open it (run.share=group, or chmod -R g+rX), or name another root with --root"
 
@@ -59,14 +60,28 @@ def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
 
 def list_runs(root: Path) -> list[RunDirectory]:
     """Returns all runs below a root, newest first; hidden folders (`doctor` has one) hold none."""
-    runs = [run for name in listed(typed_root(root)) if not name.name.startswith(".") for run in listed(name)]
+    runs: list[Path] = []
+    for name in listed(typed_root(root)):
+        if not name.name.startswith("."):
+            runs += _runs_in(name)
     existing = [config.parent for config in change_times(run / "config.yaml" for run in runs)]
     times = change_times(existing)
     return [RunDirectory(path) for path in sorted(times, key=lambda path: times[path], reverse=True)]
 
 
+def _runs_in(name: Path) -> list[Path]:
+    """Returns what may be runs in a folder of one name; a link of another user may lead to anybody's runs."""
+    if owner_id(name) in trusted_owners():
+        return listed(name)
+    if name.is_symlink():
+        return []
+    return [run for run in listed(name) if run.is_dir() and not run.is_symlink()]
+
+
 def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
     """Returns the runs that the words name; all of them for no words.
+
+    A word that names runs of this user names no other.
 
     Raises:
         RunError: a word names nothing, or is the beginning of several run ids; all runs belong to another user.
@@ -81,7 +96,8 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
         return runs
     named_runs: list[RunDirectory] = []
     for word in words:
-        matches = [run for run in runs if _matches(run, word)] or _by_path(word)
+        matches = [run for run in runs if _matches(run, word)]
+        matches = list(filter(is_own, matches)) or matches or _by_path(word)
         if not matches:
             names = ", ".join(sorted({f"{run.name}/{run.run_id}" for run in runs})[:8]) or "none"
             hint = f"runs there: {names}; --root names another root"
@@ -135,10 +151,18 @@ def root_of(word: str, root: Path, env: Mapping[str, str]) -> Path:
     """Returns the root below which a job id, run id or sweep id names something: this one, else one that is known."""
     if not _ID.fullmatch(word) or os.path.exists(word):  # noqa: PTH110  # as above
         return root
-    for place in (root, *reversed(known_roots(env))):
-        if _holds(place, word):
-            return place
+    places = (root, *reversed(known_roots(env)))
+    # Of several roots the one with a run of this user: in a shared root others may give theirs the same id.
+    for holds in (_holds_own, _holds):
+        for place in places:
+            if holds(place, word):
+                return place
     return root
+
+
+def _holds_own(root: Path, word: str) -> bool:
+    is_run = any(_matches(run, word) and is_own(run) for run in list_runs(root))
+    return is_run or _sweep_among(_own_sweeps(root), root, word) is not None
 
 
 def _holds(root: Path, word: str) -> bool:
@@ -184,10 +208,10 @@ def find_run(root: Path, word: str | None) -> RunDirectory:
     return next((run for run in runs if is_own(run)), runs[0])
 
 
-def is_own(run: RunDirectory) -> bool:
-    """Returns whether a run belongs to this user; a run whose directory is gone counts as this user's."""
+def is_own(run: RunDirectory | SweepDirectory) -> bool:
+    """Returns whether a run or sweep belongs to this user; one whose directory is gone counts as this user's."""
     try:
-        return run.path.stat().st_uid == os.geteuid()
+        return run.path.lstat().st_uid == run.path.stat().st_uid == os.geteuid()
     except OSError:
         return True
 
@@ -228,3 +252,62 @@ def refuse_unwritable(path: Path, *, hint: str) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         kind = "is not writable" if existing.is_dir() else "is not a directory"
         raise RunError(f"{path} cannot be made: {existing} {kind}", hint=hint)
+
+
+# --- sweeps ---
+
+
+def find_sweep(root: Path, word: str) -> SweepDirectory | None:
+    """Returns the sweep that a word names: its id or the beginning of it, a path, the job id of one of its arrays, or
+    a run name that no other run has.
+
+    A word that names a sweep or runs of this user names no sweep of another.
+
+    Raises:
+        RunError: the word is the beginning of several ids, or of one of a sweep that this user may not read.
+    """
+    if (Path(word) / "sweep.jsonl").is_file():
+        real = Path(word).resolve()
+        return SweepDirectory(typed_root(real.parent.parent) / real.parent.name / real.name)
+    own_sweeps = _own_sweeps(root)
+    named = _sweep_among(own_sweeps, root, word)
+    if named is not None or len(own_sweeps) == len(listed(typed_root(root) / "sweeps")):
+        return named
+    if any(is_own(run) and _matches(run, word) for run in list_runs(root)):
+        return None
+    named = _sweep_among([sweep for sweep in list_sweeps(root) if sweep not in own_sweeps], root, word)
+    if named is None:
+        _refuse_closed_sweep(root, word)
+    return named
+
+
+def _own_sweeps(root: Path) -> list[SweepDirectory]:
+    return [sweep for sweep in list_sweeps(root) if is_own_folder(sweep.path)]
+
+
+def _sweep_among(sweeps: Sequence[SweepDirectory], root: Path, word: str) -> SweepDirectory | None:
+    short = word.removeprefix("sweeps/")
+    matches = [sweep for sweep in sweeps if len(short) >= 4 and sweep.sweep_id.startswith(short)]
+    if len(matches) > 1:
+        ids = ", ".join(sorted(sweep.sweep_id for sweep in matches))
+        raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
+    if not matches and word.isdigit():
+        matches = [sweep for sweep in sweeps if any(array_job_id(array) == word for array in existing_arrays(sweep))]
+    return matches[0] if matches else _sweep_with_name(typed_root(root) / word, sweeps)
+
+
+def _refuse_closed_sweep(root: Path, word: str) -> None:
+    short = word.removeprefix("sweeps/")
+    for path in listed(typed_root(root) / "sweeps") if len(short) >= 4 else ():
+        is_closed = not os.access(path, os.X_OK) or (path / "sweep.jsonl").exists()
+        if path.name.startswith(short) and is_closed:
+            hint = "ask its owner: run.share=group shares new sweeps, chmod -R g+rX an old one"
+            raise RunError(f"sweep {path} is not yours, and you may not read it", hint=hint)
+
+
+def _sweep_with_name(folder: Path, sweeps: Iterable[SweepDirectory]) -> SweepDirectory | None:
+    """Returns the newest sweep whose runs are all that a folder of runs holds: then the name means all of them."""
+    named = {config.parent for config in folder.glob("*/config.yaml")}
+    if not named:
+        return None
+    return next((sweep for sweep in sweeps if named <= {element.run.path for element in read_table(sweep)}), None)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import grp
 import itertools
-import json
 import os
 import pwd
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurm_train.errors import RunError
+from slurm_train.rundir.files import listed, read_json
+from slurm_train.trust import enter_folder, is_own_folder, refusal, trusted_owners
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX") - 256
@@ -37,16 +39,24 @@ def typed_root(root: Path) -> Path:
     """Returns a root of runs as it was spelled where they were started, else without links.
 
     A link may lead to another place on the nodes, so a run goes on under the path that it was started with, from
-    whichever folder and by whichever link somebody looks at it. Runs keep their path in `plan.json`.
+    whichever folder and by whichever link somebody looks at it. Runs keep their path in `plan.json`; only plans of
+    this user's runs count.
     """
     real = root.resolve()
-    plans = itertools.islice(real.glob("[!.]*/*/plan.json"), _MOST_PROBED)
-    for plan in plans:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            spelled = Path(json.loads(plan.read_text(encoding="utf-8"))["path"]).parent.parent
+    for plan in itertools.islice(_own_plans(real), _MOST_PROBED):
+        with contextlib.suppress(OSError, KeyError, TypeError):
+            spelled = Path((read_json(plan, writers=trusted_owners()) or {})["path"]).parent.parent
             if spelled != real and spelled.is_absolute() and spelled.samefile(real):
                 return spelled
     return real
+
+
+def _own_plans(root: Path) -> Iterator[Path]:
+    """Yields where the plans of this user's runs are: a link in the path of another's could lead anywhere."""
+    for folder in listed(root):
+        if not folder.name.startswith(".") and is_own_folder(folder):
+            for run in filter(is_own_folder, listed(folder)):
+                yield run / "plan.json"
 
 
 class Below:
@@ -318,8 +328,9 @@ def list_checkpoints(root: Path) -> list[Path]:
 def require_private(run: RunDirectory) -> None:
     """Checks that only this user can have changed what the run will execute.
 
-    Looked at are the folders above the run that exist, the run's own, and in it what is run or obeyed. A folder above
-    may be writable for others where it is sticky, as /tmp is, or for the user's own group of one.
+    Looked at are the run's own folder, what is run or obeyed in it, and the way to it as far as it exists (see
+    `trust.enter_folder`). Root and name may be writable for others where they are sticky, or for the user's own group
+    of one.
 
     Raises:
         RunError: naming the place, its owner and its mode.
@@ -329,15 +340,13 @@ def require_private(run: RunDirectory) -> None:
     for path in filter(os.path.lexists, entries):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted_owners() or _is_open(status):
-            raise _refusal(path, status, "another user could have written what would run in your name")
+            raise refusal(path, status, "another user could have written what would run in your name")
     for path in filter(os.path.lexists, (run.path.parent, run.path.parent.parent)):
         status = path.stat()
         if _others_may_replace(status):
-            raise _refusal(path, status, "another user could replace your files")
-    for path in filter(os.path.lexists, run.path.parent.parent.parents):
-        status = path.stat()
-        if status.st_mode & stat.S_IWOTH and not _is_sticky(status):
-            raise _refusal(path, status, "anybody could replace your files")
+            raise refusal(path, status, "another user could replace your files")
+    path = Path(os.path.abspath(run.path))  # noqa: PTH100  # links stay: they are looked at
+    os.close(enter_folder(next(folder for folder in (path, *path.parents) if os.path.isdir(folder))))  # noqa: PTH112
 
 
 def _code(run: RunDirectory) -> list[Path]:
@@ -363,12 +372,7 @@ def _reachable(code: Path) -> list[Path]:
 
 def _others_may_replace(status: os.stat_result) -> bool:
     is_foreign = status.st_uid not in trusted_owners()
-    return (is_foreign or _is_open(status)) and not _is_sticky(status)
-
-
-def trusted_owners() -> set[int]:
-    """Returns the uids of those whose files may steer this user's runs: root, and this user."""
-    return {0, os.geteuid()}
+    return (is_foreign or _is_open(status)) and not status.st_mode & stat.S_ISVTX
 
 
 def _is_open(status: os.stat_result) -> bool:
@@ -382,14 +386,3 @@ def _is_open(status: os.stat_result) -> bool:
     except KeyError:
         return True
     return group.gr_name != user.pw_name or not set(group.gr_mem) <= {user.pw_name}
-
-
-def _is_sticky(status: os.stat_result) -> bool:
-    return bool(status.st_mode & stat.S_ISVTX)
-
-
-def _refusal(path: Path, status: os.stat_result, why: str) -> RunError:
-    return RunError(
-        f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}: {why}",
-        hint=f"`chmod go-w {path}` if it is yours and you trust its content, else name another place with run.root=DIR",
-    )

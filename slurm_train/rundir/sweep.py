@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -22,8 +23,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.files import change_times, listed, read_json, read_lines, write_atomic
+from slurm_train.rundir.files import change_times, listed, read_json, read_lines, to_records, write_atomic
 from slurm_train.rundir.paths import Below, RunDirectory, typed_root
+from slurm_train.trust import is_own_folder, owner_id, read_text, trusted_owners
 
 # In the root of the runs while sweeps are submitted: for each of them a file that is locked, with the runs that it has.
 _SUBMITTING = ".submitting_sweeps"
@@ -115,7 +117,7 @@ def read_runs(array: ArrayDirectory) -> list[RunDirectory]:
     """Returns the runs of an array in the order of its elements."""
     # The root may be spelled in another way here than where the array was submitted, or have been moved.
     root = array.path.parents[3]
-    paths = map(Path, array.runs.read_text(encoding="utf-8").splitlines())
+    paths = map(Path, read_text(array.runs).splitlines())
     return [RunDirectory(root / path.parent.name / path.name) for path in paths]
 
 
@@ -128,9 +130,31 @@ def write_table(sweep: SweepDirectory, elements: Iterable[Element]) -> None:
     write_atomic(sweep.table, "".join(json.dumps(line) + "\n" for line in lines))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A line of the table; the fields are those of an element."""
+
+    run: str
+    """Below the root of the runs, e.g. "gpt/3f9a1c07"."""
+    index: int | None = None
+    overrides: dict[str, str] = field(default_factory=dict)
+    job: str | None = None
+
+
 def read_table(sweep: SweepDirectory) -> list[Element]:
-    """Returns the runs of a sweep by index; empty where there is no table."""
-    return [Element(**{**line, "run": RunDirectory(sweep.root / str(line["run"]))}) for line in read_lines(sweep.table)]
+    """Returns the runs of a sweep by index; empty where there is no table.
+
+    The table of another user counts for runs of that user.
+    """
+    lines = to_records(_Line, read_lines(sweep.table))
+    elements = []
+    for line in lines:
+        run = RunDirectory(sweep.root / line.run)
+        elements.append(Element(run=run, index=line.index, overrides=line.overrides, job=line.job))
+    if is_own_folder(sweep.path):
+        return elements
+    owner = owner_id(sweep.path)
+    return [element for element in elements if owner_id(element.run.path) == owner]
 
 
 def record_array(elements: Iterable[Element], array: ArrayDirectory, job_id: str) -> list[Element]:
@@ -141,7 +165,7 @@ def record_array(elements: Iterable[Element], array: ArrayDirectory, job_id: str
 
 def pack_of(array: ArrayDirectory) -> int:
     """Returns how many runs share an element of an array."""
-    pack = re.search(r"^pack=([0-9]+)$", array.script.read_text(encoding="utf-8"), re.MULTILINE)
+    pack = re.search(r"^pack=([0-9]+)$", read_text(array.script), re.MULTILINE)
     return 1 if pack is None else int(pack[1])
 
 
@@ -149,7 +173,7 @@ def element_jobs(array: ArrayDirectory, job_id: str) -> dict[RunDirectory, str]:
     """Returns the job of each run of an array: "12_3", or "12" where its script is that of a plain job."""
     runs = read_runs(array)
     pack = pack_of(array)
-    if len(runs) <= pack and "\n#SBATCH --array=" not in array.script.read_text(encoding="utf-8"):
+    if len(runs) <= pack and "\n#SBATCH --array=" not in read_text(array.script):
         return dict.fromkeys(runs, job_id)
     return {run: f"{job_id}_{position // pack}" for position, run in enumerate(runs)}
 
@@ -232,12 +256,14 @@ def choosing_runs(
 
 
 def wait_for_sweeps(run: RunDirectory, *, wait_s: float) -> None:
-    """Returns when no command chooses or submits runs of a sweep that has this one.
+    """Returns when no command of this user chooses or submits runs of a sweep that has this one.
 
     Raises:
         RunError: one does so for longer than `wait_s`.
     """
     folder = run.path.parent.parent / _SUBMITTING
+    if not is_own_folder(folder):
+        return
     deadline_s = time.monotonic() + wait_s
     while any(_is_submitting(path, {_name_in_root(run)}) for path in listed(folder)):
         if time.monotonic() > deadline_s:
@@ -322,8 +348,10 @@ def _exclusively(folder: Path) -> Iterator[None]:
     path = folder / _MUTEX
     while True:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if owner_id(folder) not in {None, *trusted_owners()}:
+            raise PermissionError(errno.EPERM, "belongs to another user", str(folder))
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
             continue
         try:
@@ -357,40 +385,6 @@ def sweep_of(run: RunDirectory) -> SweepDirectory | None:
     return next((sweep for sweep in sweeps if any(element.run == run for element in read_table(sweep))), None)
 
 
-def find_sweep(root: Path, word: str) -> SweepDirectory | None:
-    """Returns the sweep that a word names: its id or the beginning of it, a path, the job id of one of its arrays, or
-    a run name that no other run has.
-
-    Raises:
-        RunError: the word is the beginning of several ids, or of one of a sweep that this user may not read.
-    """
-    if (Path(word) / "sweep.jsonl").is_file():
-        real = Path(word).resolve()
-        return SweepDirectory(typed_root(real.parent.parent) / real.parent.name / real.name)
-    sweeps = list_sweeps(root)
-    short = word.removeprefix("sweeps/")
-    matches = [sweep for sweep in sweeps if len(short) >= 4 and sweep.sweep_id.startswith(short)]
-    if len(matches) > 1:
-        ids = ", ".join(sorted(sweep.sweep_id for sweep in matches))
-        raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
-    if not matches and word.isdigit():
-        matches = [sweep for sweep in sweeps if any(array_job_id(array) == word for array in existing_arrays(sweep))]
-    for path in listed(typed_root(root) / "sweeps") if not matches and len(short) >= 4 else ():
-        is_closed = not os.access(path, os.X_OK) or (path / "sweep.jsonl").exists()
-        if path.name.startswith(short) and is_closed:
-            hint = "ask its owner: run.share=group shares new sweeps, chmod -R g+rX an old one"
-            raise RunError(f"sweep {path} is not yours, and you may not read it", hint=hint)
-    return matches[0] if matches else _sweep_with_name(typed_root(root) / word, sweeps)
-
-
 def sweeps_named(root: Path, name: str) -> list[SweepDirectory]:
     """Returns the sweeps that have runs of this name, newest first."""
     return [sweep for sweep in list_sweeps(root) if any(element.run.name == name for element in read_table(sweep))]
-
-
-def _sweep_with_name(folder: Path, sweeps: Iterable[SweepDirectory]) -> SweepDirectory | None:
-    """Returns the newest sweep whose runs are all that a folder of runs holds: then the name means all of them."""
-    named = {config.parent for config in folder.glob("*/config.yaml")}
-    if not named:
-        return None
-    return next((sweep for sweep in sweeps if named <= {element.run.path for element in read_table(sweep)}), None)

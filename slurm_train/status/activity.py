@@ -41,6 +41,7 @@ from slurm_train.rundir.scores import follower_of
 from slurm_train.rundir.sweep import ArrayDirectory, element_jobs, wait_for_sweeps
 from slurm_train.slurm.commands import SlurmCommands, is_job_id
 from slurm_train.slurm.records import JobState
+from slurm_train.trust import read_text
 
 SUBMITTER_WAIT_S = 30.0
 """How long a command waits for another one that submits the same run, by itself or with a sweep."""
@@ -216,7 +217,7 @@ def unread_submission(run: RunDirectory) -> Path | None:
 
 
 def _name_in(script: Path) -> str:
-    line = re.search(r"^#SBATCH --job-name=(.*)$", script.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    line = re.search(r"^#SBATCH --job-name=(.*)$", read_text(script, errors="replace"), re.MULTILINE)
     return " ".join(shlex.split(line[1])) if line is not None else ""
 
 

@@ -7,11 +7,12 @@ why an attempt ended. Where nothing else can decide, a fresh heartbeat does. Not
 from __future__ import annotations
 
 import enum
+import json
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
 from slurm_train.rundir.heartbeat import Beat, read_oldest
 from slurm_train.rundir.jobs import JobRecord, has_stopped, left_jobs, number_of, process_lives, read_holder, read_job
+from slurm_train.rundir.lookup import is_own
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.signs import read_remarks
 from slurm_train.rundir.sweep import Element
@@ -144,24 +146,24 @@ class RunFiles:
     """What the files of a run say, read once. Wide because each file of a run has its part here."""
 
     run: RunDirectory
-    record: JobRecord | None
+    record: JobRecord | None = None
     """Its jobs."""
-    holder_job: str | None
+    holder_job: str | None = None
     """The job that holds its lock."""
-    ledger: tuple[Mapping[str, Any], ...]
-    line: Mapping[str, Any]
+    ledger: tuple[Mapping[str, Any], ...] = ()
+    line: Mapping[str, Any] = field(default_factory=dict)
     """The newest line with a training loss, {} before the first."""
-    max_steps: int | None
-    checkpoint_step: int
+    max_steps: int | None = None
+    checkpoint_step: int = 0
     """Of the newest checkpoint by name, 0 where there is none; whether it verifies is not checked."""
-    is_finished: bool
-    ended_early: str
+    is_finished: bool = False
+    ended_early: str = ""
     """Why a callback has finished it before its last step, "" if none has."""
-    runs_here: bool
+    runs_here: bool = False
     """Whether a living process of this machine holds the run."""
-    oldest_beat: Beat | None
+    oldest_beat: Beat | None = None
     """The oldest heartbeat of the ranks that are at work; None where there is none."""
-    slow_because: str
+    slow_because: str = ""
     """What makes the steps of the open attempt longer than they would have to be, and what helps; "" for nothing."""
     loss_problem: str = ""
     """Since when the loss of a program is not finite; "" where it is."""
@@ -705,10 +707,21 @@ class Surveyor:
         cached = self._ended.get(run)
         if cached is not None and cached[0] == signature:
             return cached[1]
-        files = read_files(run)
+        files = read_files(run) if is_own(run) else _read_files_of_another(run)
         if files.is_settled:
             self._ended[run] = signature, files
         return files
+
+
+def _read_files_of_another(run: RunDirectory) -> RunFiles:
+    """Returns what `read_files` does; where a status cannot be made of it, nothing is known of the run."""
+    try:
+        files = read_files(run)
+        status = status_of(Element(run=run), files, Look(), now_unix_s=time.time())
+        json.dumps([status.as_json(), int(files.max_steps or 0)])
+    except Exception:  # files that another user writes may hold anything
+        return RunFiles(run=run)
+    return files
 
 
 def wanted_of(files: Sequence[RunFiles]) -> Wanted:

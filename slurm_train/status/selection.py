@@ -14,9 +14,9 @@ from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import count
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.lookup import find_runs
+from slurm_train.rundir.lookup import find_runs, find_sweep
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.sweep import Element, SweepDirectory, find_sweep, read_table
+from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import QueueView
 from slurm_train.status.run_status import RunState, RunStatus, Surveyor

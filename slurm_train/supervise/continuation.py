@@ -19,6 +19,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.records import Phase, nodes_in
+from slurm_train.trust import read_text
 
 CONTINUES = "TRAIN_CONTINUES_JOB"
 """Variable of such a job that names the job it continues; it is set before anybody has recorded the new job."""
@@ -42,7 +43,7 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     flags += renewed_warning(config, run)
     # Which variables this job has was chosen when it was submitted; all of them are passed on.
     env = {**env, CONTINUES: job_id}
-    script = run.submit_script.read_text(encoding="utf-8")
+    script = read_text(run.submit_script)
     flags += expedite_flags(script, config, SlurmCommands(env))
     new_id = submit_script(script, folder=run.submitted, env=env, flags=flags, export=tuple(env))
     record_job(run, new_id, continues=job_id)

@@ -42,6 +42,7 @@ from slurm_train.rundir.timing import Notice, append_window
 from slurm_train.supervise.hang import Flights, Hang, Observer, read_flights
 from slurm_train.supervise.silence import explain, idle_sentence, is_evident
 from slurm_train.supervise.stragglers import Judge, WindowCutter
+from slurm_train.trust import read_bytes, read_text
 
 T = TypeVar("T")
 _STUCK_AFTER_S = 90.0
@@ -390,7 +391,7 @@ class HangWatchdog(_RankTask):
         while True:
             for rank in self._beats.keys() - stacks.keys():
                 with contextlib.suppress(OSError):
-                    stack = run.stacks(attempt, rank).read_text(encoding="utf-8", errors="replace")
+                    stack = read_text(run.stacks(attempt, rank), errors="replace")
                     # The file is there, empty, before it is written.
                     if stack:
                         stacks[rank] = stack
@@ -400,7 +401,7 @@ class HangWatchdog(_RankTask):
         flights: dict[int, Flights] = {}
         for rank in self._beats:
             with contextlib.suppress(OSError):
-                flights[rank] = read_flights(run.flight(attempt, rank).read_bytes())
+                flights[rank] = read_flights(read_bytes(run.flight(attempt, rank)))
         return stacks, flights
 
     def _write_report(self) -> None:

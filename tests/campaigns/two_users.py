@@ -6,10 +6,8 @@ stranger has put in their way, each finds its own checkpoint again, and nobody e
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,9 +20,9 @@ from slurm_train.rundir.node_disk import open_private
 from tests.campaigns.checkpoint_faults import in_memory
 from tests.campaigns.record import Tally
 from tests.support.small_checkpoints import make_header, stage
+from tests.support.users import STRANGER, UserWork
 
 USERS = (65531, 65532)
-STRANGER = 65533
 
 
 def _open_folder(path: Path, _: Path) -> None:
@@ -117,27 +115,11 @@ def _reach(base: Path, others: list[int]) -> None:
 
 def _at_once(works: dict[int, Callable[[], Any]]) -> list[str]:
     """Runs each piece of work in a process of that user, at the same time; returns what went wrong."""
-    children = []
-    for uid, work in works.items():
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            problem = ""
-            try:
-                os.setgroups([])
-                os.setgid(uid)
-                os.setuid(uid)
-                work()
-            except BaseException as err:  # whatever it is, it is this trial's problem
-                problem = f"uid {uid}: {type(err).__name__}: {err} {traceback.format_exc(limit=-2)}"
-            finally:
-                os.write(writer, json.dumps(problem).encode())
-                os._exit(0)
-        os.close(writer)
-        children.append((child, reader))
+    processes = [UserWork(uid, work) for uid, work in works.items()]
     problems = []
-    for child, reader in children:
-        os.waitpid(child, 0)
-        with os.fdopen(reader) as words:
-            problems.append(json.loads(words.read()))
-    return [problem for problem in problems if problem]
+    for process in processes:
+        try:
+            process.result()
+        except (AssertionError, TimeoutError) as err:
+            problems.append(str(err))
+    return problems

@@ -290,10 +290,10 @@ def test_a_file_that_another_client_replaces_while_it_is_open_is_read_anew(
 ) -> None:
     writer, reader = (client.path / "file" for client in two)
     write_atomic(writer, '{"number": 0}\n')
-    open_path = Path.open
+    open_path = os.open
     opened = []
 
-    def open_and_replace(path: Path, *args: Any, **kwargs: Any) -> Any:
+    def open_and_replace(path: Path, *args: Any, **kwargs: Any) -> int:
         file = open_path(path, *args, **kwargs)
         if path == reader:
             opened.append(file)
@@ -301,7 +301,7 @@ def test_a_file_that_another_client_replaces_while_it_is_open_is_read_anew(
                 write_atomic(writer, f'{{"number": {len(opened)}}}\n')
         return file
 
-    monkeypatch.setattr(Path, "open", open_and_replace)
+    monkeypatch.setattr(os, "open", open_and_replace)
     found = read(reader)
     assert found in ({"number": times}, [{"number": times}]) and len(opened) == times + 1
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from slurm_train.errors import RunError
+from slurm_train.rundir.lookup import find_sweep
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import (
     Element,
     SweepDirectory,
     choosing_runs,
     existing_arrays,
-    find_sweep,
     list_sweeps,
     read_table,
     record_array,

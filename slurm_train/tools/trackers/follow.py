@@ -49,6 +49,7 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.sweep import sweep_of
 from slurm_train.tools.trackers import require_installed
 from slurm_train.tools.trackers.adapters import TRACKERS, Line, Outcome, TrackedRun, Tracker
+from slurm_train.trust import open_to_read, read_text
 
 _POLL_S = 1.0
 _MOST_LINES = 200
@@ -213,7 +214,7 @@ def read_new_lines(path: Path, offset: int) -> tuple[Sequence[Line], int]:
         offset: bytes that are known already.
     """
     try:
-        with path.open("rb") as file:
+        with open(open_to_read(path), "rb") as file:  # noqa: PTH123  # a descriptor
             file.seek(offset)
             # To the end of the last line: one alone may be longer than a part.
             data = file.read(_CHUNK_BYTES) + file.readline()
@@ -260,7 +261,7 @@ def _describe(run: RunDirectory, state: TrackerState) -> TrackedRun:
         run=run,
         key=state.key,
         tracker_id=state.tracker_id,
-        config=yaml.safe_load(run.config.read_text(encoding="utf-8")),
+        config=yaml.safe_load(read_text(run.config)),
         facts={name: str(value) for name, value in facts.items() if value},
         group=None if sweep is None else sweep.sweep_id,
     )
