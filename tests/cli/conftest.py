@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shlex
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from slurm_train.cli import preview
+from slurm_train.launch.job_python import python_notes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
 from slurm_train.verbs import run as run_words
@@ -87,6 +90,8 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", slurm.path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "CUDA_"))]:
+    # Of a Python below /tmp it would say that other nodes do not have it.
+    monkeypatch.setattr(preview, "python_notes", functools.partial(python_notes, prefix="/home/me/.venv"))
+    for name in [name for name in os.environ if name.startswith("CUDA_")]:
         monkeypatch.delenv(name)
     return Shell(folder, slurm, capsys, monkeypatch)

@@ -136,17 +136,17 @@ def somebody_else(folder: Path) -> Person | str:
     """Returns an unprivileged person in a folder of theirs, or why there can be none.
 
     The tests' own interpreter may lie where only root gets to; then the system's takes its place, with the same
-    packages, if it is of the same version.
+    packages, if it is of the same version. The checkout must be open to others.
     """
     project = new_project(folder)
     for path in (project, *project.iterdir()):
         shutil.chown(path, "nobody")
     for python, path in ((sys.executable, ""), ("/usr/bin/python3", sysconfig.get_path("purelib"))):
         person = Person(project, user="nobody", python=python, path=path)
-        done = person.runs(python, "-c", "import sys, torch; print(sys.version_info[:2])")
+        done = person.runs(python, "-c", "import sys, torch, slurm_train; print(sys.version_info[:2])")
         if done.code == 0 and done.out.strip() == str(sys.version_info[:2]):
             return person
-    return "no Python with torch that nobody may run"
+    return f"no Python with torch that nobody may run, or {REPOSITORY} is closed to others"
 
 
 def write(folder: Path, files: dict[str, str]) -> str:
