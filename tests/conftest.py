@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from slurm_train.errors import ClusterError
-from slurm_train.tools.devcluster.cluster import bring_up, cluster_status, missing_here, require_free_place, tear_down
-from slurm_train.tools.devcluster.plan import DEFAULT_STATE_DIR, ClusterPlan
+from slurm_train.tools.devcluster.cluster import bring_up
+from slurm_train.tools.devcluster.plan import ClusterPlan
+from tests.support.session_environment import enter_session_environment
+from tests.support.session_namespaces import enter_session_namespaces, namespaces_obstacle
 
 pytest_plugins = ("tests.homes", "tests.skips")
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-_WANTED = ClusterPlan(nodes=4, gpus=8)
-
-
+_NO_CLUSTER = "PYTEST_NO_CLUSTER"
+"""Variable that tells the processes of pytest-xdist why this session has no real Slurm."""
+_LEFT_OUT = "no real Slurm: "
+"""Begins the reason of a test that is skipped for that."""
+_CLUSTER = "cluster"
 _NICE = 10
 _AFTER_TIMEOUT_S = 30.0
 """As in pyproject.toml: a test is ended by its time-out, and pytest so long after it where that cannot be."""
@@ -36,14 +40,57 @@ _LONG = (
 )
 
 
+def _begin_session() -> None:
+    """Leaves the person's environment and, where that is possible, the person's machine."""
+    place = Path(tempfile.mkdtemp(prefix="slurm-train-tests-"))
+    obstacle = namespaces_obstacle()
+    if obstacle:
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+    else:
+        enter_session_namespaces(place)
+    enter_session_environment(place / "home")
+    os.environ[_NO_CLUSTER] = obstacle
+
+
+# Before a module of tests or another conftest.py is imported; the processes of pytest-xdist inherit all of it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _begin_session()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the tests of the cluster, which take longest, and with long files, which run beside them."""
-    items.sort(key=lambda item: (not _needs_cluster(item.nodeid), _file_of(item.nodeid) not in _LONG))
+    for item in items:
+        if "slurm_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group(_CLUSTER))
+    items.sort(key=lambda item: (not _needs_cluster(item), _file_of(item.nodeid) not in _LONG))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets pytest-xdist append the group of a test to its id, which is all that its scheduler sees of a test."""
+    # As `--dist loadgroup` does; each process has options of its own.
+    config.option.loadgroup = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Takes the group off again: an id in the verdict can be typed."""
+    report.nodeid = report.nodeid.removesuffix(f"@{_CLUSTER}")
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Counts the tests that had no real Slurm apart, so that the last line says how many they are, and why."""
+    if not report.skipped or not isinstance(report.longrepr, tuple):
+        return None
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    if not reason.startswith(_LEFT_OUT):
+        return None
+    return f"left out, {reason}", "s", "LEFT OUT"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Lets tests of the cluster go first: all of them are in one process, which takes longest, beside the others'."""
-    if os.environ.get("PYTEST_XDIST_WORKER") and not _needs_cluster(item.nodeid):
+    if os.environ.get("PYTEST_XDIST_WORKER") and not _needs_cluster(item):
         present = os.getpriority(os.PRIO_PROCESS, 0)
         if present < _NICE:
             os.nice(_NICE - present)
@@ -69,7 +116,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                scope = "tests of the cluster" if _needs_cluster(report.nodeid) else _file_of(report.nodeid)
+                scope = "tests of the cluster" if "xdist_group" in report.keywords else _file_of(report.nodeid)
                 seconds[scope] += report.duration
     terminalreporter.section(f"{sum(seconds.values()):.0f} s in all; slowest files")
     for scope, duration_s in seconds.most_common(25):
@@ -90,65 +137,39 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Keeps what shares something in one process: all tests of the cluster, and otherwise those of a file."""
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadGroupScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByFile(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "cluster" if _needs_cluster(nodeid) else _file_of(nodeid)
+            return _file_of(super()._split_scope(nodeid))
 
     # Else the scopes with the most tests come first.
     config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
-@cache
-def _has_cluster_tests(path: str) -> bool:
-    return "mark.slurm" in (REPOSITORY / path).read_text(encoding="utf-8")
-
-
-def _needs_cluster(nodeid: str) -> bool:
-    return _has_cluster_tests(_file_of(nodeid))
+def _needs_cluster(item: pytest.Item) -> bool:
+    return item.get_closest_marker("xdist_group") is not None
 
 
 def _file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps the runs of tests out of the person's own list of places with runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
+@pytest.fixture(scope="session")
+def slurm_room() -> None:
+    """A machine on which a real Slurm can be built without a trace."""
+    obstacle = os.environ[_NO_CLUSTER]
+    if obstacle:
+        pytest.skip(f"{_LEFT_OUT}{obstacle}")
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster() -> Iterator[ClusterPlan]:
-    """A real Slurm with at least 4 nodes x 8 GPUs: the one that is up, or one for this session."""
-    missing = missing_here()
-    if missing:
-        pytest.skip(f"a Slurm cluster on this machine needs {missing}")
-    status = cluster_status(DEFAULT_STATE_DIR)
-    if status is None or not any(status.daemons.values()):
-        yield from _own_cluster()
-        return
-    assert status.is_healthy, f"the devcluster that is up is broken:\n{status.describe()}"
-    if status.plan.nodes < _WANTED.nodes or status.plan.gpus < _WANTED.gpus:
-        pytest.skip(f"the devcluster that is up has {status.plan.describe()}; wanted {_WANTED.describe()}")
-    yield status.plan
-
-
-def _own_cluster() -> Iterator[ClusterPlan]:
-    if cluster_status(DEFAULT_STATE_DIR) is None:
-        try:
-            require_free_place(_WANTED)
-        except ClusterError as err:
-            pytest.skip(f"no room for a Slurm cluster on this machine: {err}")
-    bring_up(_WANTED)
-    try:
-        yield _WANTED
-    finally:
-        tear_down(DEFAULT_STATE_DIR)
+def slurm_cluster(slurm_room: None) -> ClusterPlan:
+    """A real Slurm with 4 nodes x 8 GPUs, which ends with the namespaces of the session."""
+    plan = ClusterPlan(nodes=4, gpus=8)
+    bring_up(plan)
+    return plan
 
 
 @pytest.fixture(scope="module")

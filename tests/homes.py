@@ -33,8 +33,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_left_out else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the tests of the wanted home.
+    """Keeps the tests of the wanted home, before pytest-xdist appends to the ids of tests.
 
     Raises:
         pytest.UsageError: a test has two homes; or a guarantee has no test, where all quick tests are collected.

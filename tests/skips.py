@@ -40,7 +40,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Makes a run fail that has skipped other tests than those of the list."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if session.config.getoption("--listed-skips") and reporter is not None:
-        skipped = [(report.nodeid, _reason(report)) for report in reporter.stats.get("skipped", ())]
+        skipped = [(report.nodeid, _reason(report)) for report in _skipped(reporter)]
         session.config.stash[_UNLISTED] = unlisted(skipped, LISTED)
         if session.config.stash[_UNLISTED] and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -55,7 +55,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(name)
 
 
+_REPORTS = (pytest.CollectReport, pytest.TestReport)
 _UNLISTED = pytest.StashKey[list[str]]()
+
+
+def _skipped(reporter: pytest.TerminalReporter) -> list[pytest.CollectReport | pytest.TestReport]:
+    """Returns the reports of skipped tests, also of those that the verdict counts apart."""
+    reports = [report for counted in reporter.stats.values() for report in counted]
+    return [report for report in reports if isinstance(report, _REPORTS) and _is_skip(report)]
+
+
+def _is_skip(report: pytest.CollectReport | pytest.TestReport) -> bool:
+    # A failure that was expected is reported as skipped, too.
+    return report.skipped and not hasattr(report, "wasxfail")
 
 
 def _reason(report: object) -> str:

@@ -74,8 +74,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmPrograms:
     slurm = SlurmPrograms(tmp_path / "slurm" / "bin")
     monkeypatch.setenv("PATH", slurm.path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
-        monkeypatch.delenv(name)
     return slurm
 
 

@@ -9,22 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from slurm_train.tools.devcluster.cluster import missing_here
+from tests.support.session_namespaces import NAMESPACES, PREPARE
 
 _ROOT = Path(__file__).parents[3]
-# Own network, processes, host name, /etc, /run and /var/lib: nothing a cluster does in there is seen outside,
-# and nothing outlives the script.
-_ENTER = """
-set -e
-for mount in $(awk '$2 ~ "^/run/netns" {print $2}' /proc/mounts | sort -r); do umount -l $mount; done
-mount -t tmpfs tmpfs /mnt
-mkdir /mnt/upper /mnt/work
-mount -t overlay overlay -o lowerdir=/etc,upperdir=/mnt/upper,workdir=/mnt/work /etc
-mount -t tmpfs tmpfs /run
-mount -t tmpfs -o mode=755 tmpfs /var/lib
-rm -f /etc/slurm/slurm.conf
-sed -i '/# slurm-train-devcluster/d' /etc/hosts
-ip link set lo up
+# In the namespaces of the tests of the session, so nothing that a cluster does in there is seen by them, and nothing
+# outlives the script.
+_FUNCTIONS = """
 set +e
 devcluster() { "$PYTHON" -m slurm_train devcluster "$@"; }
 traces() {
@@ -42,19 +32,12 @@ RunScript = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def sandbox() -> RunScript:
+def sandbox(slurm_room: None) -> RunScript:
     """Runs a bash script as root in a place where a cluster disturbs nobody; the script has `devcluster`."""
-    missing = missing_here()
-    if missing:
-        pytest.skip(f"a Slurm cluster on this machine needs {missing}")
-    probe = _unshare("set -e; mount -t tmpfs tmpfs /mnt; ip link set lo up")
-    if probe.returncode != 0:
-        pytest.skip(f"this machine lets nobody mount in a namespace: {probe.stderr.strip()}")
-    return lambda script: _unshare(_ENTER + script)
 
+    def run_script(script: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": sys.executable}
+        words = ["unshare", *NAMESPACES, "bash", "-c", PREPARE + _FUNCTIONS + script, "bash", "/mnt"]
+        return subprocess.run(words, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
-def _unshare(script: str) -> subprocess.CompletedProcess[str]:
-    flags = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHON": sys.executable}
-    words = ["unshare", *flags, "bash", "-c", script]
-    return subprocess.run(words, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    return run_script
