@@ -60,7 +60,7 @@ _LOST_PEER = re.compile(
     re.I,
 )
 """What a rank says that has lost another one, or waited for it: gloo, NCCL, the store, the meeting of the ranks."""
-CALM_EVENTS = ("finite", "stop", "shares", "exchange", "resume", "growth")
+CALM_EVENTS = ("finite", "stop", "signal", "shares", "exchange", "resume", "growth")
 """Kinds that report nothing wrong."""
 
 
@@ -75,6 +75,18 @@ def append_event(run: RunDirectory, event: str, *, attempt: int, **facts: Any) -
     """
     line = {"event": event, "attempt": attempt, "time_unix_s": time.time()}
     append_shared(run.events, line | {name: _plain(value) for name, value in facts.items()}, durable=True)
+
+
+def note_signal(run: RunDirectory, attempt: int, name: str) -> None:
+    """Records that a program was asked to stop and has ended without an agreed stop; a full disk costs no run.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt.
+        name: how it was asked, e.g. "TERM".
+    """
+    with contextlib.suppress(OSError):
+        append_event(run, "signal", attempt=attempt, asked_by=name)
 
 
 def read_events(run: RunDirectory, event: str | None = None, *, attempt: int | None = None) -> list[dict[str, Any]]:

@@ -204,6 +204,10 @@ class RunDirectory:
         """What rank 0 has spent the time of one attempt on so far."""
         return self.attempt_logs(attempt) / "timing.json"
 
+    def program(self, attempt: int) -> Path:
+        """How far a user's own program has come in one attempt, as it has told its session."""
+        return self.attempt_logs(attempt) / "program.json"
+
     def notice(self, attempt: int) -> Path:
         """When Slurm will end one attempt."""
         return self.attempt_logs(attempt) / "notice.json"

@@ -123,6 +123,35 @@ class Spent:
             write_record(path, self)
 
 
+@dataclass(slots=True, kw_only=True)
+class ProgramProgress:
+    """How far a user's own program has come in an attempt, as it has told its session; rank 0's file."""
+
+    step: int = 0
+    """The newest reported step; before the first report that of the checkpoint which the program continues."""
+    max_steps: int | None = None
+    """Of the whole training, as reported; None where it was not."""
+    save_step: int = -1
+    """Step of the newest save that has begun; -1 for none."""
+    has_told_end: bool = False
+    """Whether the program has called `mark("end")` without having been told to stop."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the program has said that its training is over, or has reported its last step."""
+        return self.has_told_end or (self.max_steps is not None and self.step >= self.max_steps)
+
+    def write(self, path: Path) -> None:
+        """Writes the record for the supervisor; a disk that refuses it costs no run."""
+        with contextlib.suppress(OSError):
+            write_record(path, self)
+
+
+def read_program(run: RunDirectory, attempt: int) -> ProgramProgress | None:
+    """Returns what a program has told in an attempt, None of one that has not joined the session."""
+    return read_record(run.program(attempt), ProgramProgress)
+
+
 def read_account(
     run: RunDirectory, attempt: int, *, start_unix_s: float, end_unix_s: float, step_before: int
 ) -> dict[str, float]:

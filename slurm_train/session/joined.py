@@ -20,6 +20,7 @@ from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_REQUEUE, ConfigError
 from slurm_train.rundir.attempts import note_saved
+from slurm_train.rundir.events import note_signal
 from slurm_train.rundir.heartbeat import Heartbeat, limits_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.calls import CollectiveCalls
@@ -140,6 +141,9 @@ class JoinedSession(Session):
         """See `Session.mark`."""
         if phase == "end":
             self._has_ended = True
+            # A loop that breaks off where it is to stop comes to the line after it, too.
+            if not self._stop_reason:
+                self._progress.tell_end()
         self._progress.mark(phase)
 
     def begin_training(self) -> None:
@@ -229,7 +233,7 @@ class JoinedSession(Session):
             )
         with self._around_load():
             choice = self._checkpoints.choose(self._calls.group())
-        self._checkpoints.take(choice)
+            self._checkpoints.take(choice)
         return self._checkpoints.loaded
 
     def restore_random(self) -> None:
@@ -242,10 +246,11 @@ class JoinedSession(Session):
 
     def leave(self) -> NoReturn:
         """See `Session.leave`."""
+        # Before anything is raised: a bare `except` of the program may catch it, and the program may end with 0.
+        note_saved(self._run, self._attempt)
         self.close()
         if self._is_under_agent:
             # The agent would restart ranks that end with a code other than 0.
-            note_saved(self._run, self._attempt)
             raise SystemExit(0)
         raise SystemExit(EXIT_REQUEUE)
 
@@ -258,6 +263,8 @@ class JoinedSession(Session):
                 self._warn_of_steps_without_a_save()
                 self._training.finish()
         finally:
+            if self._place.is_first and self._stop.requested and not self._stop_reason:
+                note_signal(self._run, self._attempt, self._stop.ask()[0])
             self._progress.end()
             self._stop.let_children_end()
 
@@ -352,6 +359,7 @@ class JoinedSession(Session):
             self._calls.meet("save")
             self._warn_of_accumulation(step)
             on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_resumable(step))
+            progress.begin_save(step)
             yield
             self._checkpoints.add_save(step)
         finally:
@@ -376,6 +384,7 @@ class JoinedSession(Session):
         start_s = clock()
         self._calls.meet("newest")
         yield
+        self._progress.begin_at(self._checkpoints.resumed_step)
         self._progress.set_apart(clock() - start_s, "load_s")
 
     def _note_longest_save(self, seconds: float) -> None:

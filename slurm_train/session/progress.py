@@ -20,7 +20,7 @@ from slurm_train.metrics import MetricsWriter
 from slurm_train.rundir.files import fsync_file
 from slurm_train.rundir.heartbeat import Heartbeat, Limits
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.timing import Spent, StepTimes
+from slurm_train.rundir.timing import ProgramProgress, Spent, StepTimes
 from slurm_train.session.losses import LossWatch
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class Progress:
         self.heartbeat = heartbeat
         self.spent = Spent(begin_unix_s=time.time()) if place.is_first else None
         """What rank 0 has used its time for; None on the others."""
+        self._told = ProgramProgress()
+        """How far the program has come, for the supervisor; rank 0 writes it."""
         self.step: int | None = None
         """The newest reported step; None before the first report."""
         self._step_s: float | None = None
@@ -81,6 +83,7 @@ class Progress:
         """Lines of metrics.jsonl that are not written yet."""
         self._writer: MetricsWriter | None = None
         self._lock = threading.Lock()
+        self._told_lock = threading.Lock()
         self._account_due_s = 0.0
 
     def start(self, *, limits: Limits | None, step_id: str) -> None:
@@ -108,6 +111,22 @@ class Progress:
         """Sets the phase of the heartbeat; before the first report there is none but "joined"."""
         if self.heartbeat.phase != "joined":
             self.heartbeat.mark(phase)
+
+    def begin_at(self, step: int) -> None:
+        """Sets the step of the checkpoint that the program continues, 0 without one."""
+        self._told.step = step
+        self._write_told()
+
+    def begin_save(self, step: int) -> None:
+        """Notes that a save has begun: a program that ends before it is complete has not come to its end."""
+        self._told.save_step = step
+        self._write_told()
+
+    def tell_end(self) -> None:
+        """Notes that the program has said that its training is over."""
+        if not self._told.has_told_end:
+            self._told.has_told_end = True
+            self._write_told()
 
     def is_evaluation(self, step: int, numbers: Mapping[str, Any]) -> bool:
         """Returns whether a report is that of an evaluation, where no step is done or a later one is."""
@@ -151,6 +170,7 @@ class Progress:
             self._apart_s = 0.0
         if self.spent is None:
             return
+        self._tell_step(step, numbers)
         if previous is None:
             self.spent.first_step = resumed_step
             self.spent.steps = max(step - resumed_step, 0)
@@ -165,6 +185,16 @@ class Progress:
             loss = line["loss"]
             # Converted once: for a tensor on a GPU each conversion waits for the GPU. null is NaN or infinite.
             self._losses.add(step, float(numbers["loss"]) if loss is None else loss)
+
+    def _tell_step(self, step: int, numbers: Mapping[str, Any]) -> None:
+        told = self._told
+        told.step = step
+        if "max_steps" in numbers:
+            max_steps = _number(numbers["max_steps"])
+            told.max_steps = None if max_steps is None else int(max_steps)
+        if told.is_at_end:
+            # The program may end by `os._exit` right after this report.
+            self._write_told()
 
     def set_apart(self, seconds: float, cause: str) -> None:
         """Excludes time that belongs to no step from the present step.
@@ -222,6 +252,13 @@ class Progress:
     def _write_account(self) -> None:
         if self.spent is not None:
             self.spent.write(self._run.account(self._attempt))
+        self._write_told()
+
+    def _write_told(self) -> None:
+        if self._place.is_first:
+            # The thread of the heartbeat writes as well.
+            with self._told_lock:
+                self._told.write(self._run.program(self._attempt))
 
     def _is_before_resume(self, step: int) -> bool:
         """Returns whether an evaluation is that of a model into which no checkpoint was loaded yet, in a later attempt.

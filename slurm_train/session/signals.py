@@ -35,6 +35,8 @@ _LETS_END = 2
 _handlers: list[Callable[[int, FrameType | None], None]] = []
 """What `install` has made in this process."""
 _MOST_PENDING = 10
+_PIPE_BYTES = 1 << 16
+"""All that a pipe of Linux holds."""
 _PATIENCE_S = 5.0
 """So long after a TERM a forked child looks whether its parent was asked to stop as well."""
 
@@ -143,6 +145,37 @@ class StopFlag:
         self._next_look_s = now_s + every_s
         if stop_file.exists():
             self.request("file")
+
+
+class ReceivedSignals:
+    """Which stop signals handlers in Python have got in this process from now on, whoever has installed them.
+
+    Python writes the number of each such signal into a pipe. A program that sets a wake-up descriptor of its own, as
+    asyncio does for handlers of a loop, takes it over; then nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+        def leave_to_parent() -> None:
+            replaced = signal.set_wakeup_fd(-1)
+            if replaced != writer:
+                signal.set_wakeup_fd(replaced)
+
+        # A forked child gets signals of its own, e.g. the TERM by which a pool ends its processes.
+        os.register_at_fork(after_in_child=leave_to_parent)
+
+    def newest(self) -> str:
+        """Returns the newest stop signal since the last call, e.g. "TERM"; "" for none."""
+        try:
+            numbers = os.read(self._reader, _PIPE_BYTES)
+        except BlockingIOError:
+            numbers = b""
+        stops = [number for number in numbers if number in STOP_SIGNALS]
+        return signal.Signals(stops[-1]).name.removeprefix("SIG") if stops else ""
 
 
 def handled() -> list[str]:

@@ -65,6 +65,8 @@ class RunState(enum.Enum):
     """Another job took its nodes."""
     NODE_FAILURE = "node_failure"
     """A node was lost."""
+    ENDED_EARLY = "ended_early"
+    """Its program ended with 0 before its end, and nobody had asked it to."""
     OUT_OF_MEMORY = "out_of_memory"
     """It needed more memory than it had."""
     STOPPED = "stopped"

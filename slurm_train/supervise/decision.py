@@ -144,6 +144,7 @@ Reason = Literal[
     "unknown",
     "file_system",
     "growth",
+    "ended_early",
 ]
 NODE_FAILURE = "node failure"
 """First words of the cause when a node was lost."""
@@ -207,6 +208,8 @@ class Outcome:
     """Of the rank that failed first, else of srun, or of the local ranks."""
     is_finished: bool = False
     """Whether `result.json` exists."""
+    ended_early: str = ""
+    """Why a program that ended with 0 has not come to its end, from `own_end.judge`; "" of other ends."""
     stop_asked: bool = False
     """Whether a person asked by the STOP file."""
     asked_by: str = ""
@@ -248,6 +251,8 @@ def decide(outcome: Outcome) -> Decision:
     # The result is written after the last checkpoint, so how the processes ended afterwards does not matter.
     if outcome.is_finished:
         return Decision("done", "finish", "the run is finished")
+    if outcome.ended_early:
+        return Decision("ended_early", "stop", f"{outcome.ended_early}; `resume` continues the run")
     reason = _reason(outcome)
     if reason == "cancelled":
         return CANCELLED

@@ -72,6 +72,8 @@ class Evidence:
     """What an attempt left in the run directory."""
 
     attempt: int
+    entry: Mapping[str, Any]
+    """What the ledger has of the attempt: its start."""
     progress: Mapping[str, Any]
     """For the ledger: exit code of srun, first and last step, step before the attempt, newest committed step."""
     seconds: Mapping[str, float]
@@ -91,7 +93,7 @@ class Evidence:
     previous_marks: Sequence[FailureMark]
     """Of all ranks of the attempt before."""
     stop: Mapping[str, Any]
-    """The newest event of an agreed stop, {} for none."""
+    """The newest event of an agreed stop, else of a program that has ended after a stop signal; {} for none."""
     hang: Mapping[str, Any]
     """The newest event of a hang, {} for none."""
     had_joined: bool
@@ -207,7 +209,7 @@ def read_evidence(
         seconds = {"start_s": round(end_unix_s - opening.start_unix_s, 3)}
     no_lines = list[dict[str, Any]]()
     lines = best_effort("the ledger", lambda: read_ledger(run), no_lines)
-    entry = next((line for line in lines if line["attempt"] == attempt), {})
+    entry = next((line for line in lines if line["attempt"] == attempt), {"attempt": attempt})
     ledger = [line for line in lines if line["attempt"] < attempt]
     findings = best_effort("the preflight's record", lambda: findings_of(read_preflight(run, attempt)), list[Finding]())
     marks = best_effort("the marks of the ranks", lambda: read_marks(run, attempt), list[FailureMark]())
@@ -220,6 +222,7 @@ def read_evidence(
     newest_by_kind = {event.get("event"): event for event in events}
     return Evidence(
         attempt=attempt,
+        entry=entry,
         progress=progress,
         seconds=seconds,
         start_unix_s=opening.start_unix_s,
@@ -230,7 +233,7 @@ def read_evidence(
         mark=mark,
         marks=marks,
         previous_marks=previous_marks,
-        stop=newest_by_kind.get("stop", {}),
+        stop=newest_by_kind.get("stop") or newest_by_kind.get("signal", {}),
         hang=newest_by_kind.get("hang", {}),
         had_joined=best_effort("the heartbeats", lambda: has_joined(run, attempt), False),
     )

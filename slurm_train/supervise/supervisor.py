@@ -69,6 +69,7 @@ from slurm_train.supervise.evidence import (
 )
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.notify import Event, Notifier
+from slurm_train.supervise.own_end import EndKind, OwnEnd, judge, read_end
 from slurm_train.supervise.scheduler import Scheduler
 
 _WRITER_WAIT_S = 60.0
@@ -133,8 +134,8 @@ class Supervisor:
             `progress_of`. The function, or its result, is None where checkpoints are not known, as of a user's own
             program that has saved none here. Then progress is the newest logged step, and the number of requeues has
             no limit.
-        is_own_code: the ranks run a user's function or script, which writes no `result.json`. Such a run is finished
-            if it ends with 0 while Slurm shows the job as running.
+        is_own_code: the ranks run a user's function or script, which writes no `result.json`. Whether such a run is
+            finished when it ends with 0 is for `own_end.judge` to say.
         notify: sends messages to the person; None: no messages are sent.
     """
 
@@ -303,7 +304,7 @@ class Supervisor:
         best_effort("the ledger", lambda: close_attempt(run, end.attempt, closing), None)
         say(f"attempt {end.attempt}: {decision.note}")
         self._notify_of_end(end, decision, best_effort)
-        return exit_code, decision
+        return exit_code or end.outcome.exit_code, decision
 
     def _notify_of_end(self, end: _End, decision: Decision, best_effort: BestEffort) -> None:
         """Sends the messages that an end calls for."""
@@ -346,7 +347,6 @@ class Supervisor:
         newest = best_effort("the attempts", lambda: max(existing_attempts(run)), attempt)
         if newest > attempt:
             raise overtaken(run, attempt, newest)
-        is_finished = self._is_finished(attempt, exit_code, job, best_effort)
         evidence = read_evidence(
             run,
             attempt,
@@ -362,10 +362,15 @@ class Supervisor:
             attempt, job, best_effort, mark=mark, marks=evidence.marks, had_oom_kill=had_oom_kill
         )
         diagnosis = diagnose(evidence, around, has_failed=has_failed)
+        stop_asked = best_effort("the STOP file", lambda: is_there(run.stop_file), False)
+        kind, ended_early = self._judge(evidence, around, job, best_effort, stop_asked=stop_asked)
+        if kind is EndKind.FINISHED:
+            self._publish(attempt, best_effort)
         outcome = Outcome(
-            exit_code=diagnosis.exit_code,
-            is_finished=is_finished,
-            stop_asked=best_effort("the STOP file", lambda: is_there(run.stop_file), False),
+            exit_code=EXIT_REQUEUE if kind is EndKind.STOPPED else diagnosis.exit_code,
+            is_finished=kind is EndKind.FINISHED or best_effort("the result", lambda: is_there(run.result), False),
+            ended_early=ended_early,
+            stop_asked=stop_asked,
             asked_by=evidence.asked_by,
             cause=diagnosis.cause,
             growth=scheduler.growth,
@@ -450,19 +455,37 @@ class Supervisor:
             summary=course_of(times),
         )
 
-    def _is_finished(
-        self, attempt: int, exit_code: int, job: Mapping[str, str] | None, best_effort: BestEffort
-    ) -> bool:
-        """Returns whether the run has a result; a user's own code that ended with 0 gets one here."""
+    def _judge(
+        self,
+        evidence: Evidence,
+        around: Surroundings,
+        job: Mapping[str, str] | None,
+        best_effort: BestEffort,
+        *,
+        stop_asked: bool,
+    ) -> tuple[EndKind | None, str]:
+        """Returns what it means that a user's own code has ended with 0, and why it was early; None of other ends."""
+        if not self._is_own_code or evidence.progress["exit_code"] != EXIT_DONE or around.lost_nodes:
+            return None, ""
+        by_slurm = None if job is None else slurm_reason(job, self._restart_count)
+        if job is not None and by_slurm is None and job.get("JobState") != "RUNNING":
+            # srun ends with 0 after a node failure, too; the job's state tells the two apart.
+            return None, ""
+        was_asked = bool(stop_asked or by_slurm or evidence.asked_by or self._scheduler.growth)
+        ledger = [*evidence.ledger, evidence.entry]
+        end = best_effort(
+            "the end of the program",
+            lambda: read_end(self._run, evidence.attempt, ledger, was_asked=was_asked),
+            OwnEnd(was_asked=was_asked),
+        )
+        return judge(end)
+
+    def _publish(self, attempt: int, best_effort: BestEffort) -> None:
+        """Writes the result of a user's own code."""
         run = self._run
-        # srun ends with 0 after a node failure, too; the job's state tells the two apart.
-        is_running = job is None or job.get("JobState") == "RUNNING"
-        if self._is_own_code and exit_code == EXIT_DONE and is_running:
-            result: dict[str, float | None] = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
-            result |= best_effort("the metrics", lambda: last_numbers(run.metrics), dict[str, float | None]())
-            best_effort("the result", lambda: publish_result(run, attempt, result), None)
-            return True
-        return best_effort("the result", lambda: is_there(run.result), False)
+        result: dict[str, float | None] = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
+        result |= best_effort("the metrics", lambda: last_numbers(run.metrics), dict[str, float | None]())
+        best_effort("the result", lambda: publish_result(run, attempt, result), None)
 
     def _can_relaunch(self, diagnosis: Diagnosis, *, had_joined: bool, is_hung: bool) -> bool:
         """Returns whether the ranks may be started again in this allocation."""

@@ -51,6 +51,7 @@ from slurm_train.rundir.attempts import (
     note_saved,
     read_round,
     rendezvous_secret,
+    was_saved,
 )
 from slurm_train.rundir.events import FailureMark, leave_mark, message_of, place_of
 from slurm_train.rundir.files import is_there, open_file, read_json
@@ -518,7 +519,7 @@ def _leave_restart(run: RunDirectory, attempt: int, code: int, *, closes: bool) 
     """
     if closes and code in (EXIT_DONE, EXIT_REQUEUE):
         opening = read_round(run, attempt)
-        is_done = code == EXIT_DONE
+        is_done = code == EXIT_DONE and not was_saved(run, attempt)
         step_before = 0 if opening is None else opening.first_step
         facts = {
             "exit_code": code,

@@ -27,13 +27,14 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     run_directory = sys.argv.pop(0)
     import_from_copy(run_directory)
-    from slurm_train.session.signals import leave_stacks_of_loader_workers
+    from slurm_train.session.signals import ReceivedSignals, leave_stacks_of_loader_workers
     from slurm_train.worker.apart import ApartWatch
     from slurm_train.worker.watched import answer_watcher
 
     answer_watcher(os.environ)
     leave_stacks_of_loader_workers()
     apart = ApartWatch(os.environ)
+    signals = ReceivedSignals()
     is_module = sys.argv[0] == "-m"
     if is_module:
         # It is found by PYTHONPATH, which begins with the copy of the code.
@@ -56,6 +57,7 @@ def main() -> None:
         leave_failure_mark(run_directory, code, words, place=place)
     if code == 0 and os.getpid() == rank:
         apart.end()
+        note_stop_signal(run_directory, signals.newest())
     # The interpreter does the same at its end; both functions are private, and have existed since 3.4.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -128,6 +130,24 @@ def leave_failure_mark(run_directory: str, code: int, words: str, *, place: str 
     message = words.split("\n")[0]
     mark = FailureMark(rank=int(env["RANK"]), host=node_name(env), exit_code=code, message=message, place=place)
     leave_mark(RunDirectory(Path(run_directory)), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), mark)
+
+
+def note_stop_signal(run_directory: str, name: str) -> None:
+    """Records for the supervisor that the program got a stop signal and ended with 0; one rank of each node does.
+
+    Args:
+        run_directory: of the run.
+        name: of the newest one, e.g. "TERM"; "" for none.
+    """
+    env = os.environ
+    if not name or env.get("LOCAL_RANK", "0") != "0":
+        return
+    from pathlib import Path
+
+    from slurm_train.rundir.events import note_signal
+    from slurm_train.rundir.paths import RunDirectory
+
+    note_signal(RunDirectory(Path(run_directory)), int(env.get("SLURM_TRAIN_ATTEMPT", "0")), name)
 
 
 def _code_of(err: BaseException) -> int:

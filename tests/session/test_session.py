@@ -25,12 +25,12 @@ from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import CheckpointSection, RunConfig
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.metrics import read_metrics
-from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt
+from slurm_train.rundir.attempts import AttemptStart, check_fence, open_attempt, was_saved
 from slurm_train.rundir.events import read_events, read_saves
 from slurm_train.rundir.heartbeat import Heartbeat, Limits, has_joined, limits_of, read_beats
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
-from slurm_train.rundir.timing import Spent, read_record
+from slurm_train.rundir.timing import ProgramProgress, Spent, read_program, read_record
 from slurm_train.session.interface import Session
 from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import STOP_SIGNALS, StopFlag, install
@@ -475,6 +475,49 @@ def test_a_stop_says_who_asked_and_leaves_an_event(tmp_path: Path) -> None:
         mine.leave()
     assert end.value.code == 75
     check_fence(run, 0)
+
+
+def test_a_program_that_catches_its_leave_has_left(tmp_path: Path) -> None:
+    run, stop = new_run(tmp_path), StopFlag()
+    mine = join(run, stop)
+    stop.request("clock")
+    assert mine.should_stop() == "clock"
+    assert not was_saved(run, 0)
+    with contextlib.suppress(SystemExit):
+        mine.leave()
+    # What follows a `break` is no end of the training.
+    mine.mark("end")
+    told = read_program(run, 0)
+    assert was_saved(run, 0) and told is not None and not told.is_at_end
+
+
+def test_a_program_tells_its_end_its_last_step_and_its_saves_at_once(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+
+    def told() -> ProgramProgress:
+        record = read_program(run, 0)
+        assert record is not None
+        return record
+
+    mine.newest()
+    mine.report(9, loss=1.0, max_steps=10)
+    save_files(mine, 9)
+    assert (told().save_step, told().is_at_end) == (9, False)
+    mine.report(10)
+    assert (told().step, told().max_steps, told().is_at_end, told().has_told_end) == (10, 10, True, False)
+    mine.report(11, max_steps=float("inf"))
+    mine.mark("end")
+    assert (told().step, told().max_steps, told().is_at_end) == (11, None, True)
+    mine.close()
+
+
+def test_a_stop_signal_that_the_program_did_not_ask_for_is_on_record(tmp_path: Path) -> None:
+    run, stop = new_run(tmp_path), StopFlag()
+    mine = join(run, stop)
+    stop.receive(signal.SIGTERM)
+    mine.close()
+    assert [event["asked_by"] for event in read_events(run, "signal")] == ["TERM"]
 
 
 def test_the_stop_file_asks(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ SICK = Finding(code="GPU_SICK", level="error", seen="Xid 79", todo="reset it", n
 SLOW = Finding(code="SLOW_NODE", level="warning", seen="half the speed", todo="wait", node="node4", blames_node=True)
 EVIDENCE = Evidence(
     attempt=1,
+    entry={"attempt": 1},
     progress={"exit_code": 1},
     seconds={},
     start_unix_s=0.0,

@@ -13,12 +13,12 @@ import pytest
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RunError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
-from slurm_train.rundir.events import FailureMark, append_event, leave_mark, write_preflight
+from slurm_train.rundir.attempts import AttemptStart, close_attempt, note_saved, open_attempt, read_ledger
+from slurm_train.rundir.events import FailureMark, append_event, leave_mark, note_signal, write_preflight
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.jobs import Holder, read_holder, take_lock
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.timing import last_step
+from slurm_train.rundir.timing import ProgramProgress, last_step
 from slurm_train.supervise import scheduler as module
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.scheduler import Scheduler
@@ -253,20 +253,52 @@ def test_the_first_rank_to_fail_is_named_and_its_code_counts(world: World) -> No
 
 
 @pytest.mark.parametrize(
-    ("code", "job", "expected", "reason"),
+    ("job", "expected", "reason"),
     [
-        (0, RUNNING, 0, "done"),
-        (0, None, 0, "done"),
-        (0, {**RUNNING, "JobState": "NODE_FAIL"}, 1, "failed"),
+        (RUNNING, 0, "done"),
+        (None, 0, "done"),
+        ({**RUNNING, "JobState": "NODE_FAIL"}, 1, "failed"),
+        (PREEMPTED, 75, "preempted"),
+        ({**RUNNING, "Reason": "TimeLimit", "JobState": "COMPLETING"}, 75, "time_limit"),
+        (CANCELLED, 75, "cancelled"),
     ],
 )
-def test_own_code_is_done_when_it_ends_well_undisturbed(
-    code: int, job: dict[str, str] | None, expected: int, reason: str, world: World
+def test_own_code_that_ends_with_0_is_done_where_slurm_has_not_ended_it(
+    job: dict[str, str] | None, expected: int, reason: str, world: World
 ) -> None:
     world.jobs = [job]
-    assert world.supervise(world.ranks(code), is_own_code=True) == expected
+    assert world.supervise(world.ranks(0), is_own_code=True) == expected
     assert newest(world)["reason"] == reason
     assert world.run.result.exists() == (reason == "done")
+
+
+def told(world: World, **facts: Any) -> Callable[[int], object]:
+    return lambda attempt: ProgramProgress(**facts).write(world.run.program(attempt))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "expected", "reason", "asked_by"),
+    [
+        (lambda world: lambda _attempt: world.run.stop_file.touch(), 75, "stopped", None),
+        (lambda world: lambda attempt: note_signal(world.run, attempt, "TERM"), 75, "signalled", "TERM"),
+        (lambda world: lambda attempt: note_signal(world.run, attempt, "USR2"), 75, "time_limit", "USR2"),
+        (lambda world: lambda attempt: note_saved(world.run, attempt), 75, "time_limit", None),
+        (lambda world: told(world, step=32, max_steps=36), 1, "ended_early", None),
+        (lambda world: told(world, step=36, max_steps=36, save_step=36), 1, "ended_early", None),
+        (lambda world: told(world, step=36, max_steps=36), 0, "done", None),
+    ],
+)
+def test_what_own_code_was_asked_and_has_told_decides_on_its_0(
+    leaves: Callable[[World], Callable[[int], object]],
+    expected: int,
+    reason: str,
+    asked_by: str | None,
+    world: World,
+) -> None:
+    assert world.supervise(world.ranks(0, leaves=leaves(world)), is_own_code=True) == expected
+    assert (newest(world)["reason"], newest(world).get("asked_by")) == (reason, asked_by)
+    assert world.run.result.exists() == (reason == "done")
+    assert ("requeue" in world.events) == (reason in ("signalled", "time_limit"))
 
 
 def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
-from slurm_train.rundir.events import first_mark
+from slurm_train.rundir.events import first_mark, read_events
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.signals import StopFlag
 from slurm_train.worker import script, script_main
@@ -298,6 +298,30 @@ def test_a_module_runs_as_by_python_m(tmp_path: Path, line: str, code: int, out:
     assert (done.returncode, done.stdout) == (code, out) and done.stderr.endswith(err), done.stderr
     assert "runpy" not in done.stderr and "script_main" not in done.stderr
     assert ("train.py" in done.stderr) == bool(err)
+
+
+HANDLES = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: None); me = os.getpid()"
+
+
+@pytest.mark.parametrize(
+    ("line", "asked_by"),
+    [
+        (f"{HANDLES}; os.kill(me, signal.SIGTERM)", ["TERM"]),
+        (f"{HANDLES}; os.kill(me, signal.SIGTERM); sys.exit(0)", ["TERM"]),
+        (f"{HANDLES}; os.kill(me, signal.SIGTERM); sys.exit(75)", []),
+        # A pool ends its processes so.
+        (f"{HANDLES}; child = os.fork(); child or os.kill(os.getpid(), signal.SIGTERM); child and os.wait()", []),
+        (HANDLES, []),
+    ],
+    ids=["handled", "exit 0", "exit 75", "of a child", "no signal"],
+)
+def test_a_stop_signal_before_an_end_with_0_is_on_record(tmp_path: Path, line: str, asked_by: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{line}\n")
+    env = {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, script_main.__file__, str(tmp_path), str(script)]
+    subprocess.run(command, env=env, timeout=60, check=False)
+    assert [event["asked_by"] for event in read_events(RunDirectory(tmp_path), "signal")] == asked_by
 
 
 GROUP = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)"
