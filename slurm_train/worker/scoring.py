@@ -28,6 +28,7 @@ from slurm_train.rundir.files import create_empty, read_json, read_tail
 from slurm_train.rundir.paths import RunDirectory, find_save
 from slurm_train.rundir.pins import release_pins
 from slurm_train.rundir.scores import Score, named
+from slurm_train.rundir.timing import ProgramProgress
 from slurm_train.session.signals import StopFlag
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.status.following import Follower, Waiting, summary_of
@@ -100,6 +101,8 @@ def follow_with_script(
     follower.finish()
     release_pins(run)
     discard_kept(follower.run, SlurmCommands(env))
+    # A stop signal that comes from now on changes nothing.
+    ProgramProgress(has_told_end=True).write(run.program(attempt))
     print(f"the run is over: {summary_of(run).words}", file=sys.stderr, flush=True)
     return EXIT_DONE
 
@@ -144,16 +147,19 @@ def _score(
         process = subprocess.Popen(
             command, env={**env, **variables}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
-    while process.poll() is None:
+    is_over = False
+    while not is_over:
+        # Looked at before the last look for a stop: a scorer that got the same signal may end first, with what it had.
+        is_over = process.poll() is not None
+        time.sleep(_POLL_S)
         stop.look_at(run.stop_file)
         if stop.requested:
             _end(process)
             return None
-        time.sleep(_POLL_S)
     if process.returncode == 0:
         values = numbers_of(_answer(scores, log), log=log)
         return waiting.scored(named(values, name), attempt=manifest.attempt, parent=manifest.parent, start_s=start_s)
-    if stop.requested or find_save(waiting.save) != path:
+    if find_save(waiting.save) != path:
         return None
     raise RunError(
         f"the scorer ended with exit code {process.returncode} for {path.name}",
