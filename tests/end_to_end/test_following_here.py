@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from slurm_train.metrics import read_metrics
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.scores import best_first, read_scores
-from tests.support.command_line import TINY, Done, Person, new_project
+from tests.support.command_line import TINY, new_project
 from tests.support.waiting import wait_for
+from tests.support.warm_commands import WarmPerson
+from tests.support.warm_ranks import WarmRank
 
 pytestmark = pytest.mark.distributed
 PATIENCE_S = 300.0
 WORDS = (*TINY, "run.name=a", "run.processes=1", "checkpoint.keep=1", "train.threads=1")
-STEPS = (*WORDS, "train.max_steps=100", "checkpoint.every_steps=10")
 OWN = "slurm_train.train.callbacks"
 # Better up to step 8, worse from then on.
 SCORER = """
@@ -35,31 +33,21 @@ print(json.dumps({"quality": -abs(step - 8)}))
 
 
 @pytest.fixture
-def person(tmp_path: Path) -> Person:
-    return Person(new_project(tmp_path / "project"))
+def person(tmp_path: Path) -> WarmPerson:
+    return WarmPerson(new_project(tmp_path / "project"))
 
 
 @pytest.fixture
-def background(person: Person) -> Iterator[list[subprocess.Popen[bytes]]]:
+def background() -> Iterator[list[WarmRank]]:
     """Processes that are ended with the test."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[WarmRank] = []
     yield processes
     for process in processes:
         process.kill()
         process.wait()
 
 
-def begins(person: Person, background: list[subprocess.Popen[bytes]], *words: str) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "slurm_train", *words]
-    with (person.folder / f"{len(background)}.log").open("wb") as log:
-        process = subprocess.Popen(
-            argv, cwd=person.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=person.environment()
-        )
-    background.append(process)
-    return process
-
-
-def run_of(person: Person) -> RunDirectory:
+def run_of(person: WarmPerson) -> RunDirectory:
     wait_for(lambda: bool(list(person.folder.glob("runs/a/*/plan.json"))), within_s=PATIENCE_S, what="the run")
     (path,) = (person.folder / "runs" / "a").iterdir()
     return RunDirectory(path)
@@ -71,25 +59,17 @@ def follower_of(run: RunDirectory) -> RunDirectory:
     return RunDirectory(path)
 
 
-def losses(run: RunDirectory) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_metrics(run.metrics) if "loss" in line}
-
-
-def succeeds(person: Person, *words: str) -> Done:
-    done = person.types(*words)
-    assert done.code == 0, done.err
-    return done
-
-
 def test_a_scorer_of_ones_own_decides_on_the_best_and_on_the_end(
-    person: Person, background: list[subprocess.Popen[bytes]]
+    person: WarmPerson, background: list[WarmRank]
 ) -> None:
     (person.folder / "score.py").write_text(SCORER)
     (person.folder / "broken").touch()
     rules = "monitor:eval_own_quality,mode:max,follower:true"
     ends, keeps = (f"_target_:{OWN}.{name},{rules}" for name in ("EarlyStopping", "BestCheckpoint"))
     callbacks = f"callbacks=[{{{ends},patience:3}},{{{keeps}}}]"
-    trains = begins(person, background, *WORDS, callbacks, "train.max_steps=4000", "model.step_s=0.1")
+    words = (*WORDS, callbacks, "train.max_steps=4000", "model.step_s=0.1")
+    trains = person.begins(*words, log=person.folder / "typed.log")
+    background.append(trains)
     run = run_of(person)
     follow = ("evaluate", "a", "--follow", "--name", "own", "--with", "script=[score.py]")
     wait_for(lambda: bool(list_checkpoints(run.checkpoints)), within_s=PATIENCE_S, what="a checkpoint")

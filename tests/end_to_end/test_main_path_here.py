@@ -1,4 +1,7 @@
-"""Train, stop, the same command again, and what is done with the result: in whatever Python runs the tests."""
+"""Train, stop, the same command again, and what is done with the result: in whatever Python runs the tests.
+
+The run and its continuation are typed in cold interpreters, as all of them are by a person.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from slurm_train.metrics import read_metrics
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import TINY, Person, new_project
 from tests.support.waiting import wait_for
+from tests.support.warm_commands import WarmPerson
 
 pytestmark = pytest.mark.distributed
 WORDS = (*TINY, "run.name=a", "run.processes=2", "train.threads=1", "model.step_s=0.3", "checkpoint.keep=3")
@@ -34,6 +38,7 @@ def test_a_run_is_stopped_continued_exported_and_swept(tmp_path: Path) -> None:
     again = person.types(*WORDS)
     assert again.code == 0, again.err
     assert f"step {stopped_at}" in again.err, again.err
+    person = WarmPerson(person.folder)
     assert person.types("checkpoint", "verify", "a").code == 0
     apart = person.types("checkpoint", "diff", f"a@{stopped_at}", "a")
     assert apart.code == 1 and "layers.0.weight" in apart.out, apart.err

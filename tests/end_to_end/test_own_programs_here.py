@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from tests.support.command_line import REPOSITORY, TINY, TINY_MODULE, Person
 from tests.support.own_programs import PROGRAMS, Program
 from tests.support.slurm_runs import losses
 from tests.support.waiting import wait_for
+from tests.support.warm_commands import WarmPerson
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -44,20 +43,17 @@ IN_SUITE = {"session_fsdp2"}
 def test_a_stopped_program_has_the_losses_of_an_undisturbed_one(program: Program, tmp_path: Path) -> None:
     program.require()
     shutil.copy(REPOSITORY / "examples" / f"{program.name}.py", tmp_path)
-    person = Person(tmp_path)
+    person = WarmPerson(tmp_path)
     whole = person.types(program.words(step_s=0.0), "run.processes=2", "run.name=whole", timeout_s=300)
     assert whole.code == 0, whole.out + whole.err
 
     # Four seconds from the first checkpoint to the end are enough to be stopped in.
     words = (program.words(step_s=0.1), "run.processes=2")
-    argv = [sys.executable, "-m", "slurm_train", *words, "run.name=stopped"]
-    process = subprocess.Popen(
-        argv, cwd=tmp_path, env=person.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = person.begins(*words, "run.name=stopped", log=tmp_path / "typed.log")
     folder = tmp_path / "runs" / "stopped"
     wait_for(lambda: list(folder.glob("*/checkpoints/*/COMPLETE")), within_s=200, what="the first checkpoint")
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=200)
+    _, out = process.communicate(timeout=200)
     run = run_of(person, "stopped")
     assert process.returncode == 75 and not run.result.exists(), out
     (stop,) = read_events(run, "stop")
@@ -95,11 +91,8 @@ run.leave()
 
 def test_a_slow_rank_of_a_program_is_named_and_its_pace_is_told(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    person = Person(tmp_path)
-    argv = [sys.executable, "-m", "slurm_train", "script=[slow.py]", "run.processes=2", "run.name=slow"]
-    process = subprocess.Popen(
-        argv, cwd=tmp_path, env=person.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    person = WarmPerson(tmp_path)
+    process = person.begins("script=[slow.py]", "run.processes=2", "run.name=slow", log=tmp_path / "typed.log")
     folder = tmp_path / "runs" / "slow"
     try:
         wait_for(lambda: list(folder.glob("*/stragglers.jsonl")), within_s=200, what="the first window")
@@ -109,7 +102,7 @@ def test_a_slow_rank_of_a_program_is_named_and_its_pace_is_told(tmp_path: Path) 
         status = person.types("status", str(run.path), "--json").out
     finally:
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=200)
+        _, out = process.communicate(timeout=200)
     assert process.returncode == 75, out
     (slow, *_) = read_events(run, "slow")
     assert (slow["kind"], slow["ranks"]) == ("straggler", [1]) and "computing takes longer" in slow["sentence"]
@@ -168,7 +161,7 @@ train()
 )
 def test_the_rank_that_its_peers_lost_is_named(tmp_path: Path, act: str, note: str) -> None:
     (tmp_path / "mine.py").write_text(PEER.format(act=act))
-    person = Person(tmp_path)
+    person = WarmPerson(tmp_path)
     assert person.types("script=[mine.py]", "run.processes=2", "run.name=lost", timeout_s=120).code != 0
     (line,) = read_ledger(run_of(person, "lost"))
     assert re.match(note, line["note"]), line
@@ -180,7 +173,7 @@ def test_a_data_set_that_crashes_in_a_process_of_the_loader_shows_where(tmp_path
         '        os.environ["RANK"] == "1" and ctypes.string_at(8)\n        return self.x[index]',
     )
     (tmp_path / "tiny.py").write_text(crashes)
-    person = Person(tmp_path)
+    person = WarmPerson(tmp_path)
     words = (*TINY, "run.processes=2", "data.num_workers=1", "run.name=crashes")
     assert person.types(*words, timeout_s=120).code == 1
     (line,) = read_ledger(run_of(person, "crashes"))
@@ -209,7 +202,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("words", ["script=[mine.py]", "task._target_=mine.train"], ids=["script", "function"])
 def test_a_loader_of_ones_own_that_crashes_shows_where(tmp_path: Path, words: str) -> None:
     (tmp_path / "mine.py").write_text(LOADS)
-    person = Person(tmp_path)
+    person = WarmPerson(tmp_path)
     # Rank 0 writes to the terminal.
     ended = person.types(words, "run.processes=1", "run.name=loads", timeout_s=120)
     assert ended.code == 1 and re.search(r'mine\.py", line 10 in __getitem__', ended.out + ended.err), ended
@@ -220,7 +213,7 @@ def test_a_loader_of_ones_own_that_crashes_shows_where(tmp_path: Path, words: st
 def test_a_model_that_ends_its_process_is_named(tmp_path: Path) -> None:
     ends = "\ndef exit_now():\n    raise SystemExit(0)\n"
     (tmp_path / "tiny.py").write_text(TINY_MODULE.replace("time.sleep(self.step_s)", "exit_now()") + ends)
-    person = Person(tmp_path)
+    person = WarmPerson(tmp_path)
     assert person.types(*TINY, "run.processes=2", "run.name=ends", timeout_s=120).code == 1
     (line,) = read_ledger(run_of(person, "ends"))
     assert re.search(r"sys.exit\(0\) was called in the training, at tiny.py:\d+ in exit_now$", line["note"])
@@ -229,7 +222,7 @@ def test_a_model_that_ends_its_process_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["script=[mine.py]", "task._target_=mine.train"], ids=["script", "function"])
 def test_a_rank_that_crashes_shows_where(tmp_path: Path, words: str) -> None:
     (tmp_path / "mine.py").write_text(CRASHES)
-    person = Person(tmp_path)
+    person = WarmPerson(tmp_path)
     ended = person.types(words, "run.processes=2", "run.name=crash", timeout_s=120)
     assert ended.code != 0
     (line,) = read_ledger(run_of(person, "crash"))

@@ -11,8 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,10 +38,11 @@ from slurm_train.supervise.monitor import (
     StragglerSearch,
     Task,
 )
-from tests.support.command_line import TINY, TINY_MODULE, Person, new_project
+from tests.support.command_line import TINY, TINY_MODULE, new_project
 from tests.support.faulty_files import FaultyFiles
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
+from tests.support.warm_commands import WarmPerson
 from tests.support.warm_ranks import start_rank
 from tests.train.small_runs import RANK_PROGRAM, config_of
 
@@ -286,7 +285,7 @@ def test_an_extended_limit_reaches_the_ranks_though_the_controller_was_away(
 TIMEOUT_S = 4.0
 
 
-def the_run(person: Person) -> RunDirectory:
+def the_run(person: WarmPerson) -> RunDirectory:
     paths = wait_for(lambda: list(person.folder.glob("runs/*/*/config.yaml")), within_s=60, what="a run directory")
     return RunDirectory(paths[0].parent)
 
@@ -323,18 +322,11 @@ READS = (
 def test_a_rank_that_hangs_is_named_and_the_ranks_are_ended(
     is_stopped: bool, rank: int, sentence: str, waits: str, tmp_path: Path
 ) -> None:
-    person = Person(new_project(tmp_path / "project"))
+    person = WarmPerson(new_project(tmp_path / "project"))
     (person.folder / "tiny.py").write_text(TINY_MODULE + STUCK_READER)
     words = [*TINY, "run.processes=2", "model.step_s=0.1", "train.max_steps=2000", "checkpoint.every_steps=null"]
     words += [f"health.hang_timeout_s={TIMEOUT_S}", *([] if is_stopped else ["data._target_=tiny.StuckNumbers"])]
-    trainer = subprocess.Popen(
-        [sys.executable, "-m", "slurm_train", *words],
-        cwd=person.folder,
-        env=person.environment(),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    trainer = person.begins(*words, log=tmp_path / "typed.log")
     run = the_run(person)
     try:
         beats = wait_for(lambda: settled_beats(run), within_s=120, what="steps")

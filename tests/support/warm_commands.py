@@ -21,7 +21,7 @@ from slurm_train.supervise import ranks
 from slurm_train.supervise.ranks import LocalRanks
 from slurm_train.worker import attempt as attempts
 from tests.support.command_line import Done, Person
-from tests.support.warm_ranks import fork_server, start_rank
+from tests.support.warm_ranks import WarmRank, fork_server, start_rank
 
 _PROGRAM = Path(__file__)
 
@@ -40,9 +40,7 @@ class WarmPerson(Person):
         """Runs `python -m slurm_train WORDS` to its end."""
         with tempfile.TemporaryDirectory(prefix="typed-") as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
-            environment = self.environment() | (env or {})
-            orders = ("type", str(self.folder), *words)
-            process = start_rank(_PROGRAM, *orders, env=environment, log=out, errors=err, imports=self.imports)
+            process = self.begins(*words, log=out, errors=err, env=env)
             try:
                 code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -50,6 +48,19 @@ class WarmPerson(Person):
                 process.wait()
                 raise
             return Done(code, out.read_text(), err.read_text())
+
+    def begins(self, *words: str, log: Path, errors: Path | None = None, env: dict[str, str] | None = None) -> WarmRank:
+        """Starts `python -m slurm_train WORDS` and returns at once.
+
+        Args:
+            words: the command line.
+            log: what it prints is appended there.
+            errors: where its stderr is appended, if not to the log.
+            env: variables beside those of the person.
+        """
+        environment = self.environment() | (env or {})
+        orders = ("type", str(self.folder), *words)
+        return start_rank(_PROGRAM, *orders, env=environment, log=log, errors=errors, imports=self.imports)
 
 
 def _type_words(folder: str, words: Sequence[str]) -> int:
