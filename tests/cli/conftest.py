@@ -22,6 +22,7 @@ from slurm_train.verbs import run as run_words
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.command_line import Done
 from tests.support.run_facts import RunFacts
+from tests.support.shipped_files import compose_once
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", slurm.path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    compose_once(monkeypatch)
     # Of a Python below /tmp it would say that other nodes do not have it.
     monkeypatch.setattr(preview, "python_notes", functools.partial(python_notes, prefix="/home/me/.venv"))
     for name in [name for name in os.environ if name.startswith("CUDA_")]:
