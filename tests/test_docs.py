@@ -229,6 +229,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     pages = [path.read_text(encoding="utf-8") for path in site.rglob("*.html")]
     assert len(pages) > 20
@@ -236,6 +237,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert loaded and [url for url in loaded if re.match(r"(?:https?:)?//", url)] == []
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(missing_browser()), reason=f"{missing_browser()}: apt-get install chromium chromium-driver")
 def test_the_search_finds_pages_when_the_site_is_opened_as_files(site: Path) -> None:
     found = "return [...document.querySelectorAll('.md-search-result__list a')].map(link => link.href)"

@@ -21,7 +21,7 @@ from tests.support import nfs_mounts
 from tests.support.nfs_mounts import Client, clients
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.skipif(bool(nfs_mounts.missing()), reason=f"needs {nfs_mounts.missing()}")
+pytestmark = [pytest.mark.skipif(bool(nfs_mounts.missing()), reason=f"needs {nfs_mounts.missing()}"), pytest.mark.full]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.support.extras import NEEDS_LIGHTNING
 from tests.support.joined_runs import evaluated_steps, evaluations, joined, new_run
 
 # What Lightning itself warns of is not ours.
-pytestmark = [NEEDS_LIGHTNING, pytest.mark.filterwarnings("ignore")]
+pytestmark = [NEEDS_LIGHTNING, pytest.mark.filterwarnings("ignore"), pytest.mark.full]
 
 
 def test_it_comes_after_what_changes_a_step_and_is_the_only_one_that_saves() -> None:

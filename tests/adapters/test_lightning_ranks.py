@@ -15,7 +15,13 @@ from tests.support.stopped_ranks import STOPPED, require_undisturbed
 from tests.support.warm_ranks import run_pair
 
 # What Lightning itself warns of is not ours.
-pytestmark = [NEEDS_LIGHTNING, pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    NEEDS_LIGHTNING,
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.full,
+]
 PROGRAM = "from tests.adapters.lightning_ranks import main\n\nmain()\n"
 OTHER = "for another number of ranks"
 ONCE = ["shuffled", "shuffled by workers", "shuffled, with a state", "a stream"]

@@ -19,7 +19,7 @@ from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.joined_runs import evaluated_steps, joined, new_run
 
 # What the library itself warns of when it is imported is not ours.
-pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.filterwarnings("ignore")]
+pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.filterwarnings("ignore"), pytest.mark.full]
 
 STEPS_PER_EPOCH = 4
 PATIENCE = 3

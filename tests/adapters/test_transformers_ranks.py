@@ -11,7 +11,13 @@ from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.stopped_ranks import require_undisturbed
 from tests.support.warm_ranks import run_pair
 
-pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    NEEDS_TRANSFORMERS,
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.full,
+]
 PROGRAM = "from tests.adapters.transformers_ranks import main\n\nmain()\n"
 ONCE = ["in an order of its own", "by a generator of its own", "read by rank 0", "counted"]
 """Trainings with an order in which each sample comes once."""

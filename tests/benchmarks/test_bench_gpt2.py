@@ -10,6 +10,8 @@ import pytest
 
 from tests.benchmarks.bench_gpt2 import import_lightning
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("installed", "taken"),

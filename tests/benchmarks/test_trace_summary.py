@@ -11,6 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.trace_summary import read, summarise, table
 
+pytestmark = pytest.mark.full
+
 
 def event(name: str, start: float, us: float, *, cat: str = "kernel", tid: int = 7) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": us, "pid": 0, "tid": tid}

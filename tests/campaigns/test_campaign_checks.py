@@ -16,6 +16,8 @@ from tests.campaigns.preflight_faults import FAULTS
 from tests.campaigns.record import Tally
 from tests.support.small_checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.full
+
 CANCELLED: dict[str, Any] = {
     "form": "scancel",
     "state": "CANCELLED",

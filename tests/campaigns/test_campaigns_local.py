@@ -14,7 +14,7 @@ from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
 from tests.support.run_ends import End
 
-pytestmark = [pytest.mark.faults, pytest.mark.distributed]
+pytestmark = [pytest.mark.faults, pytest.mark.distributed, pytest.mark.full]
 
 
 @pytest.mark.campaign

@@ -10,6 +10,8 @@ import pytest
 from tests.campaigns.checker import Consumed, History, Look, Written, check
 from tests.campaigns.victims import lost_steps
 
+pytestmark = pytest.mark.full
+
 NUM_SAMPLES, LOCAL, RANKS = 6, 2, 2
 LAST = 6
 

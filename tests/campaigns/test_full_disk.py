@@ -10,7 +10,7 @@ import pytest
 from tests.campaigns import full_disk
 from tests.campaigns.full_disk import one_trial
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.full]
 
 
 @pytest.mark.parametrize(("at", "onward"), [(0, False), (1, True), (12, True), (20, True), (25, False), (30, True)])

@@ -10,6 +10,8 @@ import pytest
 from slurm_train.rundir.paths import RunDirectory
 from tests.support.light_runs import lives, problems_of
 
+pytestmark = pytest.mark.full
+
 _FIRST = ("11", 100.0, 110.0, [])
 
 

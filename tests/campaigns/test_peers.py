@@ -8,6 +8,8 @@ import pytest
 from docs.peers.faults import flip_byte
 from docs.peers.outcome import StepDone, judge
 
+pytestmark = pytest.mark.full
+
 
 def steps(*numbers: int, start: int = 0) -> list[StepDone]:
     return [StepDone(number, start) for number in numbers]

@@ -10,6 +10,8 @@ from tests.campaigns import reports
 from tests.campaigns.record import Tally
 from tests.support.command_line import Done, Person
 
+pytestmark = pytest.mark.full
+
 BASE_60 = "#SBATCH --begin=960\n#SBATCH --comment=83\n#SBATCH --wckey=12000.0\nexport JOB_CODE=493\nexport START=90\n"
 AS_WRITTEN = (
     "#SBATCH --begin=16:00\n#SBATCH --comment=0123\n#SBATCH --wckey=12e3\nexport JOB_CODE=0755\nexport START=1:30\n"

@@ -3,9 +3,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.campaigns.catalogue import CAMPAIGNS, pages, render
 from tests.campaigns.record import Tally, keep_record, read_records
 from tests.campaigns.versions import FAULTS, read_verdict
+
+pytestmark = pytest.mark.full
 
 FOUND = Tally(trials=100, held=99, figures={"longest": "3.1 s"}, problems=["trial 7: lost step 12"])
 FACTS = {"date": "2026-01-02", "seed": 5, "wall_s": 90.0, "revision": "abc1234"}

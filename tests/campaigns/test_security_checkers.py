@@ -16,6 +16,8 @@ from slurm_train.launch.plan import RunPlan
 from tests.campaigns import hostile_words, secrets
 from tests.campaigns.hostile_words import Bench, Case, Found
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:

@@ -18,6 +18,7 @@ from tests.campaigns.shared_caches import CACHES, DAMAGES, Site, all_pairs, priv
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to be several users"),
+    pytest.mark.full,
 ]
 
 

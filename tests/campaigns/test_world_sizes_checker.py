@@ -6,6 +6,8 @@ import pytest
 
 from tests.campaigns.world_sizes import compare
 
+pytestmark = pytest.mark.full
+
 STEP: dict[str, Any] = {"samples": 96, "samples_digest": 7, "lr": 0.1, "epoch": 0, "loss": 2.0, "grad_norm": 1.0}
 STEPS = [{**STEP, "step": number} for number in (1, 2)]
 

@@ -86,6 +86,7 @@ def test_export_writes_the_newest_that_verifies_or_a_step_and_overwrites_nothing
     assert shell.left() == before
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_export_writes_a_directory_for_transformers_and_overwrites_nothing(shell: Shell, run: RunDirectory) -> None:
     settings = {"norm": "rmsnorm", "activation": "swiglu", "tied": False, "width": 16, "num_layers": 1, "vocab_size": 9}

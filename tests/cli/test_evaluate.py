@@ -219,6 +219,7 @@ class Rounded(GPT):
         return {name: parameter.detach().half() for name, parameter in self.named_parameters()}
 
 
+@pytest.mark.full
 def test_a_text_is_written_by_the_weights_that_were_trained(shell: Shell, run: RunDirectory) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     tokenizer = shell.folder / "tokenizer.json"
@@ -233,6 +234,7 @@ def test_a_text_is_written_by_the_weights_that_were_trained(shell: Shell, run: R
     assert shell.types(words).out == expected
 
 
+@pytest.mark.full
 def test_texts_are_a_run_of_their_own_too(shell: Shell, run: RunDirectory) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     tokenizer = shell.folder / "tokenizer.json"

@@ -140,6 +140,7 @@ def test_steps_have_the_same_samples_on_any_number_of_ranks_and_after_any_step(r
         assert sorted(used[epoch * 50 : (epoch + 1) * 50]) == list(range(50))
 
 
+@pytest.mark.full
 def test_batches_of_a_rank_are_not_divided_once_more() -> None:
     prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
     batches = RankBatches(SampleOrder(50, seed=3), global_size=12, rank=0, num_ranks=2, accumulation=1, steps=6, done=0)

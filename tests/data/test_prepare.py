@@ -188,6 +188,7 @@ def test_file_that_fails_in_the_middle_leaves_nothing(corpus: Path, tmp_path: Pa
 BPE = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("added", "config", "end", "vocab_size"),
     [
@@ -217,6 +218,7 @@ def test_a_tokenizer_s_own_end_token_ends_documents(
     assert encoding.decode(written.tolist()[1:]) == "ab b a\n\n"
 
 
+@pytest.mark.full
 def test_documents_are_encoded_whole_whatever_length_a_tokenizer_was_used_with(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     cuts = {
@@ -239,6 +241,7 @@ def test_documents_are_encoded_whole_whatever_length_a_tokenizer_was_used_with(t
         assert written.tolist() == [3, 2, 2, 2, 3]
 
 
+@pytest.mark.full
 def test_another_end_token_beside_the_same_tokenizer_is_another_way(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     (tmp_path / "text.txt").write_text("abba")

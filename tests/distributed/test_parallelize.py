@@ -376,6 +376,7 @@ def test_selective_checkpointing_repeats_no_exchange_of_sums(tmp_path: Path) -> 
 QUIET = "ignore::DeprecationWarning"
 
 
+@pytest.mark.full
 @NEEDS_TORCHAO
 @pytest.mark.filterwarnings(QUIET)
 def test_products_of_blocks_are_in_float8_and_train_nearly_as_in_bfloat16() -> None:
@@ -407,6 +408,7 @@ def test_products_of_blocks_are_in_float8_and_train_nearly_as_in_bfloat16() -> N
     assert lowered == pytest.approx(plain, rel=0.05) and lowered != plain and plain[-1] < plain[0] / 2
 
 
+@pytest.mark.full
 @NEEDS_TORCHAO
 @pytest.mark.filterwarnings(QUIET)
 def test_a_model_without_matrices_that_suit_float8_is_refused() -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.command_line import REPOSITORY, Person
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 OWN = "slurm_train.train.callbacks"
 MODEL = ("model._target_=own_model.Regressor", "data._target_=own_model.Waves", "run.name=a", "run.processes=2")
 LIST = f"[{{_target_:own_callback.Goal,goal:0.02}},{{_target_:{OWN}.EMA,decay:0.5}},{{_target_:{OWN}.BestCheckpoint}}]"

@@ -12,7 +12,7 @@ from slurm_train.rundir.paths import RunDirectory
 from tests.support.command_line import Done, Person
 from tests.support.warm_commands import WarmPerson
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 WORDS = (
     *("run.name=a", "run.processes=2", "data=text", "data.path=shards", "data.context=16", "model.context=16"),
     *("model.num_layers=1", "model.num_heads=2", "model.width=32", "batch.global_size=8", "train.max_steps=20"),

@@ -25,7 +25,7 @@ from tests.support.extras import NEEDS_PEFT
 from tests.support.joined_runs import joined, new_run
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.full]
 
 
 def example(folder: Path, name: str) -> Person:

@@ -27,17 +27,9 @@ from tests.support.warm_ranks import LLAMA, start_rank
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 README = (REPOSITORY / "examples" / "README.md").read_text()
 LINES = re.findall(r"^python -m slurm_train (.+)$", README.partition("## One line per feature")[2], re.MULTILINE)
-# Each of the suite saves what no other of it saves; the rest takes two minutes.
-IN_SUITE = (
-    "optim=muon",
-    "optim.groups",
-    "batch.growth",
-    "precision=float16",
-    "callbacks=",
-    "own_stream",
-    "data=mix",
-    "lora",
-)
+# Each of these saves what no other of them saves; the rest takes minutes.
+QUICK = ("optim=muon", "callbacks=")
+FULL = ("optim.groups", "batch.growth", "precision=float16", "own_stream", "data=mix", "lora")
 NEEDED = {"parquet": "pyarrow", "lora": "peft", "digits": "sklearn"}
 SMALL = (
     "run.processes=2",
@@ -114,13 +106,14 @@ def train(words: Sequence[str], *, stop_at: int, monkeypatch: pytest.MonkeyPatch
     return main(words)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, marks=[] if any(word in line for word in IN_SUITE) else pytest.mark.campaign)
-        for line in LINES
-    ],
-)
+def home_of(line: str) -> Any:
+    """Returns the marks of a line by how often it is tried."""
+    if any(word in line for word in QUICK):
+        return ()
+    return pytest.mark.full if any(word in line for word in FULL) else pytest.mark.campaign
+
+
+@pytest.mark.parametrize("line", [pytest.param(line, marks=home_of(line)) for line in LINES])
 def test_a_line_that_is_stopped_and_typed_again_ends_with_the_same_bits(
     line: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from tests.support.command_line import Done
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.warm_commands import WarmPerson
 
-pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.slow]
+pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.slow, pytest.mark.full]
 
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
          "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}  # fmt: skip

@@ -16,7 +16,7 @@ from tests.support.small_checkpoints import checkpoint_of
 from tests.support.warm_commands import WarmPerson
 from tests.support.warm_ranks import LLAMA
 
-pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.distributed, pytest.mark.slow, pytest.mark.full]
 
 SHAPE = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip

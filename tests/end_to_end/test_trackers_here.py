@@ -30,6 +30,7 @@ def only_run(person: Person) -> RunDirectory:
     return find_run(person.folder / "runs", "a")
 
 
+@pytest.mark.full
 def test_a_killed_and_a_finished_attempt_are_one_run_of_each_tracker(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     pytest.importorskip("trackio")

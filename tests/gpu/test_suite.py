@@ -13,6 +13,8 @@ import pytest
 from tests.gpu import __main__ as suite
 from tests.gpu.catalogue import CHECKS, GROUPS, Check
 
+pytestmark = pytest.mark.full
+
 CHECK = Check("no_sync", "training_checks", "A", usual_s=10, limit_s=20, asserts="no step waits")
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "device": "cuda"}
 

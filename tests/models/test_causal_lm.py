@@ -24,6 +24,7 @@ TOKENS = torch.arange(12)[None]
 TARGET = "slurm_train.models.causal_lm.causal_lm"
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_a_padded_dict_is_scored_as_the_library_does_and_its_parts_add_up() -> None:
     model = causal_lm(**LLAMA).eval()
@@ -41,6 +42,7 @@ def test_a_padded_dict_is_scored_as_the_library_does_and_its_parts_add_up() -> N
         Objective(model).look_at({**batch, "token_type_ids": mask})
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
     for words, reason in (
@@ -61,6 +63,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
         model.tensor_parallel_plan()
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_a_directory_gives_its_weights_and_its_configuration_alone_gives_others(tmp_path: Path) -> None:
     model = causal_lm(**LLAMA)
@@ -75,6 +78,7 @@ def test_a_directory_gives_its_weights_and_its_configuration_alone_gives_others(
         causal_lm(path=str(tmp_path / "out"))
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_without_memory_the_files_are_read_by_parts(tmp_path: Path) -> None:
     causal_lm(**LLAMA).network.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -89,6 +93,7 @@ def test_without_memory_the_files_are_read_by_parts(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_files_that_the_library_converts_are_read_by_the_library(tmp_path: Path) -> None:
     network = causal_lm(**LLAMA).network
@@ -105,6 +110,7 @@ def test_files_that_the_library_converts_are_read_by_the_library(tmp_path: Path)
     assert all(tensor.equal(model.state_dict()[f"network.{name}"]) for name, tensor in network.state_dict().items())
 
 
+@pytest.mark.full
 @NEEDS_PEFT
 def test_with_lora_the_adapters_alone_are_trained_and_begin_on_what_the_files_have(tmp_path: Path) -> None:
     causal_lm(**LLAMA).network.save_pretrained(tmp_path)

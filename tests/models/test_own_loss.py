@@ -129,6 +129,7 @@ def test_next_tokens_beside_the_inputs_agree_with_a_model_that_shifts_and_with_o
     Objective(Shifting(shifts=shifts)).compare((tokens[:, :-1], tokens[:, 1:]), is_precise=True)
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_next_tokens_as_labels_of_a_model_that_shifts_are_refused() -> None:
     tokens = batch_of("causal")["input_ids"]
@@ -143,6 +144,7 @@ def test_next_tokens_as_labels_of_a_model_that_shifts_are_refused() -> None:
             assert objective.agree([objective.repeats]) is None
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_the_routers_of_a_mixture_count_with_tuples_too() -> None:
     model, batch = build(kind="mixture of experts").eval(), batch_of("mixture of experts")
@@ -184,6 +186,7 @@ def test_a_scale_of_a_routers_loss_that_is_not_computed_is_refused(tmp_path: Pat
         require_effect(config, path=path, cwd=tmp_path)
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 @torch.no_grad()
 def test_texts_end_where_the_models_table_of_positions_does() -> None:

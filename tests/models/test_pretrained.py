@@ -17,7 +17,7 @@ from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.models.pretrained import load_pretrained, write_pretrained
 from tests.support.extras import NEEDS_PEFT, NEEDS_TRANSFORMERS
 
-pytestmark = NEEDS_TRANSFORMERS
+pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.full]
 
 TINY = {"_target_": "slurm_train.models.gpt.GPT", "vocab_size": 13, "context": 64, "num_layers": 2, "num_heads": 4,
         "width": 32, "hidden": 48}  # fmt: skip

@@ -566,6 +566,7 @@ def test_another_handler_of_a_stop_signal_is_told_once(tmp_path: Path, capsys: p
         signal.signal(number, handler)
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_a_save_between_the_batches_of_a_step_of_accelerate_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -227,6 +227,7 @@ def test_a_stream_that_workers_read_is_refused_after_the_first_step(run: RunDire
         mine.close()
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 def test_a_stream_of_datasets_goes_on_in_its_epoch_and_without_a_buffer_that_no_state_has(run: RunDirectory) -> None:
     datasets = pytest.importorskip("datasets")

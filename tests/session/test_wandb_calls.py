@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
 
 PROGRAM = """

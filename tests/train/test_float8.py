@@ -17,7 +17,7 @@ from tests.support.warm_ranks import run_alone
 from tests.train.small_runs import digest_of, run_to_end, steps_of, weights_of
 from tests.train.test_layouts import STEPS, layout_config, ranks_of
 
-pytestmark = [NEEDS_TORCHAO, pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [NEEDS_TORCHAO, pytest.mark.distributed, pytest.mark.timeout(900), pytest.mark.full]
 SHAPE = {"vocab_size": 32, "context": 16, "num_layers": 2, "width": 64, "hidden": 128, "tied": False}
 SHARDS = {"dp_shard": 2}
 AS_BFLOAT16 = {"dp_shard": 2, "gather_dtype": "bfloat16"}

@@ -112,7 +112,9 @@ PIPELINES: dict[str, Parallel] = {
 }
 
 
-# Others of the suite have each of their parts; these take five minutes.
+# One of each kind is quick; the chain below goes through replicas, shards, columns and stages.
+QUICK = {"DP2 x TP2 by positions", "PP2 x DP2"}
+# Others have each of their parts; these take five minutes.
 TAKE_LONG = {
     "FSDP2 over 2, two micro-batches",
     "FSDP2 over 2, recomputed",
@@ -122,7 +124,6 @@ TAKE_LONG = {
     "HSDP over CP2",
     "DDP over 4",
     "PP2",
-    "PP2 x DP2",
     "PP2 x DP2, two stages each",
     "PP2 x DP2, zero bubble",
     "PP2 x TP2 by positions, zero bubble",
@@ -134,8 +135,11 @@ TAKE_LONG = {
 
 
 def each_of(layouts: dict[str, Parallel]) -> list[Any]:
-    marks = {name: pytest.mark.campaign if name in TAKE_LONG else () for name in layouts}
-    return [pytest.param(name, id=name, marks=marks[name]) for name in layouts]
+    rows = []
+    for name in layouts:
+        home: Any = pytest.mark.campaign if name in TAKE_LONG else pytest.mark.full
+        rows.append(pytest.param(name, id=name, marks=() if name in QUICK else home))
+    return rows
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -196,7 +200,7 @@ SCALED: dict[str, Parallel] = {
 
 @with_untied
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "DDP" else [pytest.mark.campaign]) for name in SCALED]
+    "name", [pytest.param(name, marks=pytest.mark.full if name == "DDP" else pytest.mark.campaign) for name in SCALED]
 )
 def test_the_loss_scale_of_float16_changes_no_bit_and_is_restored(tmp_path: Path, alone: Path, name: str) -> None:
     """Autocast leaves double precision alone, and only the scale is left; in float32 it does overflow."""
@@ -241,6 +245,7 @@ FORMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["GPT", pytest.param("transformers", marks=NEEDS_TRANSFORMERS)])
 def test_other_forms_of_models_train_in_parts_as_in_one_process(tmp_path: Path, name: str) -> None:
     model, layouts, tolerances = FORMS[name]
@@ -306,9 +311,9 @@ def scaled_config(parallel: Parallel, *, optim: dict[str, Any], **model: Any) ->
 @pytest.mark.parametrize(
     "optim",
     [
-        pytest.param({}, id="AdamW"),
+        pytest.param({}, id="AdamW", marks=pytest.mark.full),
         pytest.param({"_target_": "torch.optim.Adam", "amsgrad": True}, id="AMSGrad", marks=pytest.mark.campaign),
-        pytest.param({"groups": [SGD_FOR_SOME]}, id="SGD for some"),
+        pytest.param({"groups": [SGD_FOR_SOME]}, id="SGD for some", marks=pytest.mark.full),
     ],
 )
 def test_scalar_parameters_train_beside_shards_as_in_one_process(tmp_path: Path, optim: dict[str, Any]) -> None:
@@ -327,6 +332,7 @@ def test_scalar_parameters_train_beside_shards_as_in_one_process(tmp_path: Path,
     assert [name for name in SCALARS if trained[name].shape == () and trained[name] != before[name]] == SCALARS
 
 
+@pytest.mark.full
 def test_what_the_kernel_of_adamw_is_not_called_for_works_beside_cut_matrices(tmp_path: Path) -> None:
     for name, parallel in (("whole", {}), ("parts", {"tp": 2})):
         # An embedding of 13 ids is whole beside cut matrices.
@@ -335,6 +341,7 @@ def test_what_the_kernel_of_adamw_is_not_called_for_works_beside_cut_matrices(tm
     assert_same_training(tmp_path / "parts", tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_scalar_parameters_see_all_parts_of_a_sequence(tmp_path: Path) -> None:
     for number, parallel in enumerate([{}, {"dp_shard": 2, "cp": 2}]):
         config = layout_config(parallel)
@@ -343,6 +350,7 @@ def test_scalar_parameters_see_all_parts_of_a_sequence(tmp_path: Path) -> None:
         assert_same_training(tmp_path / str(number), tmp_path / "0")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "loss"), [("sgd", 1e-9), ("muon", 1e-2)])
 def test_shipped_optimizers_train_in_parts_and_go_on_in_others(tmp_path: Path, name: str, loss: float) -> None:
     """Muon multiplies in bfloat16. Of four stages two have no embedding and no head, and so not all of its groups."""
@@ -376,9 +384,9 @@ def test_resuming_under_the_same_layout_is_exact_bit_for_bit(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({}, id="one rank"),
+        pytest.param({}, id="one rank", marks=pytest.mark.full),
         pytest.param({"dp_replicate": 2}, id="DDP", marks=pytest.mark.campaign),
-        pytest.param({"dp_shard": 2}, id="FSDP2"),
+        pytest.param({"dp_shard": 2}, id="FSDP2", marks=pytest.mark.full),
     ],
 )
 def test_dicts_train_and_resume_bit_for_bit_as_tuples_do(tmp_path: Path, parallel: Parallel) -> None:
@@ -405,6 +413,7 @@ def boxes_config(parallel: Parallel, *, model: str, **sections: Any) -> dict[str
     )
 
 
+@pytest.mark.full
 def test_lists_of_images_and_of_dicts_train_a_detector_alike_in_all_layouts(tmp_path: Path) -> None:
     """Its losses are the mean over the images, so their parts of a step add up to those of one process."""
     for number, parallel in enumerate([{}, {"dp_replicate": 2}, {"dp_shard": 2}]):
@@ -468,7 +477,7 @@ def stream_config(parallel: Parallel, only_in: Path, **data: Any) -> dict[str, A
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({"dp_replicate": 2}, id="DDP"),
+        pytest.param({"dp_replicate": 2}, id="DDP", marks=pytest.mark.full),
         pytest.param(SHARDS_OF_MATRICES, id="shards", marks=pytest.mark.campaign),
     ],
 )
@@ -516,6 +525,7 @@ IN_TWO_BYTES: dict[str, Parallel] = {
 }
 
 
+@pytest.mark.full
 def test_parameters_of_two_bytes_train_alike_and_resume_bit_for_bit(tmp_path: Path) -> None:
     def two_bytes(name: str, parallel: Parallel, **facts: Any) -> str:
         config = layout_config(parallel, tied=False, dtype="float32", **{"signal_at": 0, **facts.pop("model", {})})
@@ -538,6 +548,7 @@ def test_parameters_of_two_bytes_train_alike_and_resume_bit_for_bit(tmp_path: Pa
     assert digest_of(tmp_path / "cut") == digest_of(tmp_path / name)
 
 
+@pytest.mark.full
 def test_layouts_train_alike_where_products_and_residual_stream_are_bfloat16(tmp_path: Path) -> None:
     losses = {}
     for name, parallel in {"one": {}, "shards": {"dp_shard": 2}, "parts": BY_POSITIONS, "stages": {"pp": 2}}.items():
@@ -560,12 +571,14 @@ def test_running_statistics_are_refused_with_parameters_of_two_bytes(tmp_path: P
     assert "train.param_dtype=bfloat16 was asked, but layers.1 of WithStatistics keeps running statistics" in text
 
 
+@pytest.mark.full
 def test_dropout_belongs_to_the_samples_not_to_the_ranks(tmp_path: Path) -> None:
     for name, parallel in (("replicas", {"dp_replicate": 2}), ("shards", {"dp_shard": 2})):
         train(tmp_path / name, parallel, dropout=0.2)
     assert_same_training(tmp_path / "shards", tmp_path / "replicas")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("policy", "parts"), [("skip", SHARDS_OF_MATRICES), ("rollback", {"cp": 2})])
 def test_a_step_that_is_not_finite_is_treated_as_with_replicas(tmp_path: Path, policy: str, parts: Parallel) -> None:
     found = {}
@@ -586,7 +599,7 @@ def test_a_step_that_is_not_finite_is_treated_as_with_replicas(tmp_path: Path, p
     "parallel",
     [
         pytest.param({"dp_replicate": 2}, marks=pytest.mark.campaign),
-        {"dp_shard": 2},
+        pytest.param({"dp_shard": 2}, marks=pytest.mark.full),
         pytest.param({"pp": 2}, marks=pytest.mark.campaign),
     ],
 )
@@ -598,6 +611,7 @@ def test_a_stop_during_evaluation_is_agreed_upon(tmp_path: Path, parallel: Paral
     assert len(steps_of(tmp_path / "run")) == STEPS
 
 
+@pytest.mark.full
 @with_tied
 def test_parameters_are_gathered_in_bfloat16_where_asked(tmp_path: Path, alone: Path) -> None:
     train(tmp_path / "run", {"dp_shard": 2, "gather_dtype": "bfloat16"})
@@ -605,6 +619,7 @@ def test_parameters_are_gathered_in_bfloat16_where_asked(tmp_path: Path, alone: 
     assert found == pytest.approx(expected, rel=5e-2) and found != pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 @with_tied
 def test_a_damaged_shard_makes_the_checkpoint_before_it_count(tmp_path: Path, alone: Path) -> None:
     run, config = tmp_path / "run", layout_config(SHARDS_OF_MATRICES)

@@ -124,6 +124,7 @@ def settled_pid(run: RunDirectory, attempt: int, rank: int) -> int:
     return beat.pid if beat is not None and beat.settled and beat.step >= 5 else 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_in_the_step_and_a_warning_saves(tmp_path: Path) -> None:
     person = Person(new_project(tmp_path / "project"))

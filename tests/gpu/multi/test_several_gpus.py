@@ -19,7 +19,7 @@ import torch
 
 from slurm_train.metrics import read_metrics
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.full]
 REPOSITORY = Path(__file__).resolve().parents[3]
 ON_CPU = bool(os.environ.get("GPU_TESTS_ON_CPU"))
 STEPS = 12

@@ -9,6 +9,8 @@ from slurm_train.tools.devcluster.cluster import daemon_names
 from slurm_train.tools.devcluster.plan import ClusterPlan, configuration, load_plan
 from tests.support.cluster_habits import HABITS, combined
 
+pytestmark = pytest.mark.full
+
 
 def of(*site: str) -> dict[str, str]:
     return configuration(ClusterPlan(nodes=2, gpus=2, habit=combined(site)))

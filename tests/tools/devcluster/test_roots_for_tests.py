@@ -13,6 +13,8 @@ from tests.support import cluster_roots
 from tests.support.cluster_roots import Root, find_root, install_words
 from tests.support.devcluster import main
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):

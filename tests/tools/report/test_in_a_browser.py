@@ -15,10 +15,13 @@ from tests.support.run_documents import document_of, full_document, hostile_docu
 from tests.support.run_files import ended, steps
 from tests.support.sweep_files import sweep_document_of
 
-pytestmark = pytest.mark.skipif(
-    bool(missing_browser()),
-    reason=f"a browser test needs {missing_browser()} (apt-get install chromium chromium-driver)",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        bool(missing_browser()),
+        reason=f"a browser test needs {missing_browser()} (apt-get install chromium chromium-driver)",
+    ),
+]
 
 # The share of the pixels of a plot's canvas that are drawn.
 INK = """

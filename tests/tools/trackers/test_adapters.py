@@ -73,6 +73,7 @@ def two_attempts(person: Person, run: RunDirectory, **env: str) -> str:
     return str(second["tracker_id"])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_wandb_offline(person: Person, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
@@ -117,6 +118,7 @@ def test_mlflow_in_a_database(person: Person, tmp_path: Path) -> None:
     assert dict(query(database, "SELECT key, value FROM params"))["optim.lr"] == "0.001"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_hides_what_was_superseded(person: Person, tmp_path: Path) -> None:
@@ -136,6 +138,7 @@ def test_tensorboard_hides_what_was_superseded(person: Person, tmp_path: Path) -
     assert tensorboard_points(other.tensorboard, "eval_loss") == [(6, 2.5), (6, 2.5)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_wandb_without_a_key_is_offline_and_with_one_never_blocks(person: Person, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
@@ -189,6 +192,7 @@ MLFLOW_NAMES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MLFLOW_NAMES)
 def test_mlflow_takes_every_name(name: str) -> None:
     validation = pytest.importorskip("mlflow.utils.validation")
