@@ -13,6 +13,7 @@ from slurm_train.config.batch import (
     assign_samples,
     check_batch,
     cut_equally,
+    largest_local_size,
     num_batches,
     planned_lr,
     recut_batch,
@@ -75,7 +76,11 @@ def test_epochs_of_steps_that_grow_are_the_first_steps_that_have_their_samples()
     config = RunConfig(train=TrainSection(max_epochs=1.0), batch=BatchSection(growth={"4": 2}))
     assert total_steps(config, num_samples=97, global_size=12) == 7
     assert total_steps(config, num_samples=97, global_size=12, since=(5, 72)) == 7
-    assert [num_batches(config.batch.growth, step) for step in (4, 5)] == [4, 6]
+
+
+def test_a_step_takes_as_many_batches_as_the_newest_growth_says() -> None:
+    growth = {"10": 3, "4": 2}
+    assert [num_batches(growth, step) for step in (4, 5, 10, 11, 12)] == [4, 6, 16, 19, 22]
 
 
 counts = st.none() | st.integers(1, 64)
@@ -153,6 +158,13 @@ def test_a_pipeline_has_micro_batches_of_one_size() -> None:
     assert recut_batch(64, ranks=4, local_size=8, stages=2).accumulation == 2
 
 
+def test_a_pipeline_gets_micro_batches_near_four_for_each_stage_and_never_fewer_than_stages() -> None:
+    numbers: list[Numbers] = [(None, None, 64), (None, None, 24), (4, None, None)]
+    assert [solve_batch(section(given), ranks=2, stages=2).accumulation for given in numbers] == [8, 6, 8]
+    error = refusal(BatchError, solve_batch, section((None, 1, 64)), ranks=2, stages=2)
+    assert "needs 2 micro-batches or more" in error.message and "batch.accumulation=2" in error.hint
+
+
 def test_a_plan_is_shown_as_arithmetic() -> None:
     assert solve_batch(section((2, None, 64)), ranks=32).as_sum() == "64 = 2 local x 32 ranks x 1 accumulation"
     assert solve_batch(section((None, 2, 64)), ranks=3).as_sum() == "64 = 10 or 11 local x 3 ranks x 2 accumulation"
@@ -186,6 +198,8 @@ def test_weights_are_of_nodes_or_of_ranks() -> None:
     assert shares_by_weight([2, 1], plan, ranks_per_node=(1, 2)) == (30, 15, 15)
     assert shares_by_weight([3, 2, 1], plan, ranks_per_node=(3,)) == (30, 20, 10)
     assert shares_by_weight([100, 1], plan, ranks_per_node=(1, 2)) == (50, 5, 5), "each micro-batch has a sample"
+    config = RunConfig(batch=WEIGHTS)
+    assert largest_local_size(config, plan, ranks_per_node=(1, 2)) == 6, "memory for a fifth of 30 samples"
 
 
 def test_weights_that_do_not_fit_are_refused_with_what_would() -> None:

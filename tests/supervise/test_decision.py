@@ -18,8 +18,10 @@ from slurm_train.supervise.decision import (
     advice_on,
     decide,
     ends_without_progress,
+    last_bad_node,
     made_progress,
     node_of,
+    starts_without_progress,
 )
 from slurm_train.supervise.growth import Growth
 
@@ -91,6 +93,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "0 without a result is no success": ("failed relaunch", {"exit_code": 0}),
     "Slurm does not answer": ("unknown stop", {"record": None}),
     "Slurm does not answer and it failed": ("failed relaunch", {"record": None, "exit_code": 1}),
+    "Slurm does not answer and it died of the warning": ("failed relaunch", {"record": None, "exit_code": 140}),
     "somebody requeued it by hand": ("requeued leave", {"record": {**CANCELLED, "Restarts": "1"}, "exit_code": 143}),
     "a node was lost and Slurm brought the job back": (
         "node_failure leave",
@@ -132,6 +135,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
         {"record": PREEMPTED, "earlier_ends": {"preempted": 88, "time_limit": 9}, "failures_without_progress": 50},
     ),
     "too many of them": ("preempted stop", {"record": PREEMPTED, "earlier_ends": {"preempted": 89}}),
+    "signals count as preemptions": ("signalled stop", {"asked_by": "TERM", "earlier_ends": {"preempted": 89}}),
     "Slurm was quicker than the budget": ("preempted leave", {"record": REQUEUED, "earlier_ends": {"preempted": 89}}),
 }
 TABLE_HERE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -233,6 +237,29 @@ def test_ends_count_since_the_newest_that_brought_the_run_on_or_stopped_it() -> 
         vain
     )
     assert ends_without_progress([*vain, end("time_limit", action="stop"), end("time_limit")]) == {"time_limit": 1}
+
+
+def test_starts_of_a_job_that_left_no_trace_count_as_starts_without_progress() -> None:
+    full_disk = end("file_system", job_id="7", restart_count=1)
+    other_job = end("failed", job_id="6", restart_count=9)
+    counts = [
+        starts_without_progress(ledger, job_id="7", restart_count=2)
+        for ledger in ([], [other_job], [full_disk], [end("failed", job_id="7", restart_count=2)])
+    ]
+    assert counts == [3, 3, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("newest_end", "node"),
+    [
+        (end("failed", failed_on="node2"), "node2"),
+        (end("failed", failed_on="node2", first_committed=4, last_committed=5), ""),
+        (end("preempted", failed_on="node2"), ""),
+        (end("failed"), ""),
+    ],
+)
+def test_a_node_is_blamed_for_a_failure_without_progress_alone(newest_end: dict[str, Any], node: str) -> None:
+    assert last_bad_node([end("failed", failed_on="node1"), newest_end]) == node
 
 
 @pytest.mark.parametrize(
