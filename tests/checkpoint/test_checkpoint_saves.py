@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -20,16 +19,14 @@ from slurm_train.checkpoint.verify import newest_verified, verify
 from slurm_train.config.schema import OptimSection
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.events import read_events, read_saves
-from slurm_train.rundir.files import write_record
 from slurm_train.rundir.lineage import read_origins
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
-from slurm_train.rundir.timing import Notice, Spent, read_measured, read_step_times
-from slurm_train.session.signals import StopFlag
-from slurm_train.session.stopping import Stopping
+from slurm_train.rundir.timing import Notice, read_measured, read_step_times
 from slurm_train.train.checkpointer import build_checkpointer
 from slurm_train.train.optimizer import build_optimizer
 from slurm_train.train.position import Position
 from tests.support.ranks import make_parts, make_rank
+from tests.support.run_facts import run_with_notice
 from tests.support.small_checkpoints import checkpoint_of, steps_in
 from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
 
@@ -209,15 +206,6 @@ def test_only_statistics_that_are_saved_hold_up_the_next_pass(
     assert bool(held) == holds
 
 
-def run_with(folder: Path, notice: Notice) -> RunDirectory:
-    run = RunDirectory(folder)
-    run.attempt_logs(0).mkdir(parents=True)
-    run.epochs.mkdir()
-    (run.epochs / "attempt_0").touch()
-    write_record(run.notice(0), notice)
-    return run
-
-
 def stop_of(run: RunDirectory) -> dict[str, Any]:
     (event,) = read_events(run, "stop")
     return event
@@ -226,7 +214,7 @@ def stop_of(run: RunDirectory) -> dict[str, Any]:
 @distributed
 def test_a_run_stops_itself_before_its_limit_without_any_signal(tmp_path: Path, plain: Path) -> None:
     """The limit is 6 s away; a stop is given a margin, so the clock asks at the first look."""
-    run = run_with(tmp_path / "run", Notice(end_unix_s=time.time() + 6, limit_s=3600, kill_wait_s=5))
+    run = run_with_notice(tmp_path / "run", Notice(end_unix_s=time.time() + 6, limit_s=3600, kill_wait_s=5))
     config = saving(model={"step_s": 0.05}, every_steps=None)
     run_to_end(run.path, config, code=75)
     event = stop_of(run)
@@ -246,7 +234,7 @@ TOO_SHORT, LONG_ENOUGH = Notice(kill_wait_s=0.5, grace_s=0.0), Notice(kill_wait_
 def test_a_grace_shorter_than_a_save_is_not_spent_on_one(
     tmp_path: Path, plain: Path, notice: Notice, saved: bool
 ) -> None:
-    run = run_with(tmp_path / "run", notice)
+    run = run_with_notice(tmp_path / "run", notice)
     config = saving(model={"step_s": 0.2, "signal_at": 14, "only_in": str(tmp_path / "sent")}, every_steps=5)
     text = run_to_end(run.path, config, code=75, fault={"slow_s": 1.0})
     event = stop_of(run)
@@ -257,43 +245,6 @@ def test_a_grace_shorter_than_a_save_is_not_spent_on_one(
     # Nothing is lost but steps: the next attempt ends with the bits of a run that was left alone.
     run_to_end(run.path, config, attempt=1)
     assert digest_of(run.path) == digest_of(plain)
-
-
-def test_the_clock_asks_when_what_a_stop_takes_is_what_is_left(tmp_path: Path) -> None:
-    run = run_with(tmp_path, Notice(end_unix_s=2000.0, limit_s=3600.0, kill_wait_s=5.0))
-    spent = Spent(begin_unix_s=0, longest_save_s=20.0, longest_step_s=5.0)  # 15 + 1.5 x (10 + 40) = 90
-    now, flag = [1909.0], StopFlag()
-    stopping = Stopping(run, 0, flag, spent=spent, clock=lambda: now[0])
-    stopping.look()
-    assert not flag.requested
-    now[0] = 1911.0
-    stopping.look()
-    assert flag.requested and flag.ask()[0] == "clock"
-
-
-@pytest.mark.parametrize("notice", [Notice(), Notice(kill_wait_s=5.0)])
-def test_without_a_limit_the_clock_asks_for_nothing(tmp_path: Path, notice: Notice) -> None:
-    flag = StopFlag()
-    Stopping(run_with(tmp_path, notice), 0, flag, spent=Spent(begin_unix_s=0), clock=lambda: 1e12).look()
-    assert not flag.requested
-
-
-def test_a_stop_file_asks_as_well(tmp_path: Path) -> None:
-    run, flag = run_with(tmp_path, Notice(end_unix_s=1e12)), StopFlag()
-    run.stop_file.touch()
-    stopping = Stopping(run, 0, flag, spent=Spent(begin_unix_s=0), clock=lambda: 1000.0)
-    stopping.look()
-    assert flag.ask()[0] == "file"
-    assert stopping.decide_save(step=7) == (None, "") and stop_of(run)["step"] == 7
-
-
-def test_a_warning_that_is_followed_by_term_counts_from_the_term() -> None:
-    flag = StopFlag()
-    assert flag.ask()[0] == "another rank"
-    flag.requested, flag.signal_number, flag.signal_at = 1, signal.SIGUSR2, time.monotonic() - 50
-    assert flag.ask()[0] == "USR2" and flag.ask()[1] >= 50
-    flag.signal_number, flag.signal_at = signal.SIGTERM, time.monotonic() - 1
-    assert flag.ask()[0] == "TERM" and 1 <= flag.ask()[1] < 10
 
 
 @distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -44,6 +45,30 @@ def test_three_signals_are_one_request(number: signal.Signals) -> None:
     for _ in range(3):
         os.kill(os.getpid(), number)
     assert (flag.requested, flag.signal_number) == (1, number)
+
+
+def test_the_first_requester_is_named_and_a_withdrawal_takes_back_its_own_request_alone() -> None:
+    flag = StopFlag()
+    flag.request("clock")
+    flag.request("callback")
+    flag.withdraw("callback")
+    assert flag.requested and flag.ask() == ("clock", 0.0)
+    flag.withdraw("clock")
+    assert not flag.requested
+    flag.request("callback")
+    flag.receive(signal.SIGTERM)
+    flag.withdraw("callback")
+    assert flag.requested and flag.ask()[0] == "TERM"
+
+
+def test_the_time_of_a_signal_is_that_of_the_first_one_of_its_number() -> None:
+    flag = StopFlag()
+    flag.receive(signal.SIGUSR2)
+    warned_s = flag.signal_at
+    flag.receive(signal.SIGTERM)
+    first_s = flag.signal_at
+    flag.receive(signal.SIGTERM)
+    assert warned_s < first_s == flag.signal_at
 
 
 def forked_child() -> int:
@@ -119,7 +144,7 @@ def test_workers_of_a_loader_of_torch_outlive_the_stop_signals_of_all_processes(
     assert done.stdout.split() == ["1", "True", "0", "0"], done.stdout + done.stderr
 
 
-def test_a_forked_child_is_ended_by_a_signal_that_it_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_is_ended_by_a_term_that_it_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_PATIENCE_S", 0.1)
     flag = StopFlag()
     install(flag)
@@ -128,6 +153,11 @@ def test_a_forked_child_is_ended_by_a_signal_that_it_gets_alone(monkeypatch: pyt
         child = forked_child()
         os.kill(child, signal.SIGTERM)
         assert ended_by(child) == signal.SIGTERM
+    # The warning of the limit is for ranks. Of two signals that wait Python handles this one first.
+    child = forked_child()
+    os.kill(child, signal.SIGUSR2)
+    os.kill(child, signal.SIGTERM)
+    assert ended_by(child) == signal.SIGTERM
     assert flag.requested == 0
 
 
@@ -149,13 +179,20 @@ def test_stop_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
     ("orphaned", "overtaken", "event"), [(3, 99, "orphaned"), (99, 2, "overtaken"), (0, 0, "orphaned")]
 )
 def test_an_orphan_and_an_overtaken_rank_are_ended_once(orphaned: int, overtaken: int, event: str) -> None:
-    """The looks at which it is found, of those at the parent and at newer attempts."""
+    """The looks at which it is found, of those at the parent and at newer attempts; the first of these is refused."""
     events, looks, parents = list[str](), itertools.count(), itertools.count()
+
+    def is_overtaken() -> bool:
+        look = next(looks)
+        if look == 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return look >= overtaken
+
     # Every look finds the clock as far on as after a stop.
     clock = itertools.count(step=FENCE_EVERY_S)
     start_orphan_watchdog(
         parent=7,
-        is_overtaken=lambda: next(looks) >= overtaken,
+        is_overtaken=is_overtaken,
         on_orphaned=lambda: events.append("orphaned"),
         on_overtaken=lambda: events.append("overtaken"),
         every_s=0.001,
@@ -218,3 +255,24 @@ def test_one_rank_of_a_node_leads_until_it_ends_or_is_stopped(tmp_path: Path) ->
     assert second.leads() and not third.leads() and second.leads()
     for leader in (second, other):
         leader.close()
+
+
+def test_a_leader_that_has_ended_leads_no_more_though_a_process_of_its_own_has_its_socket(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    first = os.fork()
+    if first == 0:
+        os.close(writer)
+        leader = NodeLeader(str(tmp_path))
+        leads = leader.leads()
+        if os.fork() == 0:
+            os.read(reader, 1)
+        os._exit(not leads)
+    try:
+        # It stays a zombie until the end of the test.
+        ended = os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        assert ended is not None and ended.si_status == 0
+        assert NodeLeader(str(tmp_path)).leads()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(first, 0)

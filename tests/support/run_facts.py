@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slurm_train.config.frozen import dump_config
@@ -12,6 +13,7 @@ from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.rundir.files import write_record
 from slurm_train.rundir.heartbeat import Beat
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from slurm_train.rundir.timing import Notice
 from tests.support.command_line import write
 from tests.support.run_files import add_lines
 
@@ -77,3 +79,13 @@ def attempt(number: int, *, job_id: str | None = "12", **end: Any) -> tuple[dict
     if not end:
         return (start,)
     return (start, {"event": "end", "attempt": number, "time_unix_s": 10.0 * number + 5, **end})
+
+
+def run_with_notice(folder: Path, notice: Notice, *, attempt: int = 0) -> RunDirectory:
+    """Returns the run in a folder with an attempt that has been given a notice of its end."""
+    run = RunDirectory(folder)
+    run.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
+    run.epochs.mkdir(exist_ok=True)
+    (run.epochs / f"attempt_{attempt}").touch()
+    write_record(run.notice(attempt), notice)
+    return run
