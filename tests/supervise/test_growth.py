@@ -113,6 +113,11 @@ def test_a_restart_costs_what_it_took_last() -> None:
     lost = attempt(3, 0, 100, action="requeue", reason="node_failure", end_s=40.0)
     assert restart_seconds([requeued, attempt(4, 130, **startup)], delay_s=5, save_s=2) == Measured(seconds=56.0)
     assert restart_seconds([lost, attempt(4, 130, **startup)], delay_s=5, save_s=2) == Measured(seconds=52.0)
+    # One that waited for 800 s, before three short ones.
+    starts = [attempt(4, at, at + 100, action="requeue", reason="preempted", **startup) for at in (0, 900, 1030, 1160)]
+    newest = [*starts, attempt(4, 1290, **startup)]
+    assert restart_seconds(newest[:2], delay_s=5, save_s=2) == Measured(seconds=822.0)
+    assert restart_seconds(newest, delay_s=5, save_s=2) == Measured(seconds=52.0)
     # Ranks that are started again in the same allocation say nothing of a requeue.
     relaunched = [attempt(4, 0, 100, end_s=4.0), attempt(3, 101, **startup)]
     assert restart_seconds(relaunched, delay_s=5, save_s=2) == Measured(seconds=57.0, is_estimate=True)

@@ -52,10 +52,17 @@ def observed(*beats: Beat, for_s: float, frozen: tuple[int, ...] = ()) -> Observ
 
 
 def test_nobody_hangs_while_anybody_makes_progress() -> None:
-    observer = observed(beat(0), beat(1), for_s=400)
-    assert observer.is_hung()
-    observer.look({0: beat(0, marks=21), 1: beat(1)}, began_s=410, ended_s=410)
+    assert observed(beat(0), beat(1), for_s=400).is_hung()
+    observer = Observer(LIMITS, world_size=2)
+    for now_s in range(0, 1000, 10):
+        observer.look({0: beat(0, marks=now_s), 1: beat(1)}, began_s=now_s, ended_s=now_s)
     assert not observer.is_hung()
+
+
+def test_ranks_are_silent_together_while_all_of_them_run() -> None:
+    assert observed(beat(0), beat(1), for_s=400).silent_s() == 400
+    assert observed(beat(0), beat(1), for_s=400, frozen=(1,)).silent_s() is None
+    assert observed(beat(0, phase="end"), beat(1, phase="end"), for_s=400).silent_s() is None
 
 
 IN_STEP, IN_SAVE = beat(1, phase="step"), beat(1, phase="save")
@@ -135,6 +142,10 @@ def test_ranks_that_an_outage_held_up_have_half_of_the_time_left() -> None:
     assert not observer.is_hung()
     observer.look({0: beat(0), 1: beat(1)}, began_s=4050, ended_s=4050)
     assert observer.is_hung()
+    # The same for a pause between two looks.
+    observer = observed(beat(0), beat(1), for_s=100)
+    observer.look({0: beat(0), 1: beat(1)}, began_s=4000, ended_s=4000)
+    assert not observer.is_hung()
 
 
 @pytest.mark.parametrize("look_s", [0.1, 12.0, 290.0, 301.0, 5000.0])

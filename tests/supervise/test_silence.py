@@ -68,6 +68,7 @@ def test_an_fsync_of_minutes_is_alive_while_the_node_writes() -> None:
     before, after = replace(BEFORE, is_held=True), replace(AFTER, is_held=True)
     assert sign_of_life(before, after, waits=False) == ""
     assert sign_of_life(before, replace(after, written_back=1000), waits=False) == "files"
+    assert sign_of_life(BEFORE, replace(after, written_back=1000), waits=False) == "", "it was not held all the time"
 
 
 def stack(*frames: str) -> str:
@@ -159,6 +160,12 @@ SINCE = "without a sign of life for 5 min 10 s"
             f"{SINCE}; 3 ranks wait for it in barrier",
         ),
         (
+            # A rank that gloo lets wait in the kernel.
+            {1: signs(1), 2: signs(2, state="D", waits="barrier")},
+            {1: AT_WORK},
+            f"rank 1 on node1 is in load (train.py:3), {SINCE}; 3 ranks wait for it in barrier",
+        ),
+        (
             {2: signs(2, waits="the data loader")},
             {2: IN_LOADER},
             f"rank 2 on node2 waits in the data loader at epoch (train.py:12), {SINCE}; 3 ranks wait for it in barrier",
@@ -227,3 +234,4 @@ def test_gpus_that_do_nothing_are_named_after_half_an_hour() -> None:
     ranks = {0: signs(0, gpu_idle_s=0.0), 1: signs(1, gpu_idle_s=2000.0), 2: signs(2)}
     assert idle_sentence(ranks, after_s=1800.0) == "the GPU of rank 1 has done nothing for 33 min 20 s"
     assert idle_sentence({0: ranks[0], 2: ranks[2]}, after_s=1800.0) == ""
+    assert idle_sentence({1: signs(1, state="", gpu_idle_s=2000.0)}, after_s=1800.0) == "", "it has ended"
