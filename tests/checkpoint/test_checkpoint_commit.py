@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from slurm_train.checkpoint import commit as commit_module
 from slurm_train.checkpoint.commit import Place, Pruned, discard, list_passed_over
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
-from slurm_train.checkpoint.verify import newest_verified, verify
+from slurm_train.checkpoint.verify import find_kept, newest_verified, verify
 from slurm_train.errors import CheckpointError, RunError
+from slurm_train.rundir import attempts
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
-from slurm_train.rundir.pins import pin_save
+from slurm_train.rundir.pins import pin_save, renew_lease
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage, steps_in
 
 
@@ -41,6 +44,21 @@ def test_a_step_that_is_saved_is_not_written_again_and_its_files_are_not_read(ro
     assert place(2).begin(3).name.endswith(".tmp"), "another attempt's"
     (final / "__1_0.distcp").write_bytes(b"damaged")
     assert place().begin(3).name.endswith(".tmp")
+    (final / "__1_0.distcp").unlink()
+    assert place().begin(3).name.endswith(".tmp")
+
+
+def test_a_process_does_not_end_between_the_fence_and_the_rename(root, place, monkeypatch):
+    monkeypatch.setattr(attempts, "_under_way", threading.RLock())
+    may_end = []
+
+    def fence():
+        with ThreadPoolExecutor(1) as pool:
+            may_end.append(pool.submit(attempts.end_publishing, within_s=0.01).result())
+
+    staging, manifest = stage(root, make_header(3))
+    place(fence=fence).commit(staging, manifest)
+    assert may_end == [False]
 
 
 def test_the_fence_is_checked_right_before_the_rename(root, place):
@@ -148,6 +166,24 @@ def test_the_newest_whole_ones_stay(root, place):
     assert sorted(root.iterdir()) == paths[2:], "nothing is in the trash"
     place(keep=1).prune(paths[-1], protect={paths[2].name})
     assert steps_in(root) == [4, 3]
+
+
+def test_what_evaluations_are_still_to_read_stays(root, place):
+    paths = [make_checkpoint(root, step) for step in (1, 2, 3, 4)]
+    pin_save(root, name_of(paths[0]).save_id, RunDirectory(root.parent / "evaluation"))
+    renew_lease(root, RunDirectory(root.parent / "0123456789ab"), most=2)
+    place().prune(paths[-1])
+    assert steps_in(root) == [4, 3, 1]
+
+
+def test_as_many_of_the_best_stay_as_their_rule_says_and_of_a_step_the_newest_save(root, place):
+    paths = [make_checkpoint(root, step) for step in (1, 2, 2, 3)]
+    rule = {"name": "best eval_loss", "keep": 1, "steps": [[2, 0.5], [1, 0.7]]}
+    newest = make_checkpoint(root, 4, extra={"kept": [rule]})
+    best = max(paths[1:3], key=name_of)
+    place().prune(newest)
+    assert list_checkpoints(root) == [newest, best]
+    assert find_kept(root) == {best: "best eval_loss 0.5000"}
 
 
 def test_keep_below_one_is_refused(place):

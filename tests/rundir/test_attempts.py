@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -46,6 +47,21 @@ def test_attempts_are_numbered_from_zero_and_get_a_log_folder(run: RunDirectory)
     assert [open_attempt(run, START) for _ in range(3)] == [0, 1, 2]
     assert existing_attempts(run) == [0, 1, 2]
     assert all(run.attempt_logs(number).is_dir() for number in range(3))
+
+
+def test_both_lines_of_an_attempt_are_on_the_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, sizes = os.fsync, list[int]()
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        if run.attempts.exists() and os.fstat(descriptor).st_ino == run.attempts.stat().st_ino:
+            sizes.append(run.attempts.stat().st_size)
+
+    monkeypatch.setattr(os, "fsync", note)
+    number = open_attempt(run, START)
+    assert sizes == [run.attempts.stat().st_size]
+    close_attempt(run, number, {"reason": "done"})
+    assert sizes[1:] == [run.attempts.stat().st_size]
 
 
 def test_a_number_is_never_given_twice_also_after_gaps(run: RunDirectory) -> None:
@@ -156,7 +172,9 @@ def test_a_withdrawn_result_is_kept_and_no_attempt_until_then_writes_another(run
     withdraw_result(run, tmp_path / "kept.json")
     first = open_attempt(run, START)
     publish_result(run, first, {"attempt": first})
+    run.prepared_result(first).write_text("{}")
     withdraw_result(run, tmp_path / "kept.json")
+    assert not run.prepared_result(first).exists(), "a rename of it that comes late finds nothing"
     withdraw_result(run, tmp_path / "kept.json")
     assert read_json(tmp_path / "kept.json") == {"attempt": first} and not run.result.exists()
     with pytest.raises(RunError, match="was changed after attempt 0 began"):
@@ -227,6 +245,8 @@ def test_without_a_supervisor_rank_0_opens_and_closes_all(run: RunDirectory) -> 
     first, second = read_ledger(run)
     assert first["reason"] == "failed" and "reason" not in second
     assert second["nodes"] == ["node2", "node1"]
+    begin_round(run, RANKS, first=None)
+    assert read_ledger(run)[0] == first, "an attempt ends once"
 
 
 def test_the_lobby_has_one_secret_and_says_where_it_is_not_seen(run: RunDirectory, tmp_path: Path) -> None:
