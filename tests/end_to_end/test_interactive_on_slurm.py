@@ -17,11 +17,13 @@ import pytest
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory
-from tests.support.command_line import REPOSITORY, TINY, Person
+from tests.support import light_training
+from tests.support.command_line import REPOSITORY, Person
+from tests.support.light_training import undisturbed_losses
 from tests.support.slurm_runs import all_logs, command, losses, wait_for_state, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.full]
 PATIENCE_S = 240.0
 SMALL = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1")
 STAND_IN = REPOSITORY / "tests" / "fakes" / "apptainer.sh"
@@ -30,11 +32,10 @@ PROBE = """
 import json, os, pathlib
 import slurm_train
 
-def main(context):
-    facts = {"package": slurm_train.__file__, "sees_tests": os.path.exists(os.environ["PROBE_OUTSIDE"])}
-    facts |= {"export": os.environ.get("MY_OWN"), "nccl": os.environ.get("NCCL_DEBUG"), "cwd": os.getcwd()}
-    facts |= {"job": "SLURM_JOB_ID" in os.environ, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
-    pathlib.Path(f"probe_{os.environ['SLURM_PROCID']}.json").write_text(json.dumps(facts))
+facts = {"package": slurm_train.__file__, "sees_tests": os.path.exists(os.environ["PROBE_OUTSIDE"])}
+facts |= {"export": os.environ.get("MY_OWN"), "nccl": os.environ.get("NCCL_DEBUG"), "cwd": os.getcwd()}
+facts |= {"job": "SLURM_JOB_ID" in os.environ, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+pathlib.Path(f"probe_{os.environ['SLURM_PROCID']}.json").write_text(json.dumps(facts))
 """
 
 
@@ -44,19 +45,21 @@ def only_run(person: Person) -> RunDirectory:
 
 
 def test_an_allocation_is_made_and_given_back(person: Person) -> None:
-    done = person.types("+cluster=2x2", "launch=interactive", *TINY, timeout_s=PATIENCE_S)
+    light_training.add_program(person)
+    words = ("+cluster=2x2", "launch=interactive", *light_training.words(), "preflight.enabled=true")
+    done = person.types(*words, timeout_s=PATIENCE_S)
     run = only_run(person)
     assert done.code == 0, done.out + done.err + all_logs(run)
-    assert json.loads(run.result.read_text())["world_size"] == 4
+    assert read_ledger(run)[-1]["world_size"] == 4
     assert read_preflight(run, 0)["table"], "the nodes were looked at"
     assert "step 12" in done.out and "salloc: Relinquishing job allocation" in done.err
     job = json.loads(run.job.read_text())["job_ids"][-1]
     wait_for_state(job, "COMPLETED", within_s=30)
 
 
-@pytest.mark.campaign
 def test_a_run_fits_into_a_larger_allocation_and_not_into_a_smaller_one(person: Person) -> None:
-    typed = (sys.executable, "-m", "slurm_train", "launch=interactive", *TINY)
+    light_training.add_program(person)
+    typed = (sys.executable, "-m", "slurm_train", "launch=interactive", *light_training.words())
     refused = person.runs("salloc", *SMALL, *typed, "+cluster=2x2", timeout_s=PATIENCE_S)
     assert refused.code == 2 and "too small for this run: 1 nodes, 2 asked" in refused.err
     assert not (person.folder / "runs").exists()
@@ -64,14 +67,14 @@ def test_a_run_fits_into_a_larger_allocation_and_not_into_a_smaller_one(person: 
     done = person.runs("salloc", *larger, *typed, "+cluster=1x2", timeout_s=PATIENCE_S)
     run = only_run(person)
     assert done.code == 0, done.out + done.err + all_logs(run)
-    assert json.loads(run.result.read_text())["world_size"] == 2
     assert read_ledger(run)[-1]["world_size"] == 2
 
 
 @pytest.fixture
 def long_run(person: Person) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """An interactive run that takes its time, and its words."""
-    words = ["+cluster=1x2", "launch=interactive", *TINY, "model.step_s=0.3", "train.max_steps=60"]
+    light_training.add_program(person)
+    words = ["+cluster=1x2", "launch=interactive", *light_training.words(steps=60, step_s=0.2)]
     process = subprocess.Popen(
         [sys.executable, "-m", "slurm_train", *words],
         cwd=person.folder,
@@ -97,13 +100,14 @@ def test_ctrl_c_saves_and_the_same_words_continue(
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
-    assert "saving and stopping" in output and "stopped at step" in output
+    assert "saving and stopping" in output
     stopped_at = max(losses(run))
+    assert f"asked to stop at step {stopped_at} " in output
     assert read_ledger(run)[-1]["reason"] == "stopped"
     done = person.types(*words, timeout_s=PATIENCE_S)
     assert done.code == 0, done.out + done.err
     assert f"resuming from checkpoint_{stopped_at:07d}" in done.out
-    assert sorted(losses(run)) == list(range(1, 61))
+    assert losses(run) == undisturbed_losses(60)
 
 
 @pytest.fixture
@@ -127,7 +131,7 @@ def test_ranks_in_a_container_see_the_run_and_not_the_host(person: Person, image
     outside = tmp_path / "outside"
     outside.mkdir()
     env = {"MY_OWN": "secret-value", "PROBE_OUTSIDE": str(outside), "NCCL_DEBUG": "WARN"}
-    words = ["+cluster=2x1", *contained(image), f"container.python={sys.executable}", "task._target_=probe.main"]
+    words = ["+cluster=2x1", *contained(image), f"container.python={sys.executable}", "script=[probe.py]"]
     exports = "cluster.export=[MY_OWN,PROBE_OUTSIDE]"
     _, run = person.types(*words, exports, env=env).job_and_run
     wait_until_finished(run, within_s=PATIENCE_S)
@@ -139,15 +143,16 @@ def test_ranks_in_a_container_see_the_run_and_not_the_host(person: Person, image
     assert "secret-value" not in run.submit_script.read_text()
 
 
-@pytest.mark.campaign
 def test_a_container_is_requeued_from_outside(person: Person, image: str) -> None:
-    words = ["+cluster=2x2", *contained(image), f"container.python={sys.executable}", *TINY]
-    job, run = person.types(*words, "model.step_s=0.3", "train.max_steps=40").job_and_run
+    light_training.add_program(person)
+    training = (*light_training.words(steps=40, step_s=0.3), "preflight.enabled=true")
+    words = ["+cluster=2x2", *contained(image), f"container.python={sys.executable}", *training]
+    job, run = person.types(*words).job_and_run
     wait_until_step(run, 3, within_s=PATIENCE_S)
     command("scancel", "--signal=TERM", job)
     wait_for(lambda: len(read_ledger(run)) == 2, within_s=PATIENCE_S, what="a second attempt")
     wait_until_finished(run, within_s=PATIENCE_S)
-    assert sorted(losses(run)) == list(range(1, 41))
+    assert losses(run) == undisturbed_losses(40)
     assert read_ledger(run)[0]["action"] == "requeue"
     records = [read_preflight(run, attempt) for attempt in (0, 1)]
     assert all(record["table"] and not errors_of(findings_of(record)) for record in records), "inside an image as well"

@@ -11,12 +11,13 @@ from slurm_train.rundir.attempts import read_ledger
 from tests.campaigns.arrays import restarts
 from tests.support.cluster_faults import take_nodes
 from tests.support.command_line import Person
-from tests.support.packs import cpus_of, gpus_of, losses_alone, runs_of, submits_packs
+from tests.support.light_training import let_go, undisturbed_losses
+from tests.support.packs import cpus_of, gpus_of, runs_of, submits_packs
 from tests.support.slurm_runs import command, losses, wait_until_ended, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
-STEPS = 200
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+STEPS = 60
 PATIENCE: dict[str, Any] = {"within_s": 150.0, "what": "the ledgers of the pack"}
 
 
@@ -27,7 +28,7 @@ def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Perso
     first, second, cancelled, failing = runs_of(table)
     wait_for(lambda: read_ledger(failing)[-1:] and read_ledger(failing)[-1].get("action") == "stop", **PATIENCE)
     wait_until_step(second, 6)
-    assert len(set(gpus_of(person, 4))) == 4, "each run has a GPU of its own"
+    assert len(set(gpus_of([first, second, cancelled, failing]))) == 4, "each run has a GPU of its own"
     assert "fails on purpose" in person.types("status", failing.run_id).out
     assert "3 running, 1 failed" in person.types("status", table_id := job.partition("_")[0]).out
 
@@ -37,21 +38,19 @@ def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Perso
         lambda: len(read_ledger(first)) == len(read_ledger(second)) == len(read_ledger(cancelled)) == 2, **PATIENCE
     )
     wait_until_step(cancelled, max(losses(cancelled)) + 2)
-    assert person.types("cancel", table_id, "--where", "model.scale=3").code == 0
+    assert person.types("cancel", table_id, "--where", "seed=3").code == 0
     assert wait_until_ended(cancelled)[-1]["reason"] == "stopped"
 
-    (person.folder / "hold").unlink()
+    let_go(person)
     results = [wait_until_finished(run) for run in (first, second)]
     assert [result["step"] for result in results] == [STEPS, STEPS]
     assert set(restarts(job.partition("_")[0]).values()) == {1}, "requeued once, for all"
     reasons = [[entry["reason"] for entry in read_ledger(run)] for run in (first, second, cancelled, failing)]
     assert reasons == [["time_limit", "done"], ["time_limit", "done"], ["time_limit", "stopped"], ["failed"] * 2]
-    alone = losses_alone(person, runs=4, steps=STEPS)
-    assert [losses(first), losses(second)] == alone[:2], "bit for bit"
+    assert [losses(first), losses(second)] == [undisturbed_losses(STEPS, seed=seed) for seed in (1, 2)]
     assert "2 finished, 1 stopped, 1 failed" in person.types("status", table_id).out
 
 
-@pytest.mark.campaign
 def test_runs_that_share_a_gpu_have_cpus_of_their_own_and_disturb_no_other(person: Person) -> None:
     table = submits_packs(person, "sweep.runs_per_gpu=2", runs=4, pack=4, steps=STEPS)
     job = str(table[0].job)
@@ -62,8 +61,8 @@ def test_runs_that_share_a_gpu_have_cpus_of_their_own_and_disturb_no_other(perso
         wait_until_step(run, 2)
     shown = command("scontrol", "show", "job", job)
     assert re.search(r"TresPerNode=\S*gpu:2\b", shown), "the job asks for half as many GPUs as runs"
-    gpus = gpus_of(person, 4)
-    cpus = cpus_of(person, 4)
+    gpus = gpus_of(runs_of(table))
+    cpus = cpus_of(runs_of(table))
     assert gpus[0] != gpus[1] and gpus == gpus[:2] * 2 and not any("," in gpu for gpu in gpus)
     num_cores = len(set.union(*cpus))
     assert num_cores < 2 or (cpus[0].isdisjoint(cpus[2]) and cpus[1].isdisjoint(cpus[3])), "on the same GPU"
@@ -71,15 +70,14 @@ def test_runs_that_share_a_gpu_have_cpus_of_their_own_and_disturb_no_other(perso
 
     assert person.types("cancel", third.run_id).code == 0
     assert wait_until_ended(third)[-1]["reason"] == "stopped"
-    (person.folder / "hold").unlink()
+    let_go(person)
     results = [wait_until_finished(run) for run in (first, second)]
     assert [result["step"] for result in results] == [STEPS, STEPS]
     reasons = [[entry["reason"] for entry in read_ledger(run)] for run in (first, second, third, failing)]
     assert reasons == [["done"], ["done"], ["stopped"], ["failed"] * 2]
-    alone = losses_alone(person, runs=4, steps=STEPS)
-    assert [losses(first), losses(second)] == alone[:2], "bit for bit"
+    assert [losses(first), losses(second)] == [undisturbed_losses(STEPS, seed=seed) for seed in (1, 2)]
     stopped = losses(third)
-    assert stopped == {step: alone[2][step] for step in stopped}, "as far as it came"
+    assert stopped == undisturbed_losses(len(stopped), seed=3), "as far as it came"
 
 
 @pytest.mark.campaign
@@ -94,11 +92,11 @@ def test_of_sixteen_runs_on_two_nodes_one_fails_and_one_pack_is_preempted(person
     wait_for(lambda: (read_ledger(failing) or [{}])[-1].get("action") == "stop", within_s=600, what="the failed run")
     (node,) = {node for run in runs[:8] for node in read_ledger(run)[-1]["nodes"]}
     take_nodes([node])
-    (person.folder / "hold").unlink()
+    let_go(person)
     results = [wait_until_finished(run, within_s=900) for run in runs[:-1]]
     assert {result["step"] for result in results} == {STEPS}
     reasons = [[entry["reason"] for entry in read_ledger(run)] for run in runs]
     assert reasons == [["preempted", "done"]] * 8 + [["done"]] * 7 + [["failed"] * 2]
     assert restarts(job) == {0: 1, 1: 0}
-    assert len(set(gpus_of(person, 16))) == 8, "each of a node's GPUs was used"
-    assert [losses(run) for run in runs[:-1]] == losses_alone(person, runs=16, steps=STEPS)[:-1], "bit for bit"
+    assert len(set(gpus_of(runs))) == 8, "each of a node's GPUs was used"
+    assert [losses(run) for run in runs[:-1]] == [undisturbed_losses(STEPS, seed=seed) for seed in range(1, 16)]

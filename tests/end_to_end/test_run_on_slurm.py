@@ -8,8 +8,10 @@ from slurm_train.metrics import read_metrics
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import name_of
+from tests.support import light_training
 from tests.support.cluster_faults import mounted_over, start_urgent_job
 from tests.support.command_line import TINY, Person
+from tests.support.light_training import undisturbed_losses
 from tests.support.slurm_runs import (
     command,
     job_state,
@@ -21,9 +23,12 @@ from tests.support.slurm_runs import (
 )
 from tests.support.waiting import wait_for
 
-ONE_SECOND = ("model.step_s=1.0", "checkpoint.every_steps=null")
-
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def _program(person: Person) -> None:
+    light_training.add_program(person)
 
 
 def test_one_line_trains_on_two_nodes_like_one_process(person: Person) -> None:
@@ -42,9 +47,10 @@ def test_one_line_trains_on_two_nodes_like_one_process(person: Person) -> None:
 
 
 def test_scancel_ends_a_run_and_resume_continues_it(person: Person) -> None:
-    job, run = person.types("+cluster=2x2", *TINY, "model.step_s=0.2", "train.max_steps=40").job_and_run
+    words = ("+cluster=2x2", *light_training.words(steps=40, step_s=0.2))
+    job, run = person.types(*words).job_and_run
     wait_until_step(run, 6)
-    again = person.types("+cluster=2x2", *TINY, "model.step_s=0.2", "train.max_steps=40")
+    again = person.types(*words)
     assert again.code == 2 and "active already" in again.err and job in again.err
     command("scancel", job)
     wait_for_state(job, "CANCELLED")
@@ -54,32 +60,37 @@ def test_scancel_ends_a_run_and_resume_continues_it(person: Person) -> None:
     wait_until_finished(run)
     assert job_state(job) == "CANCELLED", "a cancelled job is never brought back"
     assert int(read_ledger(run)[1]["first_step"]) >= 6
-    assert sorted(losses(run)) == list(range(1, 41))
+    assert losses(run) == undisturbed_losses(40)
 
 
-def test_cancel_ends_a_run_and_sbatch_by_hand_continues_it(person: Person) -> None:
-    job, run = person.types("+cluster=1x2", *TINY, "model.step_s=0.2", "train.max_steps=30").job_and_run
+@pytest.mark.full
+def test_cancel_ends_a_run_and_its_script_continues_it_by_hand_and_in_an_salloc(person: Person) -> None:
+    words = ("+cluster=2x2", *light_training.words(steps=40, step_s=0.2))
+    job, run = person.types(*words).job_and_run
     wait_until_step(run, 2)
     cancelled = person.types("cancel", run.run_id)
     assert cancelled.code == 0 and job in cancelled.err
     wait_for_state(job, "CANCELLED")
     by_hand = person.runs("sbatch", "--parsable", str(run.submit_script)).out.strip()
-    wait_until_finished(run)
-    wait_for_state(by_hand, "COMPLETED")
-    assert person.types("cancel", run.run_id).code == 2
-
-
-def test_the_script_runs_inside_an_salloc(person: Person) -> None:
-    job, run = person.types("+cluster=2x2", *TINY, "cluster.sbatch.hold=true").job_and_run
-    command("scancel", job)
+    wait_for(lambda: len(read_ledger(run)) == 2, within_s=60, what="a second attempt")
+    wait_until_step(run, max(losses(run)) + 2)
+    command("scancel", by_hand)
+    wait_for_state(by_hand, "CANCELLED")
     done = person.runs("salloc", "--nodes=2", "--ntasks-per-node=2", "bash", str(run.submit_script), timeout_s=180)
     assert done.code == 0, done.out + done.err
-    assert wait_until_finished(run)["world_size"] == 4
+    wait_until_finished(run)
+    assert [(entry["reason"], entry["world_size"]) for entry in read_ledger(run)] == [
+        ("cancelled", 4),
+        ("cancelled", 4),
+        ("done", 4),
+    ]
+    assert losses(run) == undisturbed_losses(40)
+    assert person.types("cancel", run.run_id).code == 2, "nothing is left to cancel"
 
 
-@pytest.mark.campaign
+@pytest.mark.full
 def test_a_polite_stop_saves_the_step_it_stops_at(person: Person) -> None:
-    words = ("+cluster=1x2", *TINY, "model.step_s=0.2", "train.max_steps=30", "checkpoint.every_steps=null")
+    words = ("+cluster=1x2", *light_training.words(steps=30, step_s=0.2, save_every=100))
     _, run = person.types(*words).job_and_run
     wait_until_step(run, 5)
     run.stop_file.touch()
@@ -90,11 +101,21 @@ def test_a_polite_stop_saves_the_step_it_stops_at(person: Person) -> None:
     assert "stopped" in status.out
     assert person.types(*words).code == 0
     wait_until_finished(run)
-    assert sorted(losses(run)) == list(range(1, 31))
+    assert losses(run) == undisturbed_losses(30)
 
 
-def test_preemption_brings_the_run_back_by_itself(person: Person) -> None:
-    job, run = person.types("+cluster=2x2", *TINY, *ONE_SECOND, "cluster.nodelist=node[3-4]").job_and_run
+TRAINER = (*TINY, "train.threads=1", "model.step_s=1.0", "checkpoint.every_steps=null")
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        pytest.param("2x2", light_training.words(step_s=1.0, save_every=100), id="own program"),
+        pytest.param("2x1", TRAINER, marks=pytest.mark.full, id="trainer"),
+    ],
+)
+def test_preemption_brings_the_run_back_by_itself(person: Person, size: str, words: tuple[str, ...]) -> None:
+    job, run = person.types(f"+cluster={size}", *words, "cluster.nodelist=node[3-4]").job_and_run
     wait_until_step(run, 3)
     start_urgent_job(["node3", "node4"])
     wait_for(lambda: len(read_ledger(run)) == 2, within_s=120, what="a second attempt")
@@ -103,10 +124,14 @@ def test_preemption_brings_the_run_back_by_itself(person: Person) -> None:
     assert first["reason"] == "preempted" and first["job_id"] == second["job_id"] == job
     assert second["first_step"] == first["last_step"], "nothing is lost by a polite preemption"
     assert sorted(losses(run)) == list(range(1, 13))
+    if words != TRAINER:
+        assert losses(run) == undisturbed_losses(12)
+        places = [light_training.place_line(run, rank).split(";")[0] for rank in range(4)]
+        assert places == [f"rank {rank} of 4 (local rank {rank % 2}) on node{3 + rank // 2}" for rank in range(4)]
 
 
 def test_a_node_that_does_not_see_the_run_is_named(person: Person) -> None:
-    job, run = person.types("+cluster=2x1", *TINY, "cluster.sbatch.hold=true").job_and_run
+    job, run = person.types("+cluster=2x1", *light_training.words(), "cluster.sbatch.hold=true").job_and_run
     with mounted_over("node2", person.folder, "-t", "tmpfs", "none"):
         command("scontrol", "release", job)
         log = run.logs / "batch.log"

@@ -10,25 +10,23 @@ import pytest
 from slurm_train.launch.provenance import environment_of
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
-from tests.support.command_line import TINY, TINY_MODULE, Person
+from tests.support import light_training
+from tests.support.command_line import Person
 from tests.support.installed_projects import LAYOUTS, install_editable, make_venv
 from tests.support.slurm_runs import command, wait_for_state, wait_until_finished, wait_until_step
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.full]
 
-# The version that a rank sees, of the model's own file and of a package that is installed in editable mode.
-MODEL = (
-    TINY_MODULE
-    + """
-import json, pathlib
+# The version that a rank sees, of a file beside its program and of two packages that are installed in editable mode.
+EDITED = """
+import json, os, pathlib
 import hatch_src, st_flat
-EDITED = "old"
+
 seen = pathlib.Path(os.environ["SEEN"])
 with seen.open("a") as file:
-    print(json.dumps([EDITED, hatch_src.VERSION, st_flat.VERSION]), file=file)
+    print(json.dumps(["old", hatch_src.VERSION, st_flat.VERSION]), file=file)
 """
-)
-WORDS = ("+cluster=1x1", *TINY, "model.step_s=0.5", "checkpoint.every_steps=2", "cluster.sbatch.hold=true")
+WORDS = ("+cluster=1x1", *light_training.words(step_s=0.5, save_every=2), "cluster.sbatch.hold=true")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]
 
 def edit(person: Person, projects: list[Path], version: str) -> None:
     """Has everything that the job could import say another version."""
-    (person.folder / "tiny.py").write_text(MODEL.replace('"old"', f'"{version}"'))
+    (person.folder / "edited.py").write_text(EDITED.replace('"old"', f'"{version}"'))
     for layout in LAYOUTS:
         for project in projects:
             if project.name == layout.name:
@@ -57,6 +55,9 @@ def test_code_edited_while_a_job_waits_or_is_requeued_changes_nothing(
     python, (flat, src) = layouts
     # The first project is where the person is; the other one lies elsewhere and is copied because it is named.
     person = Person(flat, python=str(python))
+    light_training.add_program(person)
+    program = person.folder / "light_training.py"
+    program.write_text(program.read_text().replace("import argparse\n", "import argparse\nimport edited\n"))
     edit(person, [flat, src], "old")
     words = (*WORDS, f"run.root={tmp_path}/runs", f"run.snapshot_folders=[{src}]", f"cluster.env.SEEN={tmp_path}/seen")
     submitted = person.types(*words)
@@ -76,4 +77,4 @@ def test_code_edited_while_a_job_waits_or_is_requeued_changes_nothing(
     assert attempt is not None and attempt["slurm"] == submission["slurm"] != ""
     assert read_events(run, "environment") == []
     now = person.types("diff", "--root", f"{tmp_path}/runs", run.run_id, "--stat")
-    assert "tiny.py: +1 -1" in now.out and ".folders/hatch_src/src/hatch_src/__init__.py: +1 -1" in now.out, now.out
+    assert "edited.py: +1 -1" in now.out and ".folders/hatch_src/src/hatch_src/__init__.py: +1 -1" in now.out, now.out

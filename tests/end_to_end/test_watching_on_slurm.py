@@ -14,26 +14,29 @@ from typing import Any
 import pytest
 
 from slurm_train.rundir.paths import RunDirectory
-from tests.support.command_line import TINY, Person
+from tests.support.command_line import Person
 from tests.support.slurm_runs import PATIENCE_S, all_logs
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.full]
 
 FRAGILE = """
-from torch import distributed
-from tiny import Tiny
+from slurm_train import session
 
-class Fragile(Tiny):
-    def forward(self, x):
-        if distributed.get_rank() == 1:
-            self.choose_layer("attention_17")
-        return super().forward(x)
+def choose_layer(name):
+    raise ValueError(f"no such layer: {name}")
 
-    def choose_layer(self, name):
-        raise ValueError(f"no such layer: {name}")
+run = session.join()
+if run.rank == 1:
+    choose_layer("attention_17")
+run.should_stop()
 """
-WORDS = (*TINY, "model._target_=fragile.Fragile", "requeue.max_failures_without_progress=1", "cluster.time_limit_min=5")
+WORDS = (
+    "script=[fragile.py]",
+    "preflight.enabled=false",
+    "requeue.max_failures_without_progress=1",
+    "cluster.time_limit_min=5",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.flags import check_flag_value, flag_word
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 _ALPHABET = [chr(code) for code in range(32, 127)] + ["\u00e9", "$(id)", "#SBATCH --hold", " JobState=FAILED ", "''"]
 

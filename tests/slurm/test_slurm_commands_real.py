@@ -15,7 +15,7 @@ from slurm_train.slurm.job_variables import scrubbed
 from slurm_train.slurm.policy import Refusal
 from slurm_train.slurm.records import Phase
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 
 def submit(script: Path, *options: str) -> str:

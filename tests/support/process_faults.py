@@ -13,21 +13,13 @@ from tests.support.waiting import wait_for
 
 
 def rank_pid(run: RunDirectory, rank: int, *, attempt: int = 0) -> int:
-    """Returns the process of one rank of a run."""
+    """Returns the process of one rank of a run, which trains or is a script."""
 
     def is_rank(words: list[str], env: dict[str, str]) -> bool:
+        trains = words[-2:] == ["worker", str(run.path)]
+        is_script = str(run.path) in words and words[2].endswith("script_main.py")
         place = {"SLURM_PROCID": str(rank), "SLURM_TRAIN_ATTEMPT": str(attempt)}
-        return words[-2:] == ["worker", str(run.path)] and "SLURM_STEP_ID" in env and place.items() <= env.items()
-
-    return _only(_find(is_rank), f"rank {rank} of {run.path}")
-
-
-def script_pid(run: RunDirectory, rank: int, *, attempt: int = 0) -> int:
-    """Returns the process of one rank of a run whose ranks are scripts."""
-
-    def is_rank(words: list[str], env: dict[str, str]) -> bool:
-        place = {"RANK": str(rank), "SLURM_TRAIN_ATTEMPT": str(attempt)}
-        return str(run.path) in words and words[2].endswith("script_main.py") and place.items() <= env.items()
+        return (trains or is_script) and "SLURM_STEP_ID" in env and place.items() <= env.items()
 
     pids = _find(is_rank)
     # Workers of its loaders look alike.

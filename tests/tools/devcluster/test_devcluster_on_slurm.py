@@ -8,7 +8,7 @@ import pytest
 
 from slurm_train.tools.devcluster.cluster import cluster_status
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 
 def output_of(*words: str) -> subprocess.CompletedProcess[str]:

@@ -31,7 +31,7 @@ def _named(faults: Sequence[Fault]) -> Iterator[object]:
     for fault in faults:
         count[fault.code] += 1
         name = f"{fault.code}-{count[fault.code]}"
-        marks = [] if name in _IN_THE_SUITE else [pytest.mark.campaign]
+        marks = [pytest.mark.full if name in _IN_THE_SUITE else pytest.mark.campaign]
         lacks = missing_for(fault)
         marks += [pytest.mark.skip(reason=f"this machine lacks {lacks}")] if lacks else []
         yield pytest.param(fault, id=name, marks=marks)
@@ -74,6 +74,7 @@ def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_
     assert "left out" not in person.types("+cluster=3x1", *words, "run.name=last", "cluster.sbatch.hold=true").err
 
 
+@pytest.mark.full
 def test_the_doctor_looks_at_nodes_on_request(person: Person) -> None:
     done = person.types("doctor", "+cluster=2x2", "cluster.nodelist=node[1-2]", timeout_s=120)
     assert done.code == 0, done.err

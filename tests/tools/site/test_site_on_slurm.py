@@ -13,7 +13,7 @@ from slurm_train.slurm.site import gather_facts
 from slurm_train.tools.devcluster.plan import ClusterPlan
 from slurm_train.tools.site import build_profile, try_site
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 
 def test_a_real_cluster_is_read_and_takes_what_was_found(slurm_cluster: ClusterPlan) -> None:
