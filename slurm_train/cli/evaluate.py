@@ -32,8 +32,10 @@ from slurm_train.cli.start import start_run
 from slurm_train.cli.terminal import answer, note
 from slurm_train.config.frozen import load_config
 from slurm_train.errors import EXIT_DONE, ConfigError, require_all
+from slurm_train.formatting import shorten
 from slurm_train.launch.evaluation import (
     enter_run,
+    evaluations_of_other_samples,
     is_for_slurm,
     is_submitted,
     leased,
@@ -73,6 +75,12 @@ def main(words: Sequence[str]) -> int:
         note(
             "measured before, and it cannot be seen from here whether the held-out samples are still the same; to "
             f"measure again, remove {plan.run.path}"
+        )
+    others = evaluations_of_other_samples(plan, run)
+    if others:
+        note(
+            f"the held-out samples are not those of {shorten(str(other.path) for other in others)}, which measured the "
+            "same checkpoint: this is another evaluation"
         )
     code, result = _result_of(plan, run, words=["evaluate", *words])
     if result is not None:

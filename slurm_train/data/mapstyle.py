@@ -29,10 +29,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from slurm_train.data.generators import OwnedGenerators, open_handle
+from slurm_train.data.item_digest import digest_items
 from slurm_train.data.order import Int64Array, mix64
 from slurm_train.data.source import IGNORED, Batch, Draw, map_tensors
 from slurm_train.data.workers import AutoWorkers
 from slurm_train.errors import ConfigError, DataError
+from slurm_train.rundir.events import with_items
 
 Collate = Callable[[list[Any]], Any]
 _Key = tuple[int, "int | None"]
@@ -83,8 +85,14 @@ class MapStyleSource:
         return self._seed is not None and self._tensors is None
 
     def fingerprint(self) -> str:
-        """Returns the data set's own `fingerprint()`, else a hash of its class and length."""
-        return default_fingerprint(self._reader.dataset, len(self))
+        """Returns the data set's own `fingerprint()`, else a hash of its class and length, and one of some items."""
+        dataset = self._reader.dataset
+        fingerprint = default_fingerprint(dataset, len(self))
+        can_be_read_aside = multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+        if callable(getattr(dataset, "fingerprint", None)) or not can_be_read_aside or open_handle(dataset):
+            return fingerprint
+        items = digest_items(lambda number: self._reader.item(number, number), len(self), prepare=_prepare_trial)
+        return with_items(fingerprint, items)
 
     def batch(self, indices: Int64Array) -> Batch:
         """Returns the samples with these numbers, randomness keyed by the number alone."""

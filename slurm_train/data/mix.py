@@ -24,6 +24,7 @@ from slurm_train.data.order import Int64Array, SampleOrder
 from slurm_train.data.shards import PREPARED, Split
 from slurm_train.data.source import Batch, Draw, SampleSource, StreamingSource, map_tensors
 from slurm_train.errors import DataError
+from slurm_train.rundir.events import ITEMS, with_items
 
 
 class _Part(NamedTuple):
@@ -60,12 +61,15 @@ class MixedSource:
         return int(self._borders[-1])
 
     def fingerprint(self) -> str:
-        """Returns a hash over names, fingerprints and weights."""
+        """Returns a hash over names, fingerprints and weights, and one over the digests of items."""
+        fingerprints = [source.fingerprint().partition(ITEMS) for source in self._sources]
         parts = [
-            f"{name} {source.fingerprint()} {weight!r}"
-            for name, source, weight in zip(self._names, self._sources, self._weights.tolist(), strict=True)
+            f"{name} {fingerprint} {weight!r}"
+            for name, (fingerprint, _, _), weight in zip(self._names, fingerprints, self._weights.tolist(), strict=True)
         ]
-        return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+        items = "\n".join(digest for _, _, digest in fingerprints)
+        fingerprint = xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+        return with_items(fingerprint, xxhash.xxh3_128_hexdigest(items.encode()) if items.strip() else "")
 
     def batch(self, indices: Int64Array) -> Batch:
         """Returns the samples with these numbers as they are in the first epoch."""

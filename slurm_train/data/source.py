@@ -86,7 +86,7 @@ class SampleSource(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Returns 32 hex digits that change when the samples or their numbering change."""
+        """Returns a text without spaces that changes when the samples or their numbering change, e.g. 32 hex digits."""
         ...
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 AUTO = "auto"
 MOST_WORKERS = 8
@@ -31,6 +31,7 @@ _TRIED = 8
 _BATCHES_AHEAD = 3
 """Micro-batches of each worker in shared memory: two that are ready, and one that is read."""
 _SHARED_MEMORY = "/dev/shm"
+T = TypeVar("T")
 
 
 def cpus_of_rank(env: Mapping[str, str], *, ranks_on_node: int) -> int:
@@ -138,9 +139,37 @@ def _tried(
     prepare: Callable[[], None],
     limit_s: float,
 ) -> Cost | str:
-    """Returns what a micro-batch costs a process that reads it, or in words why a process cannot.
+    """Returns what a micro-batch costs a process that reads it, or in words why a process cannot."""
+
+    def cost_of_batch() -> Cost:
+        read(keys[:1])
+        costs = [_cost_of_one(read, part, num_bytes) for part in _parts(keys[1:] or keys)]
+        # The least: a file server may have been busy meanwhile.
+        return Cost(*(len(keys) * min(values) for values in zip(*costs, strict=True)))
+
+    outcome = in_trial_process(cost_of_batch, prepare=prepare, limit_s=limit_s)
+    if outcome.value is not None:
+        return outcome.value
+    return outcome.problem or f"did not read {1 + 2 * _TRIED} samples within {limit_s:g} s"
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What a trial process returned, or in words what became of it; nothing of both where it took too long."""
+
+    value: T | None = None
+    problem: str = ""
+
+
+def in_trial_process(work: Callable[[], T], *, prepare: Callable[[], None], limit_s: float) -> Outcome[T]:
+    """Does work that reads a data set in a forked process.
 
     It is not read in this process: files that a data set opens at its first sample would be shared by all workers.
+
+    Args:
+        work: reads, and returns what can be pickled.
+        prepare: called first in that process.
+        limit_s: seconds after which it is ended.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -148,30 +177,27 @@ def _tried(
     def try_reading() -> None:
         try:
             prepare()
-            read(keys[:1])
-            costs = [_cost_of_one(read, part, num_bytes) for part in _parts(keys[1:] or keys)]
-            # The least: a file server may have been busy meanwhile.
-            sender.send(Cost(*(len(keys) * min(values) for values in zip(*costs, strict=True))))
+            sender.send(Outcome(work()))
         except Exception as err:
             # If it is not for the process, the training thread meets it in its turn.
-            sender.send(f"could not read: {type(err).__name__}: {str(err)[:200]}")
+            sender.send(Outcome(problem=f"could not read: {type(err).__name__}: {str(err)[:200]}"))
 
     process = context.Process(target=try_reading, daemon=True)
     process.start()
     sender.close()
-    answer: Cost | str = f"did not read {1 + 2 * _TRIED} samples within {limit_s:g} s"
+    outcome: Outcome[T] = Outcome()
     try:
         if receiver.poll(limit_s):
-            answer = "ended without a word"
+            outcome = Outcome(problem="ended without a word")
             with suppress(EOFError):
-                answer = receiver.recv()
+                outcome = receiver.recv()
     finally:
         receiver.close()
         process.join(1)
         if process.is_alive():
             process.kill()
             process.join()
-    return answer
+    return outcome
 
 
 def _parts(keys: list[Any]) -> list[list[Any]]:

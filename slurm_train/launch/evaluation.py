@@ -27,10 +27,11 @@ from slurm_train.config.schema import (
 )
 from slurm_train.config.target import TARGET
 from slurm_train.data.check import known_fingerprint
-from slurm_train.errors import CheckpointError, ClusterError, ConfigError, RunError
+from slurm_train.errors import CheckpointError, ClusterError, ConfigError, RunError, SlurmTrainError
 from slurm_train.launch.imports import import_from_snapshot
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.rundir.attempts import withdraw_result
+from slurm_train.rundir.events import is_same_data
 from slurm_train.rundir.files import make_folder, read_json
 from slurm_train.rundir.paths import (
     RunDirectory,
@@ -230,6 +231,22 @@ def _with_heldout_samples(config: RunConfig, run: RunDirectory, env: Mapping[str
     if not config.trains:
         return config
     return replace(config, train=replace(config.train, evaluate_data=_heldout_fingerprint(config, run, env)))
+
+
+def evaluations_of_other_samples(plan: RunPlan, run: RunDirectory) -> list[RunDirectory]:
+    """Returns the evaluations of the same checkpoint whose held-out samples were others than those of a plan."""
+    section = plan.config.train
+    others: list[RunDirectory] = []
+    if section.evaluate_data is None:
+        return others
+    for result in sorted(run.path.glob("evaluations/*/result.json")):
+        evaluation = RunDirectory(result.parent)
+        with contextlib.suppress(SlurmTrainError):
+            measured = load_config(evaluation.config).train
+            is_of_checkpoint = measured.evaluate_from == section.evaluate_from and measured.evaluate_data is not None
+            if is_of_checkpoint and not is_same_data(str(measured.evaluate_data), section.evaluate_data):
+                others.append(evaluation)
+    return others
 
 
 def _heldout_fingerprint(config: RunConfig, run: RunDirectory, env: Mapping[str, str]) -> str | None:

@@ -160,7 +160,33 @@ def covers_code(changes: Sequence[AcceptedChange], digest: str) -> bool:
 
 def covers_data(changes: Sequence[AcceptedChange], *, old: str, new: str) -> bool:
     """Returns whether going from one fingerprint of the data set to another was accepted."""
-    return any(change.data["old"] == old and change.data["new"] in ("", new) for change in changes if change.data)
+    for change in changes:
+        if change.data and is_same_data(change.data["old"], old):
+            accepted = change.data["new"]
+            if not accepted or is_same_data(accepted, new):
+                return True
+    return False
+
+
+ITEMS = "+items:"
+"""In a fingerprint, between what is known of the whole data set and a digest of some of its items."""
+
+
+def with_items(fingerprint: str, items: str) -> str:
+    """Returns the fingerprint of a data set together with a digest of some of its items, "" where there is none."""
+    return f"{fingerprint}{ITEMS}{items}" if items else fingerprint
+
+
+def is_same_data(first: str, second: str) -> bool:
+    """Returns whether two fingerprints are of the same data, as far as both know it.
+
+    Those from before items were part of them have none, and so have data sets whose items could not be read.
+    """
+    first_whole, _, first_items = first.partition(ITEMS)
+    second_whole, _, second_items = second.partition(ITEMS)
+    if first_items and second_items:
+        return first == second
+    return first_whole == second_whole
 
 
 class SaveLog:

@@ -10,7 +10,14 @@ from slurm_train.config.frozen import trained_settings, training_changes
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import DataError, RunError
 from slurm_train.launch.snapshot import digest_code, names_own_code, read_index
-from slurm_train.rundir.events import AcceptedChange, covers_code, covers_config, covers_data, read_changes
+from slurm_train.rundir.events import (
+    AcceptedChange,
+    covers_code,
+    covers_config,
+    covers_data,
+    is_same_data,
+    read_changes,
+)
 from slurm_train.rundir.paths import RunDirectory
 
 
@@ -92,7 +99,7 @@ class Continuity:
                 )
             notes.append(f"{since} other code")
         old = manifest.data_fingerprint
-        if old != self.data:
+        if not is_same_data(old, self.data):
             difference = f"{trained.get('num_samples')} -> {self.num_samples} samples, fingerprint {old} -> {self.data}"
             if not covers_data(self.changes, old=old, new=self.data):
                 raise DataError(

@@ -32,6 +32,7 @@ from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
 from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective
+from slurm_train.rundir.events import is_same_data
 from slurm_train.rundir.paths import find_save
 from slurm_train.train.build import build_parts, join
 from slurm_train.train.compilation import require_compiler
@@ -91,7 +92,7 @@ def require_same_samples(parts: Parts) -> None:
         raise DataError("the data have no held-out samples to evaluate", hint="set data.heldout, or take a `split`")
     fingerprint = parts.heldout.fingerprint()
     expected = parts.rank.config.train.evaluate_data
-    if expected not in (None, fingerprint):
+    if expected is not None and not is_same_data(expected, fingerprint):
         raise DataError(
             f"the held-out samples have changed since this was asked for: fingerprint {expected} -> {fingerprint}",
             hint="type the `evaluate` again: other samples are another evaluation",

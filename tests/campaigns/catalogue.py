@@ -88,6 +88,13 @@ CAMPAIGNS: dict[str, Campaign] = {
         500,
         LOCAL,
     ),
+    "same-outside": Campaign(
+        "texts, tokenizers, installed packages and data sets of a person that are exchanged for others with the same "
+        "names, sizes and times: none is taken for what was there before",
+        "same_outside:run",
+        400,
+        LOCAL,
+    ),
     "unshared-state": Campaign(
         "callback state, buffers, optimizer state and streams that some ranks hold and others do not, or otherwise: "
         "each save has all of it once, or names what no checkpoint can keep",

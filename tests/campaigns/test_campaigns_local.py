@@ -8,8 +8,9 @@ import pytest
 
 from slurm_train.checkpoint import commit, local, manifest
 from slurm_train.checkpoint.commit import Place
+from slurm_train.data import prepare
 from slurm_train.errors import CheckpointError
-from tests.campaigns import abandoned_past, combinations, kills_local, not_understood
+from tests.campaigns import abandoned_past, combinations, kills_local, not_understood, same_outside
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
 from tests.support.run_ends import End
@@ -48,6 +49,19 @@ def test_what_is_not_understood_and_gone_is_found(
     tally = Tally()
     not_understood.run(tally, seed=11, trials=100, folder=tmp_path)
     assert any(text in problem for problem in tally.problems for text in ("is gone", "has changed"))
+
+
+def test_what_looks_the_same_is_told_apart(tmp_path: Path) -> None:
+    tally = Tally()
+    same_outside.run(tally, seed=11, trials=20, folder=tmp_path)
+    assert tally.problems == [] and tally.trials == 20
+
+
+def test_what_looks_the_same_and_is_taken_for_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_input_digest", lambda _documents, outside: outside)
+    tally = Tally()
+    same_outside.run(tally, seed=11, trials=20, folder=tmp_path)
+    assert any("the identity is the same" in problem for problem in tally.problems)
 
 
 def test_features_work_in_combinations(tmp_path: Path) -> None:

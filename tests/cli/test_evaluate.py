@@ -18,7 +18,7 @@ from slurm_train.models.gpt import GPT
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory, find_save, list_checkpoints, name_of
 from slurm_train.rundir.pins import list_pins, read_leases
-from tests.cli.conftest import Shell
+from tests.cli.conftest import Done, Shell
 from tests.support.small_checkpoints import make_header, steps_in
 
 SHAPE: dict[str, Any] = {"num_layers": 1, "width": 16, "num_heads": 2, "vocab_size": 257, "context": 16}
@@ -65,16 +65,18 @@ def test_other_held_out_samples_are_another_evaluation(shell: Shell, run: RunDir
     index.parent.mkdir()
     words = "evaluate gpt-stdlib@2 +cluster=1x8 data=text data.path=shards data.context=16"
 
-    def prepared(digest: str) -> RunDirectory:
+    def prepared(digest: str) -> Done:
         shards = [{"file": "heldout_00000.bin", "tokens": 99, "xxh3_128": digest * 32}]
         index.write_text(json.dumps({"splits": {"heldout": {"shards": shards}}}))
-        return shell.submits(words)
+        return shell.types(words)
 
-    first = prepared("a")
+    first = prepared("a").job_and_run[1]
     first.result.write_text(json.dumps({"eval_loss": 1.0}))
     assert json.loads(shell.types(words).out) == {"eval_loss": 1.0}, "what is known is not measured again"
-    assert prepared("b") != first
-    assert load_config(first.config).train.evaluate_data != load_config(prepared("c").config).train.evaluate_data
+    second = prepared("b")
+    assert second.job_and_run[1] != first and f"not those of {first.path}" in second.err
+    third = prepared("c").job_and_run[1]
+    assert load_config(first.config).train.evaluate_data != load_config(third.config).train.evaluate_data
 
 
 def test_a_script_is_refused_whatever_checkpoints_it_has(shell: Shell, run: RunDirectory) -> None:

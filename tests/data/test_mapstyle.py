@@ -6,8 +6,10 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,11 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from slurm_train.data.batches import BatchStream, GlobalBatches, Split
-from slurm_train.data.mapstyle import MapStyleSource, pad
+from slurm_train.data.mapstyle import MapStyleSource, default_fingerprint, pad
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import IGNORED, is_nested, map_tensors
 from slurm_train.errors import DataError
+from slurm_train.rundir.events import is_same_data
 
 
 class Noisy(Dataset[Any]):
@@ -116,6 +119,58 @@ def test_tensors_are_gathered_and_the_fingerprint_tells_their_number() -> None:
     short, long = (TensorDataset(torch.arange(length), torch.arange(length) * 2) for length in (4, 5))
     assert [part.tolist() for part in MapStyleSource(short).batch(np.array([3, 1]))] == [[3, 1], [6, 2]]
     assert MapStyleSource(short).fingerprint() != MapStyleSource(long).fingerprint()
+
+
+class Lines(Dataset[Any]):
+    """The lines of a file, read when they are asked for; counts what was read."""
+
+    def __init__(self, path: Path, *, has_clock: bool = False) -> None:
+        self.path = path
+        self.has_clock = has_clock
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self.num_read += 1
+        line = self.path.read_text().splitlines()[number]
+        time_ns = time.perf_counter_ns() if self.has_clock else 0
+        return {"line": line, "length": len(line), "moved": torch.rand(2), "time_ns": time_ns}
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    file = tmp_path / "lines.txt"
+    file.write_text("\n".join(f"line {number}" for number in range(40)))
+    return file
+
+
+def test_a_fingerprint_tells_other_items_of_the_same_class_and_length(lines: Path) -> None:
+    data = Lines(lines)
+    first = MapStyleSource(data, seed=1).fingerprint()
+    assert data.num_read == 0, "nothing is read in this process"
+    assert MapStyleSource(Lines(lines), seed=2).fingerprint() == first
+    assert is_same_data(default_fingerprint(data, 40), first), "as it was before items were part of it"
+    text = lines.read_text()
+    for old, new in (("line 0", "LINE 0"), ("line 39", "line 93")):
+        lines.write_text(text.replace(old, new))
+        assert not is_same_data(MapStyleSource(Lines(lines)).fingerprint(), first)
+
+
+def test_last_digits_and_what_two_readings_give_differently_do_not_count(lines: Path) -> None:
+    def of_reals(factor: float) -> str:
+        columns = [torch.linspace(0.5, 7.7, 40).view(40, 1) * factor, torch.arange(40)]
+        return MapStyleSource(TensorDataset(*columns)).fingerprint()
+
+    assert of_reals(1.0) == of_reals(1.0000001) != of_reals(1.1)
+    first, second = (MapStyleSource(Lines(lines, has_clock=True)).fingerprint() for _ in range(2))
+    assert first == second
+
+
+def test_items_that_cannot_be_read_aside_leave_class_and_length(tmp_path: Path) -> None:
+    data = Lines(tmp_path / "absent.txt")
+    assert MapStyleSource(data).fingerprint() == default_fingerprint(data, 40)
 
 
 def test_inputs_are_padded_with_zeros_and_targets_with_what_does_not_count() -> None:
