@@ -312,6 +312,12 @@ def mesh_makers(tree: Tree) -> list[str]:
     return [module for module in _uses(tree, makes) if module not in MESH_MAKERS]
 
 
+def removals_of_trees(tree: Tree) -> list[str]:
+    """Uses of `shutil.rmtree` and its like, beside `rundir.removal`, which follows no link."""
+    names = ("rmtree", "removedirs")
+    return _uses(tree, lambda node: isinstance(node, ast.Attribute) and node.attr in names)
+
+
 def _uses(tree: Tree, is_use: Callable[[ast.AST], bool]) -> list[str]:
     return [module for module, parsed in tree.parsed.items() if any(is_use(node) for node in ast.walk(parsed))]
 
@@ -394,6 +400,7 @@ RULES: dict[str, Callable[[Tree], list[str]]] = {
     "no command goes through a shell": shells,
     "every error says what to do": errors_without_hint,
     "one module makes meshes": mesh_makers,
+    "one module removes folders": removals_of_trees,
     "no vague names": vague_names,
 }
 
@@ -530,6 +537,7 @@ BREACHES = [
         "launch.a:1 makes an error without a hint",
     ),
     ("one module makes meshes", "train/a.py", "m = init_device_mesh('cpu', (2,))\n", "train.a"),
+    ("one module removes folders", "launch/a.py", "import shutil\nshutil.rmtree('x')\n", "launch.a"),
     ("no vague names", "train/utils.py", "", "train.utils"),
 ]
 

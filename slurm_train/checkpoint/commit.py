@@ -31,9 +31,7 @@ save is durable, so a failed save never costs an old checkpoint.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,9 +47,10 @@ from slurm_train.checkpoint.manifest import (
 from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest
 from slurm_train.errors import CheckpointError, UnknownCheckpointError
 from slurm_train.rundir.attempts import publishing
-from slurm_train.rundir.files import for_each, fsync_directory, make_folder, rename
+from slurm_train.rundir.files import fsync_directory, make_folder, rename
 from slurm_train.rundir.paths import PASSED_OVER_PREFIX, CheckpointName, list_checkpoints, name_of, parse_name
 from slurm_train.rundir.pins import awaited_saves, pinned_saves
+from slurm_train.rundir.removal import remove_tree
 
 TRASH_PREFIX = ".trash-"
 STAGING_SUFFIX = ".tmp"
@@ -326,7 +325,7 @@ class Place:
             pruned: what was discarded before in this round.
         """
         pruned = pruned or Pruned()
-        pruned.discard(sorted(self.root.glob(f"{TRASH_PREFIX}*")), _delete)
+        pruned.discard(sorted(self.root.glob(f"{TRASH_PREFIX}*")), remove_tree)
         pruned.discard(self._stale_staging(), self._discard)
         return pruned
 
@@ -372,8 +371,12 @@ class Place:
 
 
 def list_passed_over(root: Path) -> list[Path]:
-    """Returns the directories that `move_aside` has moved, those of the newest attempt first; `root` may be absent."""
-    names = [(path, parse_name(path.name.removeprefix(PASSED_OVER_PREFIX))) for path in root.glob("passed_over_*")]
+    """Returns the directories that `move_aside` has moved, those of the newest attempt first; `root` may be absent.
+
+    A link that a person has left in the place of one is that person's.
+    """
+    directories = [path for path in root.glob("passed_over_*") if not path.is_symlink()]
+    names = [(path, parse_name(path.name.removeprefix(PASSED_OVER_PREFIX))) for path in directories]
     order = {path: (name.attempt, name.step, name.save_id) for path, name in names if name is not None}
     return sorted(order, key=order.__getitem__, reverse=True)
 
@@ -393,7 +396,7 @@ def discard(path: Path, *, fence: Fence = no_fence) -> bool:
     if trash is not None:
         # Durable before its content goes: a name that comes back after a power cut is that of a whole checkpoint.
         fsync_directory(path.parent)
-        _delete(trash)
+        remove_tree(trash)
     return trash is not None
 
 
@@ -401,18 +404,6 @@ def _move_to_trash(path: Path, fence: Fence) -> Path | None:
     """Returns the name that a directory has now, None where it was not there."""
     trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}")
     return trash if _is_moved(path, trash, fence) else None
-
-
-def _delete(trash: Path) -> None:
-    """Deletes a directory of the trash; another process may delete it concurrently."""
-
-    def unlink(name: str) -> None:
-        with contextlib.suppress(OSError):  # what is left is a folder, or resists: that is said below
-            os.unlink(name)  # noqa: PTH108  # as below
-
-    with contextlib.suppress(FileNotFoundError):
-        for_each(unlink, [f"{trash}/{name}" for name in os.listdir(trash)])  # noqa: PTH208  # many names, each short
-        shutil.rmtree(trash)
 
 
 def _is_whole(path: Path) -> bool:

@@ -8,9 +8,9 @@ The model alone is read in one process however many ranks wrote it: as tensors, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -30,6 +30,7 @@ from slurm_train.checkpoint.verify import read_manifest, verify
 from slurm_train.errors import CheckpointError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.rundir.files import fsync_directory, fsync_file, rename
+from slurm_train.rundir.removal import remove_tree
 
 _STATE = "optimizer.state."
 _AVERAGE = re.compile(r"callbacks\.\d+ \S+?\.average\.(.+)")
@@ -243,7 +244,8 @@ def export_to(target: Path, write: Callable[[Path], int]) -> int:
         ) from err
     finally:
         if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(temporary)
         else:
             temporary.unlink(missing_ok=True)
     return result

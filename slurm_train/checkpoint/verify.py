@@ -28,7 +28,7 @@ from slurm_train.checkpoint.manifest import (
 from slurm_train.checkpoint.metadata import METADATA_FILE, check_metadata
 from slurm_train.errors import CheckpointError, UnknownCheckpointError
 from slurm_train.rundir.files import LOOKS_AT_STALE, ask_server, is_stale
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of, parse_name
+from slurm_train.rundir.paths import RunDirectory, list_checkpoints, list_displaced, name_of, parse_name
 from slurm_train.rundir.scores import best_first
 
 VISIBLE_TIMEOUT_S = 120.0
@@ -62,13 +62,18 @@ class Search(NamedTuple):
 def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
     """Yields each checkpoint, newest first, with its manifest or the error that a check raises.
 
-    One that a starting attempt renames meanwhile is checked under its new name; one that is removed is left out.
+    One that a starting attempt renames meanwhile is checked under its new name; one that is removed is left out. What
+    has a checkpoint's name and is no directory counts as one that cannot be trusted.
 
     Args:
         root: the directory of checkpoints; it may be absent.
         check: `read_manifest`, `check_sizes` or `verify`.
     """
-    for listed in list_checkpoints(root):
+    displaced = list_displaced(root)
+    for listed in sorted([*list_checkpoints(root), *displaced], key=name_of, reverse=True):
+        if listed in displaced:
+            yield listed, _displaced_error(listed)
+            continue
         path: Path | None = listed
         looks = 0
         while path is not None:
@@ -83,6 +88,14 @@ def survey(root: Path, check: Callable[[Path], Manifest]) -> Iterator[tuple[Path
                     yield path, err
                     break
                 path = path_now
+
+
+def _displaced_error(path: Path) -> CheckpointError:
+    what = f"a link to {path.readlink()}" if path.is_symlink() else "no directory"
+    return CheckpointError(
+        f"checkpoint {path} cannot be trusted: it is {what}",
+        hint="links are not followed: move the directory itself back to this place",
+    )
 
 
 def _path_of_save(root: Path, save_id: str) -> Path | None:

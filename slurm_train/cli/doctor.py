@@ -23,6 +23,7 @@ from slurm_train.cli.terminal import note, working_folder
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
+from slurm_train.rundir.removal import remove_tree
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
 from slurm_train.tools.doctor.site_rules import (
@@ -162,8 +163,8 @@ def _check_nodes(settings: Sequence[str], env: Mapping[str, str], *, as_json: bo
     code = _print_record(run, as_json=as_json)
     if code == EXIT_DONE:
         # This command made the folder, under a random name.
-        shutil.rmtree(run.path, ignore_errors=True)
         with contextlib.suppress(OSError):
+            remove_tree(run.path)
             run.path.parent.rmdir()
     return code
 

@@ -42,6 +42,7 @@ from slurm_train.data.shards import (
 )
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.files import fsync_directory, read_json
+from slurm_train.rundir.removal import remove_tree
 from slurm_train.trust import trusted_owners
 
 TOKENIZER = "tokenizer.json"
@@ -157,7 +158,8 @@ def prepare_documents(documents: Sequence[Document], *, out: Path, options: Prep
                 hint = "name another directory: data.path=DIR, or --out DIR of `prepare`"
                 raise DataError(f"{out} cannot be made: {err.strerror}", hint=hint) from err
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(directory)
     if not (out / INDEX).exists():
         raise DataError(
             f"{out} is not empty and holds no token shards", hint="name a directory that does not exist yet"

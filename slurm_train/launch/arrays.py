@@ -18,7 +18,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.files import for_each, write_atomic
 from slurm_train.rundir.jobs import number_of, record_job
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.removal import remove_tree
 from slurm_train.rundir.sweep import (
     ArrayDirectory,
     SweepDirectory,
@@ -354,7 +354,7 @@ def submit_arrays(
             if isinstance(err, UnreadAnswer):
                 write_atomic(array.unread, f"{err.message}\n")
             else:
-                shutil.rmtree(array.path)
+                remove_tree(array.path)
             if not ids and plan.num_elements > 1 and not isinstance(err, UnreadAnswer):
                 hint = f"{err.hint}; where it is the number: {_hint_for_fewer(plan)}"
                 raise ClusterError(err.message, hint=hint) from err
@@ -403,5 +403,5 @@ def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str
             _record(sweep, array, str(max(ids)))
             found_ids.append(str(max(ids)))
         elif not array.unread.exists():
-            shutil.rmtree(array.path)
+            remove_tree(array.path)
     return found_ids

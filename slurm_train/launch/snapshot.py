@@ -27,6 +27,7 @@ from slurm_train.launch.git import SourceState, is_secret_file, read_git
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, is_below, own_paths, packages_in
 from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.removal import remove_tree
 
 # --- which files are copied ---
 
@@ -315,7 +316,7 @@ def write_snapshot(source: Source, target: Path, *, index: Path, keep: Path | No
             shutil.copy2(path, fresh / name)
         except FileNotFoundError as err:
             # Without it the job might run other code than its index says.
-            shutil.rmtree(fresh, ignore_errors=True)
+            remove_tree(fresh)
             raise ConfigError(
                 f"{path} has gone while the code was copied into the run",
                 hint="type it again when nothing changes the folder; what programs write belongs outside of the code, "
@@ -383,7 +384,7 @@ def link_file(link: Path, target: Path) -> None:
 def _make_tree(target: Path, names: Iterable[str]) -> Path:
     """Makes a folder beside the target, with the folders of these files, and returns it."""
     fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
+    remove_tree(fresh)
     fresh.mkdir(mode=0o700)
     # str in, str out: paths cost 10x here.
     for folder in sorted({os.path.dirname(name) for name in names}):  # noqa: PTH120  # as above
@@ -457,7 +458,7 @@ def _put_in_place(
             if os.path.lexists(target / place / name):
                 set_aside.append(_set_aside(target, os.path.normpath(f"{place}/{name}")))
             os.rename(f"{folder}/{name}", target / place / name)  # noqa: PTH104  # paths cost 10x
-    shutil.rmtree(fresh)
+    remove_tree(fresh)
     return set_aside
 
 

@@ -320,13 +320,23 @@ def find_save(path: Path) -> Path:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """Lists the directories with a checkpoint's name, newest first, trusted or not."""
-    try:
-        with os.scandir(root) as entries:
-            parsed = [parse_name(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    names = [name for name in parsed if name is not None]
-    return [root / str(name) for name in sorted(names, reverse=True)]
+    return [root / str(name) for name, is_directory in _named_entries(root) if is_directory]
+
+
+def list_displaced(root: Path) -> list[Path]:
+    """Lists what has a checkpoint's name and is no directory, such as a link that was left where one was moved away."""
+    return [root / str(name) for name, is_directory in _named_entries(root) if not is_directory]
+
+
+def _named_entries(root: Path) -> list[tuple[CheckpointName, bool]]:
+    """Returns the checkpoints' names in a directory, newest first, each with whether it is that of a directory."""
+    named: dict[CheckpointName, bool] = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(root) as entries:
+        for entry in entries:
+            name = parse_name(entry.name)
+            if name is not None:
+                named[name] = entry.is_dir(follow_symlinks=False)
+    return sorted(named.items(), reverse=True)
 
 
 def require_private(run: RunDirectory) -> None:

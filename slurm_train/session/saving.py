@@ -9,7 +9,6 @@ are treated as bytes only.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, check_
 from slurm_train.errors import CheckpointError, SlurmTrainError
 from slurm_train.formatting import shorten
 from slurm_train.rundir.files import for_each, fsync_directory, make_folder
+from slurm_train.rundir.removal import remove_tree
 from slurm_train.session.random_streams import is_random_file
 
 
@@ -129,7 +129,7 @@ class DirectorySave:
             # New folders inside are made durable as well; the commit does that for the directory itself.
             for folder in path.relative_to(target).parents:
                 fsync_directory(target / folder)
-        shutil.rmtree(self._folder)
+        remove_tree(self._folder)
 
     def _discard(self) -> None:
         filling = self._filling
@@ -140,7 +140,7 @@ class DirectorySave:
         if not self._folder.name:
             return  # no directory was handed out
         with contextlib.suppress(OSError):
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_tree(self._folder)
             # Each rank removes its own folder, and the last rank the directory around them.
             self._folder.parent.rmdir()
 

@@ -129,6 +129,41 @@ def test_the_newest_that_was_passed_over_stays_for_a_person(root, place):
     assert (root / "passed_over_by_me").is_dir()
 
 
+def move_away(path, archive):
+    """What a person does with a full disk: the directory moves, and a link is left."""
+    archive.mkdir(exist_ok=True)
+    path.symlink_to(path.rename(archive / path.name))
+
+
+def test_one_that_was_moved_away_with_a_link_left_is_passed_over_with_its_reason(root, place):
+    paths = [make_checkpoint(root, step) for step in (1, 2)]
+    archive = root.parent / "archive"
+    move_away(paths[1], archive)
+    search = newest_verified(root)
+    assert search.newest is not None and search.newest[0] == paths[0]
+    assert [passed.path for passed in search.passed_over] == [paths[1]]
+    assert f"it is a link to {archive / paths[1].name}" in search.passed_over[0].reason
+    move_away(paths[0], archive)
+    own = place(2)
+    search = own.claim()
+    assert search.newest is None and len(search.passed_over) == 2, "not the same as a run without checkpoints"
+
+
+def test_nothing_is_removed_through_a_link(root, place):
+    archive = root.parent / "archive"
+    for step in (1, 2, 3):
+        path = make_checkpoint(root, step)
+        move_away(path.rename(path.with_name(f"passed_over_{path.name}")), archive)
+    move_away(make_checkpoint(root, 4), archive)
+    (root / ".trash-old").symlink_to(archive)
+    before = sorted(archive.rglob("*"))
+    own = place(2)
+    pruned = own.prune(make_checkpoint(root, 5, attempt=2))
+    own.discard_from(0)
+    assert pruned.problems == [] and sorted(archive.rglob("*")) == before
+    assert len([path for path in root.iterdir() if path.is_symlink()]) == 4, "links of a person stay"
+
+
 def test_one_of_a_later_attempt_is_not_moved_aside(root, place):
     make_checkpoint(root, 1)
     later = make_checkpoint(root, 3, attempt=5)

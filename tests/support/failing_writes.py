@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.faulty_files import CountedFile, patched
+from tests.support.faulty_files import CountedFile, patched, whole_path
 
 _CHANGES = ("mkdir", "rename", "replace", "link", "unlink", "chmod", "write", "pwrite", "fsync", "fdatasync")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -57,7 +57,7 @@ class FailingWrites:
 
     def _meeting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(target: Any, *args: Any, **kwargs: Any) -> Any:
-            self._meet(target)
+            self._meet(whole_path(target, kwargs["dir_fd"]) if kwargs.get("dir_fd") is not None else target)
             return real(target, *args, **kwargs)
 
         return call

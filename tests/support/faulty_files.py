@@ -79,7 +79,8 @@ class FaultyFiles:
             raise
         if self._watch is not None:
             self.is_watching = True
-            self._watch(name, args, result)
+            in_folder = kwargs.get("dir_fd")
+            self._watch(name, args if in_folder is None else (whole_path(args[0], in_folder), *args[1:]), result)
             self.is_watching = False
         if fault is not None:
             if name == "close":
@@ -101,6 +102,11 @@ def patched(calls: Mapping[str, Callable[..., Any]], open_file: Callable[..., An
                 kept = staticmethod(open_file if name == "open" else call)
                 patches.enter_context(mock.patch.object(type(accessor), name, kept))
         yield
+
+
+def whole_path(name: str, folder: int) -> Path:
+    """Returns the path of a name in an open folder."""
+    return Path(f"/proc/self/fd/{folder}").readlink() / name
 
 
 class CountedFile:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from slurm_train.errors import ClusterError
 from slurm_train.rundir.files import write_atomic
+from slurm_train.rundir.removal import remove_tree
 from slurm_train.tools.devcluster import system
 from slurm_train.tools.devcluster.plan import (
     CONTROLLER,
@@ -170,10 +171,7 @@ def tear_down(state_dir: Path) -> bool:
     if state_dir.is_dir():
         # The plan goes last, so that an interrupted removal can be typed again.
         for entry in sorted(state_dir.iterdir(), key=lambda entry: entry.name == "plan.json"):
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            remove_tree(entry)
         state_dir.rmdir()
     return True
 

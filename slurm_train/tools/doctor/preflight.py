@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import socket
 import sys
 import time
@@ -46,6 +45,7 @@ from slurm_train.rundir.attempts import opened_world_size
 from slurm_train.rundir.events import Finding, errors_of, findings_of, write_preflight
 from slurm_train.rundir.files import listed, read_json, to_records, write_atomic
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.removal import remove_tree
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.tools.doctor import gather
 from slurm_train.tools.doctor.facts import (
@@ -380,7 +380,8 @@ class Preflight:
                 verdict = self.conclude(job, find_faults(job))
                 meeting.close({"verdict": verdict})
         if not any(finding["level"] == "error" for finding in verdict["findings"]):
-            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(self._folder)
         return verdict
 
     def _collect(self, meeting: Meeting, job: Job) -> None:
