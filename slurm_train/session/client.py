@@ -18,6 +18,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_FAILURE, ConfigError, SlurmTrainError
 from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.session.ending import close_and_exit
 from slurm_train.session.interface import ChildSession, Session
 from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag, handled, install
@@ -116,4 +117,4 @@ def _close_at_exit(session: JoinedSession) -> None:
     except SlurmTrainError as err:
         print(f"slurm_train: {err}", file=sys.stderr, flush=True)
         # The exit code is settled already.
-        os._exit(EXIT_FAILURE)
+        close_and_exit(EXIT_FAILURE, places=[str(RunDirectory(session.run_directory).code), str(Path.cwd())])

@@ -293,6 +293,13 @@ def ignore_ends_of_children() -> None:
             return
 
 
+def ignore_handled_signals() -> None:
+    """Makes signals do nothing for which a handler in Python waits, where the process is about to end."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def leave_to_program(flag: StopFlag) -> None:
     """Gives the stop signals their usual effect, before a program takes the place of this process.
 

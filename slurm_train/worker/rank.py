@@ -7,6 +7,7 @@ both.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -59,6 +60,7 @@ from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat, limits_of
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import step_of_attempt
+from slurm_train.session.ending import end_process
 from slurm_train.session.signals import (
     NodeLeader,
     StopFlag,
@@ -145,7 +147,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
             code = _exit_code(run, env, end)
         if is_under_torchrun(env):
             code = _leave_restart(run, int(env[_ATTEMPT]), code, closes=closes)
-        leave(code)
+        leave(run, code)
     except SlurmTrainError as err:
         ignore_ends_of_children()
         print(f"error: {err}", file=sys.stderr, flush=True)
@@ -156,26 +158,34 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
         _fail(run, env, EXIT_FAILURE, message_of(err), place=place_of(err))
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process; waits only for a checkpoint that is being renamed to its final name at this moment."""
-    # Destroying a process group waits for peers that may never arrive, and its threads sometimes outlive a normal end;
-    # that has blocked allocations for hours. Everything that matters is on disk by now, or about to be.
+def leave(run: RunDirectory, code: int) -> NoReturn:
+    """Ends the process after its program, whose threads, exit functions and open files come to their end first."""
+    # After the threads, which may be saving.
+    atexit.register(end_publishing, within_s=_COMMIT_S)
+    end_process(exit_status(code), places=[str(run.code), str(Path.cwd())])
+
+
+def cut_off(code: int) -> NoReturn:
+    """Ends the process at once, from any thread; waits only for a checkpoint that is being renamed at this moment."""
     end_publishing(within_s=_COMMIT_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_status(code))
+    os._exit(code)
 
 
 def _fail(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "") -> NoReturn:
-    if is_under_torchrun(env) and _ATTEMPT not in env:
-        # This rank belongs to no attempt yet.
-        leave(code)
+    # A rank of torchrun may belong to no attempt yet.
+    if not is_under_torchrun(env) or _ATTEMPT in env:
+        _leave_failure_mark(run, env, code, message, place=place)
+    leave(run, code)
+
+
+def _leave_failure_mark(run: RunDirectory, env: Mapping[str, str], code: int, message: str, *, place: str = "") -> None:
     rank = int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
     mark = FailureMark(rank=rank, host=node_name(env), exit_code=code, message=message, place=place)
     # If the mark cannot be written, the error is still in the log.
     with contextlib.suppress(OSError):
         leave_mark(run, int(env.get(_ATTEMPT, "0")), mark)
-    leave(code)
 
 
 def _exit_code(run: RunDirectory, env: Mapping[str, str], end: SystemExit) -> int:
@@ -204,11 +214,13 @@ def _watch_orphan(run: RunDirectory, env: Mapping[str, str], parent: int) -> Non
 
     def on_overtaken() -> None:
         print(f"error: attempt {attempt} was overtaken by a newer one", file=sys.stderr, flush=True)
-        leave(EXIT_FAILURE)
+        cut_off(EXIT_FAILURE)
 
     def on_orphaned() -> None:
         starter = "slurmstepd" if "SLURM_STEP_ID" in env else "the launcher"
-        _fail(run, env, EXIT_ORPHANED, f"the process that started it is gone ({starter} was killed?)")
+        message = f"the process that started it is gone ({starter} was killed?)"
+        _leave_failure_mark(run, env, EXIT_ORPHANED, message)
+        cut_off(EXIT_ORPHANED)
 
     start_orphan_watchdog(
         parent=parent,
@@ -477,7 +489,7 @@ def _join_restart(run: RunDirectory, env: Mapping[str, str]) -> dict[str, str]:
     if attempt == _NOTHING_TO_DO:
         if place.is_first:
             print(f"slurm_train: {run.path} is finished already; see {run.result}", file=sys.stderr, flush=True)
-        leave(EXIT_DONE)
+        leave(run, EXIT_DONE)
     os.environ[_ATTEMPT] = str(attempt)
     if first_attempt is not None or not place.is_first:
         _write_to_own_log(run, attempt, place.rank)

@@ -1,22 +1,18 @@
-"""Runs a user's script as `__main__` and then ends the process without finalizing the interpreter.
+"""Runs a user's script as `__main__`, and ends the process as `session.ending` does.
 
-A gloo thread may still hold Python objects of the last collective when a script's last line has run. Finalizing the
-interpreter then aborts the process (torch 2.13: "terminate called without an active exception", about 1 in 12 starts
-of a four-rank script on a busy machine), and a finished run would count as failed. So the script's own threads are
-joined and its atexit functions run as always, and then the process ends. Started by path, with the run directory
-before the script and its arguments.
+Started by path, with the run directory before the script and its arguments.
 """
 
 from __future__ import annotations
 
-import atexit
+import importlib.machinery
+import io
 import os
 import re
 import runpy
 import sys
-import threading
 import traceback
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 _RUN_AGAIN = 75
 """EXIT_REQUEUE of slurm_train.errors: the run has saved, and must be started again."""
@@ -27,6 +23,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     run_directory = sys.argv.pop(0)
     import_from_copy(run_directory)
+    from slurm_train.session.ending import end_process
     from slurm_train.session.signals import ReceivedSignals, leave_stacks_of_loader_workers
     from slurm_train.worker.apart import ApartWatch
     from slurm_train.worker.watched import answer_watcher
@@ -58,12 +55,7 @@ def main() -> None:
     if code == 0 and os.getpid() == rank:
         apart.end()
         note_stop_signal(run_directory, signals.newest())
-    # The interpreter does the same at its end; both functions are private, and have existed since 3.4.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(code, places=[os.path.join(run_directory, "code"), folder, sys.path[0]])  # noqa: PTH118
 
 
 def import_from_copy(run_directory: str) -> None:
@@ -87,11 +79,19 @@ def run(script: str, *, is_module: bool = False) -> tuple[int, str, str]:
     """
     from slurm_train.session.signals import ignore_ends_of_children
 
+    # It stays until the process ends: threads and exit functions may look for it.
+    program = ModuleType("__main__")
+    sys.modules["__main__"] = program
     try:
         if is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
+            # What `python -m` calls; `run_module` would take the module away at its end.
+            runpy._run_module_as_main(script)  # type: ignore[attr-defined]  # private, as old as `-m`
         else:
-            runpy.run_path(script, run_name="__main__")
+            program.__file__ = script
+            program.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
+            with io.open_code(script) as file:
+                code = compile(file.read(), script, "exec", dont_inherit=True)
+            exec(code, vars(program))
     except SystemExit as end:
         return *_exit_code(end), ""
     except BaseException as err:

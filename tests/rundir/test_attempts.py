@@ -296,7 +296,7 @@ def test_nothing_is_published_after_it() -> None:
 
 _WORKER = """
 import os, threading
-from slurm_train.worker.rank import leave
+from slurm_train.worker.rank import cut_off
 from slurm_train.rundir.attempts import publishing
 
 began = threading.Event()
@@ -309,7 +309,7 @@ def publish():
 
 threading.Thread(target=publish, daemon=True).start()
 began.wait()
-leave(3)
+cut_off(3)
 """
 
 

@@ -80,7 +80,7 @@ def test_how_a_function_has_ended_is_told(
     run = RunDirectory(tmp_path)
     run.attempt_logs(0).mkdir(parents=True)
 
-    def leave(code: int) -> None:
+    def leave(_run: RunDirectory, code: int) -> None:
         raise SystemExit(code)
 
     monkeypatch.setattr(rank, "leave", leave)
