@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -16,18 +15,14 @@ from slurm_train.slurm.policy import (
     Qos,
     Refusal,
     TestVerdict,
-    duration_s,
     expedites_requeues,
     parse_associations,
-    parse_gpus,
     parse_qos,
     parse_sinfo,
     read_preemption,
     read_verdict,
     requeue_delay_s,
     return_in_words,
-    time_limit_min,
-    tres_gpus,
 )
 
 
@@ -68,55 +63,6 @@ def test_lines_of_a_site_are_left_out_and_nothing_but_such_lines_is_an_error(rec
     assert parse_sinfo(f"Welcome to the lab\n{text}a|b\n") == parse_sinfo(text)
     with pytest.raises(ClusterError, match=r"sinfo printed no partition, but 'main\|up'"):
         parse_sinfo("main|up\n")
-
-
-@pytest.mark.parametrize(
-    ("gres", "gpus"),
-    [
-        ("gpu", (1, "")),
-        ("gpu:a100:4(S:0-1),nic:2", (4, "a100")),
-        ("nic:2,gpu:h100:8(S:0,1)", (8, "h100")),
-        ("gpu:a100:2,gpu:v100:2", (4, "")),
-        ("gpu:3090:4", (4, "3090")),
-        ("gpu:a100_3g.20gb:2(S:0-1)", (2, "a100_3g.20gb")),
-        ("gpu:tesla:no_consume:2", (2, "tesla")),
-        ("gpu:a100:2(IDX:0,1),gpu:a100:1", (3, "a100")),
-        ("gpu:a100", (1, "a100")),
-        ("(null)", (0, "")),
-        ("craynetwork:4,gpumem:80", (0, "")),
-    ],
-)
-def test_gpus_of_a_node(gres: str, gpus: tuple[int, str]) -> None:
-    assert parse_gpus(gres) == gpus
-
-
-@pytest.mark.parametrize(
-    ("tres", "gpus"),
-    [
-        ("cpu=8,mem=64G,node=1,billing=8,gres/gpu=4", 4),
-        ("cpu=8,gres/gpu=4,gres/gpu:3090=4", 4),
-        ("gres/gpu:tesla=2,gres/gpu:kepler=1", 3),
-        ("cpu=8,gres/gpumem=80,gres/nic=2", None),
-        ("", None),
-    ],
-)
-def test_gpus_of_a_job(tres: str, gpus: int | None) -> None:
-    assert tres_gpus(tres) == gpus
-
-
-def test_nodes_that_are_down_or_drained_are_not_usable() -> None:
-    two = group(2, 0, "", 1, 1, "idle")
-    states = ("idle", "mix", "alloc", "down*", "drain", "drng", "idle*", "alloc-")
-    partition = Partition(
-        name="main",
-        is_default=True,
-        state="up",
-        max_nodes=None,
-        max_time_min=None,
-        default_time_min=None,
-        groups=tuple(replace(two, state=state) for state in states),
-    )
-    assert partition.num_usable_nodes == 8
 
 
 def test_associations_of_a_user() -> None:
@@ -162,24 +108,6 @@ def test_the_side_that_preempts_decides_what_becomes_of_a_job(
     assert (found.outcome, found.mode, found.grace_s, found.kill_wait_s) == (outcome, found_mode, grace_s, 30.0)
     unknown, somebody = read_preemption(settings, qos=None, partition={}), kind not in ("preempt/none", "")
     assert (unknown.grace_s, unknown.mode) == ((None, cluster_mode) if somebody else (0.0, "OFF"))
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("00:00:15", 15.0),
-        ("5 sec", 5.0),
-        ("30", 30.0),
-        ("02:30", 150.0),
-        ("1-02:00:01", 93601.0),
-        ("N/A", None),
-        ("UNLIMITED", None),
-        ("", None),
-    ],
-)
-def test_times_as_slurm_writes_them(text: str, seconds: float | None) -> None:
-    assert duration_s(text) == seconds
-    assert time_limit_min(text) == (None if seconds is None else seconds // 60)
 
 
 @pytest.mark.parametrize(

@@ -54,22 +54,3 @@ REASONS = [
 @pytest.mark.parametrize(("reason", "words"), REASONS)
 def test_a_reason_in_words(reason: str, words: str) -> None:
     assert explain_reason(reason) == words
-
-
-# As `strings libslurmfull.so` of 22.05 has them: all that begin with Assoc or QOS and name a limit.
-LIMITS = """
-AssocGrpBB AssocGrpBBMinutes AssocGrpBBRunMinutes AssocGrpBilling AssocGrpBillingMinutes AssocGrpBillingRunMinutes
-AssocGrpCPUMinutesLimit AssocGrpCPURunMinutesLimit AssocGrpCpuLimit AssocGrpEnergy AssocGrpGRES AssocGrpGRESMinutes
-AssocGrpGRESRunMinutes AssocGrpJobsLimit AssocGrpLicense AssocGrpMemLimit AssocGrpMemMinutes AssocGrpNodeLimit
-AssocGrpSubmitJobsLimit AssocGrpUnknown AssocGrpWallLimit AssocMaxBBPerJob AssocMaxBillingPerNode
-AssocMaxCpuMinutesPerJobLimit AssocMaxCpuPerJobLimit AssocMaxCpuPerNode AssocMaxGRESMinutesPerJob AssocMaxGRESPerJob
-AssocMaxGRESPerNode AssocMaxJobsLimit AssocMaxMemPerJob AssocMaxNodePerJobLimit AssocMaxSubmitJobLimit
-AssocMaxWallDurationPerJobLimit MaxCpuPerAccount MaxGRESPerAccount MaxJobsPerAccount MaxLicensePerAccount
-MaxMemoryPerAccount MaxNodePerAccount MaxSubmitJobsPerAccount QOSGrpMemoryMinutes QOSGrpMemoryRunMinutes
-QOSMaxCpuPerUserLimit QOSMaxMemoryPerUser QOSMaxNodePerUserLimit QOSMaxSubmitJobPerUserLimit QOSMinGRES QOSMinMemory
-"""
-
-
-@pytest.mark.parametrize("code", LIMITS.split())
-def test_every_limit_has_words(code: str) -> None:
-    assert explain_reason(code).endswith(f" ({code})")

@@ -24,7 +24,6 @@ from slurm_train.slurm.records import (
     parse_sacct,
     parse_squeue,
     parse_topology,
-    phase_of,
     task_ends,
     violent_end,
 )
@@ -106,40 +105,6 @@ def test_a_job_cannot_pass_for_another_state_by_its_name_or_comment(recorded: Re
         "CPUs/Task": "1",
         "StdOut": "/home/user/lab/slurm-42.out",
     }
-
-
-@pytest.mark.parametrize(
-    ("word", "phase"),
-    [
-        ("PENDING", Phase.QUEUED),
-        ("RUNNING+", Phase.RUNNING),
-        ("COMPLETING", Phase.FINISHING),
-        ("CANCELLED by 1001", Phase.CANCELLED),
-        # Kept for MinJobAge: a job that Slurm requeues shows COMPLETING, then PENDING.
-        ("PREEMPTED", Phase.PREEMPTED),
-        ("NODE_FAIL", Phase.NODE_FAIL),
-        ("BRAND_NEW", Phase.UNKNOWN),
-    ],
-)
-def test_words_of_slurm(word: str, phase: Phase) -> None:
-    assert phase_of(word) is phase
-    assert JobState(job_id="1", word=word, source="squeue").is_active is (
-        phase in (Phase.QUEUED, Phase.RUNNING, Phase.FINISHING)
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        ("123", ["123"]),
-        ("123_[4-7%2]", ["123_4", "123_5", "123_6", "123_7"]),
-        ("38_[4,6,8%2]", ["38_4", "38_6", "38_8"]),
-        ("12_[0-2,9]", ["12_0", "12_1", "12_2", "12_9"]),
-        ("12_[0-6:3]", ["12_0", "12_3", "12_6"]),
-    ],
-)
-def test_array_ids_are_written_out(text: str, ids: list[str]) -> None:
-    assert expand_array_id(text) == ids
 
 
 @pytest.mark.parametrize(

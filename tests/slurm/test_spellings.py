@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.policy import duration_s, parse_gpus, parse_sinfo, tres_gpus
+from slurm_train.slurm.policy import duration_s, parse_gpus, parse_sinfo, time_limit_min, tres_gpus
 from slurm_train.slurm.records import (
+    JobState,
     Phase,
     expand_array_id,
     explain_reason,
@@ -65,16 +65,20 @@ JOB_STATES = {
     "PENDING,REQUEUE_HOLD": Phase.QUEUED,
     "RUNNING,CONFIGURING,POWER_UP_NODE": Phase.QUEUED,
     "RUNNING,STOPPED": Phase.RUNNING,
+    "RUNNING+": Phase.RUNNING,
     "FAILED,LAUNCH_FAILED": Phase.FAILED,
+    "BRAND_NEW": Phase.UNKNOWN,
     "?": Phase.UNKNOWN,
     "": Phase.UNKNOWN,
 }
 
 
-@pytest.mark.parametrize(("word", "phase"), JOB_STATES.items())
-def test_states_of_jobs(word: str, phase: Phase) -> None:
-    assert phase_of(word) is phase
-    assert phase_of(word.lower()) is phase
+def test_states_of_jobs() -> None:
+    assert {word: phase_of(word) for word in JOB_STATES} == JOB_STATES
+    assert {word: phase_of(word.lower()) for word in JOB_STATES} == JOB_STATES
+    active = {word for word in JOB_STATES if JobState(job_id="1", word=word, source="squeue").is_active}
+    assert {JOB_STATES[word] for word in active} == {Phase.QUEUED, Phase.RUNNING, Phase.FINISHING}
+    assert not {JOB_STATES[word] for word in JOB_STATES.keys() - active} & {Phase.QUEUED, Phase.RUNNING}
 
 
 _BASES = ("idle", "mix", "alloc", "comp")
@@ -87,32 +91,20 @@ USABLE_NODES = [
 OTHER_NODES = [
     *(f"{base}{flag}" for base in _BASES for flag in "*$"),
     *(f"{base}{flag}" for base in ("down", "drain", "drng", "futr") for flag in ("", *"*$@^#%~!")),
-    *(
-        "fail",
-        "fail*",
-        "failg",
-        "failg*",
-        "maint",
-        "maint*",
-        "boot*",
-        "inval",
-        "canc_r",
-        "resm",
-        "ext",
-        "unk",
-        "unk*",
-        "?",
-    ),
+    *("fail", "fail*", "failg", "failg*", "maint", "maint*", "boot*"),
+    *("inval", "canc_r", "resm", "ext", "unk", "unk*", "?"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("state", "is_usable"), [*((word, True) for word in USABLE_NODES), *((word, False) for word in OTHER_NODES)]
-)
-def test_states_of_nodes(state: str, is_usable: bool) -> None:
-    (partition,) = parse_sinfo(f"p|p*|up|3|1-infinite|infinite|n/a|gpu:8|64|1|512000|{state}\n")
-    assert partition.num_usable_nodes == (3 if is_usable else 0)
-    assert replace(partition.groups[0], state=state.upper()).is_usable is is_usable
+def test_states_of_nodes() -> None:
+    words = [*USABLE_NODES, *OTHER_NODES]
+    rows = [f"{number}|p|up|3|1-4|infinite|n/a|gpu:8|64|1|512000|{word}\n" for number, word in enumerate(words)]
+    partitions = parse_sinfo("".join(rows))
+    groups = [partition.groups[0] for partition in partitions]
+    assert [group.state for group in groups] == words
+    assert [bool(partition.num_usable_nodes) for partition in partitions] == [word in USABLE_NODES for word in words]
+    capitals = [replace(group, state=group.state.upper()) for group in groups]
+    assert [group.state.lower() for group in capitals if group.is_usable] == USABLE_NODES
 
 
 # The words of sinfo for job size, CPUs and memory: sizes of 1,024 and more get a suffix.
@@ -158,14 +150,14 @@ DURATIONS = {
 }
 
 
-@pytest.mark.parametrize(("text", "seconds"), DURATIONS.items())
-def test_durations(text: str, seconds: float | None) -> None:
-    assert duration_s(text) == seconds
+def test_durations() -> None:
+    assert {text: duration_s(text) for text in DURATIONS} == DURATIONS
+    minutes = {text: None if seconds is None else seconds // 60 for text, seconds in DURATIONS.items()}
+    assert {text: time_limit_min(text) for text in DURATIONS} == minutes
 
 
-@pytest.mark.parametrize("text", ["N/A", "Unknown", "None", "NONE", "INVALID", "(null)", ""])
-def test_times_that_are_words(text: str) -> None:
-    assert unix_s(text) is None
+def test_times_that_are_words() -> None:
+    assert [unix_s(text) for text in ("N/A", "Unknown", "None", "NONE", "INVALID", "(null)", "")] == [None] * 7
 
 
 GRES = {
@@ -181,6 +173,11 @@ GRES = {
     "gpu:a100:2(IDX:0,3)": (2, "a100"),
     "gpu:a100:0(IDX:N/A)": (0, "a100"),
     "gpu:a100:2(S:0),gpu:a100:2(S:1)": (4, "a100"),
+    "gpu:a100:2(IDX:0,1),gpu:a100:1": (3, "a100"),
+    "gpu:a100": (1, "a100"),
+    "gpu:3090:4": (4, "3090"),
+    "nic:2,gpu:h100:8(S:0,1)": (8, "h100"),
+    "craynetwork:4,gpumem:80": (0, ""),
     "gpu:tesla:2(S:0),gpu:kepler:2(S:1)": (4, ""),
     "gpu:nvidia_a100_3g.39gb:2": (2, "nvidia_a100_3g.39gb"),
     "gpu:1g.5gb:7": (7, "1g.5gb"),
@@ -191,23 +188,23 @@ GRES = {
 }
 
 
-@pytest.mark.parametrize(("text", "gpus"), GRES.items())
-def test_generic_resources(text: str, gpus: tuple[int, str]) -> None:
-    assert parse_gpus(text) == gpus
+def test_generic_resources() -> None:
+    assert {text: parse_gpus(text) for text in GRES} == GRES
 
 
-@pytest.mark.parametrize(
-    ("text", "gpus"),
-    [
-        ("cpu=8,mem=64G,node=1,billing=8,gres/gpu=4", 4),
-        ("cpu=8,mem=62.50G,node=1,billing=8,gres/gpu:a100=4,gres/gpu=4", 4),
-        ("cpu=8,gres/gpu:a100=2,gres/gpu:v100=2", 4),
-        ("cpu=8,mem=500M,energy=0,gres/gpumem=0,gres/gpuutil=0", None),
-        ("(null)", None),
-    ],
-)
-def test_trackable_resources(text: str, gpus: int | None) -> None:
-    assert tres_gpus(text) == gpus
+TRES = {
+    "cpu=8,mem=64G,node=1,billing=8,gres/gpu=4": 4,
+    "cpu=8,mem=62.50G,node=1,billing=8,gres/gpu:a100=4,gres/gpu=4": 4,
+    "cpu=8,gres/gpu=4,gres/gpu:3090=4": 4,
+    "cpu=8,gres/gpu:a100=2,gres/gpu:v100=1": 3,
+    "cpu=8,mem=500M,energy=0,gres/gpumem=0,gres/gpuutil=0,gres/nic=2": None,
+    "(null)": None,
+    "": None,
+}
+
+
+def test_trackable_resources() -> None:
+    assert {text: tres_gpus(text) for text in TRES} == TRES
 
 
 ROWS = {
@@ -216,31 +213,32 @@ ROWS = {
     "12_[1-4%2]": ["12_1", "12_2", "12_3", "12_4"],
     "12_[0,2-3%1]": ["12_0", "12_2", "12_3"],
     "12_[0-6:3]": ["12_0", "12_3", "12_6"],
+    "38_[4,6,8%2]": ["38_4", "38_6", "38_8"],
     "12+0": ["12"],
     "12+1": [],
     "67108869": ["67108869"],
 }
 
 
-@pytest.mark.parametrize(("text", "ids"), ROWS.items())
-def test_ids_of_jobs(text: str, ids: list[str]) -> None:
-    assert list(parse_squeue(f"{text}|RUNNING|None|node1|N/A|N/A|a,b\n")) == ids
-    assert list(parse_sacct(f"{text}|COMPLETED|None|node1|Unknown|Unknown|a|0:15\n")) == ids
-    assert [job for job in expand_array_id(text) if "+" not in job] == [job for job in ids if "+" not in text]
+def test_ids_of_jobs() -> None:
+    of_squeue = {text: list(parse_squeue(f"{text}|RUNNING|None|node1|N/A|N/A|a,b\n")) for text in ROWS}
+    of_sacct = {text: list(parse_sacct(f"{text}|COMPLETED|None|node1|Unknown|Unknown|a|0:15\n")) for text in ROWS}
+    assert of_squeue == of_sacct == ROWS
+    plain = {text: ids for text, ids in ROWS.items() if "+" not in text}
+    assert {text: expand_array_id(text) for text in plain} == plain
 
 
-@pytest.mark.parametrize("exit_code", ["0:0", "1:0", "0:15", "0:9", "127:0", "0:53", "0:125"])
-def test_exit_codes(exit_code: str) -> None:
-    (job,) = parse_sacct(f"12|FAILED|None|node1|Unknown|Unknown|a|{exit_code}\n").values()
-    assert job.exit_code == exit_code
+def test_exit_codes() -> None:
+    codes = ["0:0", "1:0", "0:15", "0:9", "127:0", "0:53", "0:125"]
+    text = "".join(f"{number}|FAILED|None|node1|Unknown|Unknown|a|{code}\n" for number, code in enumerate(codes))
+    assert [job.exit_code for job in parse_sacct(text).values()] == codes
 
 
-@pytest.mark.parametrize(
-    "step", ["77.0", "77.batch", "77.extern", "77.interactive", "77_3.1", "77+1.0", "77.4294967291"]
-)
-def test_ids_of_steps(step: str) -> None:
-    commands = SlurmCommands({"PATH": "/bin"}, runner=Script(squeue=ok(f"CLUSTER: lab\n{step}|name\n")))
-    assert commands.steps("77") == {step: "name"}
+def test_ids_of_steps() -> None:
+    steps = ["77.0", "77.batch", "77.extern", "77.interactive", "77_3.1", "77+1.0", "77.4294967291"]
+    lines = "".join(f"{step}|name\n" for step in steps)
+    commands = SlurmCommands({"PATH": "/bin"}, runner=Script(squeue=ok(f"CLUSTER: lab\n{lines}")))
+    assert commands.steps("77") == dict.fromkeys(steps, "name")
 
 
 NODE_LISTS = {
@@ -259,14 +257,11 @@ NODE_LISTS = {
 }
 
 
-@pytest.mark.parametrize(("text", "nodes"), NODE_LISTS.items())
-def test_lists_of_nodes(text: str, nodes: list[str]) -> None:
-    assert sorted(nodes_in({"NodeList": text}, "NodeList")) == nodes
-    if text == ",".join(nodes):
-        assert parse_nodelist(text) == nodes
+def test_lists_of_nodes() -> None:
+    assert {text: sorted(nodes_in({"NodeList": text}, "NodeList")) for text in NODE_LISTS} == NODE_LISTS
 
 
-# All reasons of 20.11.9 and 26.05, without those of limits that follow a rule, see test_reasons.py.
+# All reasons of 20.11.9 and 26.05, without those of limits that follow a rule.
 REASONS = """
 None Prolog Priority Dependency Resources PartitionNodeLimit PartitionTimeLimit PartitionDown PartitionInactive
 JobHeldAdmin JobHeldUser NvidiaImexChannels BeginTime Licenses AssociationJobLimit AssociationResourceLimit
@@ -285,8 +280,22 @@ MaxMemoryPerAccount MaxUnknownPerAccount MaxJobsPerAccount MaxSubmitJobsPerAccou
 QOSGrpJobsLimit AssocGrpJobsLimit
 """
 
+# As `strings libslurmfull.so` of 22.05 has them: all that begin with Assoc or QOS and name a limit.
+LIMITS = """
+AssocGrpBB AssocGrpBBMinutes AssocGrpBBRunMinutes AssocGrpBilling AssocGrpBillingMinutes AssocGrpBillingRunMinutes
+AssocGrpCPUMinutesLimit AssocGrpCPURunMinutesLimit AssocGrpCpuLimit AssocGrpEnergy AssocGrpGRES AssocGrpGRESMinutes
+AssocGrpGRESRunMinutes AssocGrpJobsLimit AssocGrpLicense AssocGrpMemLimit AssocGrpMemMinutes AssocGrpNodeLimit
+AssocGrpSubmitJobsLimit AssocGrpUnknown AssocGrpWallLimit AssocMaxBBPerJob AssocMaxBillingPerNode
+AssocMaxCpuMinutesPerJobLimit AssocMaxCpuPerJobLimit AssocMaxCpuPerNode AssocMaxGRESMinutesPerJob AssocMaxGRESPerJob
+AssocMaxGRESPerNode AssocMaxJobsLimit AssocMaxMemPerJob AssocMaxNodePerJobLimit AssocMaxSubmitJobLimit
+AssocMaxWallDurationPerJobLimit MaxCpuPerAccount MaxGRESPerAccount MaxJobsPerAccount MaxLicensePerAccount
+MaxMemoryPerAccount MaxNodePerAccount MaxSubmitJobsPerAccount QOSGrpMemoryMinutes QOSGrpMemoryRunMinutes
+QOSMaxCpuPerUserLimit QOSMaxMemoryPerUser QOSMaxNodePerUserLimit QOSMaxSubmitJobPerUserLimit QOSMinGRES QOSMinMemory
+"""
 
-@pytest.mark.parametrize("reason", REASONS.split())
-def test_reasons_are_put_in_words(reason: str) -> None:
-    assert explain_reason(reason).endswith(f" ({reason})") and not explain_reason(reason).startswith("Slurm says")
-    assert explain_reason(f"({reason})").startswith(explain_reason(reason).removesuffix(f" ({reason})"))
+
+def test_reasons_are_put_in_words() -> None:
+    for reason in (REASONS + LIMITS).split():
+        words = explain_reason(reason)
+        assert words.endswith(f" ({reason})") and not words.startswith("Slurm says"), words
+        assert explain_reason(f"({reason})").startswith(words.removesuffix(f" ({reason})")), reason
