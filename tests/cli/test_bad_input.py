@@ -13,7 +13,6 @@ REFUSED = {
     "model=hf model.model_type=llama +model.lora.r=4 run.processes=2 parallel.tp=2": (
         "parallel.tp=2 was asked, and model.lora puts adapters around the matrices that it would cut"
     ),
-    "model=hf": "model.model_type=None and model.path=None; it takes one",
     "+cluster=4x8 model=hf model.path=llama": "model.path=llama: there is no llama/config.json",
     "train.init_from=nowhere": "train.init_from=nowhere is not there",
     "optim=lion": "any other by its class: optim._target_=torch.optim.NAdam optim.lr=1e-3",
@@ -28,11 +27,8 @@ REFUSED = {
         "optim.groups[0].lr=0.001 was asked with optim.lr=0, of which the schedule gives each group a multiple\n"
         "hint: to train these parameters alone: optim.lr=0.001, and {lr_scale: 0} as the last of optim.groups"
     ),
-    "-m 'seed=range(0)'": "seed=range(0) gives no value: the sweep is empty",
-    "-m seed=3 train.log_every_steps=1,2": "runs 0 and 1 of the sweep have the same configuration",
     "-m +cluster=1x8 seed=1,2 batch.global_size=32,7": "run 1 (seed=1",
     "-m optim.lr=1,x": "run 1 (optim.lr=x): optim.lr must be a number, at least 0, got 'x'",
-    "-m run.root=a,b seed=1,2": "have several roots: a, b",
     "-m sweep.max_parallel=1,2 seed=1": "sweep.max_parallel",
     "--wait": "--wait waits for the runs of a sweep",
     "--ranks": "--ranks prints where the ranks would run",
@@ -48,10 +44,7 @@ REFUSED = {
     "plan --when 1-99 +cluster=1x1": "--when 1-99 is more than 21 sizes",
     "plan --when 1-4": "--when is about jobs of Slurm",
     "plan --when 2 +cluster=2x2 'cluster.gpus_per_node=[4,2]'": "--when is for equal nodes, not for [4, 2]",
-    "+cluster=4x8 batch.global_size=31": "batch.global_size=32 or more",
-    "+cluster=0x8": "write +cluster=<nodes>x<GPUs per node>",
     "-m +cluster=2x2 'cluster.gpus_per_node=[4,2]' seed=1,2": "no arrays of heterogeneous jobs",
-    "'callbacks=[{_target_:slurm_train.train.callbacks.EMA,decay:2}]'": "decay must be a number, at least 0 and",
     "'callbacks=[{_target_:slurm_train.train.callbacks.Ema}]'": "slurm_train.train.callbacks has no 'Ema'",
     "'callbacks=[{_target_:slurm_train.train.callbacks.EarlyStopping}]' train.eval_every_steps=null": (
         "a callback compares evaluations, and the run makes none on its way"
@@ -61,13 +54,7 @@ REFUSED = {
     "model.width=30": "model.width=30 cannot be split into model.num_heads=4 heads of an even width",
     "data.context=64 model.context=32": "data.context=64 is longer than model.context=32",
     "+data.heldout=0.1": "data.heldout must be a mapping, or null, got 0.1",
-    "run.name=../x": "cannot be the name of a folder and of a job",
-    "run.root=runs/%j": "has a character that Slurm reads as a pattern",
-    "+cluster=1x1 'cluster.partition=a\nb'": "a line break at character 2",
-    "+cluster=1x1 'cluster.env.X=a\nb'": "a line break at character 2",
     "+cluster=1x1 'cluster.setup=['\"'\"'a\nb'\"'\"']'": "cluster.setup has a line break",
-    "+cluster=1x1 'cluster.sbatch.comment=a\x1bb'": "U+001B at character 2",
-    "'script=[nope.py]'": "there is no such file",
     "task.x=1": "task has no _target_",
     "data=text data.path=nowhere": "holds no prepared text",
     "status nothing": "no run matches 'nothing'",
@@ -100,7 +87,6 @@ REFUSED = {
     "--nodes=2 --gpus-per-node=8": "write +cluster=2x8, nodes x GPUs per node",
     "--partition gpu": "write cluster.partition=gpu",
     "--time=4:00:00": "write cluster.time=4:00:00",
-    "+cluster=1x1 cluster.mem=64": "write cluster.memory_gb_per_node=64",
     "+cluster=1x1 cluster.sbatch.time=60": "use cluster.time instead",
     "--dry-run": "`plan` in front of the words",
     "--multi-run": "did you mean --multirun?",
@@ -126,7 +112,6 @@ REFUSED = {
     "'script=[train.py --epochs 3,--lr,1]'": "hint: commas between the words: script=[train.py,--epochs,3,--lr,1]",
     "model._target_=net.py:Net data._target_=a.B": "is not a dotted path\nhint: write model._target_=net.Net",
     "model._target_=./src/net:Net data._target_=a.B": "is not a dotted path\nhint: write model._target_=src.net.Net",
-    "model._target_=a-b.Net data._target_=a.B": "is not a dotted path\nhint: write it as package.module.name",
     "task._target_=train:main": "is not a dotted path\nhint: write task._target_=train.main",
     "seed=1 plan": "the verb is the first word: python -m slurm_train plan",
     "--config my.yaml": "--config-dir DIR",
@@ -135,7 +120,6 @@ REFUSED = {
     "optim.lr 3e-4": "write optim.lr=3e-4, without blanks",
     "optim.betas=[0.9, 0.95]": 'with its blanks in quotes: "optim.betas=[0.9, 0.95]"',
     '"optim.lr=\'3e-4"': "quote a value",
-    "optm.lr=3e-4": "write optim.lr=3e-4",
     "optimizer=sgd": "write optim=sgd",
     "optim.momentum=0.8": "write optim=sgd optim.momentum=0.8",
     "train.max_steps=1e3": 'for example "train.max_steps=8"',
@@ -154,7 +138,7 @@ REFUSED = {
     "--config-dir conf": "name a folder with your YAML files",
     "site=mycluster +cluster=1x1": "init mycluster",
 }
-"""What is typed, and a part of the answer; tests/config/test_synonyms.py has every name of other trainers."""
+"""What is typed, and a part of the answer; the rooms' own tests have what each of them refuses."""
 
 
 @pytest.mark.parametrize("words", REFUSED)
