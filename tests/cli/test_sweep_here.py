@@ -39,7 +39,7 @@ def person(tmp_path: Path) -> Person:
     return Person(tmp_path)
 
 
-@pytest.mark.parametrize("num_parallel", [1, 2])
+@pytest.mark.parametrize("num_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_that_fails_ends_no_other_and_the_same_words_continue(num_parallel: int, person: Person) -> None:
     scripts = "script=[train.py,fine],[train.py,bad],[train.py,good]"
     words = ["-m", scripts, "run.processes=1", f"sweep.max_parallel={num_parallel}"]
@@ -53,7 +53,7 @@ def test_a_run_that_fails_ends_no_other_and_the_same_words_continue(num_parallel
     assert [len(read_ledger(one.run)) for one in elements] == [1, 2, 1]
 
 
-@pytest.mark.parametrize("num_parallel", [1, 2])
+@pytest.mark.parametrize("num_parallel", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_that_another_sweep_finishes_meanwhile_is_left_alone(num_parallel: int, person: Person) -> None:
     scripts = "script=[train.py,first],[train.py,fine],[train.py,good]"
     (person.folder / "train.py").write_text(f"{SCRIPT}{OTHERS}")

@@ -51,6 +51,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_victim_waits_and_the_cause_does_not(tmp_path: Path) -> None:
     victims, causes = run_pair(tmp_path, PROGRAM)
@@ -187,6 +188,7 @@ def test_a_slow_rank_is_named_in_every_layout(tmp_path: Path) -> None:
         assert set(named(readings)) == {(1,)}, (layout, readings)
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_healthy_ranks_of_a_layout_are_not_named(tmp_path: Path) -> None:
     open_layouts = set(LAYOUTS)
@@ -335,6 +337,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_program_of_a_users_own_is_measured_without_being_asked(tmp_path: Path) -> None:
     victims, causes = run_pair(tmp_path, OWN)

@@ -197,6 +197,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("words", [[], ["parallel.tp=8"]])
 def test_70b_is_planned_and_cut_for_64_ranks_in_little_memory(words: list[str]) -> None:

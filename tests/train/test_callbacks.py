@@ -100,7 +100,13 @@ def test_hooks_are_called_on_every_rank_at_the_same_steps_and_the_state_goes_on(
 
 
 @distributed
-@pytest.mark.parametrize("sections", [{}, {"parallel": {"dp_shard": 2}}], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"parallel": {"dp_shard": 2}}, id="sharded", marks=pytest.mark.full),
+    ],
+)
 def test_an_average_is_restored_bit_for_bit_and_leaves_no_trace_in_the_training(
     tmp_path: Path, sections: dict[str, Any]
 ) -> None:
@@ -272,6 +278,7 @@ def test_an_average_is_that_of_the_formula_under_both_names_of_a_weight() -> Non
     torch.testing.assert_close(average["0.weight"], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full
 @distributed
 def test_an_average_is_the_same_in_every_layout_that_shares_out_the_model(tmp_path: Path) -> None:
     """Attempts of one run: whole, then in stages, then in columns of matrices."""
@@ -291,6 +298,7 @@ def test_an_average_is_the_same_in_every_layout_that_shares_out_the_model(tmp_pa
         assert found[name].numpy() == pytest.approx(average.numpy(), rel=1e-9, abs=1e-12), name
 
 
+@pytest.mark.full
 @distributed
 @pytest.mark.parametrize(
     "parallel",

@@ -183,7 +183,12 @@ def test_a_rank_that_hangs_is_named_with_stacks_and_ended(person: Person, kind: 
 
 
 @pytest.mark.parametrize(
-    "kind", ["compute", "compile", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("log", "write"))]
+    "kind",
+    [
+        "compute",
+        pytest.param("compile", marks=pytest.mark.full),
+        *(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("log", "write")),
+    ],
 )
 def test_a_rank_that_does_something_is_left_alone_while_the_other_waits(person: Person, kind: str) -> None:
     with running(person, kind, str(4 * LIMIT_S)) as run:
