@@ -14,7 +14,7 @@ from pathlib import Path
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import ledger_entry
+from slurm_train.rundir.attempts import comes_back, ledger_entry
 from slurm_train.rundir.jobs import has_ended, read_job
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
@@ -123,10 +123,10 @@ class LogPrinter:
         failure = find_failure(self._run, attempt)
         if failure is None:
             entry = ledger_entry(self._run, attempt)
-            comes_back = entry.get("action") in ("requeue", "leave", "relaunch")
-            if comes_back:
+            goes_on = comes_back(entry) or entry.get("action") == "relaunch"
+            if goes_on:
                 note(f"attempt {attempt}: {entry.get('note', '')}")
-            return comes_back
+            return goes_on
         for line in failure.lines(rank_shown=self._rank):
             note(painted(line, self._alert))
         if failure.kind and not failure.is_in_log_of(self._rank):

@@ -246,6 +246,23 @@ def overtaken(run: RunDirectory, attempt: int, newest: int) -> RunError:
     )
 
 
+NOT_REQUEUED = "not_requeued"
+"""`outcome` of an attempt that was to be requeued: neither did Slurm do that, nor could another job be submitted."""
+
+
+def waits_for_person(entry: Mapping[str, Any]) -> bool:
+    """Returns whether nothing starts the run again after an attempt, by its line in the ledger: that is for a person.
+
+    `action` is what was decided. It is written before it is done, since Slurm ends the supervisor by a requeue.
+    """
+    return entry.get("action") == "stop" or entry.get("outcome") == NOT_REQUEUED
+
+
+def comes_back(entry: Mapping[str, Any]) -> bool:
+    """Returns whether Slurm was to start the run again after an attempt, as far as the ledger has it."""
+    return entry.get("action") in ("requeue", "leave") and not waits_for_person(entry)
+
+
 def read_ledger(run: RunDirectory) -> list[dict[str, Any]]:
     """Returns one mapping per attempt, start and end facts merged; "end_time_unix_s" is absent while it runs."""
     merged: dict[int, dict[str, Any]] = {}

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.attempts import read_ledger, waits_for_person
 from slurm_train.rundir.files import (
     change_times,
     is_there,
@@ -367,7 +367,7 @@ def has_stopped(ledger: Sequence[Mapping[str, Any]], record: JobRecord | None) -
         ledger: of the run.
         record: its newest job.
     """
-    if not ledger or ledger[-1].get("action") != "stop":
+    if not ledger or not waits_for_person(ledger[-1]):
         return False
     return record is None or record.submit_time_unix_s < float(ledger[-1]["end_time_unix_s"])
 

@@ -382,6 +382,19 @@ def requeue_delay_s(settings: Mapping[str, str]) -> float:
     return _DEFAULT_REQUEUE_DELAY_S if match is None else float(match[1])
 
 
+def returning_codes(settings: Mapping[str, str]) -> frozenset[int]:
+    """Returns the exit codes of jobs that this site starts again or holds by itself.
+
+    Args:
+        settings: `scontrol show config`, with e.g. "RequeueExit": "1,3-5".
+    """
+    codes = set[int]()
+    for name in ("RequeueExit", "RequeueExitHold"):
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", settings.get(name, "")):
+            codes.update(range(int(first), int(last or first) + 1))
+    return frozenset(codes)
+
+
 _EXPEDITING_SINCE = (25, 11)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.rundir.attempts import read_ledger
+from slurm_train.rundir.attempts import comes_back, read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
 from slurm_train.rundir.heartbeat import Beat, read_oldest
@@ -116,6 +116,8 @@ _CAME_BACK = {
     "growth": "was requeued for more nodes",
     "file_system": "could not be started: the file system refused",
 }
+_NOT_RETURNED = (RunState.FAILED, RunState.COMPLETED, RunState.TIMEOUT, RunState.OUT_OF_MEMORY)
+"""What Slurm calls a job that it has not put back into the queue."""
 _HALTED = {"SUSPENDED": "Slurm has suspended the job", "STOPPED": "the job's processes are stopped"}
 
 
@@ -466,14 +468,14 @@ def infer_state(
         return RunState.FINISHED, files.ended_early
     last = files.last_attempt
     resume = f"`resume {files.run.run_id}`"
-    comes_back = last.get("action") in ("requeue", "leave")
+    is_to_return = comes_back(last)
     reason = str(last.get("reason"))
     by_slurm = None if job is None else _STATES[job.phase.value.replace(" ", "_")]
     if job is not None and by_slurm is not None and (job.is_active or not last):
         if by_slurm is RunState.QUEUED:
             waits = "its nodes are made ready" if job.word == "CONFIGURING" else explain_reason(job.reason)
             # Not for a run that somebody has submitted again.
-            again = _CAME_BACK.get(reason, "") if comes_back else ""
+            again = _CAME_BACK.get(reason, "") if is_to_return else ""
             return by_slurm, "; ".join(filter(None, [again, waits]))
         if by_slurm is RunState.RUNNING:
             return by_slurm, _HALTED.get(job.word, files.slow_because)
@@ -485,11 +487,15 @@ def infer_state(
         # The newest attempt is that of an earlier job.
         return by_slurm, never_began(files, job)
     if last and not files.is_open:
-        if by_slurm is RunState.CANCELLED and comes_back:
+        if by_slurm is RunState.CANCELLED and is_to_return:
             # No process was there to record it.
             return by_slurm, f"the job was cancelled while it waited to come back; {resume} continues"
         ended = _STATES.get(_OF_REASON.get(reason, reason), RunState.UNKNOWN)
-        return by_slurm if by_slurm is RunState.FINISHING else ended, str(last.get("note", ""))
+        note = str(last.get("note", ""))
+        if job is not None and by_slurm in _NOT_RETURNED and is_to_return:
+            # The supervisor was ended before it could record what became of its request.
+            note = f"{reason.replace('_', ' ')}; Slurm did not requeue the job ({job.word}); {resume} continues"
+        return by_slurm if by_slurm is RunState.FINISHING else ended, note
     beat = files.oldest_beat
     if not slurm_answers and job is None and beat and abs(now_unix_s - beat.written_unix_s) < SILENT_AFTER_S:
         return RunState.RUNNING, files.slow_because

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
+from slurm_train.rundir.attempts import waits_for_person
 from slurm_train.rundir.events import GPU_MEMORY
 from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.records import WARNED
@@ -433,7 +434,7 @@ def ends_without_progress(ledger: Sequence[Mapping[str, Any]]) -> Counter[str]:
     for entry in reversed(ledger):
         if "end_time_unix_s" not in entry:
             continue
-        if made_progress(entry) or entry.get("action") == "stop":
+        if made_progress(entry) or waits_for_person(entry):
             break
         counts[_KINDS.get(str(entry.get("reason")), "failed")] += 1
     return counts

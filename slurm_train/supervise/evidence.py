@@ -18,7 +18,7 @@ from typing import Any
 
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE
-from slurm_train.rundir.attempts import Round, read_ledger
+from slurm_train.rundir.attempts import Round, read_ledger, waits_for_person
 from slurm_train.rundir.events import (
     FailureMark,
     Finding,
@@ -367,7 +367,7 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
         failed_on=failed_on,
         to_avoid=to_avoid,
         # A person who starts the run again after a stop gets a new first try.
-        is_repeated=is_same_failure and evidence.ledger[-1].get("action") != "stop",
+        is_repeated=is_same_failure and not waits_for_person(evidence.ledger[-1]),
         had_begun=had_begun,
         lacks_room=not had_begun and any(error.code == _DISK_FULL for error in errors),
     )

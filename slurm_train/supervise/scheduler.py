@@ -25,7 +25,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import Notice
 from slurm_train.slurm.allocation import Allocation, compact_nodelist, het_job_ids, parse_nodelist
 from slurm_train.slurm.commands import ControllerAway, SlurmCommands
-from slurm_train.slurm.policy import read_preemption, requeue_delay_s
+from slurm_train.slurm.policy import read_preemption, requeue_delay_s, returning_codes
 from slurm_train.slurm.records import (
     NO_STEP,
     JobState,
@@ -93,6 +93,8 @@ class Scheduler:
     """How a rank of this machine was killed."""
     task_ends: Sequence[TaskEnd] = ()
     """How ranks of this machine had ended when the first of them had failed."""
+    refusals: Sequence[str] = ()
+    """Why the job could not be requeued, and no other one be submitted."""
     is_shared = False
     """Whether other runs have supervisors of their own in the same job."""
 
@@ -169,7 +171,7 @@ class Scheduler:
         wait_until_requeued(lambda: self.requeue(decision))
 
     def has_left(self) -> bool:
-        """Returns whether the run has stopped for good in an earlier start of a job that continues for other runs."""
+        """Returns whether the run has stopped for good in an earlier start of its job."""
         return False
 
     def resubmit(self, _decision: Decision) -> str:
@@ -327,7 +329,7 @@ class SlurmJob(Scheduler):
             is_over=decision.is_over,
             limit_s=self._retry_s,
         )
-        is_requeued = _answer(bring, False, f"job {self.job_id} could not be requeued")
+        is_requeued = self._try(bring, False, f"job {self.job_id} could not be requeued")
         # Slurm may end this process at any moment, so delay and exclusion are best effort.
         for job_id in self.job_ids if is_requeued else ():
             if decision.delay_s:
@@ -338,23 +340,54 @@ class SlurmJob(Scheduler):
                 _answer(exclude, None, f"job {job_id} may get {','.join(decision.exclude)} again")
         return is_requeued
 
-    def end_for_good(self) -> None:
-        """Makes sure that a job that fails now ends, and that Slurm does not hold it until a person releases it.
+    def end_for_good(self, code: int) -> int:
+        """Makes sure that a job that fails now ends, and that Slurm neither starts it again nor holds it for a person.
 
-        Slurm holds a job with --requeue=expedite that fails on nodes without a fault. A job that was requeued, or that
-        somebody else ends, is not changed.
+        Slurm holds a job with --requeue=expedite that fails on nodes without a fault. Sites requeue or hold jobs by
+        their exit codes, also those that may not be requeued (22.05). A job that was requeued, or that somebody else
+        ends, is not changed.
+
+        Args:
+            code: the exit code that the job is to have.
+
+        Returns:
+            That code, or another one where the site requeues or holds jobs that end with it.
         """
         unknown: dict[str, str] = {}
         job = _answer(lambda: self.commands.show_job(self.job_id), unknown)
-        is_ours = job.get("JobState") == "RUNNING" and restarts_of(job) == self.start.restart_count
-        if is_ours and job.get("ExpeditedRequeue") == "Yes":
+        if job.get("JobState") != "RUNNING" or restarts_of(job) != self.start.restart_count:
+            return code
+        if job.get("ExpeditedRequeue") == "Yes":
             problem = f"Slurm may hold job {self.job_id} as REQUEUE_HOLD: `scancel {self.job_id}` ends it"
             _answer(lambda: self.commands.forbid_requeue(self.job_id), None, problem)
+        taken = returning_codes(_answer(self.commands.show_config, unknown))
+        # The code of a run that shares its job tells the batch script whether the run goes on.
+        if code not in taken or self.is_shared:
+            return code
+        free_code = next((number for number in range(1, 126) if number not in taken), code)
+        say(f"this site starts or holds jobs that end with {code} (RequeueExit): the job ends with {free_code}")
+        return free_code
 
     def resubmit(self, decision: Decision) -> str:
         """Submits the run's script once more."""
         submit = partial(submit_continuation, self._run, self.job_id, exclude=decision.exclude, env=self._env)
-        return _answer(submit, "", "no other job could be submitted")
+        return self._try(submit, "", "no other job could be submitted")
+
+    def _try(self, request: Callable[[], T], default: T, problem: str) -> T:
+        """Returns Slurm's answer to a request, `default` where it refuses, which is kept in `refusals`."""
+        try:
+            return request()
+        except ClusterError as err:
+            self.refusals = (*self.refusals, f"{problem}: {err.message}")
+            say(self.refusals[-1])
+            return default
+
+    def has_left(self) -> bool:
+        """Reads the ledger; where Slurm had not said why the ranks were to stop, the decision to stop was none."""
+        entries = [entry for entry in read_ledger(self._run) if entry.get("job_id") == self.job_id]
+        if not entries or int(entries[-1].get("restart_count") or 0) >= self.start.restart_count:
+            return False
+        return entries[-1].get("action") == "stop" and entries[-1].get("reason") != "unknown"
 
     def is_predecessor_cancelled(self) -> bool:
         """Returns whether the job that this one is to continue was cancelled, as far as Slurm knows."""

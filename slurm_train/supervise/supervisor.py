@@ -22,6 +22,7 @@ from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, RunError
 from slurm_train.launch.snapshot import own_snapshot, require_sealed
 from slurm_train.metrics import last_numbers
 from slurm_train.rundir.attempts import (
+    NOT_REQUEUED,
     AttemptStart,
     Round,
     close_attempt,
@@ -184,6 +185,7 @@ class Supervisor:
                 say(refusal)
                 return EXIT_FAILURE
             if scheduler.has_left():
+                # Also where a site requeues jobs by their exit code (RequeueExit).
                 say(f"it has stopped in an earlier start of job {job_id}; `resume {run.run_id}` continues the run")
                 return EXIT_FAILURE
             refusal = self._budget_used_up(start)
@@ -549,22 +551,34 @@ class Supervisor:
         return exit_code or EXIT_FAILURE
 
     def _hand_over(self, decision: Decision) -> int:
-        run = self._run
-        if self._is_cancelled(self._scheduler.show_job()):
+        """Has another job continue the run, since Slurm does not requeue this one, and records what came of it."""
+        scheduler = self._scheduler
+        if self._is_cancelled(scheduler.show_job()):
             # The job was cancelled after the decision, so the requeue did nothing, and no other job is wanted.
-            facts = {"reason": CANCELLED.reason, "action": CANCELLED.action, "note": CANCELLED.note}
-            best_effort = BestEffort()
-            attempt = best_effort("the attempts", lambda: max(existing_attempts(run), default=None), None)
-            if attempt is not None:
-                best_effort("the ledger", lambda: close_attempt(run, attempt, facts), None)
-            say(f"attempt {attempt}: {CANCELLED.note}")
+            self._record_outcome(reason=CANCELLED.reason, action=CANCELLED.action, note=CANCELLED.note)
             return EXIT_FAILURE
-        new_id = BestEffort()("another job", lambda: self._scheduler.resubmit(decision), "", asks_slurm=True)
-        if not new_id:
-            say("Slurm did not confirm the requeue; `resume` continues the run")
-            return EXIT_FAILURE
-        say(f"this job cannot be requeued; job {new_id} takes over when it has ended")
-        return EXIT_REQUEUE
+        new_id = BestEffort()("another job", lambda: scheduler.resubmit(decision), "", asks_slurm=True)
+        if new_id:
+            note = f"{decision.reason}; this job cannot be requeued; job {new_id} takes over when it has ended"
+            self._record_outcome(note=note)
+            return EXIT_REQUEUE
+        refusals = "; ".join(scheduler.refusals) or "Slurm did not confirm the requeue"
+        note = f"{decision.reason}; {refusals}; `resume` continues the run"
+        attempt = self._record_outcome(outcome=NOT_REQUEUED, note=note)
+        self._send("failed", note, attempt=attempt, once=f"attempt {attempt}")
+        return EXIT_FAILURE
+
+    def _record_outcome(self, **facts: str) -> int:
+        """Adds what became of the decision to the attempt of this start, if it has opened one; returns its number."""
+        best_effort = BestEffort()
+        ledger = best_effort("the ledger", lambda: read_ledger(self._run), list[dict[str, Any]]())
+        newest = ledger[-1] if ledger else {}
+        attempt = int(newest.get("attempt", 0))
+        say(f"attempt {attempt}: {facts['note']}")
+        if (newest.get("job_id"), newest.get("restart_count")) == (self._job_id, self._restart_count):
+            times = {"time_unix_s": newest["end_time_unix_s"]} if "end_time_unix_s" in newest else {}
+            best_effort("the ledger", lambda: close_attempt(self._run, attempt, {**facts, **times}), None)
+        return attempt
 
     def _is_cancelled(self, job: Mapping[str, str] | None) -> bool:
         """Returns whether somebody cancelled this job, which is ending, perhaps in the grace time of a preemption.

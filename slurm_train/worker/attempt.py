@@ -71,7 +71,7 @@ def supervise_in_job(run: RunDirectory, command: Sequence[str], env: Mapping[str
         code = Supervisor(run, _job_alone(run, env, settings), settings).come_back_later(err)
     finally:
         if code != EXIT_DONE:
-            _job_alone(run, env, RequeueSection()).end_for_good()
+            code = _job_alone(run, env, RequeueSection()).end_for_good(code)
     return code
 
 

@@ -45,6 +45,7 @@ def seen(run: Any, look: Look, **values: Any) -> RunStatus:
 
 
 PREEMPTED = attempt(0, reason="preempted", action="requeue", note="preempted; requeued")
+NOT_BACK = attempt(0, reason="preempted", action="requeue", outcome="not_requeued", note="preempted; not allowed")
 # The job, what is on disk; the state, and how the note begins.
 STATES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "never started": (None, {"job_ids": ()}, "not_started", ""),
@@ -56,6 +57,17 @@ STATES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "preempted and queued again": (
         *(job_state("12", "PENDING", reason="BeginTime"), {"ledger": PREEMPTED}),
         *("queued", "was preempted; its earliest start has not come yet"),
+    ),
+    "decided, and not requeued by Slurm": (
+        *(job_state("12", "FAILED"), {"ledger": PREEMPTED}),
+        *("preempted", "preempted; Slurm did not requeue the job (FAILED); `resume"),
+    ),
+    "neither requeued nor continued": (
+        *(job_state("12", "FAILED"), {"ledger": NOT_BACK}, "preempted", "preempted; not allowed"),
+    ),
+    "ended early": (
+        *(job_state("12", "FAILED"), {"ledger": attempt(0, reason="ended_early", action="stop", note="step 32 of 36")}),
+        *("ended_early", "step 32 of 36"),
     ),
     "cancelled while it waited to come back": (
         *(job_state("12", "CANCELLED by 0"), {"ledger": PREEMPTED}),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slurm_train.errors import ClusterError
-from slurm_train.rundir.attempts import open_attempt
+from slurm_train.rundir.attempts import close_attempt, open_attempt
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
@@ -310,5 +310,43 @@ def test_the_ranks_are_asked_as_by_the_warning_before_the_limit(tmp_path: Path) 
 )
 def test_an_expedited_job_that_fails_ends(fields: dict[str, str], may_return: str, tmp_path: Path) -> None:
     job, commands = growing_job(tmp_path, **{"ExpeditedRequeue": "Yes", **fields})
-    job.end_for_good()
+    assert job.end_for_good(1) == 1
     assert commands.fields["7"]["Requeue"] == may_return
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "code"),
+    [
+        ({"RequeueExit": "(null)", "RequeueExitHold": "(null)"}, {}, 1),
+        ({"RequeueExit": "1", "RequeueExitHold": "2-4,9"}, {}, 5),
+        ({"RequeueExit": "75"}, {}, 1),
+        ({"RequeueExit": "1-255"}, {}, 1),
+        ({"RequeueExit": "1"}, {"Restarts": "1"}, 1),
+    ],
+)
+def test_a_job_that_fails_ends_with_a_code_for_which_the_site_does_not_start_it_again(
+    settings: dict[str, str], fields: dict[str, str], code: int, tmp_path: Path
+) -> None:
+    job, commands = growing_job(tmp_path, **fields)
+    commands.config = settings
+    assert job.end_for_good(1) == code
+
+
+@pytest.mark.parametrize(
+    ("facts", "restart_count", "has_left"),
+    [
+        ({"action": "stop", "reason": "failed"}, 1, True),
+        ({"action": "stop", "reason": "failed"}, 0, False),
+        # What was decided without an answer of Slurm; and what was decided otherwise.
+        ({"action": "stop", "reason": "unknown"}, 1, False),
+        ({"action": "requeue", "reason": "preempted", "outcome": "not_requeued"}, 1, False),
+    ],
+    ids=["a later start", "the same start", "Slurm did not answer", "a requeue that was not confirmed"],
+)
+def test_a_job_that_has_stopped_for_good_begins_nothing_at_its_next_start(
+    facts: dict[str, str], restart_count: int, has_left: bool, tmp_path: Path
+) -> None:
+    job, _ = growing_job(tmp_path)
+    close_attempt(job._run, open_attempt(job._run, job.start), facts)
+    job.start = replace(job.start, restart_count=restart_count)
+    assert job.has_left() == has_left

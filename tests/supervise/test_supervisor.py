@@ -7,13 +7,22 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, RunError
-from slurm_train.rundir.attempts import AttemptStart, close_attempt, note_saved, open_attempt, read_ledger
+from slurm_train.rundir.attempts import (
+    NOT_REQUEUED,
+    AttemptStart,
+    close_attempt,
+    comes_back,
+    note_saved,
+    open_attempt,
+    read_ledger,
+    waits_for_person,
+)
 from slurm_train.rundir.events import FailureMark, append_event, leave_mark, note_signal, write_preflight
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.jobs import Holder, read_holder, take_lock
@@ -21,6 +30,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import ProgramProgress, last_step
 from slurm_train.supervise import scheduler as module
 from slurm_train.supervise.decision import Decision
+from slurm_train.supervise.notify import Notifier
 from slurm_train.supervise.scheduler import Scheduler
 from slurm_train.supervise.supervisor import Supervisor, close_lost, ignore_stop_signals, on_stop
 
@@ -201,6 +211,33 @@ def test_how_an_attempt_ends_and_what_is_done(
     if "requeue" in events:
         assert world.ledger_at_requeue[0]["last_step"] == 1, "all is on disk before Slurm ends this process"
         assert world.holder_at_requeue is None, "the next attempt must find the lock free"
+
+
+@pytest.mark.parametrize(
+    ("new_job", "refusals", "outcome", "words"),
+    [
+        ("8", (), None, "job 8 takes over"),
+        ("", ("job 7 could not be requeued: not allowed", "no other job could be submitted: limit"), "x", "limit"),
+        ("", (), "x", "did not confirm"),
+    ],
+)
+def test_the_ledger_and_the_person_are_told_what_became_of_a_requeue(
+    new_job: str, refusals: tuple[str, ...], outcome: str | None, words: str, world: World
+) -> None:
+    world.jobs, world.requeue_works, world.new_job, world.refusals = [PREEMPTED], False, new_job, refusals
+    told: list[tuple[str, str]] = []
+
+    def notify(event: str, *, note: str, **_: Any) -> None:
+        told.append((event, note))
+
+    supervisor = Supervisor(world.run, world, RequeueSection(), notify=cast("Notifier", notify))
+    supervisor.supervise(world.ranks(75, steps=1))
+    entry = newest(world)
+    assert (entry["reason"], entry["action"], entry["last_step"]) == ("preempted", "requeue", 1)
+    assert entry.get("outcome") == (outcome and NOT_REQUEUED) and words in entry["note"]
+    assert waits_for_person(entry) == bool(outcome) and comes_back(entry) != bool(outcome)
+    assert [event for event, _ in told] == (["failed"] if outcome else [])
+    assert world.ledger_at_requeue[0]["end_time_unix_s"] == entry["end_time_unix_s"], "it ended when it ended"
 
 
 def test_a_run_that_finishes_is_booked_as_done_and_not_run_again(world: World) -> None:
