@@ -67,7 +67,8 @@ class RunSection:
     """Where a run is stored, and its name."""
 
     root: str = "runs"
-    """Directory of all runs; on a cluster every node must see this path."""
+    """Directory of all runs; on a cluster every node must see this path. If others may write to it, your runs are in
+    the folder `@<user>` there."""
     name: str | None = None
     """Folder below `root`; default "<model>-<data>", the names of the chosen files."""
     share: Literal["private", "group"] = "private"

@@ -37,8 +37,9 @@ from slurm_train.launch.placement import World, check_pipeline, fitting_world, p
 from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
-from slurm_train.rundir.paths import RunDirectory, require_room
-from slurm_train.rundir.sweep import Element, SweepDirectory
+from slurm_train.rundir.paths import RunDirectory, require_room, root_of_place
+from slurm_train.rundir.places import own_places
+from slurm_train.rundir.sweep import Element, SweepDirectory, sweep_place
 from slurm_train.slurm.commands import SlurmCommands
 
 if TYPE_CHECKING:
@@ -196,9 +197,9 @@ def plan_run(
     check_path("run.root", str(root))
     if config.preflight.only:
         # A check trains nothing, and the same words must check again, so each has a folder that no verb lists.
-        run = RunDirectory(root / ".doctor" / secrets.token_hex(ID_DIGITS // 2))
+        run = RunDirectory(own_places(root)[-1] / ".doctor" / secrets.token_hex(ID_DIGITS // 2))
     else:
-        run = run_of_hash(root / name, config_hash(config, global_size=batch.global_size))
+        run = run_of_hash(root, name, config_hash(config, global_size=batch.global_size))
     require_room(run)
     plan = _assemble(config, world, layout, batch, run=run, directory=str(cwd))
     cpus = _share_cpus(config, world, env, shares)
@@ -637,19 +638,27 @@ def plan_sweep(
         ]
     )
     require_all(_not_packable(plans))
-    if sweep_id is None:
-        # The sweep's id is a hash of its runs, so it does not depend on the order in which they were typed.
-        names = "\n".join(sorted(f"{plan.run.name}/{plan.run.run_id}" for plan in plans))
-        sweep_id = hashlib.sha256(names.encode()).hexdigest()[:8]
-    sweeps = plans[0].run.path.parent.parent / "sweeps"
+    sweep = sweep_place(root_of_place(plans[0].run.path.parent.parent), sweep_id or _sweep_id_of(plans))
+    plans = [_moved(plan, sweep.root) for plan in plans]
     return SweepPlan(
-        sweep=SweepDirectory(sweeps / sweep_id),
+        sweep=sweep,
         elements=tuple(
             Element(index=index, run=plan.run, overrides=point.values)
             for index, (point, plan) in enumerate(zip(points, plans, strict=True))
         ),
         plans=tuple(plans),
     )
+
+
+def _sweep_id_of(plans: Sequence[RunPlan]) -> str:
+    """Returns a hash of the runs of a sweep, which does not depend on the order in which they were typed."""
+    names = "\n".join(sorted(f"{plan.run.name}/{plan.run.run_id}" for plan in plans))
+    return hashlib.sha256(names.encode()).hexdigest()[:8]
+
+
+def _moved(plan: RunPlan, place: Path) -> RunPlan:
+    """Returns the plan with its run in another place: all runs of a sweep lie where the sweep does."""
+    return replace(plan, run=RunDirectory(place / plan.run.name / plan.run.run_id))
 
 
 # A pack multiplies the request of a run's keys; these flags would set the same resources in another way.

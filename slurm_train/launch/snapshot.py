@@ -26,7 +26,7 @@ from slurm_train.formatting import shorten
 from slurm_train.launch.git import SourceState, is_secret_file, read_git
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, is_below, own_paths, packages_in
 from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
-from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.paths import RunDirectory, root_of_place
 from slurm_train.rundir.removal import remove_tree
 
 # --- which files are copied ---
@@ -106,7 +106,7 @@ def read_source(
     if state.files is None and not uses_own_code and not config.run.snapshot_folders:
         return Source({"": directory}, states={"": state})
     # If the runs' root also contains the code (run.root=.), only this run's own folder is left out.
-    root = run.path.parent.parent
+    root = root_of_place(run.path.parent.parent)
     holds_code = directory.resolve().is_relative_to(root.resolve())
     runs = (run.path.parent if holds_code else root).resolve()
     folders = {"": directory, **_further_folders(config.run.snapshot_folders, directory)}

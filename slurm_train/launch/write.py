@@ -33,7 +33,7 @@ from slurm_train.rundir.files import (
 )
 from slurm_train.rundir.jobs import read_job
 from slurm_train.rundir.lookup import refuse_unwritable
-from slurm_train.rundir.paths import RunDirectory, require_private
+from slurm_train.rundir.paths import RunDirectory, require_private, root_of_place
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_table
 
 
@@ -51,7 +51,7 @@ def require_writable(run: RunDirectory, *, share: str = "private") -> None:
     refuse_unwritable(run.path, hint="name another place with run.root=DIR")
     require_private(run)
     if share == "group":
-        _require_shareable(run.path.parent.parent)
+        _require_shareable(root_of_place(run.path.parent.parent))
 
 
 def _require_shareable(root: Path) -> None:

@@ -26,24 +26,33 @@ from slurm_train.rundir.files import (
     write_atomic,
 )
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.paths import RunDirectory, typed_root
-from slurm_train.rundir.sweep import SweepDirectory, array_job_id, existing_arrays, list_sweeps, read_table
+from slurm_train.rundir.paths import USER_PREFIX, RunDirectory, typed_root
+from slurm_train.rundir.places import all_places, run_place
+from slurm_train.rundir.sweep import (
+    SweepDirectory,
+    array_job_id,
+    existing_arrays,
+    list_sweeps,
+    read_table,
+    sweep_folders,
+)
 from slurm_train.trust import is_own_folder, owner_id, trusted_owners
 
 _ASK_OWNER = "ask the owner to open it (run.share=group, or chmod -R g+rX), or name another root with --root"
 
 
-def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
+def run_of_hash(root: Path, name: str, full_hash: str) -> RunDirectory:
     """Returns the place of a run by the hash of what is trained, whose beginning is the run's id.
 
     Args:
-        folder: where the runs of its name lie.
+        root: of the runs.
+        name: of the run.
         full_hash: the whole hash.
 
     Raises:
-        ConfigError: another training has the same id.
+        ConfigError: another training of this user has the same id.
     """
-    run = RunDirectory(folder / full_hash[:ID_DIGITS])
+    run = run_place(root, name, full_hash[:ID_DIGITS])
     try:
         other_hash = (read_json(run.plan) or {}).get("config_hash")
     except OSError:
@@ -61,9 +70,10 @@ def run_of_hash(folder: Path, full_hash: str) -> RunDirectory:
 def list_runs(root: Path) -> list[RunDirectory]:
     """Returns all runs below a root, newest first; hidden folders (`doctor` has one) hold none."""
     runs: list[Path] = []
-    for name in listed(typed_root(root)):
-        if not name.name.startswith("."):
-            runs += _runs_in(name)
+    for place in all_places(root):
+        for name in listed(place):
+            if not name.name.startswith((".", USER_PREFIX)):
+                runs += _runs_in(name)
     existing = [config.parent for config in change_times(run / "config.yaml" for run in runs)]
     times = change_times(existing)
     return [RunDirectory(path) for path in sorted(times, key=lambda path: times[path], reverse=True)]
@@ -271,7 +281,7 @@ def find_sweep(root: Path, word: str) -> SweepDirectory | None:
         return SweepDirectory(typed_root(real.parent.parent) / real.parent.name / real.name)
     own_sweeps = _own_sweeps(root)
     named = _sweep_among(own_sweeps, root, word)
-    if named is not None or len(own_sweeps) == len(listed(typed_root(root) / "sweeps")):
+    if named is not None or len(own_sweeps) == len(sweep_folders(root)):
         return named
     if any(is_own(run) and _matches(run, word) for run in list_runs(root)):
         return None
@@ -293,12 +303,15 @@ def _sweep_among(sweeps: Sequence[SweepDirectory], root: Path, word: str) -> Swe
         raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")
     if not matches and word.isdigit():
         matches = [sweep for sweep in sweeps if any(array_job_id(array) == word for array in existing_arrays(sweep))]
-    return matches[0] if matches else _sweep_with_name(typed_root(root) / word, sweeps)
+    if matches:
+        return matches[0]
+    by_name = (_sweep_with_name(place / word, sweeps) for place in all_places(root))
+    return next((sweep for sweep in by_name if sweep is not None), None)
 
 
 def _refuse_closed_sweep(root: Path, word: str) -> None:
     short = word.removeprefix("sweeps/")
-    for path in listed(typed_root(root) / "sweeps") if len(short) >= 4 else ():
+    for path in sweep_folders(root) if len(short) >= 4 else ():
         is_closed = not os.access(path, os.X_OK) or (path / "sweep.jsonl").exists()
         if path.name.startswith(short) and is_closed:
             hint = "ask its owner: run.share=group shares new sweeps, chmod -R g+rX an old one"

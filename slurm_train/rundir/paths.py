@@ -33,6 +33,8 @@ PASSED_OVER_PREFIX = "passed_over_"
 
 
 _MOST_PROBED = 20
+USER_PREFIX = "@"
+"""Of the name of a user's folder in a root that several users share; no name of a run begins so."""
 
 
 def typed_root(root: Path) -> Path:
@@ -339,6 +341,11 @@ def _named_entries(root: Path) -> list[tuple[CheckpointName, bool]]:
     return sorted(named.items(), reverse=True)
 
 
+def root_of_place(place: Path) -> Path:
+    """Returns the root of the runs that lie in a folder, which may be the user's own in a shared root."""
+    return place.parent if place.name.startswith(USER_PREFIX) else place
+
+
 def require_private(run: RunDirectory) -> None:
     """Checks that only this user can have changed what the run will execute.
 
@@ -353,9 +360,10 @@ def require_private(run: RunDirectory) -> None:
     entries = [run.path, *folders, run.config, run.plan, run.submit_script]
     for path in filter(os.path.lexists, entries):
         status = path.lstat()
-        if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted_owners() or _is_open(status):
+        if stat.S_ISLNK(status.st_mode) or status.st_uid not in trusted_owners() or others_may_write(status):
             raise refusal(path, status, "another user could have written what would run in your name")
-    for path in filter(os.path.lexists, (run.path.parent, run.path.parent.parent)):
+    place = run.path.parent.parent
+    for path in filter(os.path.lexists, {run.path.parent, place, root_of_place(place)}):
         status = path.stat()
         if _others_may_replace(status):
             raise refusal(path, status, "another user could replace your files")
@@ -386,11 +394,11 @@ def _reachable(code: Path) -> list[Path]:
 
 def _others_may_replace(status: os.stat_result) -> bool:
     is_foreign = status.st_uid not in trusted_owners()
-    return (is_foreign or _is_open(status)) and not status.st_mode & stat.S_ISVTX
+    return (is_foreign or others_may_write(status)) and not status.st_mode & stat.S_ISVTX
 
 
-def _is_open(status: os.stat_result) -> bool:
-    """Returns whether others may write; links are always 0777 and mean nothing."""
+def others_may_write(status: os.stat_result) -> bool:
+    """Returns whether other users may write to what has this status; links are always 0777 and mean nothing."""
     if status.st_mode & stat.S_IWOTH or not status.st_mode & stat.S_IWGRP:
         return bool(status.st_mode & stat.S_IWOTH)
     # Many systems make a group for each user, which is the user's alone.

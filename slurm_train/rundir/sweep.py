@@ -24,12 +24,14 @@ from pathlib import Path
 
 from slurm_train.errors import RunError
 from slurm_train.rundir.files import change_times, listed, read_json, read_lines, to_records, write_atomic
-from slurm_train.rundir.paths import Below, RunDirectory, typed_root
+from slurm_train.rundir.paths import Below, RunDirectory
+from slurm_train.rundir.places import all_places, place_of
 from slurm_train.trust import is_own_folder, owner_id, read_text, trusted_owners
 
 # In the root of the runs while sweeps are submitted: for each of them a file that is locked, with the runs that it has.
 _SUBMITTING = ".submitting_sweeps"
 _MUTEX = "lock"
+_SWEEPS = "sweeps"
 _LOOK_S = 0.1
 
 
@@ -372,9 +374,22 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
+def sweep_place(root: Path, sweep_id: str) -> SweepDirectory:
+    """Returns where a sweep of this user is or will be."""
+    return SweepDirectory(place_of(root, _SWEEPS, sweep_id) / _SWEEPS / sweep_id)
+
+
+def sweep_folders(root: Path) -> list[Path]:
+    """Returns the folders of all sweeps in a root, those of other users among them."""
+    folders: list[Path] = []
+    for place in all_places(root):
+        folders += listed(place / _SWEEPS)
+    return folders
+
+
 def list_sweeps(root: Path) -> list[SweepDirectory]:
     """Returns all sweeps below a root that this user may read, newest first."""
-    tables = (sweep / "sweep.jsonl" for sweep in listed(typed_root(root) / "sweeps"))
+    tables = (sweep / "sweep.jsonl" for sweep in sweep_folders(root))
     times = change_times(table for table in tables if os.access(table, os.R_OK))
     return [SweepDirectory(path.parent) for path in sorted(times, key=lambda path: times[path], reverse=True)]
 

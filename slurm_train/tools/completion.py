@@ -102,9 +102,12 @@ _HYDRA_WORDS = ("hydra.mode=MULTIRUN", "hydra.searchpath=", "hydra.job.name=", "
 def complete(_words: Sequence[str]) -> int:
     """Prints names and ids of the runs and sweeps below `runs/`, one per line, and returns 0."""
     names: list[str] = []
-    for name in _subfolders(DEFAULT_ROOT):
-        ids = _subfolders(f"{DEFAULT_ROOT}/{name}")
-        names += ids if name == "sweeps" else [name, *ids]
+    folders = _subfolders(DEFAULT_ROOT)
+    for place in (DEFAULT_ROOT, *(f"{DEFAULT_ROOT}/{name}" for name in folders if name.startswith("@"))):
+        for name in _subfolders(place):
+            if not name.startswith("@"):
+                ids = _subfolders(f"{place}/{name}")
+                names += ids if name == "sweeps" else [name, *ids]
     for name in names:
         if _PLAIN.issuperset(name):
             print(name)

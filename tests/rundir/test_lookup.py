@@ -101,13 +101,13 @@ HASH = "3f9a1c07b2e4" + 52 * "0"
 
 
 def test_a_run_has_the_place_of_its_hash_unless_another_training_is_there(tmp_path: Path) -> None:
-    place = RunDirectory(tmp_path / HASH[:12])
-    assert run_of_hash(tmp_path, HASH) == place
-    place.path.mkdir()
+    place = RunDirectory(tmp_path / "gpt" / HASH[:12])
+    assert run_of_hash(tmp_path, "gpt", HASH) == place
+    place.path.mkdir(parents=True)
     # The same training, and one that was changed since its submission.
     for written in (HASH, "aaaa" + HASH[4:]):
         place.plan.write_text(json.dumps({"config_hash": written}))
-        assert run_of_hash(tmp_path, HASH) == place
+        assert run_of_hash(tmp_path, "gpt", HASH) == place
     place.plan.write_text(json.dumps({"config_hash": HASH[:-1] + "1"}))
     with pytest.raises(ConfigError, match="is another training, whose id is the same by chance"):
-        run_of_hash(tmp_path, HASH)
+        run_of_hash(tmp_path, "gpt", HASH)
