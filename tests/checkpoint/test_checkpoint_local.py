@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ from slurm_train.checkpoint.local import (
     choose_reachable,
     held_here,
     newest_reachable,
+    removed_step,
 )
 from slurm_train.checkpoint.manifest import Manifest, write_file
 from slurm_train.checkpoint.verify import verify
 from slurm_train.errors import CheckpointError
+from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt
+from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns import two_users
 from tests.campaigns.record import Tally
 from tests.support.crash_points import NEW, OLD, copy_from_node, prepare_on_node
@@ -59,6 +63,33 @@ def test_one_without_its_marker_does_not_count(node: NodePlace) -> None:
     assert newest_reachable(node, anything, group=None) is not None
     (checkpoint_of(node.root, NEW) / "COMPLETE").unlink()
     assert newest_reachable(node, anything, group=None) is None
+
+
+def test_of_several_the_newest_that_is_wanted_is_chosen(node: NodePlace) -> None:
+    for step in (NEW + 1, NEW + 2):
+        make_checkpoint(node.root, step)
+    newest = newest_reachable(node, anything, group=None)
+    wanted = newest_reachable(node, lambda manifest: manifest.step < NEW + 2, group=None)
+    assert newest is not None and newest.manifest.step == NEW + 2
+    assert wanted is not None and wanted.manifest.step == NEW + 1
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"action": "requeue", "last_committed": 8},
+        # Its supervisor was lost with it, and has counted nothing.
+        {"action": "lost", "last_committed": None},
+    ],
+)
+def test_a_step_that_was_taken_out_between_two_attempts_is_noticed(tmp_path: Path, end: dict[str, Any]) -> None:
+    run = RunDirectory(tmp_path)
+    start = AttemptStart(job_id="12", restart_count=0, nodes=("node1",), world_size=1, first_committed=8)
+    close_attempt(run, open_attempt(run, start), {"reason": "failed", **end})
+    make_checkpoint(run.checkpoints, 4)
+    assert removed_step(run, open_attempt(run, replace(start, first_committed=4))) == 8
+    make_checkpoint(run.checkpoints, 8)
+    assert removed_step(run, 1) is None, "it is there, and may be damaged"
 
 
 def test_nodes_hold_a_checkpoint_together_or_not_at_all(fast_path: Any) -> None:

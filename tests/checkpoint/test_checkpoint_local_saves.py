@@ -203,6 +203,7 @@ def test_an_attempt_that_takes_no_step_leaves_nothing_behind(tmp_path: Path, gro
     past.begin()
     past.end(first=6)
     assert past.choice()[0] == 6
+    assert past.choice() == (6, []), "it is in the run directory now"
 
 
 def test_what_the_run_went_on_from_is_still_found_where_its_copy_is_damaged(tmp_path: Path, group_of_one: None) -> None:

@@ -127,6 +127,11 @@ def samples_of_steps(of_ranks: list[list[list[int]]], *, accumulation: int = 1) 
     ]
 
 
+def test_a_step_counts_as_given_with_its_last_micro_batch() -> None:
+    batches = RankBatches(SampleOrder(50, seed=3), global_size=12, rank=0, num_ranks=2, accumulation=3, steps=4, done=1)
+    assert [batches.steps_given for _ in batches] == [1, 1, 2, 2, 2, 3, 3, 3, 4]
+
+
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 3), (3, 2), (5, 2), (12, 1)])
 def test_steps_have_the_same_samples_on_any_number_of_ranks_and_after_any_step(ranks: int, accumulation: int) -> None:
     whole = samples_of_steps(batches_of_ranks(1))
@@ -309,6 +314,12 @@ def test_a_capped_evaluation_sees_the_same_samples_on_any_number_of_ranks(by_len
     assert sum(len(one[0]) for one in evaluation_batches(Numbers(5), rank=0, size=1, batch_size=4, most=12)) == 5
 
 
+def test_a_batch_of_a_capped_evaluation_has_samples_of_about_one_length() -> None:
+    lengths = np.array([9, 1, 1, 1, 9, 1, 1, 1])
+    batches = evaluation_batches(Numbers(8), rank=0, size=1, batch_size=2, lengths=lengths, most=4)
+    assert [numbers.tolist() for (numbers,) in batches] == [[2, 6], [0, 4]]
+
+
 def test_shares_differ_by_at_most_one_and_none_is_padded() -> None:
     shares = [[batch.tolist() for batch in evaluation_indices(7, rank=rank, size=3, batch_size=2)] for rank in range(3)]
     assert shares == [[[0, 1]], [[2, 3]], [[4, 5], [6]]]
@@ -373,6 +384,17 @@ def test_a_pool_holds_each_of_its_samples_once_and_as_many_batches_as_the_plain_
         found = ids([draw for step in drawn[pool * POOL : (pool + 1) * POOL] for draw in step])
         plain = SampleOrder(len(LENGTHS), seed=5).indices(pool * POOL * GLOBAL_SIZE, POOL * GLOBAL_SIZE)
         assert found == sorted(plain.tolist())
+
+
+def test_batches_by_length_are_the_same_for_ever() -> None:
+    """A run that goes on with a later version has the rest of its samples."""
+    lengths = 1 + np.arange(20) * 37 % 61
+    batches = LengthBatches(SampleOrder(20, seed=7), lengths, global_size=4, pool_batches=4)
+    # Two pools of 16; their batches have 4, 7, 3 and 2, then 6, 4, 3 and 3 samples.
+    first = [4, 9, 14, 19, 0, 5, 10, 2, 7, 12, 17, 1, 6, 3, 13, 18]
+    second = [0, 10, 15, 2, 7, 4, 14, 19, 1, 11, 8, 13, 18, 11, 16, 3]
+    assert batches.sample_ids(0, 32).tolist() == first + second
+    assert [batches.size_at(begin) for begin in (0, 4, 11, 14, 16, 22, 26, 29)] == [4, 7, 3, 2, 6, 4, 3, 3]
 
 
 def test_positions_are_those_of_the_plain_order() -> None:

@@ -133,10 +133,11 @@ def test_callers_of_the_store_are_not_greeted_while_the_meeting_closes() -> None
         accepted.close()
 
 
-def test_a_foreign_service_on_the_first_port_is_passed_over(foreign_port: int) -> None:
-    second, began_s = free_ports(1)[0], time.monotonic()
-    assert meet_all(3, point([foreign_port, second])) == [second] * 3
-    assert time.monotonic() - began_s < 5.0
+def test_a_foreign_service_on_the_first_port_is_passed_over(foreign_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other port is tried while this one does not answer."""
+    monkeypatch.setattr("slurm_train.distributed.meeting._ANSWER_S", 600.0)
+    (second,) = free_ports(1)
+    assert meet_all(3, point([foreign_port, second], timeout_s=60.0)) == [second] * 3
 
 
 def test_two_jobs_with_the_same_candidates_do_not_mix() -> None:
@@ -284,34 +285,34 @@ def drip_into(port: int, stop: threading.Event) -> None:
                 connection.sendall(b"1")
 
 
-def test_somebody_who_sends_a_byte_now_and_then_delays_nobody() -> None:
-    where, stop = secret_point(), threading.Event()
+def test_somebody_who_sends_a_byte_now_and_then_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm_train.distributed.meeting._PROOF_S", 600.0)
+    where, stop = secret_point(timeout_s=60.0), threading.Event()
     with ThreadPoolExecutor(6) as pool:
         zero = pool.submit(meet, 0, 3, where)
         dripping = [pool.submit(drip_into, where.ports[0], stop) for _ in range(2)]
         time.sleep(0.3)  # the strangers are first
-        began_s = time.monotonic()
         others = [pool.submit(meet, rank, 3, where) for rank in (1, 2)]
-        assert {task.result(timeout=20) for task in (zero, *others)} == {where.ports[0]}
-        took_s = time.monotonic() - began_s
-        stop.set()
-        assert [task.result(timeout=20) for task in dripping] == [None, None]
-    assert took_s < 4.0, "a stranger has 5 s"
+        try:
+            # A stranger has ten minutes.
+            assert {task.result(timeout=60) for task in (zero, *others)} == {where.ports[0]}
+        finally:
+            stop.set()
+        assert [task.result(timeout=60) for task in dripping] == [None, None]
 
 
 def test_a_stranger_s_connection_is_closed_after_seconds_whatever_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm_train.distributed.meeting._PROOF_S", 0.5)
-    where = secret_point(timeout_s=5.0)
-    with ThreadPoolExecutor(1) as pool:
+    where = secret_point(timeout_s=60.0)
+    with ThreadPoolExecutor(2) as pool:
         zero = pool.submit(meet, 0, 2, where)
         with dial(where.ports[0]) as stranger, pytest.raises(OSError):
-            began_s = time.monotonic()
-            while time.monotonic() - began_s < 8:
+            deadline_s = time.monotonic() + 30
+            while time.monotonic() < deadline_s:
                 stranger.sendall(b"1")
                 time.sleep(0.05)
-        assert time.monotonic() - began_s < 4.0
-        with pytest.raises(RendezvousError, match="missing 1"):
-            zero.result(timeout=20)
+        other = pool.submit(meet, 1, 2, where)
+        assert zero.result(timeout=60) == other.result(timeout=60) == where.ports[0]
 
 
 def test_a_line_without_end_is_not_read_to_its_end() -> None:
@@ -333,24 +334,23 @@ from slurm_train.distributed.meeting import MeetingPoint
 from slurm_train.distributed.place import RankPlace
 from slurm_train.distributed.rendezvous import host_meeting
 place = RankPlace(rank=0, local_rank=0, node_rank=0, world_size=4, local_world_size=4, host="host0")
-point = dict(master_addr="localhost", ports=[{port}], run_id="run", attempt=0, timeout_s=20.0, secret="{secret}")
+point = dict(master_addr="localhost", ports=[{port}], run_id="run", attempt=0, timeout_s=60.0, secret="{secret}")
 host_meeting(place, MeetingPoint(**point), addresses=["127.0.0.1"], decide=lambda hosts: len(hosts))
 """
 
 
 def test_strangers_who_take_all_descriptors_keep_no_rank_away() -> None:
-    where = secret_point()
+    where = secret_point(timeout_s=60.0)
     code = CHILD.format(port=where.ports[0], secret=SECRET)
     with subprocess.Popen([sys.executable, "-c", code]) as child, contextlib.ExitStack() as opened:
         opened.callback(child.kill)
         dial(where.ports[0]).close()
         for _ in range(200):
             opened.enter_context(dial(where.ports[0]))
-        began_s = time.monotonic()
         with ThreadPoolExecutor(3) as pool:
             found = list(pool.map(lambda rank: join_meeting(place(rank, 4), where, addresses=["127.0.0.1"]), (1, 2, 3)))
         assert found == [("127.0.0.1", where.ports[0], 4)] * 3
-        assert child.wait(20) == 0 and time.monotonic() - began_s < 15.0
+        assert child.wait(60) == 0
 
 
 def test_rank_zero_that_may_not_open_enough_files_says_so() -> None:

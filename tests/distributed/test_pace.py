@@ -83,11 +83,11 @@ def test_a_step_between_samples_costs_less_than_two_microseconds() -> None:
     probe = PaceProbe(None, Heartbeat(), every=None, data_wait_s=lambda: 0.0, on_device=False)
 
     def cost_s() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(10_000):
             probe.begin()
             probe.end()
-        return (time.perf_counter() - start) / 10_000
+        return (time.thread_time() - start) / 10_000
 
     assert min(cost_s() for _ in range(20)) < 2e-6
 

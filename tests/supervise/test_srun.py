@@ -71,25 +71,29 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
     run = RunDirectory(tmp_path)
     run.attempt_logs(0).mkdir(parents=True)
     monkeypatch.setattr(srun, "silent_nodes", lambda _run, nodes, _env: [nodes[1]])
-    monkeypatch.setattr(srun._LostNodes, "_FAILED_S", 0.2)
-    monkeypatch.setattr(srun._LostNodes, "_SILENT_S", 0.2)
+    monkeypatch.setattr(srun._LostNodes, "_FAILED_S", 600.0)
+    monkeypatch.setattr(srun._LostNodes, "_SILENT_S", 600.0)
     pool = replace(NodePool.whole(allocation(*NODES, "node4")), sizes=(3,), outlives_nodes=True)
     return SlurmJob(run, allocation(*NODES, "node4"), {}, pool=pool, retry_s=0.0)
 
 
-def test_nodes_are_asked_when_ranks_have_failed_and_srun_waits(job: SlurmJob, tmp_path: Path) -> None:
+def test_nodes_are_asked_when_ranks_have_failed_and_srun_waits(
+    job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDirectory(tmp_path)
     look = srun._LostNodes(run, 0, job, {}).look
     look()
     leave_mark(run, 0, FailureMark(rank=0, host="node1", exit_code=1, message="Connection reset by peer"))
     look()
     assert job.lost == set(), "srun ends by itself as a rule"
-    time.sleep(0.3)
+    monkeypatch.setattr(srun._LostNodes, "_FAILED_S", 0.0)
     look()
     assert job.lost == {"node2"}
 
 
-def test_nodes_are_asked_when_the_heartbeats_of_one_stop(job: SlurmJob, tmp_path: Path) -> None:
+def test_nodes_are_asked_when_the_heartbeats_of_one_stop(
+    job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, task = RunDirectory(tmp_path), srun._LostNodes(RunDirectory(tmp_path), 0, job, {})
     heart = Heartbeat()
     heart.start(run, 0, rank=2, host="node2", limits=None, local_rank=0)
@@ -97,7 +101,8 @@ def test_nodes_are_asked_when_the_heartbeats_of_one_stop(job: SlurmJob, tmp_path
     assert job.lost == set()
     heart.stop()
     task.look()
-    time.sleep(0.3)
+    assert job.lost == set()
+    monkeypatch.setattr(srun._LostNodes, "_SILENT_S", 0.0)
     task.look()
     assert job.lost == {"node2"}
 

@@ -357,7 +357,7 @@ class LateData(Data):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if os.environ["RANK"] == "1" and self.late_while.exists():
-            time.sleep(0.005)
+            time.sleep(0.02)
         return super().__getitem__(index)
 
 
