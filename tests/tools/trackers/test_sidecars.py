@@ -132,7 +132,7 @@ def test_a_bad_tracker_takes_no_other_with_it(run: RunDirectory, said: list[str]
     trackers.close_timeout_s = 0.0
     began = time.monotonic()
     trackers.close()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0, "the one that hangs is not waited for"
     assert {event["tracker"]: event["problem"] for event in read_events(run, "tracker")} == problems
     for name, problem in problems.items():
         of_it = [text.removeprefix(f"{name}: ") for text in said if text.startswith(f"{name}: ")]
