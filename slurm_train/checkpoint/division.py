@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -244,7 +244,7 @@ def share_of(sizes: Mapping[str, int], *, rank: int, num_ranks: int) -> set[str]
 
 def own_part(state: dict[str, Any], agreed: Agreement) -> dict[str, Any]:
     """Gives the part of a training state that this rank has to save, so that it copies no more than it writes."""
-    return _without(state, (), agreed.left_out) if agreed.left_out else state
+    return filtered(state, lambda name: name not in agreed.left_out) if agreed.left_out else state
 
 
 def part_if_alike(state: dict[str, Any], *, rank: int, num_ranks: int) -> dict[str, Any]:
@@ -379,12 +379,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 
 
-def _without(state: dict[str, Any], prefix: tuple[str, ...], left_out: frozenset[str]) -> dict[str, Any]:
+def filtered(state: dict[str, Any], is_kept: Callable[[str], bool], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Gives a nested dictionary with some of its leaves, which are asked for by their full names."""
     part: dict[str, Any] = {}
     for key, value in state.items():
         path = (*prefix, str(key))
         if isinstance(value, dict):
-            part[key] = _without(value, path, left_out)
-        elif full_name(path) not in left_out:
+            part[key] = filtered(value, is_kept, path)
+        elif is_kept(full_name(path)):
             part[key] = value
     return part

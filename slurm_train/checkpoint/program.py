@@ -8,17 +8,14 @@ same, else for each rank.
 from __future__ import annotations
 
 import io
-import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +26,9 @@ from slurm_train.checkpoint.agreement import on_every_rank, rank_in, size_of
 from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.division import (
     CALLBACKS,
+    Agreement,
     Division,
+    filtered,
     full_name,
     leaves_of,
     own_part,
@@ -48,10 +47,10 @@ from slurm_train.checkpoint.readers import (
     require_moved,
     require_whole_state,
 )
+from slurm_train.checkpoint.replicas import digest, parts_of_ranks, require_replicas
 from slurm_train.checkpoint.saves import Content
 from slurm_train.checkpoint.state import (
     buffer_shapes,
-    local_part,
     merge_state,
     module_states,
     names_of_groups,
@@ -75,6 +74,8 @@ PER_RANK = "per_rank"
 """Key in a manifest's `extra`: objects whose state each rank has saved for itself."""
 OWN_BUFFERS = "own_buffers"
 """Key in a manifest's `extra`, and among a rank's states: buffers of the model that each rank has saved for itself."""
+OWN_STATE = "own_state"
+"""Key in a manifest's `extra`, and among a rank's states: what optimizers keep that each rank has saved for itself."""
 _SWITCHES = "switches"
 _LATER_GROUPS = "later_groups"
 """Key in a manifest's `extra`: names of the parameters in the groups that training has added to each optimizer."""
@@ -82,14 +83,6 @@ _LATER_GROUPS = "later_groups"
 _OF_PARTS = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer", "DeepSpeedEngine")
 _OPTIMIZERS = "optimizers"
 _OTHERS = "others"
-# Ranks that hold the same numbers get norms that differ by less, also where their GPUs are of different models.
-_NORM_TOLERANCE = 1e-5
-# Up to so many bytes a tensor of a GPU is compared byte by byte.
-_LARGE_BYTES = 1 << 16
-# Integers of quantized models, float8 and bool have no norms.
-_TYPES_WITH_NORMS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-# A prime: rows of a common width begin at other columns each time.
-_SKETCH_COLUMNS = 1021
 
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -173,8 +166,11 @@ class ProgramState:
         self._unsaved = UnsavedState(model)
         self._num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
         """Groups of each optimizer as the program has made it."""
+        self._own_state: set[str] = set()
+        """Full names of what optimizers keep under one name, each rank another part of it."""
         self._named_unsaved: set[str] = set()
         self._is_named_ahead = False
+        self._is_own_state_named = False
         self._is_resumed = False
         self._begin_of_streams: dict[str, str] = {}
         self._note_streams()
@@ -214,8 +210,8 @@ class ProgramState:
             state[CALLBACKS] = tensors
         own_buffers = self._own_buffers()
         shapes = buffer_shapes(self._model)
-        agreed = self._division.agree(state, values={}, of_first_rank=[MODEL + name for name in shapes] + averaged)
-        _require_replicas(self._model, group=self._group)
+        state, own_state, agreed = self._agree(state, of_first_rank=[MODEL + name for name in shapes] + averaged)
+        require_replicas(self._model, group=self._group)
         if rank_in(self._group):
             values = {name: values[name] for name in per_rank}
         made = sorted(name for name, shape in shapes.items() if self._buffers.get(name) != shape)
@@ -223,6 +219,7 @@ class ProgramState:
         extra = {**header.extra, _OPTIMIZERS: kinds, PER_RANK: per_rank}
         extra |= {MADE_BUFFERS: made} if made else {}
         extra |= {OWN_BUFFERS: sorted(own_buffers)} if own_buffers else {}
+        extra |= {OWN_STATE: sorted(self._own_state)} if self._own_state else {}
         extra |= {_LATER_GROUPS: later} if any(later := self._later_groups()) else {}
         return Content(
             tensors=own_part(state, agreed),
@@ -231,6 +228,7 @@ class ProgramState:
                 "extra": module_states(self._model)["extra"],
                 _OTHERS: on_host(values),
                 OWN_BUFFERS: on_host(own_buffers),
+                OWN_STATE: on_host(own_state),
                 _SWITCHES: self._switches.changed(),
             },
             header=replace(header, weights=agreed.weights, extra=extra),
@@ -271,7 +269,20 @@ class ProgramState:
                 f"{size_of(self._group)} ranks now",
                 hint=f"resume on {manifest.world_size} ranks; or leave it out of `training(...)`, and it begins anew",
             )
+        own_state = manifest.extra.get(OWN_STATE, [])
+        own_state_of_rank = (own or {}).get(OWN_STATE, {})
+        if own_state and not is_same_size:
+            raise RunError(
+                f"each of the {manifest.world_size} ranks has saved its own part of {shorten(own_state)}, and there "
+                f"are {size_of(self._group)} ranks now",
+                hint=f"resume on {manifest.world_size} ranks; an optimizer that cuts its state as DTensors (FSDP2) can "
+                "be resumed on any number",
+            )
         notes = self._add_groups(manifest.extra.get(_LATER_GROUPS, []))
+        for name, parameter, optimizer in self._optimized():
+            if name in own_state_of_rank:
+                # What an optimizer makes before its first step is not in the shared part.
+                optimizer.state.pop(parameter, None)
         described = restore_training(
             choice,
             self._model,
@@ -282,6 +293,7 @@ class ProgramState:
             makes_state=False,
         )
         self._switches.set(of_first.get(_SWITCHES, {}))
+        self._restore_own_state(manifest, own_state_of_rank)
         notes += self._restore_own_buffers(manifest, (own or {}).get(OWN_BUFFERS, {}))
         values = {**of_first.get(_OTHERS, {}), **((own or {}).get(_OTHERS, {}) if lost else {})}
         notes += self._restore_others(choice, values, described=described)
@@ -308,6 +320,12 @@ class ProgramState:
                 f"{num_steps + 1}: a resume would take one of them again; `save` wants how many steps are done, so "
                 "count them from 1: enumerate(loader, start=done + 1)"
             )
+        if self._own_state and not self._is_own_state_named:
+            self._is_own_state_named = True
+            notes.append(
+                f"the optimizer keeps another part of {shorten(sorted(self._own_state))} on each rank: each rank saves "
+                "its own, and a resume needs as many ranks"
+            )
         plain = plain_names(self._model)
         changed = [plain(name) for name in (*self._unsaved.changed_buffers(), *self._unsaved.changed_attributes())]
         names = [name for name in changed if name not in self._named_unsaved]
@@ -333,7 +351,7 @@ class ProgramState:
         self._require_loadable()
         for name, other in self._others.items():
             if name in self._begin_of_streams:
-                has_moved = _digest(encode(other.state_dict())) != self._begin_of_streams[name]
+                has_moved = digest(encode(other.state_dict())) != self._begin_of_streams[name]
                 require_moved(name, other, has_moved=has_moved)
         notes = self.look_before_save()
         others = [other for other in self._others.values() if not isinstance(other, _OfGenerator)]
@@ -353,7 +371,7 @@ class ProgramState:
     def _note_streams(self) -> None:
         """Keeps what the states of streams are before the first step."""
         self._begin_of_streams = {
-            name: _digest(encode(other.state_dict()))
+            name: digest(encode(other.state_dict()))
             for name, other in self._others.items()
             if isinstance(other, IterableDataset)
         }
@@ -461,6 +479,37 @@ class ProgramState:
                 _add_once(optimizer, added)
         return notes
 
+    def _agree(
+        self, state: dict[str, Any], *, of_first_rank: list[str]
+    ) -> tuple[dict[str, Any], dict[str, Any], Agreement]:
+        """Returns what the ranks share out, what each keeps for itself of the optimizers, and who writes what.
+
+        Optimizers that shard by hand keep a part on each rank under the name of the whole, of one shape. Collective.
+        """
+        while True:
+            shared = filtered(state, lambda name: name not in self._own_state)
+            agreed = self._division.agree(shared, values={}, of_first_rank=of_first_rank)
+            differing = parts_of_ranks(shared["optimizer"]["state"], group=self._group)
+            if not differing:
+                break
+            self._own_state |= set(differing)
+        own = filtered(state["optimizer"]["state"], lambda name: name in self._own_state, ("optimizer", "state"))
+        return shared, {name: parts for name, parts in own.items() if parts}, agreed
+
+    def _restore_own_state(self, manifest: Manifest, own: Mapping[str, Any]) -> None:
+        """Gives this rank what its optimizers have saved for this rank alone."""
+        self._own_state = set(manifest.extra.get(OWN_STATE, []))
+        for name, parameter, optimizer in self._optimized():
+            if name in own:
+                _merge(optimizer.state[parameter], own[name], device=parameter.device)
+
+    def _optimized(self) -> Iterator[tuple[str, Tensor, Optimizer]]:
+        """Yields each parameter that is optimized, with its name and its optimizer."""
+        for optimizer in self._optimizers:
+            for group, names in zip(optimizer.param_groups, names_of_groups(self._model, optimizer), strict=True):
+                for name, parameter in zip(names, group["params"], strict=True):
+                    yield name, parameter, optimizer
+
     def _own_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers that differ from rank to rank. Collective.
 
@@ -499,7 +548,7 @@ class ProgramState:
 
     def _differing(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Returns the names of the objects whose states differ from rank to rank. Collective."""
-        digests = on_every_rank(self._group, lambda: {name: _digest(state) for name, state in states.items()})
+        digests = on_every_rank(self._group, lambda: {name: digest(state) for name, state in states.items()})
         names = {name for of_rank in digests for name in of_rank}
         missing = sorted(name for name in names if any(name not in of_rank for of_rank in digests))
         if missing:
@@ -582,6 +631,15 @@ def _put(state: dict[str, Any], path: Sequence[Any], value: Any) -> None:
     state[path[-1]] = value
 
 
+def _merge(state: dict[Any, Any], parts: Mapping[Any, Any], *, device: torch.device) -> None:
+    """Puts nested tensors into what an optimizer keeps; its count of steps stays on the host, as torch has it."""
+    for key, value in parts.items():
+        if isinstance(value, dict):
+            _merge(state.setdefault(key, {}), value, device=device)
+        else:
+            state[key] = value if key == "step" else value.to(device)
+
+
 def _take_plain(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the tensors that a rank holds whole, and those that are cut, both nested as before."""
     whole: dict[str, Any] = {}
@@ -589,104 +647,3 @@ def _take_plain(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     for path, tensor in leaves_of(tensors):
         _put(cut if hasattr(tensor, "placements") else whole, path, tensor)
     return whole, cut
-
-
-def _digest(state: Mapping[str, Any]) -> str:
-    """Returns what is equal for equal states; shards count by how they are cut."""
-    hasher = xxhash.xxh3_128()
-    large: list[Tensor] = []
-
-    def add(value: Any) -> None:
-        # Lengths keep [1, 23] and [12, 3] apart.
-        if isinstance(value, Mapping):
-            hasher.update(f"{len(value)} keys ".encode())
-            for key, item in value.items():
-                add(key)
-                add(item)
-        elif isinstance(value, (list, tuple)):
-            hasher.update(f"{len(value)} items ".encode())
-            for item in value:
-                add(item)
-        elif not isinstance(value, Tensor):
-            text = repr(value).encode()
-            hasher.update(f"{len(text)} bytes ".encode() + text)
-        else:
-            hasher.update(f"{value.dtype} {tuple(value.shape)} {getattr(value, 'placements', '')}".encode())
-            if hasattr(value, "placements"):
-                return
-            is_remote = value.device.type != "cpu"
-            if is_remote and value.nbytes > _LARGE_BYTES and value.is_floating_point():
-                large.append(value.detach())
-            else:
-                hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-    add(state)
-    if large:
-        hasher.update(_sketch(large).cpu().numpy().data)
-    return hasher.hexdigest()
-
-
-def _sketch(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns numbers that differ where large tensors do, with two passes over the device's memory and no copy of it.
-
-    The norm alone is the same for rows of norm 1 and for other orders of the same rows.
-    """
-    norms = _norms(tensors)
-    sums = []
-    for tensor in tensors:
-        numbers = tensor.reshape(-1)
-        num_whole = tensor.numel() // _SKETCH_COLUMNS * _SKETCH_COLUMNS
-        sums.append(numbers[:num_whole].view(-1, _SKETCH_COLUMNS).sum(0, dtype=torch.float32))
-        sums.append(numbers[num_whole:].float())
-    return torch.cat([norms, *sums])
-
-
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the Euclidean norm of each tensor, (n,) on their device; n is at least 1.
-
-    Norms are float32, or float64 where one of the tensors has that type: torch refuses to narrow it.
-    """
-    values = [_as_floats(tensor) for tensor in tensors]
-    has_double = any(value.dtype == torch.float64 for value in values)
-    return torch.stack(torch._foreach_norm(values, 2, dtype=torch.float64 if has_double else torch.float32))
-
-
-def _as_floats(tensor: Tensor) -> Tensor:
-    """Returns a tensor of a type that torch computes norms of: complex numbers in pairs, integers as float32."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor if tensor.dtype in _TYPES_WITH_NORMS else tensor.float()
-
-
-def _require_replicas(model: nn.Module, *, group: ProcessGroup | None) -> None:
-    """Checks that all ranks have the same values of what each of them holds whole: one will be saved. Collective.
-
-    Raises:
-        RunError: on every rank: naming those that differ.
-    """
-    if group is None:
-        return
-    plain = plain_names(model)
-    whole = {
-        plain(name): local_part(parameter.detach())
-        for name, parameter in model.named_parameters()
-        if not hasattr(parameter, "placements") and parameter.numel()
-    }
-    if not whole:
-        return
-    norms = _norms(list(whole.values())).double().cpu()
-    bounds = torch.cat([norms, -norms])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    most, least = bounds.chunk(2)
-    gaps = most + least
-    differing = [
-        name
-        for name, gap, norm in zip(whole, gaps.tolist(), most.tolist(), strict=True)
-        if gap > _NORM_TOLERANCE * abs(norm) and not math.isnan(norm)
-    ]
-    if differing:
-        raise RunError(
-            f"ranks hold different values of {shorten(differing)}, and a checkpoint would have those of one rank",
-            hint="train replicas by DDP, and cut parameters as DTensors; or write each rank's files in "
-            "`with run.save(step)`",
-        )

@@ -20,6 +20,7 @@ from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.division import CALLBACKS, Division, full_name, leaves_of, own_part, own_tensors
 from slurm_train.checkpoint.load import load_rank_state, load_tensors
 from slurm_train.checkpoint.manifest import MODEL, CheckpointHeader, Manifest
+from slurm_train.checkpoint.replicas import parts_of_ranks
 from slurm_train.checkpoint.resumption import Resumption, run_place
 from slurm_train.checkpoint.saves import Content, Saves, build_saves
 from slurm_train.checkpoint.state import (
@@ -42,7 +43,7 @@ from slurm_train.data.build import ALLOW_WORLD_CHANGE
 from slurm_train.data.stream import StreamSource
 from slurm_train.distributed.pipeline import refuse_saved_buffers
 from slurm_train.distributed.seeds import rng_state, set_rng_state
-from slurm_train.errors import ConfigError, DataError
+from slurm_train.errors import ConfigError, DataError, RunError
 from slurm_train.formatting import shorten
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.paths import RunDirectory
@@ -133,6 +134,21 @@ class Checkpointer:
             )
         # At the next step each rank takes rank 0's buffers, of which it would mistake parts for other buffers.
         self.division.check({"model": saved_buffers(self.parts.model)})
+        if self.parts.group_names is None:
+            self._require_whole_optimizer()
+
+    def _require_whole_optimizer(self) -> None:
+        """Refuses an optimizer that keeps a part of its state on each rank under the name of the whole. Collective."""
+        optimizer = training_state(self.parts.model, self.parts.optimizer, makes_state=False)["optimizer"]
+        self.division.check({"optimizer": optimizer})
+        parts = parts_of_ranks(optimizer["state"], group=self.saves.group)
+        if parts:
+            raise RunError(
+                f"the optimizer keeps another part of {shorten(parts)} on each rank under one name, and a checkpoint "
+                "would have that of one rank",
+                hint="cut its state as DTensors, as parallel.dp_shard does; `run.training` of a program of your own "
+                "saves it for each rank",
+            )
 
     def content(self, position: Position) -> Content:
         """Returns what this rank writes of the training as it is now. Collective.

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from slurm_train.checkpoint.program import _digest, _sketch
+from slurm_train.checkpoint.replicas import digest, sketch
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
@@ -853,6 +853,25 @@ one, two = DistributedDataParallel(first), DistributedDataParallel(second)
 optimizers = [torch.optim.Adam(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)]
 average = AveragedModel(first)
 
+class ByHand(torch.optim.Optimizer):
+    "Keeps the moment of half of the rows on each rank, as ZeRO does."
+    def __init__(self, params): super().__init__(params, {"lr": 0.05})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+                half = p.shape[0] // 2
+                mine = slice(run.rank * half, (run.rank + 1) * half)
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p[mine]))
+                moment.mul_(0.9).add_(p.grad[mine])
+                halves = [torch.empty_like(moment) for _ in range(2)]
+                dist.all_gather(halves, p[mine] - group["lr"] * moment)
+                p.copy_(torch.cat(halves))
+
+third = nn.Linear(1, 4, bias=False)
+optimizers.append(ByHand(third.parameters()))
+
 class Reader:
     place = 100 * run.rank
     kept = None
@@ -860,11 +879,12 @@ class Reader:
     def load_state_dict(self, state): self.place, self.kept = state["place"], state["kept"]
 
 reader = Reader()
-training = run.training({"first": one, "second": two}, optimizers, average=average, reader=reader)
+training = run.training({"first": one, "second": two, "third": third}, optimizers, average=average, reader=reader)
 step = training.resume()
 torch.manual_seed(run.rank) if step == 0 else None
 while step < last:
-    loss = two(one(torch.randn(8, 4))).square().mean() + reader.place / 1e6
+    hidden = two(one(torch.randn(8, 4)))
+    loss = (hidden.square().mean() + (third(hidden) - 1).square().mean()) / 2 + reader.place / 1e6
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss.backward()
@@ -1046,7 +1066,7 @@ def test_buffers_of_a_rank_and_lists_of_shards_go_on(tmp_path: Path) -> None:
     ids=["numbers", "lists", "dictionaries", "texts"],
 )
 def test_states_with_the_same_characters_are_told_apart(one: Any, other: Any) -> None:
-    assert _digest({"state": one}) == _digest({"state": one}) != _digest({"state": other})
+    assert digest({"state": one}) == digest({"state": one}) != digest({"state": other})
 
 
 @pytest.mark.parametrize("change", ["order", "sign", "nan", "last"])
@@ -1059,7 +1079,7 @@ def test_large_tensors_that_differ_are_told_apart_without_a_copy(change: str) ->
         rows[0, 0] = other[0, 1] = math.nan
     else:
         other[-1 if change == "last" else 5] *= -1
-    sketches = [_sketch([tensor]).numpy().tobytes() for tensor in (rows, rows.clone(), other)]
+    sketches = [sketch([tensor]).numpy().tobytes() for tensor in (rows, rows.clone(), other)]
     assert sketches[0] == sketches[1] != sketches[2]
 
 

@@ -135,6 +135,15 @@ class LateRows(torch.optim.Optimizer):
             parameter.add_(direction, alpha=-0.1)
 
 
+class OfItsRank(torch.optim.SGD):
+    """Keeps another number under one name on each rank."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["part"] = parameter.detach()[:1] + torch.distributed.get_rank()
+        return super().step(closure)
+
+
 class Lookahead(torch.optim.SGD):
     """Has a number of its own in its state."""
 
@@ -213,6 +222,14 @@ def test_a_parameter_that_the_first_step_makes_is_refused(tmp_path: Path) -> Non
     codes, text = finish(start(tmp_path / "run", config, ranks=1))
     assert codes != [0]
     assert "the first step has made parameters that the optimizer does not have: gain" in text
+
+
+@pytest.mark.distributed
+def test_an_optimizer_that_keeps_a_part_on_each_rank_is_refused(tmp_path: Path) -> None:
+    config = config_of(optim={"_target_": f"{__name__}.OfItsRank"}, train={"max_steps": 2})
+    codes, text = finish(start(tmp_path / "run", config, ranks=2))
+    assert codes != [0, 0]
+    assert "the optimizer keeps another part of optimizer.state." in text
 
 
 @pytest.mark.distributed

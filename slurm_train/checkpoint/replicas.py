@@ -1,0 +1,159 @@
+"""Whether ranks hold the same values: digests of whole states, and norms of tensors that each rank holds whole.
+
+A checkpoint has what all ranks hold alike once. What looks alike and is not (parameters without DDP, an optimizer that
+keeps a part of its state on each rank under the name of the whole) would come back as one rank's on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from slurm_train.checkpoint.division import full_name, leaves_of
+from slurm_train.checkpoint.state import local_part, plain_names
+from slurm_train.errors import RunError
+from slurm_train.formatting import shorten
+
+# Ranks that hold the same numbers get norms that differ by less, also where their GPUs are of different models.
+_NORM_TOLERANCE = 1e-5
+# Up to so many bytes a tensor of a GPU is compared byte by byte.
+_LARGE_BYTES = 1 << 16
+# Integers of quantized models, float8 and bool have no norms.
+_TYPES_WITH_NORMS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# A prime: rows of a common width begin at other columns each time.
+_SKETCH_COLUMNS = 1021
+
+
+def digest(state: Mapping[str, Any]) -> str:
+    """Returns what is equal for equal states; shards count by how they are cut."""
+    hasher = xxhash.xxh3_128()
+    large: list[Tensor] = []
+
+    def add(value: Any) -> None:
+        # Lengths keep [1, 23] and [12, 3] apart.
+        if isinstance(value, Mapping):
+            hasher.update(f"{len(value)} keys ".encode())
+            for key, item in value.items():
+                add(key)
+                add(item)
+        elif isinstance(value, (list, tuple)):
+            hasher.update(f"{len(value)} items ".encode())
+            for item in value:
+                add(item)
+        elif not isinstance(value, Tensor):
+            text = repr(value).encode()
+            hasher.update(f"{len(text)} bytes ".encode() + text)
+        else:
+            hasher.update(f"{value.dtype} {tuple(value.shape)} {getattr(value, 'placements', '')}".encode())
+            if hasattr(value, "placements"):
+                return
+            is_remote = value.device.type != "cpu"
+            if is_remote and value.nbytes > _LARGE_BYTES and value.is_floating_point():
+                large.append(value.detach())
+            else:
+                hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    add(state)
+    if large:
+        hasher.update(sketch(large).cpu().numpy().data)
+    return hasher.hexdigest()
+
+
+def sketch(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns numbers that differ where large tensors do, with two passes over the device's memory and no copy of it.
+
+    The norm alone is the same for rows of norm 1 and for other orders of the same rows.
+    """
+    norms = _norms(tensors)
+    sums = []
+    for tensor in tensors:
+        numbers = tensor.reshape(-1)
+        num_whole = tensor.numel() // _SKETCH_COLUMNS * _SKETCH_COLUMNS
+        sums.append(numbers[:num_whole].view(-1, _SKETCH_COLUMNS).sum(0, dtype=torch.float32))
+        sums.append(numbers[num_whole:].float())
+    return torch.cat([norms, *sums])
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the Euclidean norm of each tensor, (n,) on their device; n is at least 1.
+
+    Norms are float32, or float64 where one of the tensors has that type: torch refuses to narrow it.
+    """
+    values = [_as_floats(tensor) for tensor in tensors]
+    has_double = any(value.dtype == torch.float64 for value in values)
+    return torch.stack(torch._foreach_norm(values, 2, dtype=torch.float64 if has_double else torch.float32))
+
+
+def _as_floats(tensor: Tensor) -> Tensor:
+    """Returns a tensor of a type that torch computes norms of: complex numbers in pairs, integers as float32."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.dtype in _TYPES_WITH_NORMS else tensor.float()
+
+
+def require_replicas(model: nn.Module, *, group: ProcessGroup | None) -> None:
+    """Checks that all ranks have the same values of what each of them holds whole: one will be saved. Collective.
+
+    Raises:
+        RunError: on every rank: naming those that differ.
+    """
+    plain = plain_names(model)
+    whole = {plain(name): parameter for name, parameter in model.named_parameters()}
+    differing = names_that_differ(whole, group=group)
+    if differing:
+        raise RunError(
+            f"ranks hold different values of {shorten(differing)}, and a checkpoint would have those of one rank",
+            hint="train replicas by DDP, and cut parameters as DTensors; or write each rank's files in "
+            "`with run.save(step)`",
+        )
+
+
+def parts_of_ranks(state: Mapping[str, Any], *, group: ProcessGroup | None) -> list[str]:
+    """Returns the full names of what optimizers keep as tensors of one name and shape, and other numbers on each rank.
+
+    Collective; the ranks have agreed that they hold the same names and shapes.
+
+    Args:
+        state: what the optimizers keep, by parameter.
+        group: a gloo group of all ranks; None for one process.
+    """
+    leaves = leaves_of(state, ("optimizer", "state"))
+    return names_that_differ({full_name(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}, group=group)
+
+
+def names_that_differ(tensors: Mapping[str, Tensor], *, group: ProcessGroup | None) -> list[str]:
+    """Returns the names of those tensors whose values differ from rank to rank; DTensors never do. Collective.
+
+    Args:
+        tensors: the same names with the same shapes on all ranks.
+        group: a gloo group of all ranks; None for one process.
+    """
+    whole = {
+        name: local_part(tensor.detach())
+        for name, tensor in tensors.items()
+        if not hasattr(tensor, "placements") and tensor.numel()
+    }
+    if group is None or not whole:
+        return []
+    norms = torch.empty(len(whole), dtype=torch.float64)
+    parts = list(whole.values())
+    # Optimizers of GPUs have their count of steps on the host.
+    for device in {part.device for part in parts}:
+        numbers = [number for number, part in enumerate(parts) if part.device == device]
+        norms[numbers] = _norms([parts[number] for number in numbers]).double().cpu()
+    bounds = torch.cat([norms, -norms])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    most, least = bounds.chunk(2)
+    gaps = most + least
+    return [
+        name
+        for name, gap, norm in zip(whole, gaps.tolist(), most.tolist(), strict=True)
+        if gap > _NORM_TOLERANCE * abs(norm) and not math.isnan(norm)
+    ]
