@@ -14,8 +14,9 @@ from slurm_train.checkpoint.manifest import FileRecord, Manifest
 from slurm_train.checkpoint.verify import find_kept, newest_verified, verify
 from slurm_train.errors import CheckpointError, RunError
 from slurm_train.rundir import attempts
-from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
+from slurm_train.rundir.paths import CheckpointName, RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.pins import pin_save, renew_lease
+from tests.support.faulty_files import FaultyFiles, PowerCut
 from tests.support.small_checkpoints import make_checkpoint, make_header, stage, steps_in
 
 
@@ -59,6 +60,41 @@ def test_a_process_does_not_end_between_the_fence_and_the_rename(root, place, mo
     staging, manifest = stage(root, make_header(3))
     place(fence=fence).commit(staging, manifest)
     assert may_end == [False]
+
+
+def commit_one(root, place):
+    place().commit(*stage(root, make_header(3)))
+
+
+def claim_older(root, place):
+    assert place(2).claim().newest is not None
+
+
+def move_damaged_aside(root, place):
+    damaged = root / list_checkpoints(root)[0].name
+    assert place(passed_over=[damaged]).move_aside()
+
+
+def discard_newest(root, place):
+    assert discard(list_checkpoints(root)[0])
+
+
+def begin_saved(root, place):
+    """Its own rename was the last call before the file system refused."""
+    (root / "renamed").rename(root / str(CheckpointName(4, 1, "0badcafe")))
+    assert not place().begin(4).name.endswith(".tmp")
+
+
+@pytest.mark.parametrize("change", [commit_one, claim_older, move_damaged_aside, discard_newest, begin_saved])
+def test_a_change_of_names_is_durable_when_it_returns(root, place, change):
+    make_checkpoint(root, 1)
+    make_checkpoint(root, 2)
+    make_checkpoint(root, 4).rename(root / "renamed")
+    cut = PowerCut(root)
+    with FaultyFiles().installed(watch=cut.watch):
+        change(root, place)
+    durable = cut.entries[root.stat().st_ino]
+    assert {name for name in durable if not name.startswith(".trash-")} == {path.name for path in root.iterdir()}
 
 
 def test_the_fence_is_checked_right_before_the_rename(root, place):

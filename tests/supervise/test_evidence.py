@@ -62,10 +62,16 @@ SILENT = "rank 2 on node2: ended with exit code 127"
             {},
             str(MARK),
         ),
+        (
+            {"mark": replace(MARK, time_unix_s=98.0), "hang": {"sentence": "it waits", "time_unix_s": 99.0}},
+            {},
+            "it waits",
+        ),
     ],
     ids=[
         *("mark", "srun first", "preflight first", "warnings are no cause", "hang first", "lost nodes", "nothing"),
         *("one failed, the others were killed", "all lost one", "killed first", "no mark", "failed before the hang"),
+        "the mark of the hang itself",
     ],
 )
 def test_the_cause_is_the_word_of_the_best_witness(
@@ -188,6 +194,12 @@ def test_a_node_that_lacks_the_program_is_no_wrong_use() -> None:
     evidence = replace(EVIDENCE, progress={"exit_code": 2})
     assert diagnose(evidence, replace(QUIET, silent_end=SILENT), has_failed=True).exit_code == 1
     assert diagnose(evidence, QUIET, has_failed=True).exit_code == 2
+
+
+def test_ranks_that_ended_well_had_begun_whatever_the_preflight_found() -> None:
+    evidence = replace(EVIDENCE, findings=[SICK], progress={"exit_code": 0})
+    assert diagnose(evidence, QUIET, has_failed=False).had_begun
+    assert not diagnose(evidence, QUIET, has_failed=True).had_begun
 
 
 def test_room_that_lacked_is_the_preflights_word() -> None:
