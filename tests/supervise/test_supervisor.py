@@ -396,12 +396,15 @@ def test_attempts_that_nobody_closed_are_closed_at_their_last_sign_of_life(
     assert second["end_time_unix_s"] == pytest.approx(max(modified, second["time_unix_s"]))
 
 
-@pytest.mark.parametrize(("left_min", "reason"), [(50, "signalled"), (25, "time_limit")])
+# Half of the limit is left, and half of the minute by which Slurm may be early.
+@pytest.mark.parametrize(("left_min", "reason"), [(50, "signalled"), (30.5, "time_limit"), (25, "time_limit")])
 def test_a_stop_that_another_rank_saw_first_is_the_limits_only_where_a_warning_may_have_come(
-    left_min: int, reason: str, world: World
+    left_min: float, reason: str, world: World
 ) -> None:
     def leaves(attempt: int) -> None:
         append_event(world.run, "stop", attempt=attempt, asked_by="another rank", saved=False, left_s=4.0, save_s=60.0)
+        # Of a rank that has not joined; the agreed stop counts.
+        append_event(world.run, "signal", attempt=attempt, asked_by="TERM")
 
     end_unix_s = time.time() + 60 * left_min
     times = {"StartTime": end_unix_s - 3600, "EndTime": end_unix_s}
