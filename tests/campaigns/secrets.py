@@ -58,6 +58,11 @@ _TYPED: tuple[tuple[str, ...], ...] = (
     (f"data.hf_token={CANARY}long",),
     (f"script=[train.py,--api-key,{CANARY}]",),
     (f"script=[train.py,--token={CANARY}]",),
+    (f"script=[train.py,wandb.api_key={CANARY}]",),
+    (f"script=[env,WANDB_API_KEY={CANARY},train.py]",),
+    (f"cluster.setup=['export WANDB_API_KEY={CANARY}']",),
+    (f"notify=['curl https://hooks.slack.com/services/{CANARY}/{CANARY}']",),
+    (f"notify=['curl https://h.example.org/?sig={CANARY}{CANARY}']",),
     ("task._target_=failing.main", f"task.password={CANARY}"),
     (f"cluster.sbatch.comment=hf_{CANARY}{'x' * 20}",),
 )

@@ -32,6 +32,12 @@ TOKENS = (
     "https://" + "0123456789abcdef@git.example.org/x.git",
     "postgresql://ada:" + "pw@db/x",
     "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
+    "https://hooks.slack.com/services/" + "T0001/B0002/abcdefgh12345678",
+    "https://discord.com/api/webhooks/" + "123456789/abcdefgh12345678",
+    "https://api.telegram.org/bot" + "123456:abcdefgh12345678",
+    "curl -H 'Authorization: Bearer " + "abcdefgh12345678'",
+    "https://store.blob.core.windows.net/c/x?sv=1&sig=" + "abcdefgh12345678%3D",
+    "https://bucket.s3.amazonaws.com/x?X-Amz-Signature=" + "abcdefgh12345678",
 )
 HARMLESS = (
     "https://example.org/a:b@c",
@@ -41,6 +47,12 @@ HARMLESS = (
     "node[1-2]:4",
     "10:30@x",
     "http://proxy:8080",
+    "export WANDB_API_KEY=$(cat ~/.wandb_key)",
+    "export WANDB_API_KEY=`pass_wandb_key`",
+    "HF_TOKEN=$MY_TOKEN_OF_HF",
+    "curl -H 'Authorization: Bearer $TOKEN_OF_MINE'",
+    "--token-file /home/ada/token_of_hf",
+    "https://example.org/x?page=1234567890123456789",
 )
 
 
@@ -74,6 +86,13 @@ def test_a_harmless_text_stays(text: str) -> None:
         {"model": {"inner": {"hf_token": "canary-canary"}}},
         {"script": ["train.py", "--wandb-key", "canary-canary"]},
         {"script": ["train.py", "--api-key=canary-canary"]},
+        {"script": ["train.py", "wandb.api_key=canary-canary"]},
+        {"script": ["env", "WANDB_API_KEY=canary-canary", "python", "train.py"]},
+        {"script": ["bash", "-c", "train --token canary-canary"]},
+        {"cluster": {"setup": ["module load cuda", "export WANDB_API_KEY=canary-canary"]}},
+        {"notify": ["curl --token canary-canary https://example.org"]},
+        {"notify": ["curl -d @- https://hooks.slack.com/services/canary/canary/canary123"]},
+        {"data": {"url": "https://store.blob.core.windows.net/c/x?sig=canarycanarycanary"}},
     ],
 )
 def test_a_secret_under_a_telling_name_is_refused_and_not_repeated(config: dict[str, Any]) -> None:
