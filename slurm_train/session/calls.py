@@ -42,7 +42,7 @@ class CollectiveCalls:
             ConfigError: it is one.
         """
         if not self.is_rank:
-            raise no_rank_error(call)
+            raise no_rank_error(call, "it was forked from the rank")
 
     def meet(self, call: str, *, requested: bool = False) -> bool:
         """Returns whether any rank passes a request. Collective.

@@ -21,21 +21,27 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.ending import close_and_exit
 from slurm_train.session.interface import ChildSession, Session
 from slurm_train.session.joined import JoinedSession
-from slurm_train.session.signals import StopFlag, handled, install
+from slurm_train.session.signals import NodeLeader, StopFlag, handled, install
 from slurm_train.session.wandb_calls import guard_calls
+from slurm_train.slurm.job_variables import step_id
 
 RUN_DIR = "SLURM_TRAIN_RUN_DIR"
 """Variable with the directory of the run, for scripts: a place for their files, the same at each attempt."""
+RANK_STEP = "SLURM_TRAIN_STEP"
+"""Variable with Slurm's step of the rank, for scripts: a job that a rank submits inherits all its variables."""
 _ATTEMPT = "SLURM_TRAIN_ATTEMPT"
 
 _joined: list[Session] = []
+_claims: list[NodeLeader] = []
+"""What makes this process the rank, for as long as it lives."""
 
 
 def join() -> Session:
     """Returns this process's part in its run; the same object each time.
 
-    Call it early: until then a stop signal ends the process. A process that a rank has started, such as a worker of a
-    data loader, is outside of the run; where it would save or stop, it is refused.
+    Call it early: until then a stop signal ends the process, and another process that inherits its variables may become
+    the rank. A process that a rank has started, such as a worker of a data loader or a program, and a job that it has
+    submitted are outside of the run; where they would save or stop, they are refused.
 
     Raises:
         SlurmTrainError: the run directory cannot be read.
@@ -47,11 +53,37 @@ def join() -> Session:
         is_in_run = bool(env.get(RUN_DIR)) and _ATTEMPT in env
         if not is_in_run:
             _joined.append(Session(place, env))
-        elif multiprocessing.parent_process() is not None:
-            _joined.append(ChildSession(place, env))
         else:
-            _joined.append(_join(RunDirectory(Path(env[RUN_DIR])), place, env))
+            run = RunDirectory(Path(env[RUN_DIR]))
+            why = _why_no_rank(run, place, env)
+            _joined.append(ChildSession(place, env, why) if why else _join(run, place, env))
     return _joined[0]
+
+
+def _why_no_rank(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> str:
+    """Returns why this process is no rank although it has the variables of one, "" for the rank; names it in the log.
+
+    The first process of an attempt that asks for it is the rank until it ends. Another one of the same program may
+    follow then, as in a shell script that starts it again.
+    """
+    if multiprocessing.parent_process() is not None:
+        return "a rank has started it by multiprocessing"
+    why = ""
+    step = step_id(env)
+    if env.get(RANK_STEP, step) != step:
+        why = f"it is not in the rank's step {env[RANK_STEP] or '(none)'} but in {step or 'none'}"
+    else:
+        claim = NodeLeader(f"rank {run.path} {env[_ATTEMPT]} {place.rank}")
+        if claim.keeps():
+            _claims.append(claim)
+        else:
+            why = f"another process is rank {place.rank}"
+    if why:
+        print(
+            f"slurm_train: process {os.getpid()} ({' '.join(sys.argv)}) is no rank of {run.name}/{run.run_id}: {why}",
+            file=sys.stderr,
+        )
+    return why
 
 
 def enter(

@@ -1,8 +1,8 @@
 """What a program with its own training loop calls, and what the calls do outside of a run.
 
 Under plain Python or another launcher nothing is written, no stop is requested, and `save` yields a temporary
-directory. In a process that a rank has started by `multiprocessing`, saves and stops are refused. In a run the session
-is `session.joined.JoinedSession`.
+directory. In a process that a rank has started, or a job that it has submitted, saves and stops are refused. In a run
+the session is `session.joined.JoinedSession`.
 """
 
 from __future__ import annotations
@@ -305,26 +305,42 @@ class Session:
 
 
 class ChildTraining(Training):
-    """A training in a process that a rank has started, which is no rank."""
+    """A training in a process that is no rank.
+
+    Args:
+        why: it is none, see `no_rank_error`.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def save(self, step: int) -> None:  # noqa: ARG002  # it refuses any step
         """Refuses; nothing would be saved."""
-        raise no_rank_error("save")
+        raise no_rank_error("save", self._why)
 
 
 class ChildSession(Session):
-    """A process that a rank of a run has started by `multiprocessing`: it is no rank, and nothing of it is saved.
+    """A process that a rank of a run has started, or a job that it has submitted: it is no rank, and nothing is saved.
 
     What such a process calls when it imports the program's file again, up to `newest`, does nothing.
+
+    Args:
+        place: the rank whose variables it has.
+        env: its environment.
+        why: it is no rank, see `no_rank_error`.
     """
+
+    def __init__(self, place: RankPlace, env: Mapping[str, str], why: str) -> None:
+        super().__init__(place, env)
+        self._why = why
 
     def should_stop(self) -> str:
         """Refuses; no signal and no agreement would reach it."""
-        raise no_rank_error("should_stop")
+        raise no_rank_error("should_stop", self._why)
 
     def save(self, step: int, /) -> NoReturn:  # noqa: ARG002  # it refuses any step
         """Refuses; what is saved would go."""
-        raise no_rank_error("save")
+        raise no_rank_error("save", self._why)
 
     def training(
         self,
@@ -334,16 +350,22 @@ class ChildSession(Session):
         **others: Any,  # noqa: ARG002
     ) -> Training:
         """Returns a training that refuses to save."""
-        return ChildTraining()
+        return ChildTraining(self._why)
 
 
-def no_rank_error(call: str) -> ConfigError:
-    """Returns the error for a call of the session in a process that is no rank."""
+def no_rank_error(call: str, why: str) -> ConfigError:
+    """Returns the error for a call of the session in a process that is no rank.
+
+    Args:
+        call: e.g. "save".
+        why: e.g. "another process is rank 0".
+    """
     return ConfigError(
-        f"{call} was called in a process that a rank has started (multiprocessing, torch.multiprocessing.spawn): it is "
-        "no rank of the run, so nothing would be saved and no stop would reach it",
-        hint="let the launcher start the processes, e.g. +cluster=1x8, each with its RANK and LOCAL_RANK; or call the "
-        "session in the process that the launcher has started",
+        f"{call} was called in a process that is no rank of the run, since {why}: nothing would be saved, and no stop "
+        "would reach it",
+        hint="call the session in the process that the launcher has started; let the launcher start all ranks, e.g. "
+        "+cluster=1x8; a program with a training of its own is a run of its own, without this run's variables "
+        "(`env -u SLURM_TRAIN_RUN_DIR python probe.py`)",
     )
 
 

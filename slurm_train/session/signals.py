@@ -368,11 +368,16 @@ class NodeLeader:
         if self._listener is None:
             self._listener = self._take_lead()
         if self._listener is None:
-            return not self._another_leads()
+            return self._leader_state() != "running"
         with contextlib.suppress(OSError):
             while True:
                 self._listener.accept()[0].close()  # ranks that checked whether a leader lives
         return True
+
+    def keeps(self) -> bool:
+        """Returns whether this process has the name for itself; one that is stopped keeps it, too."""
+        self._listener = self._take_lead()
+        return self._listener is not None or not self._leader_state()
 
     def close(self) -> None:
         """Lets another process lead."""
@@ -391,7 +396,8 @@ class NodeLeader:
             return None
         return listener
 
-    def _another_leads(self) -> bool:
+    def _leader_state(self) -> str:
+        """Returns "running", "stopped", "busy" where it has not answered for long, "" where there is no leader."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.setblocking(False)
@@ -400,9 +406,13 @@ class NodeLeader:
             pid, uid, _ = struct.unpack("3i", credentials)
             # A loader's worker may have inherited the socket of a leader that has ended.
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except BlockingIOError:
+            return "busy"
         except OSError:
-            return False
-        return uid == os.geteuid() and state not in "TtZX"
+            return ""
+        if uid != os.geteuid() or state in "ZX":
+            return ""
+        return "stopped" if state in "Tt" else "running"
 
 
 def start_orphan_watchdog(

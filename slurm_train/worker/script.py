@@ -20,8 +20,9 @@ from slurm_train.data.workers import cpus_of_rank
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.session.client import RUN_DIR
+from slurm_train.session.client import RANK_STEP, RUN_DIR
 from slurm_train.session.signals import StopFlag, leave_to_program
+from slurm_train.slurm.job_variables import step_id
 
 _NUM_THREADS = "OMP_NUM_THREADS"
 _RUN_DIR_IN_WORD = re.compile(rf"\${RUN_DIR}\b")
@@ -81,7 +82,8 @@ def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run:
     """
     # Modules that a user's file imports from its own folder must come from the same snapshot.
     python_path = os.pathsep.join(filter(None, (str(code_dir), env.get("PYTHONPATH", ""))))
-    variables = torchrun_env(place, env) | {RUN_DIR: str(run.path), "PYTHONPATH": python_path}
+    variables = torchrun_env(place, env)
+    variables |= {RUN_DIR: str(run.path), RANK_STEP: step_id(env), "PYTHONPATH": python_path}
     # A program that a signal ends, e.g. by a segmentation fault, then writes its Python stacks into its rank's log.
     variables.setdefault("PYTHONFAULTHANDLER", "1")
     if place.local_world_size > 1:

@@ -86,33 +86,73 @@ run.leave()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_a_rank_has_spawned_is_outside_and_may_not_save_or_stop(tmp_path: Path) -> None:
-    code = """
-import multiprocessing, os
+STARTS_OTHERS = """
+import json, multiprocessing, os, subprocess, sys
 from slurm_train import session
 from slurm_train.errors import ConfigError
-def look(queue):
+
+def look():
     run = session.join()
     run.report(1, loss=0.5)
     refused = []
-    assert run.newest() is None
-    for call in (run.should_stop, lambda: run.save(1), lambda: run.training(None, None).save(1)):
+    for name, call in (
+        ("should_stop", run.should_stop),
+        ("save", lambda: run.save(1).__enter__()),
+        ("training", lambda: run.training(None, None).save(1)),
+    ):
         try:
             call()
-        except ConfigError as err:
-            refused.append(err.message.partition(" was called in a process that a rank has started")[0])
-    queue.put([run.is_active, refused])
+        except (ConfigError, TypeError) as err:
+            refused.append(name)
+    print(json.dumps([run.is_active, refused]), flush=True)
+
+def start(way):
+    if way == "spawned":
+        process = multiprocessing.get_context("spawn").Process(target=look)
+        process.start()
+        process.join()
+    elif way == "program":
+        subprocess.run([sys.executable, __file__, "look"])
+    elif way == "submitted job":
+        subprocess.run([sys.executable, __file__, "look"], env={**os.environ, "SLURM_JOB_ID": "95"})
+
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=look, args=(queue,))
-    process.start()
-    print(queue.get())
+    if sys.argv[1] == "look":
+        look()
+    else:
+        if sys.argv[1] != "submitted job":
+            assert session.join().is_active
+        start(sys.argv[1])
 """
-    (tmp_path / "own.py").write_text(code)
-    env = {"SLURM_TRAIN_RUN_DIR": "/nowhere", "SLURM_TRAIN_ATTEMPT": "0", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout == "[False, ['should_stop', 'save', 'save']]\n", done.stderr
+
+
+def variables_of(run: RunDirectory) -> dict[str, str]:
+    """Returns the environment of a rank of a new attempt of the run, in step 94.0."""
+    run.config.write_text(dump_config(RunConfig()))
+    open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
+    step = {"SLURM_JOB_ID": "94", "SLURM_STEP_ID": "0", "SLURM_TRAIN_STEP": "94.0"}
+    return {"PYTHONPATH": ":".join(sys.path), "SLURM_TRAIN_RUN_DIR": str(run.path), "SLURM_TRAIN_ATTEMPT": "0", **step}
+
+
+@pytest.mark.parametrize("way", ["spawned", "program", "submitted job"])
+def test_what_a_rank_has_started_is_no_rank_and_may_not_save_or_stop(way: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    program = tmp_path / "own.py"
+    program.write_text(STARTS_OTHERS)
+    env = variables_of(run)
+    done = subprocess.run([sys.executable, program, way], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == '[false, ["should_stop", "save", "training"]]\n', done.stderr
+    assert ("own.py look) is no rank of mine/" in done.stderr) == (way != "spawned")
+    assert read_metrics(run.metrics) == [] and list_checkpoints(run.checkpoints) == []
+
+
+def test_a_program_that_follows_the_rank_in_its_attempt_is_the_rank(tmp_path: Path) -> None:
+    """A shell script that starts its program again goes on."""
+    env = variables_of(new_run(tmp_path))
+    command = [sys.executable, "-c", "from slurm_train import session; print(session.join().is_active)"]
+    for _ in range(2):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "True\n", done.stderr
 
 
 def test_reports_are_lines_of_metrics_and_heartbeats(tmp_path: Path) -> None:
@@ -602,11 +642,8 @@ def test_a_program_is_told_that_it_saves_in_the_run_directory(
     ],
 )
 def test_what_keeps_a_program_from_a_stop_is_told(before: str, said: str, tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    run.config.write_text(dump_config(RunConfig()))
-    open_attempt(run, AttemptStart(job_id=None, restart_count=0, nodes=("here",), world_size=1))
     code = f"import multiprocessing, signal; {before}; from slurm_train import session; session.join()"
-    env = {"PYTHONPATH": ":".join(sys.path), "SLURM_TRAIN_RUN_DIR": str(run.path), "SLURM_TRAIN_ATTEMPT": "0"}
+    env = variables_of(new_run(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert said in done.stderr and bool(said) == bool(done.stderr)
 

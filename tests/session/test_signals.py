@@ -257,6 +257,21 @@ def test_one_rank_of_a_node_leads_until_it_ends_or_is_stopped(tmp_path: Path) ->
         leader.close()
 
 
+def test_a_name_is_kept_by_one_process_until_it_ends_also_while_it_is_stopped(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", LEADER, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin is not None and first.stdout is not None
+        print(file=first.stdin, flush=True)
+        assert first.stdout.readline() == "True\n"
+        first.send_signal(signal.SIGSTOP)
+        # It has taken nobody's question off.
+        assert not any(NodeLeader(str(tmp_path)).keeps() for _ in range(400))
+        first.kill()
+    last = NodeLeader(str(tmp_path))
+    assert last.keeps()
+    last.close()
+
+
 def test_a_leader_that_has_ended_leads_no_more_though_a_process_of_its_own_has_its_socket(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     first = os.fork()
