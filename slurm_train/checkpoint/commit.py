@@ -55,6 +55,8 @@ from slurm_train.rundir.removal import remove_tree
 TRASH_PREFIX = ".trash-"
 STAGING_SUFFIX = ".tmp"
 DIRECTORY_MODE = 0o700
+_LONGEST_ID_STEP = 2**16
+"""From the id of a save to that of the next one of the same step: 30,000 of them have room above the first."""
 
 Fence = Callable[[], None]
 """Raises if a newer attempt has taken over."""
@@ -156,14 +158,25 @@ class Place:
         """Makes the directory to write into, always a fresh one, newer by its name than what it replaces.
 
         Two saves into one directory would mix: torch keeps the older metadata while shards change.
+
+        Raises:
+            CheckpointError: the step has been saved so often that there is no newer name.
+            OSError: the file system refuses.
         """
         replaced = [name_of(path) for path in self.outdated if name_of(path).step == step]
-        least = max((int(name.save_id, 16) + 1 for name in replaced), default=0)
+        last = max((int(name.save_id, 16) for name in replaced), default=None)
+        # A random step, since an attempt that was overtaken may be counting on from the same one.
+        ids = range(2**31) if last is None else range(last + 1, min(last + _LONGEST_ID_STEP, 2**32 - 1) + 1)
+        if not ids:
+            raise CheckpointError(
+                f"step {step} was saved under the highest id, {last:08x}, so no newer save of it can have a name",
+                hint="nothing is lost: what was saved stays; a later step is saved as usual",
+            )
         if not self.root.exists():
             self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             fsync_directory(self.root.parent)
         while True:
-            save_id = f"{least + secrets.randbelow(2**32 - least):08x}"
+            save_id = f"{secrets.choice(ids):08x}"
             staging = self.root / f"{CheckpointName(step, self.attempt, save_id)}{STAGING_SUFFIX}"
             try:
                 staging.mkdir(mode=DIRECTORY_MODE)

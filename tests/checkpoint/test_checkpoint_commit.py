@@ -327,6 +327,22 @@ def test_one_that_cannot_be_removed_is_reported_and_does_not_keep_the_others(roo
     assert str(paths[1]) in problem and "Input/output error" in problem
 
 
+def test_a_step_is_saved_again_and_again_until_there_is_no_newer_name(root, place):
+    attempt = place(keep=1)
+    newest = make_checkpoint(root, 1)
+    for _ in range(60):
+        attempt.save_again(1)
+        newer = attempt.commit(*stage(root, make_header(1), staging=attempt.begin(1)))
+        attempt.prune(newer)
+        assert name_of(newer) > name_of(newest)
+        newest = newer
+    newest.rename(newest.with_name(str(name_of(newest)._replace(save_id="ffffffff"))))
+    attempt.save_again(1)
+    with pytest.raises(CheckpointError, match="highest id, ffffffff"):
+        attempt.begin(1)
+    assert attempt.begin(2).name.endswith(".tmp")
+
+
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_a_step_that_is_saved_again_is_the_newest_and_replaces_what_no_evaluation_reads(root, place, is_pinned):
     make_checkpoint(root, 1)
