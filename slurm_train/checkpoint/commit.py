@@ -173,7 +173,7 @@ class Place:
                 hint="nothing is lost: what was saved stays; a later step is saved as usual",
             )
         if not self.root.exists():
-            self.root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            self.root.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
             fsync_directory(self.root.parent)
         while True:
             save_id = f"{secrets.choice(ids):08x}"
@@ -184,7 +184,7 @@ class Place:
                 with contextlib.suppress(OSError):
                     staging.rmdir()
                 continue
-            make_folder(staging)
+            make_folder(staging, within=staging)
             return staging
 
     def commit(self, staging: Path, manifest: Manifest, *, here: Collection[str] | None = None) -> Path:

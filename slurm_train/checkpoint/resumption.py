@@ -16,7 +16,7 @@ from typing import Any
 from slurm_train.checkpoint.choice import Choice
 from slurm_train.checkpoint.commit import Place
 from slurm_train.errors import RunError
-from slurm_train.rundir.attempts import check_fence
+from slurm_train.rundir.attempts import check_fence, hold_run
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory
 
@@ -30,6 +30,7 @@ def run_place(run: RunDirectory, attempt: int, *, keep: int, is_leader: bool) ->
         keep: how many whole checkpoints stay.
         is_leader: whether this is rank 0.
     """
+    hold_run(run)
     fence = partial(check_fence, run, attempt)
     return Place(root=run.checkpoints, attempt=attempt, keep=keep, fence=fence, is_leader=is_leader)
 

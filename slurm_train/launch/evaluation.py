@@ -307,7 +307,7 @@ def leased(plan: RunPlan, run: RunDirectory, commands: SlurmCommands, *, most: i
     if evaluation.result.exists():
         # It had ended with the run, which may have gone on since.
         keep = evaluation.path / "before" / f"result_{len(existing_attempts(evaluation))}.json"
-        make_folder(keep.parent)
+        make_folder(keep.parent, within=evaluation.path)
         withdraw_result(evaluation, keep)
     renew_lease(run.checkpoints, evaluation, most=most)
     try:

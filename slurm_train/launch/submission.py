@@ -171,7 +171,7 @@ def submit_script(
         ClusterError: sbatch refused it, or gave it to another cluster, where it was cancelled.
         UnreadAnswer: it is not known whether Slurm has accepted it.
     """
-    make_folder(folder)
+    make_folder(folder, within=folder.parent.parent)
     commands = SlurmCommands(env)
     try:
         executor = ScriptExecutor(folder, script=script, env=env, commands=commands, flags=flags, export=export)

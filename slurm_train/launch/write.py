@@ -103,7 +103,7 @@ def write_run(
         if plan.config.run.share == "group":
             _share(run.path)
         for folder in (run.logs, run.checkpoints):
-            make_folder(folder)
+            make_folder(folder, within=run.path)
         # Slurm would create it with the umask of the login shell.
         create_empty(run.logs / "batch.log")
     except OSError as err:
@@ -129,7 +129,7 @@ def write_run(
 def put_on_record(run: RunDirectory, change: AcceptedChange) -> None:
     """Keeps the files that an accepted change will replace, and records the change; durable when this returns."""
     folder = run.before_change(change.number)
-    make_folder(folder)
+    make_folder(folder, within=run.path)
     for path in (run.config, run.plan, run.provenance, run.code_index, run.submit_script):
         if path.exists():
             shutil.copy2(path, folder / path.name)
@@ -171,7 +171,7 @@ def write_shared_code(sweep: SweepDirectory, source: Source) -> Path:
 
     Next to it lie `<number>.files.json`, its hashes, and `<number>.json`, its provenance.
     """
-    make_folder(sweep.code)
+    make_folder(sweep.code, within=sweep.path)
     taken = [int(path.name) for path in sweep.code.iterdir() if path.name.isdigit()]
     code = sweep.code / f"{max(taken, default=-1) + 1:03d}"
     write_snapshot(source, code, index=code.with_suffix(".files.json"))

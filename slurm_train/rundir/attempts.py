@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 import time
@@ -41,6 +42,7 @@ from slurm_train.rundir.files import (
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
+from slurm_train.trust import enter_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
         start: who opens it, and where.
         follows: the attempt in whose step the ranks were started again by torchrun.
     """
-    make_folder(run.epochs)
+    make_folder(run.epochs, within=run.path)
     facts = asdict(start) | ({} if follows is None else {"follows": follows})
     attempt = max(existing_attempts(run), default=-1) + 1
     while True:
@@ -81,7 +83,7 @@ def open_attempt(run: RunDirectory, start: AttemptStart, *, follows: int | None 
             attempt += 1
     fsync_directory(run.epochs)
     _discard_prepared_results(run, below=attempt)
-    make_folder(run.attempt_logs(attempt))
+    make_folder(run.attempt_logs(attempt), within=run.path)
     line = {"event": "start", "attempt": attempt, "time_unix_s": time.time(), **facts}
     changes = read_changes(run)
     if changes:
@@ -123,7 +125,7 @@ def rendezvous_secret(run: RunDirectory, *, is_first: bool, wait_s: float) -> st
     """
     path = run.epochs / "lobby"
     if is_first and not path.exists():
-        make_folder(run.epochs)
+        make_folder(run.epochs, within=run.path)
         with contextlib.suppress(FileExistsError):
             write_durable(path, json.dumps({"secret": secrets.token_hex(16)}) + "\n", is_secret=True)
     secret = _await_secret(path, wait_s)
@@ -220,14 +222,60 @@ def _is_made(path: Path) -> bool:
     return True
 
 
+_held: dict[Path, tuple[int, os.stat_result]] = {}
+"""By path, each run directory that this process works in: an open descriptor, so that its inode is not used again."""
+
+
+def hold_run(run: RunDirectory) -> None:
+    """Keeps a run directory open after a look at the way to it, see `check_held`; ranks do so as long as they live.
+
+    Raises:
+        RunError: another user can lead the way to it elsewhere, see `trust.enter_folder`.
+        OSError: it is not there.
+    """
+    if run.path not in _held:
+        descriptor = enter_folder(Path(os.path.abspath(run.path)))  # noqa: PTH100  # links stay: they are looked at
+        _held[run.path] = descriptor, os.fstat(descriptor)
+
+
+def let_go(run: RunDirectory) -> None:
+    """Ends what `hold_run` began."""
+    held = _held.pop(run.path, None)
+    if held is not None:
+        os.close(held[0])
+
+
+def check_held(run: RunDirectory) -> None:
+    """Checks that the path of a run still leads to the directory that this process has held, if it holds it.
+
+    Raises:
+        RunError: it was moved or removed, or another is in its place.
+        OSError: the file system does not answer.
+    """
+    if run.path not in _held:
+        return
+    ask_server(run.path.parent)
+    try:
+        is_same = os.path.samestat(_held[run.path][1], run.path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        is_same = False
+    if not is_same:
+        raise RunError(
+            f"{run.path} was moved or removed while the run was at work, so nothing more is saved",
+            hint=f"move it back and `resume {run.run_id}`, or name its present place: `resume {run.run_id} --root DIR`",
+        )
+
+
 def check_fence(run: RunDirectory, attempt: int) -> None:
-    """Checks that `attempt` is the newest of the run, and that the run was not changed since.
+    """Checks that `attempt` is the newest of the run, and that the run was not changed or moved since.
 
     It looks for two names and lists nothing: ranks ask each second or two, and a run may have had 10,000 attempts.
 
     Raises:
         RunError: this attempt must write nothing more.
+        OSError: the file system does not answer.
     """
+    check_held(run)
     if has_successor(run, attempt):
         raise overtaken(run, attempt, existing_attempts(run)[-1])
     # Whoever withdraws a result closes the newest attempt.

@@ -420,14 +420,20 @@ def make_private(path: Path) -> None:
         raise NotADirectoryError(f"{path} is not a directory")
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, *, within: Path) -> None:
     """Makes a folder, and the missing ones above it, as private or as shared as the one that it is in.
 
+    Args:
+        path: the folder.
+        within: a folder above it, or itself, which must be there: a run directory that was moved is not made anew.
+
     Raises:
-        OSError: the file system refuses, or something else is in its place.
+        OSError: the file system refuses, `within` is not there, or something else is in the place of a folder.
     """
-    if not path.parent.exists():
-        make_folder(path.parent)
+    if not within.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(within))
+    if path != within and not path.parent.exists():
+        make_folder(path.parent, within=within)
     make_private(path)
     if is_shared(path.parent) and not is_shared(path):
         share_folder(path)

@@ -249,7 +249,7 @@ class _Writer:
         self._stacks = run.stacks(attempt, facts["rank"])
         self._flight = run.flight(attempt, facts["rank"])
         self._main = threading.main_thread().ident or 0
-        make_folder(path.parent)
+        make_folder(path.parent, within=run.path)
         self._file = open_file(path, os.O_WRONLY | os.O_CREAT)
         self._part = part
         self._beats = 0

@@ -99,7 +99,7 @@ def record_job(
     before = read_job(run)
     if before is not None and job_id in before.job_ids:
         return
-    make_folder(run.jobs)
+    make_folder(run.jobs, within=run.path)
     entry = JobRecord(
         job_ids=(job_id,),
         submit_time_unix_s=time.time(),

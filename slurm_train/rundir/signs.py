@@ -67,7 +67,7 @@ class SignsFile:
 
     def __init__(self, run: RunDirectory, attempt: int, *, rank: int, local_rank: int) -> None:
         path = run.signs(attempt, rank - local_rank)
-        make_folder(path.parent)
+        make_folder(path.parent, within=run.path)
         self._file = open_file(path, os.O_WRONLY | os.O_CREAT)
         self._part = local_rank
         self._flushed_s = time.monotonic()

@@ -381,6 +381,7 @@ class StepTimes:
         host: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._run = run
         self._path = run.step_times(attempt, rank)
         self._times = RankTimes(rank, host, Histogram(), Histogram())
         self._clock = clock
@@ -408,7 +409,7 @@ class StepTimes:
         )
         if step.counts:
             with contextlib.suppress(OSError):
-                make_folder(self._path.parent)
+                make_folder(self._path.parent, within=self._run.path)
                 write_record(self._path, replace(self._times, step=step, data_wait=data_wait))
 
 

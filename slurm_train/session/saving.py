@@ -118,7 +118,7 @@ class DirectorySave:
 
     def _make_folder(self) -> None:
         self._folder.mkdir(mode=DIRECTORY_MODE)
-        make_folder(self._folder)
+        make_folder(self._folder, within=self._folder)
 
     def _bring_together(self, target: Path, chosen: Sequence[Mapping[str, FileRecord]]) -> None:
         """Moves the chosen files of this rank to the directory with the files of all ranks."""

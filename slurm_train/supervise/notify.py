@@ -127,7 +127,7 @@ class Notifier:
         name = f"{event} {once}".strip().replace(" ", "_")
         path = self._run.notified(name)
         with contextlib.suppress(OSError):  # it is there
-            make_folder(path.parent)
+            make_folder(path.parent, within=self._run.path)
             os.close(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
             return True
         return False

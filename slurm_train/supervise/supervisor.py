@@ -25,7 +25,10 @@ from slurm_train.rundir.attempts import (
     NOT_REQUEUED,
     AttemptStart,
     Round,
+    check_held,
     close_attempt,
+    hold_run,
+    let_go,
     newest_round,
     open_attempt,
     overtaken,
@@ -163,13 +166,15 @@ class Supervisor:
         """Runs one attempt, and further ones in the same allocation if ranks are relaunched; returns the exit code.
 
         Raises:
-            RunError: another job or process runs this directory, or a newer attempt has taken over meanwhile.
+            RunError: another job or process runs this directory, a newer attempt has taken over meanwhile, or the
+                directory was moved or removed.
         """
         run = self._run
         scheduler = self._scheduler
         job_id = self._job_id
         # A process that writes configuration or code holds the lock for a moment; a job waits for it.
         wait_s = _WRITER_WAIT_S if job_id is not None else 0.0
+        hold_run(run)
         take_lock(run.lock, scheduler.holder, is_alive=scheduler.is_alive, wait_s=wait_s)
         try:
             start = self._start()
@@ -203,6 +208,7 @@ class Supervisor:
                 best_effort("the STOP file", lambda: complete_stop(run, job_id, newest_job=scheduler.newest_job), None)
             # A lock that cannot be removed is taken over by this job's next start, or by any job after this one's end.
             best_effort("the lock", lambda: release_lock(run.lock, scheduler.holder), None)
+            let_go(run)
         if decision.action == "requeue" and not scheduler.requeue(decision):
             return self._hand_over(decision)
         return self._act(decision, exit_code)
@@ -284,6 +290,9 @@ class Supervisor:
             raise
         # From here to the requeue nothing may raise, and no read or write may block for ever.
         best_effort = BestEffort()
+        moved = best_effort("the run directory", lambda: _moved(run), None)
+        if moved is not None:
+            raise moved
         had_oom_kill = self._scheduler.num_oom_kills() > oom_kills_before
         end = self._look_back(attempt, opening, exit_code, best_effort, had_oom_kill=had_oom_kill)
         decision = self._decide(end)
@@ -672,6 +681,15 @@ def on_stop(act: Callable[[], object]) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _moved(run: RunDirectory) -> RunError | None:
+    """Returns the error of a run directory that is not in its place any more; nothing can be decided without it."""
+    try:
+        check_held(run)
+    except RunError as err:
+        return err
+    return None
 
 
 def _later(problem: str, tries: int) -> Decision:

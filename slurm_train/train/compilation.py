@@ -96,6 +96,7 @@ class CompileCache:
         place = rank.place
         layout = rank.layout
         stage = layout.coordinates(place.rank).pp
+        self._run = rank.run
         self._path = rank.run.compiled(stage, place.local_rank)
         self._is_used = rank.compiles
         # Stages follow each other over the ranks, and the ranks are numbered node by node.
@@ -115,7 +116,7 @@ class CompileCache:
             if artifacts is not None:
                 data, facts = artifacts
                 if not _entries(facts) <= self._kept:
-                    make_folder(self._path.parent)
+                    make_folder(self._path.parent, within=self._run.path)
                     write_atomic(self._path, data, durable=False)
 
 

@@ -49,6 +49,7 @@ from slurm_train.rundir.attempts import (
     check_fence,
     close_attempt,
     end_publishing,
+    hold_run,
     note_saved,
     read_round,
     rendezvous_secret,
@@ -200,20 +201,23 @@ def _exit_code(run: RunDirectory, env: Mapping[str, str], end: SystemExit) -> in
 
 
 def _watch_orphan(run: RunDirectory, env: Mapping[str, str], parent: int) -> None:
-    """Ends this rank when the process that started it has ended, or a newer attempt has begun."""
+    """Ends this rank when its starter has ended, a newer attempt has begun, or the run directory has gone."""
+    hold_run(run)
     attempt = int(env[_ATTEMPT])
+    reasons = [f"attempt {attempt} was overtaken by a newer one"]
 
     def is_overtaken() -> bool:
         try:
             check_fence(run, attempt)
-        except RunError:
+        except RunError as err:
+            reasons.append(err.message)
             return True
         except OSError:
             pass  # A file system that does not answer says nothing about attempts.
         return False
 
     def on_overtaken() -> None:
-        print(f"error: attempt {attempt} was overtaken by a newer one", file=sys.stderr, flush=True)
+        print(f"error: {reasons[-1]}", file=sys.stderr, flush=True)
         cut_off(EXIT_FAILURE)
 
     def on_orphaned() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slurm_train.checkpoint.commit import Place
 from slurm_train.errors import RunError
 from slurm_train.rundir import attempts
 from slurm_train.rundir.attempts import (
@@ -20,6 +22,8 @@ from slurm_train.rundir.attempts import (
     check_fence,
     close_attempt,
     first_round,
+    hold_run,
+    let_go,
     newest_round,
     open_attempt,
     publish_result,
@@ -29,7 +33,7 @@ from slurm_train.rundir.attempts import (
     withdraw_result,
 )
 from slurm_train.rundir.events import FailureMark, leave_mark
-from slurm_train.rundir.files import append_line, read_json
+from slurm_train.rundir.files import append_line, make_folder, read_json
 from slurm_train.rundir.lineage import Origin, record_origin
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 
@@ -110,6 +114,34 @@ def test_the_fence_lets_only_the_newest_through(run: RunDirectory) -> None:
     check_fence(run, second)
     with pytest.raises(RunError, match=r"attempt 0 of .* was overtaken by attempt 1"):
         check_fence(run, first)
+
+
+def test_the_fence_holds_the_directory_that_was_there_at_the_start(run: RunDirectory) -> None:
+    attempt = open_attempt(run, START)
+    hold_run(run)
+    check_fence(run, attempt)
+    moved = run.path.rename(run.path.with_name("moved"))
+    with pytest.raises(RunError, match="was moved or removed"):
+        check_fence(run, attempt)
+    shutil.copytree(moved, run.path)
+    with pytest.raises(RunError, match="was moved or removed"):
+        check_fence(run, attempt)
+    shutil.rmtree(run.path)
+    moved.rename(run.path)
+    check_fence(run, attempt)
+    let_go(run)
+
+
+def test_no_folder_of_a_run_makes_the_run_directory_anew(run: RunDirectory) -> None:
+    attempt = open_attempt(run, START)
+    shutil.rmtree(run.path)
+    with pytest.raises(FileNotFoundError):
+        open_attempt(run, START)
+    with pytest.raises(FileNotFoundError):
+        make_folder(run.attempt_logs(attempt), within=run.path)
+    with pytest.raises(FileNotFoundError):
+        Place(root=run.checkpoints, attempt=attempt).begin(1)
+    assert not run.path.exists()
 
 
 @pytest.mark.parametrize("ask", [check_fence, newest_round], ids=["fence", "torchrun's restarts"])

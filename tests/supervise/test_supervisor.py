@@ -257,6 +257,25 @@ def test_a_run_that_somebody_else_runs_is_touched_when_that_one_is_gone(world: W
     assert world.supervise(world.ranks(0, result=True)) == 0
 
 
+@pytest.mark.parametrize("exit_code", [0, 1, 75])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_run_directory_that_is_moved_meanwhile_is_neither_finished_nor_made_anew(
+    is_replaced: bool, exit_code: int, world: World
+) -> None:
+    path = world.run.path
+
+    def move(attempt: int) -> int:
+        path.rename(path.with_name(f"{path.name}-moved"))
+        if is_replaced:
+            path.mkdir()
+        return exit_code
+
+    with pytest.raises(RunError, match="was moved or removed while the run was at work"):
+        world.supervise(move)
+    assert path.exists() == is_replaced and (not is_replaced or list(path.iterdir()) == [])
+    assert world.events == [], "no requeue: another start would not find the run either"
+
+
 def raises(error: BaseException) -> Callable[[int], int]:
     def launch(_attempt: int) -> int:
         raise error
