@@ -58,7 +58,7 @@ class World(Scheduler):
         self.requeue_works, self.lives, self.clears, self.can_relaunch = True, True, True, False
         self.new_job, self.ends, self.words = "", tuple[str, ...](), ""
         self.lost, self.others = tuple[str, ...](), tuple[str, ...]()
-        self.oom_kills = 0
+        self.oom_kills, self.has_spare_nodes = 0, True
         self.committed: int | None = None
         """Step of the newest checkpoint; None for a user's own code."""
         self.events, self.delays_s = list[str](), list[int]()
@@ -89,7 +89,7 @@ class World(Scheduler):
         return self.oom_kills
 
     def can_avoid(self, nodes: Sequence[str]) -> bool:
-        return True
+        return self.has_spare_nodes
 
     def lost_nodes(self, job: Mapping[str, str] | None) -> Sequence[str]:
         return self.lost
@@ -364,6 +364,21 @@ def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:
     assert [entry["failed_on"] for entry in read_ledger(world.run)] == ["node2", "node2"]
 
 
+def test_ranks_that_are_started_again_here_have_not_waited_in_the_queue(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "queue_s", lambda: 30.0)
+    world.can_relaunch = True
+    world.supervise(world.failing(1, message="ECC error"))
+    assert [entry["queue_s"] for entry in read_ledger(world.run)] == [30.0, 0.0]
+
+
+def test_a_node_that_the_job_cannot_do_without_is_tried_again(world: World) -> None:
+    world.can_relaunch, world.has_spare_nodes = True, False
+    assert world.supervise(world.failing(1, message="ECC error")) == 1
+    assert world.events == ["launch 0", "launch 1", "launch 2"]
+
+
 @pytest.mark.parametrize(
     ("others", "events"),
     [
@@ -398,6 +413,7 @@ def test_an_overtaken_supervisor_writes_nothing_more(world: World) -> None:
         pytest.param("7", 1, ("PREEMPTED", "TIMEOUT"), "time_limit", id="its own start counts"),
         pytest.param("7", 0, (), "node_failure", id="no accounting, restarted"),
         pytest.param("6", 0, (), "lost", id="no accounting, another job"),
+        pytest.param("7", 1, (), "lost", id="no accounting, this start"),
     ],
 )
 def test_attempts_that_nobody_closed_are_closed_at_their_last_sign_of_life(
@@ -406,13 +422,15 @@ def test_attempts_that_nobody_closed_are_closed_at_their_last_sign_of_life(
     run = RunDirectory(tmp_path)
     close_attempt(run, open_attempt(run, start()), {"reason": "failed", "last_step": 3})
     lost = open_attempt(run, start(job_id, restart_count))
-    (run.attempt_logs(lost) / "rank_0.log").touch()
+    last_sign_unix_s = time.time() + 500
+    log = run.attempt_logs(lost) / "rank_0.log"
+    log.touch()
+    os.utime(log, (last_sign_unix_s, last_sign_unix_s))
     close_lost(run, start(restart_count=1), past_ends=lambda _job: ends, last_step=8)
     first, second = read_ledger(run)
     assert (first["reason"], first["last_step"]) == ("failed", 3)
     assert (second["reason"], second["action"], second["last_step"]) == (reason, "lost", 8) and second["note"]
-    modified = (run.attempt_logs(lost) / "rank_0.log").stat().st_mtime
-    assert second["end_time_unix_s"] == pytest.approx(max(modified, second["time_unix_s"]))
+    assert second["end_time_unix_s"] == pytest.approx(last_sign_unix_s, rel=0, abs=0.01)
 
 
 # Half of the limit is left, and half of the minute by which Slurm may be early.
@@ -509,16 +527,17 @@ def test_own_code_comes_back_without_end(world: World) -> None:
 
 def test_a_job_that_loses_its_node_each_time_is_ended_at_a_start(world: World) -> None:
     world.committed, world.ends = -1, ("NODE_FAIL",) * 9
-    for count in range(6):
+    # The last one is a person's own start, which the budget of Slurm's starts does not refuse.
+    for count in (0, 1, 2, 3, 4, 5, 0):
         world.restarted(count)
         with pytest.raises(RuntimeError):
             world.supervise(raises(RuntimeError("lost")))
     world.restarted(6)
     assert world.supervise(world.ranks(0)) == EXIT_FAILURE and world.events == []
     entry = newest(world)
-    assert (entry["attempt"], entry["reason"], entry["action"]) == (5, "node_failure", "stop")
+    assert (entry["attempt"], entry["reason"], entry["action"]) == (6, "node_failure", "stop")
     world.restarted(0)
-    assert world.supervise(world.ranks(0, result=True)) == 0, "a person's own start"
+    assert world.supervise(world.ranks(0, result=True)) == 0
 
 
 @pytest.mark.parametrize(
@@ -578,6 +597,15 @@ def test_a_start_that_cannot_write_comes_back_later_each_time(world: World) -> N
         world.supervisor().come_back_later(FileNotFoundError("no srun"))
 
 
+def test_what_becomes_of_a_start_without_an_attempt_is_not_written_into_another(world: World) -> None:
+    world.supervise(world.ranks(75))
+    ledger = read_ledger(world.run)
+    world.restarted(1)
+    world.requeue_works, world.new_job = False, "9"
+    assert world.supervisor().come_back_later(FULL) == 75
+    assert world.events[-1] == "resubmit" and read_ledger(world.run) == ledger
+
+
 def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_failures(world: World) -> None:
     for count in range(4):
         world.restarted(count)
@@ -590,10 +618,22 @@ def test_a_launch_that_finds_the_disk_full_is_on_record_and_uses_no_budget_of_fa
     assert world.supervise(world.ranks(0, result=True)) == 0
 
 
+def without_room(world: World) -> Callable[[int], int]:
+    """Returns ranks that end as the preflight finds too little room."""
+    facts = {"code": "DISK_FULL", "level": "error", "node": "node1", "seen": "3 MiB are left", "todo": "x"}
+    return world.ranks(2, leaves=lambda attempt: write_preflight(world.run, attempt, {"findings": [facts]}))
+
+
+def test_a_run_that_was_cancelled_does_not_wait_for_room(world: World) -> None:
+    world.restarted(1)
+    world.jobs = [CANCELLED]
+    world.supervise(without_room(world))
+    assert newest(world)["reason"] == "cancelled" and world.events == ["launch 0"]
+
+
 @pytest.mark.parametrize(("restart_count", "code"), [(0, 2), (1, 75)])
 def test_a_run_that_comes_back_to_too_little_room_is_put_off(restart_count: int, code: int, world: World) -> None:
-    facts = {"code": "DISK_FULL", "level": "error", "node": "node1", "seen": "3 MiB are left", "todo": "x"}
-    launch = world.ranks(2, leaves=lambda attempt: write_preflight(world.run, attempt, {"findings": [facts]}))
+    launch = without_room(world)
     world.restarted(restart_count)
     world.can_relaunch = True
     assert world.supervise(launch) == code
