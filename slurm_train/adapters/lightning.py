@@ -22,7 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
@@ -49,7 +49,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
     """Reports each step, stops all ranks at the same step, and saves into the run's checkpoints.
 
     It derives from Lightning's `Checkpoint` for two reasons: Lightning calls it after callbacks of other kinds, so its
-    checkpoint has what they change in a step, and Lightning adds no `ModelCheckpoint` of its own.
+    checkpoint has what they change in a step, and in a run Lightning adds no `ModelCheckpoint` of its own.
 
     Wide because it keeps what a checkpoint of Lightning leaves out.
 
@@ -103,8 +103,10 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self.best_model_path = str(self._checkpoint.path / _FILE)
         return self.best_model_path
 
-    def setup(self, trainer: pl.Trainer, _: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         """Compares Lightning's ranks with those of the run, and prepares the strategy to read the checkpoint.
+
+        Outside of a run Lightning gets the `ModelCheckpoint` that it would have without this callback.
 
         Raises:
             ConfigError: Lightning and the run number the ranks differently; or another training of this program has
@@ -121,6 +123,10 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             )
         # For `ckpt_path="best"` Lightning asks the first checkpoint callback: one of the user's comes before this one.
         others = [callback for callback in trainer.callbacks if callback is not self]
+        if run.run_directory is None and trainer.checkpoint_callbacks == [self]:
+            default = ModelCheckpoint()
+            default.setup(trainer, module, stage)
+            others.append(default)
         trainer.callbacks = [*others, self]
         if self.best_model_path:
             _allow_any_types(trainer.strategy, Path(self.best_model_path).parent.parent)

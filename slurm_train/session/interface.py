@@ -1,15 +1,16 @@
 """What a program with its own training loop calls, and what the calls do outside of a run.
 
 Under plain Python or another launcher nothing is written, no stop is requested, and `save` yields a temporary
-directory. In a process that a rank has started, or a job that it has submitted, saves and stops are refused. In a run
-the session is `session.joined.JoinedSession`.
+directory, which a line says. In a process that a rank has started, or a job that it has submitted, saves and stops are
+refused. In a run the session is `session.joined.JoinedSession`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,7 +38,14 @@ class Checkpoint:
 
 
 class Training:
-    """A training outside of a run: nothing is saved, and it always begins."""
+    """A training outside of a run: nothing is saved, and it always begins.
+
+    Args:
+        say_unkept: called where something would be saved.
+    """
+
+    def __init__(self, say_unkept: Callable[[], None] = lambda: None) -> None:
+        self._say_unkept = say_unkept
 
     def resume(self) -> int:
         """Restores the newest checkpoint that verifies, and returns how many steps are done, 0 for none. Collective.
@@ -55,7 +63,7 @@ class Training:
         """
         return False
 
-    def save(self, step: int) -> None:
+    def save(self, step: int) -> None:  # noqa: ARG002  # there is no checkpoint outside of a run
         """Makes a checkpoint of this moment; returns when it is copied, after a stop when it is on disk. Collective.
 
         A periodic save that fails costs that checkpoint: rank 0 says so in its log, and the one before is intact.
@@ -67,6 +75,7 @@ class Training:
             SlurmTrainError: on every rank: this moment cannot be saved, or the save before it ended in a way that ends
                 the run.
         """
+        self._say_unkept()
 
     def finish(self) -> None:
         """Waits until a save that is under way is on disk; `leave` and the end of the program do so, too.
@@ -87,6 +96,7 @@ class Session:
     def __init__(self, place: RankPlace, env: Mapping[str, str]) -> None:
         self._place = place
         self._env = env
+        self._has_said_unkept = False
 
     @property
     def is_active(self) -> bool:
@@ -174,8 +184,19 @@ class Session:
             ConfigError: another rank has called something else; or the steps were counted anew since a save of this
                 or a later step, so that no resume would choose this one.
         """
+        self._say_unkept()
         with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:
             yield Path(folder)
+
+    def _say_unkept(self) -> None:
+        """Says once that nothing is kept."""
+        if self._place.is_first and not self._has_said_unkept:
+            print(
+                "slurm_train: this program is not part of a run, so what `save` is given is removed again; started as "
+                '`python -m slurm_train "script=[train.py]"`, it keeps checkpoints',
+                file=sys.stderr,
+            )
+        self._has_said_unkept = True
 
     def training(
         self,
@@ -202,7 +223,7 @@ class Session:
             ConfigError: a checkpoint of these could not be complete; or torch.distributed is not open and there are
                 several ranks.
         """
-        return Training()
+        return Training(self._say_unkept)
 
     def newest(self) -> Checkpoint | None:
         """Returns the newest checkpoint that verifies, the same on all ranks; None where there is none. Collective.
@@ -312,6 +333,7 @@ class ChildTraining(Training):
     """
 
     def __init__(self, why: str) -> None:
+        super().__init__()
         self._why = why
 
     def save(self, step: int) -> None:  # noqa: ARG002  # it refuses any step

@@ -36,6 +36,19 @@ def test_it_comes_after_what_changes_a_step_and_is_the_only_one_that_saves() -> 
     assert [found for found in trainer.callbacks if isinstance(found, lightning.callbacks.Checkpoint)] == [callback]
 
 
+def test_outside_of_a_run_lightning_keeps_its_own_checkpoint(tmp_path: Path) -> None:
+    from lightning import pytorch as lightning
+
+    from slurm_train.adapters import lightning as adapter
+    from tests.support import lightning_programs as programs
+
+    loader = DataLoader(TensorDataset(torch.arange(16.0).unsqueeze(1)), batch_size=2)
+    settings = {"max_epochs": 1, **programs.QUIET, "default_root_dir": tmp_path}
+    trainer = lightning.Trainer(callbacks=[adapter.SessionCallback()], **settings)
+    trainer.fit(programs.Training("step"), loader)
+    assert [path.name for path in tmp_path.rglob("*.ckpt")] == ["epoch=0-step=8.ckpt"]
+
+
 def test_the_measures_of_a_validation_are_told_by_one_name() -> None:
     from slurm_train.adapters import lightning as adapter
 

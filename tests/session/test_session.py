@@ -82,8 +82,18 @@ run.leave()
 """
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 75, done.stderr
+    assert (done.returncode, done.stderr) == (75, "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_save_outside_of_a_run_says_once_that_nothing_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session(ALONE, {})
+    for step in (1, 2):
+        with session.save(step):
+            pass
+        session.training({}, []).save(step)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("slurm_train: this program is not part of a run, so what `save` is given is removed again")
 
 
 STARTS_OTHERS = """
