@@ -44,15 +44,17 @@ class CollectiveCalls:
         if not self.is_rank:
             raise no_rank_error(call, "it was forked from the rank")
 
-    def meet(self, call: str, *, requested: bool = False) -> bool:
+    def meet(self, call: str, *, requested: bool = False, step: int = 0) -> bool:
         """Returns whether any rank passes a request. Collective.
 
         Args:
             call: what the program has called, one of `_CALLS`.
             requested: whether this rank requests to stop.
+            step: the step that the call is about, 0 for none.
 
         Raises:
-            ConfigError: another rank has called something else; or this process was forked from a rank.
+            ConfigError: another rank has called something else, or for another step; or this process was forked from a
+                rank.
         """
         self.require_rank(call)
         group = self.group()
@@ -62,7 +64,7 @@ class CollectiveCalls:
         clock = self._progress.heartbeat.clock
         start_s = clock()
         try:
-            codes = _exchange(group, 2 * _CALLS.index(call) + int(requested))
+            codes, steps = _exchange(group, 2 * _CALLS.index(call) + int(requested), step)
         except (RuntimeError, OSError):
             print(
                 f"slurm_train: rank {self._place.rank} waited in `{call}`, which all ranks call together, and another "
@@ -80,17 +82,26 @@ class CollectiveCalls:
                 "them alike, and as often",
                 hint="where rank 0 alone has something to write: `if run.rank == 0` inside of `with run.save(step)`",
             )
+        other_steps = set(steps) - {step}
+        if other_steps:
+            raise ConfigError(
+                f"rank {self._place.rank} has called {call} for step {step}, and another rank for step "
+                f"{min(other_steps)}: a checkpoint is of one step",
+                hint="count optimizer steps alike on all ranks; where their data differ in length, end at the shortest",
+            )
         return any(code % 2 for code in codes)
 
 
-def _exchange(group: Group, code: int) -> list[int]:
-    """Returns the codes of all ranks, or the largest and the smallest. Collective."""
+def _exchange(group: Group, code: int, step: int) -> tuple[list[int], list[int]]:
+    """Returns the codes and the steps of all ranks, or the largest and the smallest of each. Collective."""
     if hasattr(group, "gather_values"):
-        return on_every_rank(group, lambda: code)
+        pairs = on_every_rank(group, lambda: (code, step))
+        return [code for code, _ in pairs], [step for _, step in pairs]
     import torch
     import torch.distributed as dist
 
-    # One reduction is cheaper than gathering, and differing codes show in it as well.
-    largest = torch.tensor([code, -code], dtype=torch.int32)
+    # One reduction is cheaper than gathering, and differing values show in it as well.
+    largest = torch.tensor([code, -code, step, -step])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return [int(largest[0]), -int(largest[1])]
+    largest_code, smallest_code, largest_step, smallest_step = largest.tolist()
+    return [largest_code, -smallest_code], [largest_step, -smallest_step]

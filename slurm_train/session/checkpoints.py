@@ -10,6 +10,7 @@ from slurm_train.checkpoint.agreement import Group
 from slurm_train.checkpoint.choice import Choice, choose_checkpoint
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.resumption import Resumption, run_place
+from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.rundir.events import SaveLog
@@ -58,6 +59,8 @@ class SessionCheckpoints:
         """Step of the newest checkpoint that this attempt has saved or loaded."""
         self._is_behind = False
         """Whether a step before that was reported since."""
+        self._has_chosen = False
+        """Whether the program has asked for the checkpoint to continue from."""
 
     @property
     def resumed_step(self) -> int:
@@ -85,6 +88,7 @@ class SessionCheckpoints:
         self._resumption.take(choice)
         self.newest_step = self.resumed_step
         self._is_behind = False
+        self._has_chosen = True
         if self._losses is not None:
             self._losses.begin(self.resumed_step, {} if choice is None else choice.manifest.extra)
         self.loaded = None
@@ -136,8 +140,8 @@ class SessionCheckpoints:
         """Refuses to save a step that a resume would not choose, or after which it would leave out samples.
 
         Raises:
-            ConfigError: the steps were counted anew since a save of this or a later step; or the batches of the order
-                of samples are behind the steps.
+            ConfigError: a later step was saved before, in this attempt or in an earlier one whose checkpoint the
+                program has not asked for; or the batches of the order of samples are behind the steps.
         """
         self._require_ahead(step)
         note = self.orders.look(step)
@@ -145,14 +149,23 @@ class SessionCheckpoints:
             self._say(note)
 
     def _require_ahead(self, step: int) -> None:
-        if not self._is_behind or step > self.newest_step:
+        if step < self.newest_step or (step == self.newest_step and self._is_behind):
+            raise ConfigError(
+                f"step {step} is to be saved, and step {self.newest_step} was before: a resume begins at the largest "
+                "step, so this save would be lost",
+                hint="a run is one training: count its steps on, make another training another run, and call "
+                "`newest()` to go back to a checkpoint",
+            )
+        if self._has_chosen or self.place.attempt == 0:
             return
-        raise ConfigError(
-            f"step {step} is to be saved, and step {self.newest_step} was before: a resume begins at the largest "
-            "step, so this save would be lost",
-            hint="a run is one training: count its steps on, make another training another run, and call `newest()` to "
-            "go back to a checkpoint",
-        )
+        committed_step = newest_committed_step(self.place.root)
+        if step < committed_step:
+            raise ConfigError(
+                f"step {step} is to be saved, and the run has a checkpoint of step {committed_step}, for which this "
+                "start has not asked: a resume begins at the largest step, so this save would be lost",
+                hint="call `newest()`, or `resume()` of the training, before the loop and count its steps on; or start "
+                "the program under another run.name",
+            )
 
     def header(self, step: int, *, kind: str) -> CheckpointHeader:
         """Returns the facts of a save.

@@ -181,8 +181,9 @@ class Session:
 
         Raises:
             SlurmTrainError: on every rank, if it fails on any; the previous checkpoint is unchanged.
-            ConfigError: another rank has called something else; or the steps were counted anew since a save of this
-                or a later step, so that no resume would choose this one.
+            ConfigError: another rank has called something else, or saves another step; or a later step was saved
+                before, also by an earlier attempt without `newest` having been called since, so that no resume would
+                choose this one.
         """
         self._say_unkept()
         with tempfile.TemporaryDirectory(prefix="slurm_train_") as folder:

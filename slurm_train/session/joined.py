@@ -356,7 +356,7 @@ class JoinedSession(Session):
         phase = progress.heartbeat.phase
         progress.mark("save")
         try:
-            self._calls.meet("save")
+            self._calls.meet("save", step=step)
             self._warn_of_accumulation(step)
             on_rank_zero(self._calls.group(), lambda: self._checkpoints.require_resumable(step))
             progress.begin_save(step)

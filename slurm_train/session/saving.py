@@ -65,9 +65,6 @@ class DirectorySave:
         """
         filling = self._filling
         assert filling is not None
-        if filling.is_saved:
-            self._discard()
-            return Saved(filling.staging, manifest=None)
         try:
             records = on_every_rank(self._group, lambda: seal_files(self._folder))
             chosen = choose_writers(records)
@@ -84,12 +81,13 @@ class DirectorySave:
             SlurmTrainError: on every rank.
         """
         filling = begin_filling(self._place, self._header, group=self._group)
-        self._filling = filling
-        parent = filling.staging
         if filling.is_saved:
-            # The program writes its files anyway; they are removed afterwards.
-            parent = on_every_rank(self._group, self._open_spare)[0]
-        self._folder = parent / f".rank_{rank_in(self._group):05d}"
+            raise CheckpointError(
+                f"this attempt has a checkpoint of step {self._header.step} already, {filling.staging.name}",
+                hint="save each step once, in the order of the steps",
+            )
+        self._filling = filling
+        self._folder = filling.staging / f".rank_{rank_in(self._group):05d}"
         on_every_rank(self._group, self._make_folder)
         return self._folder
 
@@ -113,9 +111,6 @@ class DirectorySave:
             self._discard()
             raise
 
-    def _open_spare(self) -> Path:
-        return self._place.open_staging(self._header.step) if self._place.is_leader else Path()
-
     def _make_folder(self) -> None:
         self._folder.mkdir(mode=DIRECTORY_MODE)
         make_folder(self._folder, within=self._folder)
@@ -132,17 +127,9 @@ class DirectorySave:
         remove_tree(self._folder)
 
     def _discard(self) -> None:
-        filling = self._filling
-        if filling is not None and not filling.is_saved:
+        if self._filling is not None:
             # The leader removes what all ranks have written.
-            filling.discard()
-            return
-        if not self._folder.name:
-            return  # no directory was handed out
-        with contextlib.suppress(OSError):
-            remove_tree(self._folder)
-            # Each rank removes its own folder, and the last rank the directory around them.
-            self._folder.parent.rmdir()
+            self._filling.discard()
 
 
 def seal_files(folder: Path) -> Records:

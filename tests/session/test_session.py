@@ -330,6 +330,25 @@ def test_a_save_that_no_resume_would_choose_is_refused(tmp_path: Path) -> None:
     mine.close()
 
 
+def test_a_save_below_an_earlier_one_is_refused_whatever_was_reported(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    save_files(mine, 3)
+    with pytest.raises(ConfigError, match="step 1 is to be saved, and step 3 was before"):
+        save_files(mine, 1)
+    mine.close()
+    forgetful = join(run)
+    with pytest.raises(ConfigError, match="the run has a checkpoint of step 3, for which this start has not asked"):
+        save_files(forgetful, 1)
+    # It continues by itself, or asks.
+    save_files(forgetful, 4)
+    forgetful.close()
+    again = join(run)
+    assert again.newest().step == 4  # type: ignore[union-attr]
+    save_files(again, 5)
+    again.close()
+
+
 def test_a_training_after_another_one_is_refused(tmp_path: Path) -> None:
     mine = join(new_run(tmp_path))
     mine.begin_training()
@@ -737,6 +756,20 @@ def test_a_call_that_other_ranks_do_not_make_is_named(others: str, tmp_path: Pat
     assert isinstance(first, ConfigError) and isinstance(second, ConfigError)
     assert f"has called save, and another rank {others}: all ranks have to call them alike" in first.message
     assert f"has called {others}, and another rank save" in second.message
+
+
+def test_ranks_that_save_different_steps_are_named(tmp_path: Path) -> None:
+    sessions = [join(new_run(tmp_path / name)) for name in ("first", "second")]
+
+    def call(peers: ThreadPeers) -> None:
+        session = sessions[peers.rank()]
+        session._calls.group = lambda: peers
+        with session.save(3 + peers.rank()):
+            pass
+
+    first, second = on_threads(2, call)
+    assert isinstance(first, ConfigError) and "called save for step 3, and another rank for step 4" in first.message
+    assert isinstance(second, ConfigError) and "called save for step 4, and another rank for step 3" in second.message
 
 
 def test_a_rank_that_waits_for_one_that_has_gone_says_in_which_call(
