@@ -467,6 +467,32 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+_CANCELLED_JOB = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]+?) \*\*\*")
+_STATE_OF_CAUSE = {
+    "PREEMPTION": "PREEMPTED",
+    "JOB REQUEUE": "REQUEUED",
+    "NODE FAILURE": "NODE_FAIL",
+    "TIME LIMIT": "TIMEOUT",
+}
+
+
+def state_in_batch_log(text: str, *, since_unix_s: float) -> str:
+    """Returns the state in which a start of a job ended, by slurmstepd's line in its batch log, e.g. "PREEMPTED".
+
+    "" where there is no such line: the node was lost, or only the batch script was killed.
+
+    Args:
+        text: the end of the log.
+        since_unix_s: when that start began; the log has those before it, too.
+    """
+    states = [
+        _STATE_OF_CAUSE.get(cause, "")
+        for time_text, cause in _CANCELLED_JOB.findall(text)
+        if (unix_s(time_text) or 0.0) >= since_unix_s
+    ]
+    return states[-1] if states else ""
+
+
 def violent_end(text: str) -> str:
     """Returns the first end by a signal, a lost or a silent node, e.g. "rank 3 on node2: Killed"; "" if none.
 

@@ -9,6 +9,7 @@ killed or lost with its node, the next one closes its attempt.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,13 +41,13 @@ from slurm_train.rundir.events import (
     FailureMark,
     leave_mark,
 )
-from slurm_train.rundir.files import change_times, is_there, listed
+from slurm_train.rundir.files import change_times, is_there, listed, read_tail
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.scores import num_recorded
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
-from slurm_train.slurm.records import TaskEnd, end_and_limit
+from slurm_train.slurm.records import TaskEnd, end_and_limit, state_in_batch_log
 from slurm_train.supervise.decision import (
     CANCELLED,
     Course,
@@ -77,6 +78,7 @@ from slurm_train.supervise.own_end import EndKind, OwnEnd, judge, read_end
 from slurm_train.supervise.scheduler import Scheduler
 
 _WRITER_WAIT_S = 60.0
+_BATCH_LOG_BYTES = 64 * 1024
 _MOST_FAILED_STARTS = 10
 FIRST_DELAY_S = 60
 """How long a job waits after the first failure of the file system."""
@@ -611,6 +613,8 @@ def close_lost(
 ) -> None:
     """Writes the end line of every attempt that has none because its supervisor was killed or lost with its node.
 
+    Ranks that are slower than Slurm's KillWait after a preemption or a requeue leave the supervisor no time, either.
+
     Args:
         run: the run; its lock is held, so no attempt of it is under way.
         start: the attempt that is about to begin; all present checkpoints were committed in earlier ones.
@@ -623,7 +627,12 @@ def close_lost(
         attempt = int(entry["attempt"])
         job_id = entry.get("job_id")
         index = int(entry.get("restart_count") or 0)
+        start_unix_s = float(entry.get("time_unix_s", 0.0))
         state = _nth(past_ends(str(job_id)) if job_id else (), index)
+        if not state and job_id:
+            # Without accounting, or before it has the end; Slurm's times are whole seconds.
+            batch_log = read_tail(run.logs / "batch.log", _BATCH_LOG_BYTES)
+            state = state_in_batch_log(batch_log, since_unix_s=math.floor(start_unix_s))
         # A living supervisor closes its attempt whatever happens to the job, so this one was lost with its node.
         was_restarted = job_id is not None and job_id == start.job_id and start.restart_count > index
         reason = _LOST_REASONS.get(state, "node_failure" if was_restarted else "lost")
@@ -633,7 +642,6 @@ def close_lost(
         facts: dict[str, Any] = {"reason": reason, "action": "lost", "note": note}
         attempt_step = step_of_attempt(run, attempt, default=last_step)
         facts |= {"last_step": attempt_step, "last_committed": start.first_committed}
-        start_unix_s = float(entry.get("time_unix_s", 0.0))
         end_unix_s = start_unix_s
         # The end is estimated from the times of files; if these cannot be read, the run goes on.
         with contextlib.suppress(OSError):

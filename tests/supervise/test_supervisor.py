@@ -433,6 +433,29 @@ def test_attempts_that_nobody_closed_are_closed_at_their_last_sign_of_life(
     assert second["end_time_unix_s"] == pytest.approx(last_sign_unix_s, rel=0, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("cause", "before_s", "reason"),
+    [
+        ("PREEMPTION", 0, "preempted"),
+        ("JOB REQUEUE", 0, "requeued"),
+        ("TIME LIMIT", 0, "time_limit"),
+        # Of an earlier start of the job.
+        ("PREEMPTION", 100, "node_failure"),
+        ("", 0, "node_failure"),
+    ],
+)
+def test_without_accounting_the_batch_log_says_why_a_supervisor_was_killed(
+    cause: str, before_s: int, reason: str, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path)
+    open_attempt(run, start())
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - before_s))
+    line = f"slurmstepd-node1: error: *** JOB 7 ON node1 CANCELLED AT {at} DUE TO {cause} ***\n" if cause else ""
+    (run.logs / "batch.log").write_text(line)
+    close_lost(run, start(restart_count=1), past_ends=lambda _job: (), last_step=8)
+    assert read_ledger(run)[0]["reason"] == reason
+
+
 # Half of the limit is left, and half of the minute by which Slurm may be early.
 @pytest.mark.parametrize(("left_min", "reason"), [(50, "signalled"), (30.5, "time_limit"), (25, "time_limit")])
 def test_a_stop_that_another_rank_saw_first_is_the_limits_only_where_a_warning_may_have_come(
