@@ -36,7 +36,7 @@ from slurm_train.rundir.heartbeat import has_joined
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
-from slurm_train.slurm.records import TaskEnd
+from slurm_train.slurm.records import NO_STEP, TaskEnd
 from slurm_train.status.failure import crash_in, crash_of_child_in, last_words
 from slurm_train.supervise.decision import (
     NODE_FAILURE,
@@ -160,7 +160,7 @@ class Diagnosis:
     is_repeated: bool
     """Whether the attempt before failed with the same exception at the same place, and there was no progress."""
     had_begun: bool
-    """Whether the preflight let the ranks start."""
+    """Whether the ranks were started: the preflight let them, and Slurm created their step."""
     lacks_room: bool
     """Whether the preflight found too little room on the disk."""
 
@@ -355,7 +355,7 @@ def diagnose(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> D
     elif bad_nodes or failed_on == _single(last_bad_node(evidence.ledger)):
         # The same exception twice in a row comes from the program, not from the node.
         to_avoid = () if evidence.has_progress or is_same_failure else failed_on
-    had_begun = not (has_failed and errors)
+    had_begun = not (has_failed and errors) and not around.violent_end.startswith(NO_STEP)
     # srun gives one code for all ranks; the code of the rank that failed first is more exact.
     exit_code = mark.exit_code if has_failed and mark is not None else int(evidence.progress["exit_code"])
     if exit_code == EXIT_WRONG_USE and mark is None and around.silent_end:

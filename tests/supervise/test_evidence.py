@@ -196,6 +196,13 @@ def test_a_node_that_lacks_the_program_is_no_wrong_use() -> None:
     assert diagnose(evidence, QUIET, has_failed=True).exit_code == 2
 
 
+def test_ranks_whose_step_slurm_did_not_create_had_not_begun() -> None:
+    no_step = "Unable to create step for job 7: it still has 7.0 of an earlier attempt"
+    diagnosis = diagnose(EVIDENCE, replace(QUIET, violent_end=no_step), has_failed=True)
+    assert not diagnosis.had_begun and not diagnosis.lacks_room
+    assert diagnose(EVIDENCE, QUIET, has_failed=True).had_begun
+
+
 def test_ranks_that_ended_well_had_begun_whatever_the_preflight_found() -> None:
     evidence = replace(EVIDENCE, findings=[SICK], progress={"exit_code": 0})
     assert diagnose(evidence, QUIET, has_failed=False).had_begun
