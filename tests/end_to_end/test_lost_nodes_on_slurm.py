@@ -18,8 +18,10 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.growing import PACED_MODULE
 from tests.campaigns.world_sizes import compare, in_double
+from tests.support import light_training
 from tests.support.cluster_faults import node_lost
 from tests.support.command_line import TINY, TINY_MODULE, Person
+from tests.support.light_training import undisturbed_losses
 from tests.support.slurm_runs import (
     command,
     losses,
@@ -33,13 +35,17 @@ from tests.support.waiting import wait_for
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign]
 
 LONG_S = 300.0
-RUN = ("+cluster=3x1", *TINY, "batch.global_size=18", "train.max_steps=60")
-SPARED = (*RUN, "model.step_s=0.5", "cluster.spare_nodes=1", "run.name=spared")
+SPARED = ("+cluster=3x1", *light_training.words(steps=60, step_s=0.5), "cluster.spare_nodes=1", "run.name=spared")
+
+
+@pytest.fixture(autouse=True)
+def _program(person: Person) -> None:
+    light_training.add_program(person)
 
 
 def wait_for_twin(person: Person, *words: str) -> RunDirectory:
     """Returns the finished run that nothing happened to."""
-    _, twin = person.types(*(words or RUN), "run.name=twin").job_and_run
+    _, twin = person.types(*words, "run.name=twin").job_and_run
     wait_until_finished(twin, within_s=LONG_S)
     return twin
 
@@ -58,7 +64,6 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
     """Three nodes train and one waits; what runs on one of the three is killed at once, its slurmd included."""
     plan = person.types("plan", *SPARED)
     assert "1, used in place of a lost or bad node: 33% more node hours" in plan.err + plan.out
-    twin = wait_for_twin(person)
     job, run = person.types(*SPARED).job_and_run
     wait_until_step(run, 10, within_s=LONG_S)
     lost = read_ledger(run)[0]["nodes"][1]
@@ -70,7 +75,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(person: Person) -> None:
     assert first["left_out"] == lost and first["note"].endswith(" of this allocation")
     assert lost not in last["nodes"] and len(last["nodes"]) == 3
     assert first["job_id"] == last["job_id"] == job and "restart_count" in last and last["restart_count"] == 0
-    assert losses(run) == losses(twin)
+    assert losses(run) == undisturbed_losses(60)
     print(f"from the kill of a node to the next step: {back_after_s(run, killed_unix_s):.1f} s")
 
 
@@ -166,11 +171,13 @@ def test_a_run_that_has_lost_a_node_grows_back_when_the_node_returns(person: Per
 
 def test_the_run_goes_on_from_the_copy_on_a_neighbour(person: Person, tmp_path: Path) -> None:
     """Nothing is in the run directory when a node is lost together with its disk."""
-    twin, disks = wait_for_twin(person), tmp_path / "disks"
+    trainer = ("+cluster=3x1", *TINY, "batch.global_size=18", "train.max_steps=60", "train.threads=1")
+    twin, disks = wait_for_twin(person, *trainer), tmp_path / "disks"
     for number in range(1, 5):
         (disks / f"node{number}").mkdir(parents=True)
     local = (f"checkpoint.local_dir={disks}/$SLURMD_NODENAME", "checkpoint.every_steps=2", "checkpoint.copy_every=99")
-    job, run = person.types(*SPARED, *local).job_and_run
+    spared = ("model.step_s=0.5", "cluster.spare_nodes=1", "run.name=spared")
+    job, run = person.types(*trainer, *spared, *local).job_and_run
     wait_until_step(run, 11, within_s=LONG_S)
     lost = read_ledger(run)[0]["nodes"][2]
     assert not any(run.checkpoints.glob("checkpoint_*"))
@@ -190,9 +197,10 @@ def test_the_run_goes_on_from_the_copy_on_a_neighbour(person: Person, tmp_path: 
 
 def test_a_job_whose_first_node_is_lost_is_requeued(person: Person) -> None:
     """The supervisor ran there, and with --no-kill Slurm would let the job run until its time limit."""
-    twin = wait_for_twin(person)
     job, run = person.types(*SPARED).job_and_run
     wait_until_step(run, 10, within_s=LONG_S)
+    steps = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%j")
+    wait_for(lambda: "guard" in command(*steps).split(), within_s=60, what="the step of the guard")
     lost = read_ledger(run)[0]["nodes"][0]
     with node_lost(lost):
         wait_for(lambda: "which is requeued" in (run.logs / "batch.log").read_text(), within_s=120, what="the guard")
@@ -200,4 +208,4 @@ def test_a_job_whose_first_node_is_lost_is_requeued(person: Person) -> None:
     first, last = wait_until_ended(run)
     assert (first["reason"], last["reason"]) in ((reason, "done") for reason in ("node_failure", "requeued")), first
     assert last["job_id"] == job and last["restart_count"] == 1
-    assert losses(run) == losses(twin)
+    assert losses(run) == undisturbed_losses(60)
