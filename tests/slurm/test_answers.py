@@ -4,6 +4,17 @@ import pytest
 
 from slurm_train.slurm.answers import Submitted, in_words, plain, said, submitted_jobs
 
+# From public reports.
+STAMPEDE = """
+-----------------------------------------------------------------
+          Welcome to the Stampede3 Supercomputer
+-----------------------------------------------------------------
+
+--> Verifying valid submit host (login4)...OK
+--> Checking available allocation (TG-AST090040)...OK
+--> Verifying that quota for filesystem /work2/02661 is at  0.00% allocated...OK
+"""
+
 
 @pytest.mark.parametrize(
     ("text", "jobs"),
@@ -18,6 +29,9 @@ from slurm_train.slurm.answers import Submitted, in_words, plain, said, submitte
         ("[INFO] submitted batch job 26.\n", [Submitted("26")]),
         ("Welcome, 3 messages\n26\nYour budget: 12 h\n", [Submitted("26")]),
         ("Submitted batch job 26\n26\n", [Submitted("26")]),
+        (f"{STAMPEDE}Submitted batch job 26\n", [Submitted("26")]),
+        ("sbatch: INFO: Note that 128 GB per node will require a node with more\n26\n", [Submitted("26")]),
+        ("sbatch: This job will be charged to liu. Base Allocation:500,000.00 hours\n26\n", [Submitted("26")]),
         # The last one counts, where the queue does not say.
         ("1000\nchecked\n60060368\n", [Submitted("1000"), Submitted("60060368")]),
         ("Your job 26 is in the queue\n", []),
