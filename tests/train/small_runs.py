@@ -117,6 +117,29 @@ def weights_of(run: Path) -> dict[str, Any]:
     return empty
 
 
+def assert_resumes_bit_for_bit(folder: Path, config: dict[str, Any], *, ranks: int = 2, **stop: int) -> str:
+    """Checks that a run that is stopped and started again ends with the bits of one that is not.
+
+    Args:
+        folder: gets the runs "whole" and "cut".
+        config: of both.
+        ranks: how many.
+        **stop: see `small_training.Net`: `signal_at`, which is 7 if not given, and `signal_rank`.
+
+    Returns:
+        What the stopped attempt and the next one printed.
+    """
+    whole, cut = folder / "whole", folder / "cut"
+    run_to_end(whole, config, ranks=ranks)
+    model = {**config["model"], "signal_at": 7, **stop, "only_in": str(folder / "sent")}
+    stopped = run_to_end(cut, {**config, "model": model}, ranks=ranks, code=75)
+    assert not (cut / "result.json").exists()
+    resumed = run_to_end(cut, {**config, "model": model}, ranks=ranks, attempt=1)
+    assert digest_of(cut) == digest_of(whole)
+    assert_same_steps(cut, whole)
+    return stopped + resumed
+
+
 def assert_same_steps(found: Path, expected: Path, *, rel: float = 0.0) -> None:
     """Checks that two runs made the same steps of the same samples, with losses and norms that differ by `rel`."""
     ours, theirs = steps_of(found), steps_of(expected)

@@ -11,7 +11,7 @@ import torch
 
 from slurm_train.train.ddp import sent_bytes
 from tests.support.warm_ranks import run_pair
-from tests.train.small_runs import assert_same_steps, config_of, digest_of, run_to_end
+from tests.train.small_runs import assert_resumes_bit_for_bit, config_of
 
 CASES = [("none", "float32"), ("bf16", "float32"), ("bf16", "bfloat16")]
 STEPS = 4
@@ -101,13 +101,7 @@ def test_bfloat16_gradients_are_those_in_full_to_their_precision(exchanged: dict
 
 @pytest.mark.distributed
 def test_resuming_with_bfloat16_gradients_is_bitwise_exact(tmp_path: Path) -> None:
-    ddp = {"comm": "bf16"}
-    run_to_end(tmp_path / "whole", config_of(ddp=ddp))
-    stopping = config_of(ddp=ddp, model={"signal_at": 9, "signal_rank": 1, "only_in": str(tmp_path / "sent")})
-    assert "stopped at step" in run_to_end(tmp_path / "cut", stopping, code=75)
-    run_to_end(tmp_path / "cut", stopping, attempt=1)
-    assert digest_of(tmp_path / "cut") == digest_of(tmp_path / "whole")
-    assert_same_steps(tmp_path / "cut", tmp_path / "whole")
+    assert_resumes_bit_for_bit(tmp_path, config_of(ddp={"comm": "bf16"}), signal_rank=1)
 
 
 def test_bytes_that_are_sent() -> None:

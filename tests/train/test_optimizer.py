@@ -23,7 +23,7 @@ from slurm_train.train.optimizer import (
     to_average,
     to_training,
 )
-from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start, weights_of
+from tests.train.small_runs import assert_resumes_bit_for_bit, config_of, finish, run_to_end, start, weights_of
 
 MUON = {
     "_target_": "torch.optim.Muon",
@@ -194,17 +194,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def resumed_run(folder: Path, layout: dict[str, int], **optim: Any) -> None:
-    """Checks that a run that was interrupted ends with the bits of one that was not."""
-    sections = {"optim": optim, "parallel": layout}
-    run_to_end(folder / "whole", config_of(**sections))
-    cut = config_of(**sections, model={"signal_at": 7, "only_in": str(folder / "sent")})
-    run_to_end(folder / "cut", cut, code=75)
-    run_to_end(folder / "cut", cut, attempt=1)
-    assert digest_of(folder / "cut") == digest_of(folder / "whole")
-    assert_same_steps(folder / "cut", folder / "whole")
-
-
 def test_sgd_changes_parameters_of_two_bytes_as_it_does_those_of_four() -> None:
     """The kernel of torch 2.13 for the CPU leaves most of those of two bytes as they are."""
     torch.manual_seed(5)
@@ -235,7 +224,7 @@ def test_any_optimizer_is_resumed_bit_for_bit(tmp_path: Path, name: str, layout:
             _, text = finish(start(tmp_path / run, config_of(optim=optim, model=facts, parallel=layout), attempt=1))
             assert "Adafactor cannot update parameters that are spread over ranks" in text, run
         return
-    resumed_run(tmp_path, layout, **optim)
+    assert_resumes_bit_for_bit(tmp_path, config_of(optim=optim, parallel=layout))
 
 
 @pytest.mark.distributed

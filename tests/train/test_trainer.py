@@ -23,6 +23,7 @@ from slurm_train.rundir.paths import CheckpointName, RunDirectory, list_checkpoi
 from slurm_train.train.start_up import collect_garbage
 from tests.train.small_runs import (
     PADDED,
+    assert_resumes_bit_for_bit,
     assert_same_steps,
     config_of,
     digest_of,
@@ -96,15 +97,8 @@ def test_term_on_one_rank_stops_all_and_resuming_is_bitwise_exact(
 ) -> None:
     sections = {**sections, "train": {"eval_every_steps": 5}}
     model = {**sections.pop("model", {}), "dropout": 0.2}
-    run_to_end(tmp_path / "whole", config_of(**sections, model=model), ranks=ranks)
-    once = {**model, "signal_at": 7, "signal_rank": rank, "only_in": str(tmp_path / "sent")}
-    cut = config_of(**sections, model=once)
-    text = run_to_end(tmp_path / "cut", cut, ranks=ranks, code=75)
-    assert "stopped at step 7" in text and not (tmp_path / "cut" / "result.json").exists()
-    text = run_to_end(tmp_path / "cut", cut, ranks=ranks, attempt=1)
-    assert re.search(r"resuming from checkpoint_0000007_\w+ \(step 7\)", text)
-    assert digest_of(tmp_path / "cut") == digest_of(tmp_path / "whole")
-    assert_same_steps(tmp_path / "cut", tmp_path / "whole")
+    text = assert_resumes_bit_for_bit(tmp_path, config_of(**sections, model=model), ranks=ranks, signal_rank=rank)
+    assert "stopped at step 7" in text and re.search(r"resuming from checkpoint_0000007_\w+ \(step 7\)", text)
 
 
 @distributed
@@ -138,16 +132,10 @@ def test_a_run_killed_before_its_result_is_finished_by_the_next_attempt(tmp_path
 @distributed
 def test_steps_that_grow_are_counted_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     sections = {"batch": GROWTH, "ddp": {"static_graph": True}, "health": {"on_spike": "log", "spike_factor": 1.01}}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run_to_end(whole, config_of(**sections))
-    stopped = config_of(**sections, model={"signal_at": 10, "only_in": str(tmp_path / "sent")})
-    run_to_end(cut, stopped, code=75)
-    run_to_end(cut, stopped, attempt=1)
-    assert digest_of(cut) == digest_of(whole)
-    assert_same_steps(cut, whole)
+    assert_resumes_bit_for_bit(tmp_path, config_of(**sections), signal_at=10)
     size = config_of()["batch"]["global_size"]
     batches = [min(step, 4) + 2 * min(max(step - 4, 0), 5) + 3 * max(step - 9, 0) for step in range(1, 21)]
-    assert [line["samples"] for line in steps_of(whole)] == [size * number for number in batches]
+    assert [line["samples"] for line in steps_of(tmp_path / "whole")] == [size * number for number in batches]
 
 
 # Ranks and micro-batches per step; all but the last attempt are stopped in their fifth forward pass.

@@ -30,7 +30,7 @@ from slurm_train.errors import CheckpointError, ConfigError, RunError
 from slurm_train.models.build import build_model
 from slurm_train.train.evaluate_checkpoint import load_model, require_same_weights
 from tests.support.small_checkpoints import make_header
-from tests.train.small_runs import assert_same_steps, config_of, digest_of, finish, run_to_end, start
+from tests.train.small_runs import assert_resumes_bit_for_bit, config_of, finish, start
 from tests.train.small_training import FEATURES, Branches, DoubleGPT, Net
 from tests.train.test_layouts import layout_config
 
@@ -151,21 +151,10 @@ class Lookahead(torch.optim.SGD):
         return {**super().state_dict(), "slow_steps": 3}
 
 
-def resumed_run(folder: Path, **sections: Any) -> None:
-    """Checks that a run that was interrupted ends with the bits of one that was not."""
-    run_to_end(folder / "whole", config_of(**sections))
-    model = {**sections.get("model", {}), "signal_at": 7, "only_in": str(folder / "sent")}
-    cut = config_of(**{**sections, "model": model})
-    run_to_end(folder / "cut", cut, code=75)
-    run_to_end(folder / "cut", cut, attempt=1)
-    assert digest_of(folder / "cut") == digest_of(folder / "whole")
-    assert_same_steps(folder / "cut", folder / "whole")
-
-
 @pytest.mark.distributed
 def test_what_a_model_and_an_optimizer_make_later_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     model = {"_target_": f"{__name__}.MakesBuffers"}
-    resumed_run(tmp_path, model=model, optim={"_target_": f"{__name__}.LateState"})
+    assert_resumes_bit_for_bit(tmp_path, config_of(model=model, optim={"_target_": f"{__name__}.LateState"}))
 
 
 class Centred(Net):
@@ -202,18 +191,19 @@ class SparseNet(Net):
 @pytest.mark.distributed
 def test_a_model_with_sparse_gradients_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     model = {"_target_": f"{__name__}.SparseNet"}
-    resumed_run(tmp_path, model=model, optim={"_target_": "torch.optim.SGD", "momentum": 0.9})
+    assert_resumes_bit_for_bit(tmp_path, config_of(model=model, optim={"_target_": "torch.optim.SGD", "momentum": 0.9}))
 
 
 @pytest.mark.distributed
 def test_what_an_optimizer_makes_later_is_cut_as_its_parameters_are(tmp_path: Path) -> None:
-    resumed_run(tmp_path, optim={"_target_": f"{__name__}.LateRows"}, parallel={"dp_shard": 2})
+    optim = {"_target_": f"{__name__}.LateRows"}
+    assert_resumes_bit_for_bit(tmp_path, config_of(optim=optim, parallel={"dp_shard": 2}))
 
 
 @pytest.mark.distributed
 def test_what_a_state_dict_leaves_out_and_what_is_never_used_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     model = {"_target_": f"{__name__}.Selects"}
-    resumed_run(tmp_path, model=model, ddp={"find_unused_parameters": True})
+    assert_resumes_bit_for_bit(tmp_path, config_of(model=model, ddp={"find_unused_parameters": True}))
 
 
 @pytest.mark.distributed
