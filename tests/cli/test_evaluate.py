@@ -203,7 +203,9 @@ def test_a_scorer_of_ones_own_needs_no_model_of_ours(shell: Shell, run: RunDirec
         ("generate gpt-stdlib +cluster=1x2", "no tokenizer is known"),
         ("generate gpt-stdlib +cluster=1x2 optim.rl=1", "there is no configuration key 'optim.rl'"),
         ("generate gpt-stdlib --top-k 0", "--top-k must be at least 1, got 0"),
-        ("generate gpt-stdlib --tokenizer none.json", "none.json is not a tokenizer file"),
+        pytest.param(
+            "generate gpt-stdlib --tokenizer none.json", "none.json is not a tokenizer file", marks=pytest.mark.full
+        ),
     ],
 )
 def test_what_cannot_be_measured_or_continued_is_refused(

@@ -133,6 +133,7 @@ def test_with_lora_the_adapters_alone_are_trained_and_begin_on_what_the_files_ha
         assert not first_values(build_model(config)), lora
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 @pytest.mark.parametrize(
     ("words", "message"),

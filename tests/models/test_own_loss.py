@@ -32,6 +32,7 @@ def cut(batch: dict[str, Tensor], *sizes: int) -> list[dict[str, Tensor]]:
     return [dict(zip(batch, part, strict=True)) for part in parts]
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 @pytest.mark.parametrize("kind", LIBRARY)
 @torch.no_grad()
@@ -58,6 +59,7 @@ def test_losses_of_the_library_are_trained_as_they_are(kind: str) -> None:
     assert mean_of(objective, parts) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 @NEEDS_TRANSFORMERS
 @pytest.mark.parametrize("kind", ["causal", "encoder-decoder", "token classification"])
 def test_a_micro_batch_without_a_label_that_counts_adds_nothing(kind: str) -> None:
