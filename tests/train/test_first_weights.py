@@ -36,6 +36,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_every_layout_begins_with_the_weights_of_one_rank(tmp_path: Path) -> None:

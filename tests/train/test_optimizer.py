@@ -213,7 +213,9 @@ def test_sgd_changes_parameters_of_two_bytes_as_it_does_those_of_four() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2}], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, id="DDP"), pytest.param({"dp_shard": 2}, id="FSDP2", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_is_resumed_bit_for_bit(tmp_path: Path, name: str, layout: dict[str, int]) -> None:
     optim = OPTIMIZERS[name]

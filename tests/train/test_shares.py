@@ -73,8 +73,11 @@ def assert_like_one_process(run: Path, alone: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(3, {}), (4, {"dp_shard": 4}), (4, {"dp_replicate": 2, "dp_shard": 2})],
-    ids=["DDP", "FSDP2", "HSDP"],
+    [
+        pytest.param(3, {}, id="DDP"),
+        pytest.param(4, {"dp_shard": 4}, id="FSDP2", marks=pytest.mark.full),
+        pytest.param(4, {"dp_replicate": 2, "dp_shard": 2}, id="HSDP", marks=pytest.mark.full),
+    ],
 )
 def test_a_global_batch_that_is_no_multiple_of_the_ranks_trains_what_one_process_trains(
     ranks: int, parallel: dict[str, int], tmp_path: Path
@@ -84,6 +87,7 @@ def test_a_global_batch_that_is_no_multiple_of_the_ranks_trains_what_one_process
     assert_like_one_process(tmp_path / "run", tmp_path / "alone")
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     """Saved by one number of ranks, resumed by another, with replicas and with shards."""
