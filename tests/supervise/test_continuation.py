@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurm_train.config.frozen import dump_config
-from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.config.schema import ClusterSection, RequeueSection, RunConfig
 from slurm_train.errors import ClusterError
+from slurm_train.launch.batch_script import renewed_warning
 from slurm_train.rundir.jobs import read_job, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.continuation import (
@@ -42,6 +44,13 @@ def test_another_job_takes_over_after_this_one(tmp_path: Path) -> None:
     record = read_job(run)
     assert record is not None and record.job_id == "78" and record.continues == {"78": "77"}
     assert slurm.said("updated") == "update JobId=90 Dependency=afterok:78\n", "what waits for the run's success"
+
+
+@pytest.mark.parametrize(("lead", "flags"), [("auto", ["--signal=USR2@120"]), (300, [])])
+def test_a_warning_that_was_set_stays_as_the_script_has_it(lead: Any, flags: list[str], tmp_path: Path) -> None:
+    requeue = RequeueSection(warn_before_limit_s=lead)
+    config = RunConfig(cluster=ClusterSection(time_limit_min=60), requeue=requeue)
+    assert renewed_warning(config, RunDirectory(tmp_path)) == flags
 
 
 @pytest.mark.parametrize("env", [{}, {CONTINUES: "77"}], ids=["on record", "from its environment"])

@@ -182,6 +182,7 @@ def test_a_follower_whose_supervisor_is_gone_ends_by_itself(run: RunDirectory, s
     wait_for(lambda: sent(run), within_s=30, what="the first lines")
     # The kernel closes it when the last process that has it open is gone.
     trackers.finish_soon()
+    assert trackers.threads
     for thread in trackers.threads:
         thread.join(30)
         assert not thread.is_alive()
