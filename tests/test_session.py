@@ -23,7 +23,7 @@ TRAPS = {
     "FORCE_COLOR": "17",
     "GIT_DIR": "/trap",
     "HYDRA_FULL_ERROR": "17",
-    "LC_ALL": "trap",
+    "LC_ALL": "C",
     "MASTER_ADDR": "trap",
     "NO_COLOR": "trap",
     "OMP_NUM_THREADS": "17",
@@ -120,6 +120,14 @@ sys.exit(7)
     assert done.returncode == 7 and not place.exists()
     assert (tmp_path / "place.parent").read_text() == "1", "it has the first process of its namespace as its parent"
     assert _facts_of_the_machine() == before
+
+
+@needs_namespaces
+def test_a_name_that_no_file_has_is_answered_at_once() -> None:
+    """Where a name server were asked that cannot be reached, torch would warn on each connection."""
+    with pytest.raises(socket.gaierror) as caught:
+        socket.getaddrinfo("no-such-host.invalid", 80)
+    assert caught.value.errno == socket.EAI_NONAME
 
 
 def _facts_of_the_machine() -> tuple[object, ...]:
