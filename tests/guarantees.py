@@ -37,6 +37,12 @@ GUARANTEES: dict[str, str] = {
     "an element of an array comes back and the others never notice": (
         f"{_END}_sweep_on_slurm.py::test_an_element_that_loses_a_rank_continues_and_the_others_never_notice"
     ),
+    "the preemption of an element of an array restarts no other": (
+        f"{_END}_sweep_on_slurm.py::test_the_preemption_of_an_element_restarts_no_other"
+    ),
+    "a killed rank, or a killed srun, costs no run": (
+        f"{_END}_returns_on_slurm.py::test_killed_processes_of_a_job_cost_no_run"
+    ),
     "a cancel at any moment wins": f"{_SUPERVISE}_cancel_races.py::test_a_cancel_at_any_moment_wins",
     "a killed rank is started again within the allocation": (
         f"{_SUPERVISE}_supervisor.py::test_failures_are_started_again_here_until_three_bring_no_step"

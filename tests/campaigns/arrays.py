@@ -17,31 +17,15 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table
 from slurm_train.slurm.records import parse_record
 from tests.campaigns.record import Tally
-from tests.support.command_line import TINY, Person, new_project
+from tests.support import light_training
+from tests.support.command_line import Person, new_project
 from tests.support.slurm_runs import command, losses
 from tests.support.waiting import wait_for
 
 STEPS = 400
-_MODULE = """
-import pathlib, time
-import tiny
-
-class Held(tiny.Tiny):
-    def __init__(self, hold: str):
-        super().__init__()
-        self.hold = pathlib.Path(hold)
-    def forward(self, x):
-        if self.hold.exists():
-            time.sleep(0.5)
-        return self.layers(x)
-"""
 _WORDS = (
     "+cluster=1x1",
-    *TINY[1:],
-    "model._target_=held.Held",
-    f"train.max_steps={STEPS}",
-    "train.threads=1",
-    "checkpoint.every_steps=200",
+    *light_training.words(steps=STEPS, save_every=STEPS // 2),
     # One rank, but two devices of the node.
     "cluster.gpu_flag=none",
     "cluster.sbatch.gres=gpu:2",
@@ -70,11 +54,11 @@ class Seen(NamedTuple):
 def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]:
     """Submits an array, disturbs half of it and returns what came of each element."""
     chance = random.Random(seed)
-    person, hold = Person(new_project(folder / "project")), folder / "hold"
-    (person.folder / "held.py").write_text(_MODULE)
-    hold.touch()
+    person = Person(new_project(folder / "project"))
+    light_training.add_program(person)
+    light_training.hold(person)
     began_s = time.monotonic()
-    done = person.types("-m", *_WORDS, f"model.hold={hold}", f"seed=range({trials})", "run.name=arrays")
+    done = person.types("-m", *_WORDS, f"seed=range({trials})", "run.name=arrays")
     assert done.code == 0, done.err
     job, path = done.out.split()
     elements = read_table(SweepDirectory(Path(path)))
@@ -86,7 +70,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
         )
         print(f"  {trials} elements at work after {time.monotonic() - began_s:.0f} s")
         requeued = _disturb(job, len(elements), chance)
-        hold.unlink()
+        light_training.let_go(person)
         wait_for(lambda: all(map(_is_over, elements)), within_s=_PATIENCE_S, what="the end of all elements")
         _wait_until_over(job)
     except AssertionError as err:
