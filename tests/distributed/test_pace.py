@@ -345,5 +345,5 @@ def test_a_program_of_a_users_own_is_measured_without_being_asked(tmp_path: Path
         cause = causes[kind]
         assert victim[0] == cause[0] >= 3, kind
         assert victim[2] > 0.05 and cause[1] > 0.06, kind
+        # With the second that the save takes, which is left out, the victim's own time would be near the cause's.
         assert cause[2] < 0.5 * victim[2] and victim[1] < 0.5 * cause[1], kind
-        assert cause[1] < 0.3, kind
