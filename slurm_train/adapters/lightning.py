@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,17 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from slurm_train.adapters.epoch_means import EpochMeans
+from slurm_train.adapters.library_names import require_names
+from slurm_train.adapters.plain_values import allow_data_in
 from slurm_train.checkpoint.switches import Switches
 from slurm_train.distributed.seeds import mix, rng_state, set_rng_state
 from slurm_train.errors import ConfigError
+from slurm_train.formatting import shorten
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session import Checkpoint, join
 
@@ -42,6 +45,27 @@ _ENDED_KEY = "slurm_train_should_stop"
 _SWITCHES_KEY = "slurm_train_switches"
 """Key in a checkpoint of Lightning: parameters and modules that the training has frozen or unfrozen, or whose mode it
 has changed."""
+_SUPPORTED = ">=2.6,<2.7"
+"""Versions of Lightning with which the callback was tried."""
+_NAMES_OF_FIT_LOOP = [
+    "restarted_mid_epoch",
+    "resumed_on_epoch_end",
+    "restarting",
+    "setup_data",
+    "epoch_progress",
+    "epoch_loop",
+    "_can_stop_early",
+    "_combined_loader",
+    "_data_fetcher",
+    "_last_train_dl_reload_epoch",
+]
+_NAMES_OF_EPOCH_LOOP = [
+    "batch_progress",
+    "update_lr_schedulers",
+    "_num_ready_batches_reached",
+    "_results",
+    "_should_check_val_fx",
+]
 _VALIDATION_NAME = re.compile("val(?:id(?:ation)?)?[_/](.+)")
 
 
@@ -75,6 +99,7 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._is_stopping = False
         """Whether the ranks have agreed to stop after this step."""
         self._has_trained = False
+        self._has_noted_refused = False
         self.best_model_path = ""
         """The newest checkpoint of the run; Lightning loads it for `test(ckpt_path="best")`."""
         self._order_seed: int | None = None
@@ -128,8 +153,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             default.setup(trainer, module, stage)
             others.append(default)
         trainer.callbacks = [*others, self]
+        _require_names(trainer)
         if self.best_model_path:
-            _allow_any_types(trainer.strategy, Path(self.best_model_path).parent.parent)
+            allow_data_in(Path(self.best_model_path))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what each checkpoint of Lightning has of this callback."""
@@ -177,10 +203,16 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         self._epoch_start_is_due = trainer.fit_loop.restarted_mid_epoch
         folder = self._checkpoint.path
         rank = self.session.rank
-        streams = _load(folder / f"rng_{rank}.pt", weights_only=True)
-        means = _load(folder / f"means_{rank}.pt", weights_only=True)
-        # States and samples are of any types; this program has written them.
-        states, fetched = _load(folder / f"loaders_{rank}.pt", weights_only=False) or ([], [])
+        streams = _load(folder / f"rng_{rank}.pt")
+        means = _load(folder / f"means_{rank}.pt")
+        refused = allow_data_in(folder / f"loaders_{rank}.pt")
+        if refused:
+            raise ConfigError(
+                f"the states of the loaders in {folder.name} name {shorten(refused)}, which is not loaded: it could "
+                "run code",
+                hint="let the states of loaders and data sets be tensors, numbers and texts, or objects of your own",
+            )
+        states, fetched = _load(folder / f"loaders_{rank}.pt") or ([], [])
         is_at_end_of_epoch = trainer.fit_loop.resumed_on_epoch_end
         # A new iterator draws a number. At the end of an epoch the saved streams come before that number, within an
         # epoch after it.
@@ -428,6 +460,19 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
         if self._is_stopping:
             self.session.leave()
 
+    def _note_refused(self, folder: Path) -> None:
+        """Says at the first save what a resume will not load of it."""
+        for name in (_FILE, f"loaders_{self.session.rank}.pt"):
+            refused = [] if self._has_noted_refused else allow_data_in(folder / name)
+            if refused:
+                print(
+                    f"slurm_train: {name} of the checkpoint names {shorten(refused)}, which a resume does not load: it "
+                    "could run code; leave it out of save_hyperparameters and of states, or call "
+                    "fit(..., weights_only=False)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
     def _save(self, trainer: pl.Trainer) -> None:
         step = trainer.global_step
         self._loaders_made_in_epoch = trainer.fit_loop._last_train_dl_reload_epoch
@@ -447,7 +492,9 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             states = [loader.state_dict() for loader in _stateful_loaders(trainer)]
             if states:
                 torch.save((states, _fetched_batches(trainer)), folder / f"loaders_{self.session.rank}.pt")
+            self._note_refused(folder)
         self._saved_step = step
+        self._has_noted_refused = True
         if self.session.run_directory is not None:
             checkpoints = RunDirectory(self.session.run_directory).checkpoints
             # Rank 0's answer: other nodes may see the new directory later.
@@ -455,24 +502,23 @@ class SessionCallback(LightningCheckpoint):  # type: ignore[misc]  # of an extra
             self.best_model_path = trainer.strategy.broadcast(newest)
 
 
-def _allow_any_types(strategy: Strategy, checkpoints: Path) -> None:
-    """Lets a strategy load checkpoints of the run with values of any types; torch by default reads tensors and numbers.
+def _require_names(trainer: pl.Trainer) -> None:
+    """Checks that this version of Lightning has the names that are read and set here.
 
-    The strategy's method is replaced: strategies that save in parts read without a `CheckpointIO`.
-
-    Args:
-        strategy: of the trainer.
-        checkpoints: directory of the run's checkpoints; other files are read as before.
+    Raises:
+        ConfigError: naming those that it lacks.
     """
-    vars(strategy).pop("load_checkpoint", None)
-    inner = strategy.load_checkpoint
-
-    def load_checkpoint(path: Any, *others: Any, **settings: Any) -> Any:
-        if checkpoints in Path(path).parents and settings.get("weights_only", True) is None:
-            settings["weights_only"] = False
-        return inner(path, *others, **settings)
-
-    strategy.load_checkpoint = load_checkpoint
+    loop = trainer.fit_loop
+    require_names(
+        "lightning",
+        {
+            "fit_loop": (loop, _NAMES_OF_FIT_LOOP),
+            "epoch_loop": (loop.epoch_loop, _NAMES_OF_EPOCH_LOOP),
+            "_logger_connector": (getattr(trainer, "_logger_connector", None), ["_callback_metrics"]),
+            "call": (call, ["_call_lightning_module_hook"]),
+        },
+        supported=_SUPPORTED,
+    )
 
 
 def _acts_at_epoch_start(callback: Any) -> bool:
@@ -498,8 +544,8 @@ def _metrics_of_step(trainer: pl.Trainer, outputs: Any) -> dict[str, Any]:
     return metrics
 
 
-def _load(path: Path, *, weights_only: bool) -> Any:
-    return torch.load(path, weights_only=weights_only) if path.is_file() else None
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=True) if path.is_file() else None
 
 
 def _stateful_loaders(trainer: pl.Trainer) -> list[Any]:

@@ -26,6 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy, has_length
 
+from slurm_train.adapters.library_names import require_names
 from slurm_train.checkpoint.switches import Switches
 from slurm_train.distributed.seeds import rng_state, set_rng_state
 from slurm_train.errors import ConfigError
@@ -40,6 +41,19 @@ _STRATEGIES_BY_BATCH = ("group_by_length", "batch_rebalance")
 _SCHEDULES_BY_MEASURE = tuple(
     kind for kind in (torch.optim.lr_scheduler.ReduceLROnPlateau, getattr(optimization, "GreedyLR", None)) if kind
 )
+_SUPPORTED = ">=5,<6"
+"""Versions of transformers with which the callback was tried."""
+_NAMES_OF_ARGUMENTS = [
+    "data_seed",
+    "eval_delay",
+    "eval_on_start",
+    "hub_strategy",
+    "ignore_data_skip",
+    "restore_callback_states_from_checkpoint",
+    "save_only_model",
+    "train_batch_size",
+    "train_sampling_strategy",
+]
 _FACTS_FILE = "slurm_train.json"
 """File in a checkpoint with what the Trainer does not write, see `_begin_save`."""
 
@@ -51,6 +65,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
     """
 
     def __init__(self) -> None:
+        _require_names()
         self.session = join()
         self._save = contextlib.ExitStack()
         """Holds the session's save while the Trainer writes."""
@@ -326,6 +341,22 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]  # of an extra
         (folder / _FACTS_FILE).write_text(json.dumps(facts))
         self._output_dir = str(args.output_dir)
         args.output_dir = str(folder)
+
+
+def _require_names() -> None:
+    """Checks that this version of the library has the names that are read and set here.
+
+    Raises:
+        ConfigError: naming those that it lacks.
+    """
+    require_names(
+        "transformers",
+        {
+            "TrainingArguments": (TrainingArguments, _NAMES_OF_ARGUMENTS),
+            "TrainerState": (TrainerState, ("best_global_step", "best_metric", "eval_steps", "log_history")),
+        },
+        supported=_SUPPORTED,
+    )
 
 
 def _require_resumable(args: TrainingArguments, steps_per_epoch: int | None) -> None:
