@@ -77,6 +77,7 @@ OWN_BUFFERS = "own_buffers"
 OWN_STATE = "own_state"
 """Key in a manifest's `extra`, and among a rank's states: what optimizers keep that each rank has saved for itself."""
 _SWITCHES = "switches"
+_AHEAD = "a step ahead"
 _LATER_GROUPS = "later_groups"
 """Key in a manifest's `extra`: names of the parameters in the groups that training has added to each optimizer."""
 # By name, since importing them takes long. What they hold looks like the whole, and is a part.
@@ -168,9 +169,8 @@ class ProgramState:
         """Groups of each optimizer as the program has made it."""
         self._own_state: set[str] = set()
         """Full names of what optimizers keep under one name, each rank another part of it."""
-        self._named_unsaved: set[str] = set()
-        self._is_named_ahead = False
-        self._is_own_state_named = False
+        self._named: set[str] = set()
+        """What was said already."""
         self._is_resumed = False
         self._begin_of_streams: dict[str, str] = {}
         self._note_streams()
@@ -313,23 +313,24 @@ class ProgramState:
             num_steps: done by this attempt, as the save is to say; None before the first save.
         """
         notes = self._steps.notes()
-        if num_steps is not None and not self._is_named_ahead and self._steps.is_one_ahead(num_steps):
-            self._is_named_ahead = True
+        if num_steps is not None and _AHEAD not in self._named and self._steps.is_one_ahead(num_steps):
+            self._named.add(_AHEAD)
             notes.append(
                 f"a save says that {num_steps} steps were taken since the start, and the optimizer has taken "
                 f"{num_steps + 1}: a resume would take one of them again; `save` wants how many steps are done, so "
                 "count them from 1: enumerate(loader, start=done + 1)"
             )
-        if self._own_state and not self._is_own_state_named:
-            self._is_own_state_named = True
+        own_state = sorted(self._own_state - self._named)
+        self._named |= self._own_state
+        if own_state:
             notes.append(
-                f"the optimizer keeps another part of {shorten(sorted(self._own_state))} on each rank: each rank saves "
+                f"the optimizer keeps another part of {shorten(own_state)} on each rank: each rank saves "
                 "its own, and a resume needs as many ranks"
             )
         plain = plain_names(self._model)
         changed = [plain(name) for name in (*self._unsaved.changed_buffers(), *self._unsaved.changed_attributes())]
-        names = [name for name in changed if name not in self._named_unsaved]
-        self._named_unsaved |= set(names)
+        names = [name for name in changed if name not in self._named]
+        self._named |= set(names)
         if names:
             notes.append(
                 f"training changes {shorten(names)} of the model, which no checkpoint has: a resume begins with the "
