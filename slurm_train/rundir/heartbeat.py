@@ -38,6 +38,7 @@ from slurm_train.rundir.paths import RunDirectory
 _LOOK_AFTER_S = 0.25
 # Shorter stops are no more than a slow step.
 _LEAST_AWAY_S = 2.0
+_HANDLER_S = 0.02
 
 
 class AwakeClock:
@@ -65,9 +66,19 @@ class AwakeClock:
             gap_s = now - self._last
             self._last = now
             # SIGCONT also comes with every TERM of Slurm, without a stop.
-            if gap_s > _LOOK_AFTER_S and self._was_continued() and gap_s > _LEAST_AWAY_S:
+            if gap_s > _LOOK_AFTER_S and self._was_stopped(gap_s):
                 self.away_s += gap_s
             return now - self.away_s
+
+    def _was_stopped(self, gap_s: float) -> bool:
+        was_continued = self._was_continued()
+        if gap_s <= _LEAST_AWAY_S:
+            return False
+        if not was_continued:
+            # A handler in another thread gets a moment.
+            time.sleep(_HANDLER_S)
+            was_continued = self._was_continued()
+        return was_continued
 
 
 class Pace(NamedTuple):

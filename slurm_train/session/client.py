@@ -16,12 +16,12 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.master import is_under_torchrun
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_FAILURE, ConfigError, SlurmTrainError
-from slurm_train.rundir.heartbeat import Heartbeat
+from slurm_train.rundir.heartbeat import AwakeClock, Heartbeat
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.ending import close_and_exit
 from slurm_train.session.interface import ChildSession, Session
 from slurm_train.session.joined import JoinedSession
-from slurm_train.session.signals import NodeLeader, StopFlag, handled, install
+from slurm_train.session.signals import NodeLeader, StopFlag, handled, install, note_continues
 from slurm_train.session.wandb_calls import guard_calls
 from slurm_train.slurm.job_variables import step_id
 
@@ -134,7 +134,7 @@ def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Joined
         env,
         attempt=int(env[_ATTEMPT]),
         stop=stop,
-        heartbeat=Heartbeat(),
+        heartbeat=Heartbeat(clock=AwakeClock(was_continued=note_continues())),
         is_under_agent=is_under_torchrun(env),
     )
     # It comes before the exit function of `multiprocessing`, which is imported already, ends its children by TERM.

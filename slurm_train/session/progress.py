@@ -251,6 +251,7 @@ class Progress:
 
     def _write_account(self) -> None:
         if self.spent is not None:
+            self.spent.suspended_s = self.heartbeat.clock.away_s
             self.spent.write(self._run.account(self._attempt))
         self._write_told()
 

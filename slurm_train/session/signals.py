@@ -148,16 +148,19 @@ class StopFlag:
 
 
 class ReceivedSignals:
-    """Which stop signals handlers in Python have got in this process from now on, whoever has installed them.
+    """Which signals handlers in Python have got in this process from now on, whoever has installed them.
 
     Python writes the number of each such signal into a pipe. A program that sets a wake-up descriptor of its own, as
-    asyncio does for handlers of a loop, takes it over; then nothing is known.
+    asyncio does for handlers of a loop, takes it over; then nothing is known. Made in the main thread.
     """
 
     def __init__(self) -> None:
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(writer, False)
+        self._lock = threading.Lock()
+        self._newest_stop = ""
+        self._has_continued = False
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
         def leave_to_parent() -> None:
@@ -168,14 +171,48 @@ class ReceivedSignals:
         # A forked child gets signals of its own, e.g. the TERM by which a pool ends its processes.
         os.register_at_fork(after_in_child=leave_to_parent)
 
-    def newest(self) -> str:
-        """Returns the newest stop signal since the last call, e.g. "TERM"; "" for none."""
-        try:
-            numbers = os.read(self._reader, _PIPE_BYTES)
-        except BlockingIOError:
-            numbers = b""
-        stops = [number for number in numbers if number in STOP_SIGNALS]
-        return signal.Signals(stops[-1]).name.removeprefix("SIG") if stops else ""
+    @property
+    def newest_stop(self) -> str:
+        """The newest stop signal, e.g. "TERM"; "" for none."""
+        with self._lock:
+            self._read()
+            return self._newest_stop
+
+    def was_continued(self) -> bool:
+        """Returns whether SIGCONT came since the last call; needs a handler of it."""
+        with self._lock:
+            self._read()
+            has_continued = self._has_continued
+            self._has_continued = False
+            return has_continued
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._reader, _PIPE_BYTES):
+                if number == signal.SIGCONT:
+                    self._has_continued = True
+                elif number in STOP_SIGNALS:
+                    self._newest_stop = signal.Signals(number).name.removeprefix("SIG")
+
+
+@functools.cache
+def received_signals() -> ReceivedSignals:
+    """Returns what this process has received since the first call, which the main thread makes."""
+    return ReceivedSignals()
+
+
+def note_continues() -> Callable[[], bool]:
+    """Returns what says whether SIGCONT came since its last call, in a program of a user's own.
+
+    Unlike `was_continued` it needs no blocked signal, which other threads of the program would take. A handler that the
+    program has, or installs later, is left alone.
+    """
+    received = received_signals()
+    if signal.getsignal(signal.SIGCONT) is signal.SIG_DFL:
+        signal.signal(signal.SIGCONT, lambda *_: None)
+        # Calls of C libraries go on.
+        signal.siginterrupt(signal.SIGCONT, False)
+    return received.was_continued
 
 
 def handled() -> list[str]:

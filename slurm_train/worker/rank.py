@@ -67,6 +67,7 @@ from slurm_train.session.signals import (
     StopFlag,
     ignore_ends_of_children,
     leave_stacks_of_loader_workers,
+    note_continues,
     release_continue,
     start_orphan_watchdog,
     was_continued,
@@ -406,10 +407,10 @@ def gloo_environment(world_size: int) -> dict[str, str]:
 def _start_heartbeat(
     run: RunDirectory, attempt: int, config: RunConfig, place: RankPlace, env: Mapping[str, str]
 ) -> Heartbeat:
-    heartbeat = Heartbeat(clock=AwakeClock(was_continued=was_continued))
     if not config.trains:
         release_continue()
-        return heartbeat
+        return Heartbeat(clock=AwakeClock(was_continued=note_continues()))
+    heartbeat = Heartbeat(clock=AwakeClock(was_continued=was_continued))
     # All files of the trainer are private; a user's own code keeps the umask of its user.
     os.umask(0o077)
     heartbeat.start(

@@ -24,14 +24,14 @@ def main() -> None:
     run_directory = sys.argv.pop(0)
     import_from_copy(run_directory)
     from slurm_train.session.ending import end_process
-    from slurm_train.session.signals import ReceivedSignals, leave_stacks_of_loader_workers
+    from slurm_train.session.signals import leave_stacks_of_loader_workers, received_signals
     from slurm_train.worker.apart import ApartWatch
     from slurm_train.worker.watched import answer_watcher
 
     answer_watcher(os.environ)
     leave_stacks_of_loader_workers()
     apart = ApartWatch(os.environ)
-    signals = ReceivedSignals()
+    signals = received_signals()
     is_module = sys.argv[0] == "-m"
     if is_module:
         # It is found by PYTHONPATH, which begins with the copy of the code.
@@ -54,7 +54,7 @@ def main() -> None:
         leave_failure_mark(run_directory, code, words, place=place)
     if code == 0 and os.getpid() == rank:
         apart.end()
-        note_stop_signal(run_directory, signals.newest())
+        note_stop_signal(run_directory, signals.newest_stop)
     end_process(code, places=[os.path.join(run_directory, "code"), folder, sys.path[0]])  # noqa: PTH118
 
 

@@ -118,26 +118,27 @@ def test_stopped_time_is_left_out_and_busy_time_is_not() -> None:
     assert found == [(0.5, 0.0), (60.5, 0.0), (60.5, 600.0), (61.5, 600.0)]
 
 
+BLOCKED = "hold_continue(); clock = AwakeClock(was_continued=was_continued)"
+HANDLED = "clock = AwakeClock(was_continued=note_continues())"
 PROGRAM = """
 import sys, threading, time
-from slurm_train.session.signals import hold_continue, was_continued
+from slurm_train.session.signals import hold_continue, note_continues, was_continued
 from slurm_train.rundir.heartbeat import AwakeClock
-hold_continue()
-clock = AwakeClock(was_continued=was_continued)
+{clock}
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # a thread that could swallow the signal
 start, begin = clock(), time.monotonic()
 print("ready", flush=True)
 for line in sys.stdin:
     passed = time.monotonic() - begin
-    print(f"{clock() - start:.3f} {clock.away_s:.3f} {passed:.3f}", flush=True)
+    print(f"{{clock() - start:.3f}} {{clock.away_s:.3f}} {{passed:.3f}}", flush=True)
     break
 """
 
 
-def test_a_process_that_was_really_stopped_knows_for_how_long() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
+@pytest.mark.parametrize("clock", [BLOCKED, HANDLED], ids=["the trainer", "a program"])
+def test_a_process_that_was_really_stopped_knows_for_how_long(clock: str) -> None:
+    argv = [sys.executable, "-c", PROGRAM.format(clock=clock)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGSTOP)
