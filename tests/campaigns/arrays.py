@@ -56,7 +56,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
     chance = random.Random(seed)
     person = Person(new_project(folder / "project"))
     light_training.add_program(person)
-    light_training.hold(person)
+    light_training.slow_down(person)
     began_s = time.monotonic()
     done = person.types("-m", *_WORDS, f"seed=range({trials})", "run.name=arrays")
     assert done.code == 0, done.err
@@ -70,7 +70,7 @@ def run(tally: Tally, *, seed: int, trials: int, folder: Path) -> dict[str, str]
         )
         print(f"  {trials} elements at work after {time.monotonic() - began_s:.0f} s")
         requeued = _disturb(job, len(elements), chance)
-        light_training.let_go(person)
+        light_training.speed_up(person)
         wait_for(lambda: all(map(_is_over, elements)), within_s=_PATIENCE_S, what="the end of all elements")
         _wait_until_over(job)
     except AssertionError as err:

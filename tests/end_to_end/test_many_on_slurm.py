@@ -42,13 +42,13 @@ def test_an_unprivileged_user_submits_and_trains(slurm_cluster: object, open_fol
 
 def test_four_jobs_on_the_same_nodes_do_not_meet(person: Person) -> None:
     light_training.add_program(person)
-    light_training.hold(person)
+    light_training.slow_down(person)
     words = ("+cluster=2x1", *light_training.words(), "cluster.nodelist=node[1-2]")
     seeds = range(4)
     runs = [person.types(*words, f"seed={seed}").job_and_run[1] for seed in seeds]
     for run in runs:
         wait_until_step(run, 2)
-    light_training.let_go(person)
+    light_training.speed_up(person)
     for run in runs:
         wait_until_finished(run)
     assert [losses(run) for run in runs] == [undisturbed_losses(seed=seed) for seed in seeds]

@@ -11,7 +11,7 @@ from slurm_train.rundir.attempts import read_ledger
 from tests.campaigns.arrays import restarts
 from tests.support.cluster_faults import take_nodes
 from tests.support.command_line import Person
-from tests.support.light_training import let_go, undisturbed_losses
+from tests.support.light_training import speed_up, undisturbed_losses
 from tests.support.packs import cpus_of, gpus_of, runs_of, submits_packs
 from tests.support.slurm_runs import command, losses, wait_until_ended, wait_until_finished, wait_until_step
 from tests.support.waiting import wait_for
@@ -41,7 +41,7 @@ def test_one_that_fails_and_one_that_is_cancelled_disturb_no_other(person: Perso
     assert person.types("cancel", table_id, "--where", "seed=3").code == 0
     assert wait_until_ended(cancelled)[-1]["reason"] == "stopped"
 
-    let_go(person)
+    speed_up(person)
     results = [wait_until_finished(run) for run in (first, second)]
     assert [result["step"] for result in results] == [STEPS, STEPS]
     assert set(restarts(job.partition("_")[0]).values()) == {1}, "requeued once, for all"
@@ -70,7 +70,7 @@ def test_runs_that_share_a_gpu_have_cpus_of_their_own_and_disturb_no_other(perso
 
     assert person.types("cancel", third.run_id).code == 0
     assert wait_until_ended(third)[-1]["reason"] == "stopped"
-    let_go(person)
+    speed_up(person)
     results = [wait_until_finished(run) for run in (first, second)]
     assert [result["step"] for result in results] == [STEPS, STEPS]
     reasons = [[entry["reason"] for entry in read_ledger(run)] for run in (first, second, third, failing)]
@@ -92,7 +92,7 @@ def test_of_sixteen_runs_on_two_nodes_one_fails_and_one_pack_is_preempted(person
     wait_for(lambda: (read_ledger(failing) or [{}])[-1].get("action") == "stop", within_s=600, what="the failed run")
     (node,) = {node for run in runs[:8] for node in read_ledger(run)[-1]["nodes"]}
     take_nodes([node])
-    let_go(person)
+    speed_up(person)
     results = [wait_until_finished(run, within_s=900) for run in runs[:-1]]
     assert {result["step"] for result in results} == {STEPS}
     reasons = [[entry["reason"] for entry in read_ledger(run)] for run in runs]

@@ -62,7 +62,7 @@ def test_an_element_that_loses_a_rank_continues_and_the_others_never_notice(pers
 
 def test_the_preemption_of_an_element_restarts_no_other(person: Person) -> None:
     words = ("+cluster=1x1", *light_training.words(), "seed=range(1,5)", "cluster.sbatch.exclusive=true")
-    light_training.hold(person)
+    light_training.slow_down(person)
     done = person.types("-m", *words)
     assert done.code == 0, done.err
     job, path = done.out.split()
@@ -71,7 +71,7 @@ def test_the_preemption_of_an_element_restarts_no_other(person: Person) -> None:
         wait_until_step(run, 2)
     (node,) = read_ledger(runs[1])[0]["nodes"]
     take_nodes([node])
-    light_training.let_go(person)
+    light_training.speed_up(person)
     for run in runs:
         wait_until_finished(run)
     assert restarts(job) == {0: 0, 1: 1, 2: 0, 3: 0}

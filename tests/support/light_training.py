@@ -21,8 +21,9 @@ from slurm_train.rundir.paths import RunDirectory
 if TYPE_CHECKING:
     from tests.support.command_line import Person
 
-# While a file of this name is in the folder, each step takes as long.
-_HOLD, _HOLD_S = "hold", 0.5
+# A file of this name in the folder makes each step take so many seconds.
+_SLOW = "slow"
+_SLOW_S = 0.5
 
 
 def words(*, steps: int = 12, save_every: int = 4, step_s: float = 0.0, failing_seed: int = -1) -> tuple[str, ...]:
@@ -44,14 +45,14 @@ def add_program(person: Person) -> None:
     shutil.copy(__file__, person.folder / "light_training.py")
 
 
-def hold(person: Person) -> None:
-    """Makes each step of runs in somebody's folder take half a second, until `let_go`."""
-    (person.folder / _HOLD).touch()
+def slow_down(person: Person) -> None:
+    """Makes each step of the runs in somebody's folder take half a second, until `speed_up`."""
+    (person.folder / _SLOW).touch()
 
 
-def let_go(person: Person) -> None:
-    """Lets held runs train at their own speed."""
-    (person.folder / _HOLD).unlink()
+def speed_up(person: Person) -> None:
+    """Lets the runs in somebody's folder train at their own speed again."""
+    (person.folder / _SLOW).unlink()
 
 
 def undisturbed_losses(steps: int = 12, *, seed: int = 0) -> dict[int, float]:
@@ -97,7 +98,7 @@ def main() -> None:
         # Every rank has written the same; the number of ranks may have changed.
         weight = float((newest.path / "weight_0").read_text())
     for step in range(done + 1, options.steps + 1):
-        time.sleep(_HOLD_S if Path(_HOLD).exists() else options.step_s)
+        time.sleep(_SLOW_S if Path(_SLOW).exists() else options.step_s)
         if seed == options.failing_seed and step == done + 2:
             raise ValueError("this run fails on purpose")
         weight = _next_weight(weight, step)

@@ -1,4 +1,4 @@
-"""Runs of a sweep that share jobs, the last of which fails for good; all are slow until they are let go."""
+"""Runs of a sweep that share jobs, the last of which fails for good; all are slow until `light_training.speed_up`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.command_line import Person
 def submits_packs(person: Person, *words: str, runs: int, pack: int, steps: int) -> list[Element]:
     """Submits a sweep over the seeds 1 to `runs` in packs and returns its table."""
     light_training.add_program(person)
-    light_training.hold(person)
+    light_training.slow_down(person)
     training = light_training.words(steps=steps, save_every=steps, failing_seed=runs)
     done = person.types("-m", "+cluster=1x1", *training, f"seed=range(1,{runs + 1})", f"sweep.pack={pack}", *words)
     assert done.code == 0, done.err
