@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help train test test-full test-quick test-rest test-platform test-lowest test-newest test-returns test-faults check pages pythons setup setup-test setup-full system-packages system-packages-full lint lint-tools docs dist bench campaign demo-preemption clean
+.PHONY: help train test test-full test-quick test-rest test-platform test-lowest test-newest test-returns test-faults test-anywhere check pages pythons setup setup-test setup-full system-packages system-packages-full lint lint-tools docs dist bench campaign demo-preemption clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -98,6 +98,9 @@ test-returns: setup-full system-packages-full  ## tests that take long, mostly o
 
 test-faults: setup-full system-packages-full  ## cause every fault of nodes and network on a real cluster (about ten minutes)
 	$(BIN)/python -m tests.shards faults
+
+test-anywhere: setup-full system-packages-full  ## a short set of tests in other places, as another user, on other machines (ten minutes)
+	$(BIN)/python -m tests.anywhere $(ROWS)
 
 pages: setup-full  ## write the pages that are made from the code; fails where one was out of date
 	@sh .ci/pages.sh $(BIN)/python
