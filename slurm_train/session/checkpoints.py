@@ -19,6 +19,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.interface import Checkpoint
 from slurm_train.session.losses import LossWatch
 from slurm_train.session.orders import ORDERS, Orders
+from slurm_train.session.passes import PASSES, Passes
 from slurm_train.session.random_streams import RandomStreams
 
 
@@ -52,6 +53,7 @@ class SessionCheckpoints:
         self._resumption = Resumption(run, self.place)
         self._log = SaveLog(run, attempt) if rank_place.is_first else None
         self.orders = Orders()
+        self.passes = Passes()
         self.random = RandomStreams(rank_place.rank)
         self.loaded: Checkpoint | None = None
         """What the program continues; None at the beginning of its training."""
@@ -92,6 +94,7 @@ class SessionCheckpoints:
         if self._losses is not None:
             self._losses.begin(self.resumed_step, {} if choice is None else choice.manifest.extra)
         self.loaded = None
+        self.passes.take([] if choice is None else choice.manifest.extra.get(PASSES, []))
         if choice is None:
             self.orders.take(0, [])
             return
@@ -128,6 +131,9 @@ class SessionCheckpoints:
                 f"steps again ({', '.join(repeated)}): call `restore_random()` of the session right before the loop",
                 file=sys.stderr,
             )
+        note = self.passes.look(self.resumed_step)
+        if note:
+            self._say(note)
         self._resumption.move_on()
 
     def add_save(self, step: int) -> None:
@@ -194,7 +200,7 @@ class SessionCheckpoints:
             data_fingerprint="",
             torch_version=torch_version,
             **self._resumption.facts_of_save(world_size=place.world_size, host=place.host, env=self._env),
-            extra={"kind": kind, ORDERS: orders, **({"kept": kept} if kept else {})},
+            extra={"kind": kind, ORDERS: orders, PASSES: self.passes.state(), **({"kept": kept} if kept else {})},
         )
 
     def log_save(self, step: int, seconds: float, *, num_bytes: int, error: str) -> None:
