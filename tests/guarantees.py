@@ -109,6 +109,9 @@ GUARANTEES: dict[str, str] = {
     "the order of samples is the same for ever": "tests/data/test_order.py::test_order_is_the_same_for_ever",
     # Programs of people.
     "a program's training goes on bit for bit": "tests/session/test_training.py::test_everything_goes_on_bit_for_bit",
+    "a program on shards that is stopped by Ctrl-C has the losses of an undisturbed one": (
+        f"{_END}_own_programs_here.py::test_a_stopped_program_has_the_losses_of_an_undisturbed_one"
+    ),
     "a program's save is durable and is resumed from": (
         "tests/session/test_session.py::test_a_save_is_durable_with_its_metrics_and_is_resumed_from"
     ),
