@@ -9,6 +9,8 @@ are treated as bytes only.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from slurm_train.checkpoint.filling import Filling, Records, Saved, begin_fillin
 from slurm_train.checkpoint.manifest import CheckpointHeader, FileRecord, check_file_name, seal_file
 from slurm_train.errors import CheckpointError, SlurmTrainError
 from slurm_train.formatting import shorten
-from slurm_train.rundir.files import for_each, fsync_directory, make_folder
+from slurm_train.rundir.files import for_each, fsync_directory, listed, make_folder
 from slurm_train.rundir.removal import remove_tree
 from slurm_train.session.random_streams import is_random_file
 
@@ -66,7 +68,7 @@ class DirectorySave:
         filling = self._filling
         assert filling is not None
         try:
-            records = on_every_rank(self._group, lambda: seal_files(self._folder))
+            records = on_every_rank(self._group, self._seal)
             chosen = choose_writers(records)
             on_every_rank(self._group, lambda: self._bring_together(filling.staging, chosen))
             return filling.commit(chosen)
@@ -115,8 +117,12 @@ class DirectorySave:
         self._folder.mkdir(mode=DIRECTORY_MODE)
         make_folder(self._folder, within=self._folder)
 
+    def _seal(self) -> Records:
+        require_closed(self._folder)
+        return seal_files(self._folder)
+
     def _bring_together(self, target: Path, chosen: Sequence[Mapping[str, FileRecord]]) -> None:
-        """Moves the chosen files of this rank to the directory with the files of all ranks."""
+        """Moves the chosen files of this rank, and its folders, to the directory with the files of all ranks."""
         for name in chosen[rank_in(self._group)]:
             path = target / name
             path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -124,12 +130,40 @@ class DirectorySave:
             # New folders inside are made durable as well; the commit does that for the directory itself.
             for folder in path.relative_to(target).parents:
                 fsync_directory(target / folder)
+        for folder in sorted(path for path in self._folder.rglob("*") if path.is_dir()):
+            # Those that are empty mean something to whoever has made them.
+            kept = target / folder.relative_to(self._folder)
+            kept.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            fsync_directory(kept.parent)
         remove_tree(self._folder)
 
     def _discard(self) -> None:
         if self._filling is not None:
             # The leader removes what all ranks have written.
             self._filling.discard()
+
+
+def require_closed(folder: Path) -> None:
+    """Checks that this process has no file below a folder open for writing: what it writes later would damage it.
+
+    Raises:
+        CheckpointError: naming those that are open.
+    """
+    place = os.path.realpath(folder)
+    names = []
+    for path in listed(Path("/proc/self/fd")):
+        # The descriptor of this very listing is gone by now.
+        with contextlib.suppress(OSError):
+            opened = os.readlink(path)  # noqa: PTH115  # a text, also of what is no path
+            flags = re.search(r"^flags:\s+(\d+)", Path(f"/proc/self/fdinfo/{path.name}").read_text(), re.MULTILINE)
+            is_written = flags is not None and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
+            if opened.startswith(f"{place}/") and is_written:
+                names.append(opened.removeprefix(f"{place}/"))
+    if names:
+        raise CheckpointError(
+            f"the block of `save` has ended, and files of it are still open for writing: {shorten(sorted(names))}",
+            hint="close them in the block: what is in their buffers would be missing, and damage the checkpoint later",
+        )
 
 
 def seal_files(folder: Path) -> Records:

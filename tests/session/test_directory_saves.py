@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -35,6 +36,16 @@ def header(step: int, attempt: int = 0, ranks: int = 3) -> CheckpointHeader:
     )
 
 
+_left_open: list[IO[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_files() -> Iterator[None]:
+    yield
+    while _left_open:
+        _left_open.pop().close()
+
+
 def save(root: Path, step: int, write: Write, *, ranks: int = 3, keep: int = 2) -> list[Saved | Exception]:
     def work(peers: ThreadPeers) -> Saved:
         place = Place(root=root, attempt=0, keep=keep, is_leader=peers.rank() == 0)
@@ -52,6 +63,7 @@ def write_each(folder: Path, rank: int) -> None:
     (folder / "parts" / "deep").mkdir(parents=True)
     (folder / "parts" / "deep" / f"{rank}").write_text(str(rank))
     (folder / "same.txt").write_text("what every rank knows")
+    (folder / "parts" / f"empty_{rank}").mkdir()
 
 
 def test_files_of_all_ranks_are_in_one_verified_directory(tmp_path: Path) -> None:
@@ -62,6 +74,7 @@ def test_files_of_all_ranks_are_in_one_verified_directory(tmp_path: Path) -> Non
     own = [*(f"own_{rank}.bin" for rank in range(3)), *(f"parts/deep/{rank}" for rank in range(3)), "same.txt"]
     assert names == sorted(["COMPLETE", "manifest.json", *own]) and sorted(manifest.files) == sorted(own)
     assert manifest.is_directory and manifest.step == 7
+    assert sorted(path.name for path in saved.path.glob("parts/empty_*")) == ["empty_0", "empty_1", "empty_2"]
     assert {path.stat().st_mode & 0o777 for path in saved.path.rglob("*") if path.is_file()} == {0o600}
     # A flipped bit in a folder below is seen as well.
     target = saved.path / "parts" / "deep" / "1"
@@ -88,6 +101,12 @@ def writes_nothing(folder: Path, rank: int) -> None:
     pass
 
 
+def leaves_a_file_open(folder: Path, rank: int) -> None:
+    (folder / "deep").mkdir()
+    _left_open.append((folder / "deep" / "log.txt").open("w"))
+    _left_open[-1].write("x" * 100)
+
+
 def takes_our_name(folder: Path, rank: int) -> None:
     (folder / "manifest.json").write_text("{}")
 
@@ -98,6 +117,7 @@ def takes_our_name(folder: Path, rank: int) -> None:
         (fails_on_one, "rank 1 on .*: ValueError: no room in my head"),
         (writes_other_content, r"different files of the same name: model.bin \(ranks 0 and 2\)"),
         (links, "link in a save is a link or a special file"),
+        (leaves_a_file_open, "still open for writing: deep/log.txt"),
         (writes_nothing, "no rank has written a file"),
         (takes_our_name, "'manifest.json', which is not a plain file name"),
     ],
