@@ -21,7 +21,10 @@ done
 [ "$folder" = / ] || answer open
 # Two jobs may begin on a node at the same time, and nodes may share the folder: the second one waits for the first.
 exec 9>>"$top/.lock" && flock 9
-find "$top" -mindepth 1 -maxdepth 1 ! -name .lock -mtime +30 -exec rm -rf {} + 2>/dev/null
+# A job may run for longer: what its processes have mapped stays. $1 is that of the inner shell.
+# shellcheck disable=SC2016
+find "$top" -mindepth 1 -maxdepth 1 ! -name .lock -mtime +30 -exec sh -c \
+  'grep -qsF "$(readlink -f "$1")/" /proc/[0-9]*/maps || rm -rf "$1"' sh {} \; 2>/dev/null
 lost() {
   (cd "$place" && find . ! -type d ! -name '*.pyc' -printf '%s %P\n') | LC_ALL=C sort | LC_ALL=C comm -23 "$seal" -
 }

@@ -6,8 +6,9 @@ pin when it ends, `cancel` does, and whoever finds that no job of the evaluation
 
 An evaluation that follows a run has a lease besides, `following_<run id of the evaluation>`: of the checkpoints that it
 has not scored yet, the newest few stay, also while it waits in the queue or comes back from a preemption. A lease ends
-at the time that is written in it, unless the follower renews it: a follower that died without a word keeps nothing for
-ever, and its pin counts no longer than its lease. The times are hours, so clocks need not agree.
+at the time that is written in it, unless the follower renews it between two scores: a follower that died without a word
+keeps one save at most, its pin, until somebody finds that no job of it is left. The times are hours, so clocks need not
+agree.
 """
 
 from __future__ import annotations
@@ -64,14 +65,9 @@ def list_pins(root: Path) -> list[Pin]:
 
 
 def pinned_saves(root: Path) -> set[str]:
-    """Returns the ids of the saves that are pinned; the pins are not read, the leases of followers are."""
-    ended = {lease.follower_id for lease in read_leases(root) if lease.has_ended()}
-    saves = set()
-    for path in listed(root):
-        match = _PIN.fullmatch(path.name)
-        if match is not None and match[2] not in ended:
-            saves.add(match[1])
-    return saves
+    """Returns the ids of the saves that are pinned; the pins are not read."""
+    matches = [_PIN.fullmatch(path.name) for path in listed(root)]
+    return {match[1] for match in matches if match is not None}
 
 
 def release_pin(root: Path, save_id: str, evaluation: RunDirectory) -> None:

@@ -96,7 +96,7 @@ def test_the_newest_of_those_that_wait_stay_while_the_lease_holds(
     late = time.time() + LEASE_S + 1
     monkeypatch.setattr(pins.time, "time", lambda: late)
     assert awaited_saves(run.checkpoints, SAVES) == set(), "its follower has died without a word"
-    assert pinned_saves(run.checkpoints) == set()
+    assert pinned_saves(run.checkpoints) == {"0000000a"}, "a score may take longer"
 
 
 def test_a_follower_lets_go_of_its_pin_before_its_lease(run: RunDirectory, follower: RunDirectory) -> None:

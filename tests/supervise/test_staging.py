@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_every_node_gets_a_copy_once(site: dict[str, str], capsys: pytest.Captur
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
     changed = stage(site)
     assert changed != found and len(places(site)) == 4, "as long as before, and with the same time"
+
+
+def test_an_old_copy_goes_unless_a_process_has_mapped_something_of_it(site: dict[str, str]) -> None:
+    top = Path(stage(site)["SLURM_TRAIN_STAGE"]).name
+    folder = next(place for place in places(site) if place.name == top).parent
+    used, unused = folder / "used", folder / "unused"
+    for place in (used, unused):
+        place.mkdir()
+        (place / "library.so").write_bytes(b"x" * 4096)
+    with (used / "library.so").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        for place in (used, unused):
+            os.utime(place, (0, 0))
+        stage(site)
+        assert used.is_dir() and not unused.exists()
 
 
 def is_left(site: dict[str, str], node: str) -> bool:
