@@ -119,14 +119,6 @@ def _join(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> Joined
             file=sys.stderr,
         )
     guard_calls(stop)
-    # `get_start_method` alone would settle it.
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method != "fork" and place.is_first:
-        print(
-            f"slurm_train: processes begin by {method} here, and Slurm's stop signals end those at once: let loaders "
-            'with workers have multiprocessing_context="fork", else the program fails before it saves',
-            file=sys.stderr,
-        )
     session = JoinedSession(
         run,
         load_config(run.config),

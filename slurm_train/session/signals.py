@@ -16,6 +16,8 @@ import faulthandler
 import functools
 import hashlib
 import mmap
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -32,6 +34,8 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """USR2: the warning before the time limit (NCCL may catch USR1). TERM: preemption, scancel, `kill`."""
 _IS_ASKED = 1
 _LETS_END = 2
+_FORK_SERVER = "slurm_train.session.fork_server"
+"""What a fork server of this process imports first."""
 _handlers: list[Callable[[int, FrameType | None], None]] = []
 """What `install` has made in this process."""
 _MOST_PENDING = 10
@@ -50,6 +54,8 @@ class StopFlag:
 
     __slots__ = (
         "_clock",
+        "_descriptor",
+        "_memory",
         "_next_look_s",
         "_seen_by_children",
         "asked_by",
@@ -71,8 +77,11 @@ class StopFlag:
         """What `install` has installed, by the number of the signal."""
         self._clock = clock
         self._next_look_s = 0.0
-        # Memory that forked children share.
-        self._seen_by_children = mmap.mmap(-1, 1)
+        # Memory that forked children share, and that others open by its path.
+        self._descriptor = os.memfd_create("slurm_train_stop")
+        os.ftruncate(self._descriptor, 1)
+        self._memory = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._seen_by_children = mmap.mmap(self._descriptor, 1)
 
     def request(self, requester: str = "") -> None:
         """Asks for a stop; further requests change nothing.
@@ -108,6 +117,13 @@ class StopFlag:
             for number, handler in self.handlers.items()
             if signal.getsignal(number) is not handler
         ]
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def __reduce__(self) -> tuple[Callable[[str], StopFlag], tuple[str]]:
+        """Pickles the flag for a process that this one starts, which installs the handlers when it reads it."""
+        return _install_in_child, (self._memory,)
 
     def let_children_end(self) -> None:
         """Makes TERM end the forked children of this process again, as its exit does; they are needed no more."""
@@ -224,13 +240,54 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
     """Makes these signals set the flag, in this process only.
 
     A loader worker inherits the handler and gets the same TERM as its parent (Slurm signals every process of the
-    step), but the batch it is working on is still needed for the last step: a forked child ignores the signals that its
-    parent gets as well. Another TERM ends it, a loader worker only after `let_children_end`.
+    step), but the batch it is working on is still needed for the last step: a child of `multiprocessing`, however it is
+    started, ignores the signals that its parent gets as well. Another TERM ends it, a loader worker only after
+    `let_children_end`.
     """
-    own_pid = os.getpid()
+    # Private, as of 3.4. Where a later Python has other names, such children are ended by the signals.
+    with contextlib.suppress(AttributeError):
+        # A process that is started otherwise than by a fork reads a copy of it, and so the flag.
+        multiprocessing.current_process()._config["slurm_train_stop"] = flag  # type: ignore[attr-defined]
+        preloaded = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+        if _FORK_SERVER not in preloaded:
+            preloaded.append(_FORK_SERVER)
+    _install(flag, signals, rank_pid=os.getpid())
 
+
+def _install_in_child(path: str) -> StopFlag:
+    """Installs the handlers in a process that a rank has spawned, or had started by a fork server; returns the flag.
+
+    Args:
+        path: of the memory of the rank's flag.
+    """
+    flag = StopFlag()
+    # Where the rank has ended, the signal is for the child.
+    with contextlib.suppress(OSError), Path(path).open("r+b") as memory:
+        flag._seen_by_children = mmap.mmap(memory.fileno(), 1)
+        flag._memory = path
+    _install(flag, STOP_SIGNALS, rank_pid=0)
+    # What the process is to run is read after this, and torch with it.
+    multiprocessing.util.register_after_fork(_keep_handler_in_loader_workers, lambda keep: keep())
+    return flag
+
+
+def outlive_stop_signals() -> None:
+    """Makes this fork server ignore the stop signals; it ends with its rank.
+
+    The processes that it forks begin with the usual effect of signals, and get the handlers with what they are to run.
+    """
+
+    def handle_as(handler: signal.Handlers) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, handler)
+
+    handle_as(signal.SIG_IGN)
+    os.register_at_fork(after_in_child=lambda: handle_as(signal.SIG_DFL))
+
+
+def _install(flag: StopFlag, signals: Iterable[signal.Signals], *, rank_pid: int) -> None:
     def set_flag(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() == own_pid:
+        if os.getpid() == rank_pid:
             flag.receive(number)
         elif number == signal.SIGTERM and flag.is_for_child():
             if _is_loader_worker():

@@ -666,12 +666,11 @@ def test_a_program_is_told_that_it_saves_in_the_run_directory(
     ("before", "said"),
     [
         ("signal.signal(signal.SIGTERM, print)", "`join()` takes the place of the program's handler of SIGTERM"),
-        ("multiprocessing.set_start_method('forkserver')", "processes begin by forkserver here"),
         ("pass", ""),
     ],
 )
 def test_what_keeps_a_program_from_a_stop_is_told(before: str, said: str, tmp_path: Path) -> None:
-    code = f"import multiprocessing, signal; {before}; from slurm_train import session; session.join()"
+    code = f"import signal; {before}; from slurm_train import session; session.join()"
     env = variables_of(new_run(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert said in done.stderr and bool(said) == bool(done.stderr)

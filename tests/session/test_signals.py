@@ -108,11 +108,9 @@ def test_a_forked_child_ignores_what_its_parent_gets_as_well(
 
 
 WITH_WORKERS = """
-import os, signal, time
-from slurm_train.session.signals import StopFlag, install
-flag = StopFlag()
-install(flag)
+import multiprocessing, multiprocessing.forkserver, os, signal, sys, time
 from torch.utils.data import DataLoader
+from slurm_train.session.signals import StopFlag, install
 
 class Slow:
     def __len__(self):
@@ -121,27 +119,93 @@ class Slow:
         time.sleep(0.02)
         return number
 
-loader = DataLoader(Slow(), batch_size=2, num_workers=2, persistent_workers=True)
-batches = iter(loader)
-read = [next(batches)]
-for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+if __name__ == "__main__":
+    flag = StopFlag()
+    install(flag)
+    loader = DataLoader(
+        Slow(), batch_size=2, num_workers=2, persistent_workers=True, multiprocessing_context=sys.argv[1]
+    )
+    batches = iter(loader)
+    read = [next(batches)]
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+        for pid in [worker.pid for worker in batches._workers] + [server] * (server is not None):
+            os.kill(pid, number)
+        os.kill(os.getpid(), number)
+    read.extend(batches)
+    assert all(worker.is_alive() for worker in batches._workers)
+    print(flag.requested, sorted(number for batch in read for number in batch.tolist()) == list(range(24)))
+    flag.let_children_end()
     for worker in batches._workers:
-        os.kill(worker.pid, number)
-    os.kill(os.getpid(), number)
-read.extend(batches)
-assert all(worker.is_alive() for worker in batches._workers)
-print(flag.requested, sorted(number for batch in read for number in batch.tolist()) == list(range(24)))
-flag.let_children_end()
-for worker in batches._workers:
-    worker.terminate()
-    worker.join(5)
-    print(worker.exitcode)
+        worker.terminate()
+        worker.join(5)
+        print(worker.exitcode)
 """
 
 
-def test_workers_of_a_loader_of_torch_outlive_the_stop_signals_of_all_processes() -> None:
-    done = subprocess.run([sys.executable, "-c", WITH_WORKERS], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_of_a_loader_of_torch_outlive_the_stop_signals_of_all_processes(method: str, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(WITH_WORKERS)
+    done = subprocess.run([sys.executable, program, method], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["1", "True", "0", "0"], done.stdout + done.stderr
+
+
+WITH_PROCESSES = """
+import multiprocessing, multiprocessing.forkserver, os, signal, sys
+from slurm_train.session.signals import StopFlag, install
+
+def answer(connection):
+    while connection.recv():
+        connection.send(os.getpid())
+
+def answer_below(method, connection):
+    # A process of this process answers.
+    child = multiprocessing.get_context(method).Process(target=answer, args=(connection,))
+    child.start()
+    child.join()
+
+if __name__ == "__main__":
+    flag = StopFlag()
+    install(flag)
+    context = multiprocessing.get_context(sys.argv[1])
+    near, far = context.Pipe()
+    direct = context.Process(target=answer, args=(far,))
+    near_2, far_2 = context.Pipe()
+    above = context.Process(target=answer_below, args=(sys.argv[1], far_2))
+    direct.start()
+    above.start()
+    pids = [above.pid]
+    for connection in (near, near_2):
+        connection.send(True)
+        pids.append(connection.recv())
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        for pid in [*pids, *([] if server is None else [server]), os.getpid()]:
+            os.kill(pid, number)
+    for connection in (near, near_2):
+        connection.send(True)
+        print(connection.recv() in pids)
+    near_2.send(False)
+    above.join()
+    another = context.Process(target=print, args=("started",))
+    another.start()
+    another.join()
+    flag.let_children_end()
+    direct.terminate()
+    direct.join()
+    print(flag.requested, above.exitcode, direct.exitcode, flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_processes_outlive_the_stop_signals_of_all_processes_however_they_are_started(
+    method: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(WITH_PROCESSES)
+    done = subprocess.run([sys.executable, program, method], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "True", "started", "1", "0", "-15"], done.stdout + done.stderr
 
 
 def test_a_forked_child_is_ended_by_a_term_that_it_gets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
