@@ -18,7 +18,7 @@ from typing import Any
 from slurm_train.checkpoint.verify import newest_committed_step
 from slurm_train.config.secrets import redact
 from slurm_train.rundir.attempts import was_saved
-from slurm_train.rundir.files import read_tail
+from slurm_train.rundir.files import last_lines, read_tail
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_program, step_of_attempt
 from slurm_train.status.failure import last_words
@@ -53,6 +53,8 @@ class OwnEnd:
     """The step that the program had come to; None where it has told nothing."""
     max_steps: int | None = None
     """Of the whole training, as reported."""
+    report_every: int = 1
+    """Steps from one report to the next."""
     missing_save: int | None = None
     """Step of a save that had begun and is no checkpoint; None for none."""
     committed: int = -1
@@ -73,10 +75,12 @@ def judge(end: OwnEnd) -> tuple[EndKind, str]:
     | a save is missing, nobody had asked for a stop                    | early    |
     | the program said its end, or reported its last step               | finished |
     | a stop was asked for                                              | stopped  |
-    | the newest reported step is below the reported number of steps    | early    |
+    | more than one report is missing to the reported number of steps   | early    |
     | an attempt before had come further                                | early    |
     | an attempt before printed its progress, this one printed none     | early    |
     | none of this                                                      | finished |
+
+    A program that counts its steps from 0, or reports every tenth, ends below its number of steps.
     """
     words = f"; its last words: {end.last_words}" if end.last_words else ""
     confirm = f'{words}; a program that is right to end there calls `mark("end")` of the session'
@@ -91,7 +95,7 @@ def judge(end: OwnEnd) -> tuple[EndKind, str]:
     if end.was_asked:
         return EndKind.STOPPED, ""
     step = end.step or 0
-    if end.step is not None and end.max_steps is not None and step < end.max_steps:
+    if end.step is not None and end.max_steps is not None and step + end.report_every < end.max_steps:
         return EndKind.EARLY, f"the program ended with 0 at step {step} of {end.max_steps}{confirm}"
     if step < end.reached:
         return EndKind.EARLY, (
@@ -138,12 +142,19 @@ def read_end(run: RunDirectory, attempt: int, ledger: Sequence[Mapping[str, Any]
         is_at_end=told is not None and told.is_at_end,
         step=step,
         max_steps=None if told is None else told.max_steps,
+        report_every=_report_every(run),
         missing_save=told.save_step if told is not None and is_missing else None,
         committed=committed,
         reached=reached,
         repeated_line=repeated_line,
         last_words=redact(last_words(log))[:_LONGEST_QUOTE],
     )
+
+
+def _report_every(run: RunDirectory) -> int:
+    """Returns the steps between the two newest reports with a number of steps, 1 where there are fewer than two."""
+    steps = sorted({int(line["step"]) for line in last_lines(run.metrics) if "max_steps" in line})
+    return steps[-1] - steps[-2] if len(steps) > 1 else 1
 
 
 def _missing_progress(run: RunDirectory, attempts: Sequence[int], log: str) -> str:

@@ -27,6 +27,9 @@ BAR = "\rtrain:  40%|####      | 48/120 [00:10<00:12]\rtrain:  41%|####      | 4
         pytest.param(OwnEnd(is_at_end=True, step=32, max_steps=36), FINISHED, id="stopped early, and said so"),
         pytest.param(OwnEnd(is_at_end=True, missing_save=10, committed=5), EARLY, id="the last save is missing"),
         pytest.param(OwnEnd(step=32, max_steps=36), EARLY, id="before the last step"),
+        pytest.param(OwnEnd(step=34, max_steps=36), EARLY, id="two steps before the end"),
+        pytest.param(OwnEnd(step=35, max_steps=36), FINISHED, id="counts its steps from 0"),
+        pytest.param(OwnEnd(step=35, max_steps=36, was_asked=True), STOPPED, id="counts from 0, asked at the end"),
         pytest.param(OwnEnd(step=0, reached=6), EARLY, id="before an earlier attempt"),
         pytest.param(OwnEnd(reached=6), EARLY, id="joined before, refuses now"),
         pytest.param(OwnEnd(step=6, reached=6), FINISHED, id="nothing was left to do"),
@@ -105,6 +108,19 @@ def test_a_program_that_has_reported_steps_is_compared_with_the_attempt_before(
         append_line(run.metrics, {"step": step_on_record, "attempt": 1, "loss": 1.0})
     ledger = [{"attempt": 0, "last_step": 9}, {"attempt": 1, "first_committed": 8}]
     assert judge(read_end(run, 1, ledger, was_asked=False))[0] is kind
+
+
+@pytest.mark.parametrize(("step", "kind"), [(80, FINISHED), (60, EARLY)])
+def test_a_program_that_reports_now_and_then_ends_before_its_next_report(
+    step: int, kind: EndKind, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path)
+    _print(run, 0, "")
+    for reported in range(20, step + 1, 20):
+        append_line(run.metrics, {"step": reported, "attempt": 0, "loss": 1.0, "max_steps": 90})
+    append_line(run.metrics, {"step": step + 1, "attempt": 0, "eval_loss": 1.0})
+    ProgramProgress(step=step, max_steps=90).write(run.program(0))
+    assert judge(read_end(run, 0, [{"attempt": 0}], was_asked=False))[0] is kind
 
 
 def test_a_ledger_of_an_earlier_version_is_no_evidence(tmp_path: Path) -> None:
