@@ -77,7 +77,7 @@ def _unlisted(run: RunDirectory, listed: Iterable[str]) -> list[JobRecord]:
     """Returns the entries that are not in `job.json`, oldest first."""
     try:
         names = {name for name in os.listdir(run.jobs) if name[0].isdigit()} - set(listed)  # noqa: PTH208  # 10x
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
     records = [read_record(run.jobs / name, JobRecord) for name in names]
     entries = [record for record in records if record is not None]

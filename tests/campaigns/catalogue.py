@@ -155,6 +155,15 @@ CAMPAIGNS: dict[str, Campaign] = {
         70,
         LOCAL,
     ),
+    "strangers": Campaign(
+        "in a root that everybody may write to, a stranger makes first whatever name a command reads there, as a file "
+        "that names the user's run and the stranger's program, a folder, link, named pipe, locked, closed or endless "
+        "file: status, logs, report, checkpoint, plan, evaluate, resume, cancel, a run and a sweep answer as without "
+        "it, in time, and leave nothing in the stranger's folders",
+        "strangers:run",
+        600,
+        LOCAL,
+    ),
     "shared-caches": Campaign(
         "what lies where others reach it (packages and their archive, checkpoints and tokens, the copy of the code, "
         "kernels) is a stranger's, a link to a stranger's, thinned, emptied or cleared: its use gives what it gave "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -62,11 +63,16 @@ class UserWork:
         assert not problem, problem
         return json.loads(value)
 
+    def has_ended(self) -> bool:
+        """Returns whether the work has returned or raised."""
+        return self._receiver.poll()
+
     def end(self) -> None:
-        """Ends the process if it still lives."""
-        self._receiver.close()
-        os.kill(self.pid, 9)
-        os.waitpid(self.pid, 0)
+        """Ends the process; once is enough."""
+        if not self._receiver.closed:
+            self._receiver.close()
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
 
 def as_user(uid: int, work: Callable[[], Any], *, groups: Sequence[int] = (), within_s: float = 60.0) -> Any:
