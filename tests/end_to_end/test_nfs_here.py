@@ -40,6 +40,7 @@ def test_a_mount_that_caches_nothing_or_takes_root_for_nobody(settings: dict[str
         finished(Person(new_project(client.path / "project")).types(*WORDS))
 
 
+@pytest.mark.full
 @on_nfs
 def test_a_quota_ends_the_attempt_and_the_run_goes_on_when_there_is_room(tmp_path: Path) -> None:
     with clients(tmp_path, 1) as (client,):
@@ -54,6 +55,7 @@ def run_in(folder: Path) -> RunDirectory | None:
     return next(map(RunDirectory, folder.glob("runs/here/*")), None)
 
 
+@pytest.mark.full
 @on_nfs
 def test_stale_handles_while_it_trains_cost_no_step(tmp_path: Path) -> None:
     golden = WarmPerson(new_project(tmp_path / "golden"))
@@ -85,6 +87,7 @@ def test_stale_handles_while_it_trains_cost_no_step(tmp_path: Path) -> None:
         assert len(digests) == 1, "the run has not been trained as the other"
 
 
+@pytest.mark.full
 @on_nfs
 def test_a_home_without_room_is_not_needed(tmp_path: Path) -> None:
     with clients(tmp_path, 1, room=0.0) as (client,):
