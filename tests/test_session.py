@@ -23,7 +23,7 @@ TRAPS = {
     "FORCE_COLOR": "17",
     "GIT_DIR": "/trap",
     "HYDRA_FULL_ERROR": "17",
-    "LC_ALL": "C",
+    "LC_TIME": "trap",
     "MASTER_ADDR": "trap",
     "NO_COLOR": "trap",
     "OMP_NUM_THREADS": "17",
