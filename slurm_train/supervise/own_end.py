@@ -132,6 +132,10 @@ def read_end(run: RunDirectory, attempt: int, ledger: Sequence[Mapping[str, Any]
     if told is not None:
         # A program that ends by `os._exit` may have told more than is written.
         step = max(told.step, told.save_step, step_of_attempt(run, attempt, default=0))
+    told_before = [read_program(run, int(entry["attempt"])) for entry in earlier]
+    if not step and any(before is not None and before.is_at_end for before in told_before):
+        # Nothing was left to do but what follows the last step.
+        reached = 0
     log = read_tail(run.rank_log(attempt, 0), _LOG_BYTES)
     repeated_line = ""
     if told is None and not reached:
@@ -165,11 +169,16 @@ def _missing_progress(run: RunDirectory, attempts: Sequence[int], log: str) -> s
         attempts: the earlier attempts, oldest first.
         log: of rank 0 in this attempt.
     """
+    later_lines: list[str] = []
     for attempt in reversed(attempts):
-        line = progress_line(read_tail(run.rank_log(attempt, 0), _LOG_BYTES))
+        earlier_log = read_tail(run.rank_log(attempt, 0), _LOG_BYTES)
+        line = progress_line(earlier_log)
         if line:
-            is_there = _form_of(line) in map(_form_of, _lines_of(log))
-            return "" if is_there or _says_all(line) else line.strip()[:_LONGEST_QUOTE]
+            form = _form_of(line)
+            newest = next((later for later in later_lines if _form_of(later) == form), line)
+            is_there = form in map(_form_of, _lines_of(log))
+            return "" if is_there or _says_all(newest) else newest.strip()[:_LONGEST_QUOTE]
+        later_lines += reversed(_lines_of(earlier_log))
     return ""
 
 

@@ -88,6 +88,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         500,
         LOCAL,
     ),
+    "early-ends": Campaign(
+        "programs that end with 0 in many ways (in a handler, by `break`, with `leave` caught, refusing at their "
+        "second start, by `os._exit`), each stopped twice (STOP, TERM, USR2, preemption): none is finished before its "
+        "end, no good end is called early",
+        "early_ends:run",
+        600,
+        LOCAL,
+    ),
     "same-outside": Campaign(
         "texts, tokenizers, installed packages and data sets of a person that are exchanged for others with the same "
         "names, sizes and times: none is taken for what was there before",

@@ -10,7 +10,9 @@ from slurm_train.checkpoint import commit, local, manifest
 from slurm_train.checkpoint.commit import Place
 from slurm_train.data import prepare
 from slurm_train.errors import CheckpointError
-from tests.campaigns import abandoned_past, combinations, kills_local, not_understood, same_outside
+from slurm_train.supervise import supervisor
+from slurm_train.supervise.own_end import EndKind
+from tests.campaigns import abandoned_past, combinations, early_ends, kills_local, not_understood, same_outside
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
 from tests.support.run_ends import End
@@ -49,6 +51,21 @@ def test_what_is_not_understood_and_gone_is_found(
     tally = Tally()
     not_understood.run(tally, seed=11, trials=100, folder=tmp_path)
     assert any(text in problem for problem in tally.problems for text in ("is gone", "has changed"))
+
+
+def test_no_program_is_finished_before_its_end(tmp_path: Path) -> None:
+    tally = Tally()
+    early_ends.run(tally, seed=11, trials=len(early_ends.PROGRAMS), folder=tmp_path)
+    assert tally.problems == [] and tally.trials == len(early_ends.PROGRAMS)
+
+
+@pytest.mark.parametrize("kind", [EndKind.FINISHED, EndKind.EARLY])
+def test_an_end_that_is_judged_wrongly_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: EndKind) -> None:
+    monkeypatch.setattr(supervisor, "judge", lambda _: (kind, "x" if kind is EndKind.EARLY else ""))
+    tally = Tally()
+    early_ends.run(tally, seed=11, trials=4, folder=tmp_path)
+    word = "finished before its end" if kind is EndKind.FINISHED else "called early"
+    assert any(word in problem for problem in tally.problems)
 
 
 def test_what_looks_the_same_is_told_apart(tmp_path: Path) -> None:

@@ -87,6 +87,14 @@ def test_a_second_start_that_prints_no_progress_has_refused(
     assert judge(read_end(run, 1, changed, was_asked=False))[0] is FINISHED
 
 
+def test_what_was_left_to_do_is_said_by_the_newest_line_of_progress(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for attempt, text in enumerate(("step 8 of 11\nstep 9 of 11\nstep 10 of 11\n", "step 11 of 11\n", "done\n")):
+        _print(run, attempt, text)
+    ledger = [{"attempt": attempt} for attempt in range(3)]
+    assert judge(read_end(run, 2, ledger, was_asked=False))[0] is FINISHED
+
+
 @pytest.mark.parametrize(
     ("told", "step_on_record", "kind"),
     [
@@ -108,6 +116,11 @@ def test_a_program_that_has_reported_steps_is_compared_with_the_attempt_before(
         append_line(run.metrics, {"step": step_on_record, "attempt": 1, "loss": 1.0})
     ledger = [{"attempt": 0, "last_step": 9}, {"attempt": 1, "first_committed": 8}]
     assert judge(read_end(run, 1, ledger, was_asked=False))[0] is kind
+    # It was killed after its last step, so nothing was left to do.
+    run.attempt_logs(0).mkdir(parents=True)
+    ProgramProgress(step=9, max_steps=9).write(run.program(0))
+    if told is None or told.step == 0:
+        assert judge(read_end(run, 1, ledger, was_asked=False))[0] is FINISHED
 
 
 @pytest.mark.parametrize(("step", "kind"), [(80, FINISHED), (60, EARLY)])
