@@ -201,6 +201,7 @@ def _cannot_open(path: Path) -> Any:
 def copies_scene(root: Path) -> None:
     """Two nodes keep each other's files; one of them is lost, and the checkpoint is whole on the other."""
     rank, world = distributed.get_rank(), distributed.group.WORLD
+    root.mkdir(parents=True, exist_ok=True)
     place = NodePlace(root=root / f"node{rank}", node=rank, attempt=1, keeps_copies=True)
     # More than one piece of a transfer.
     state = {"weights": torch.arange(6 << 20, dtype=torch.float32), "more": torch.ones(64)}
@@ -244,6 +245,7 @@ def copies_scene(root: Path) -> None:
 
 def near_scene(root: Path) -> None:
     """A newer checkpoint is on the nodes: it is copied, and each rank loads what its own node has from there."""
+    root.mkdir(parents=True, exist_ok=True)
     rank, world, mesh = distributed.get_rank(), distributed.group.WORLD, init_device_mesh("cpu", (2,))
     whole = torch.arange(2400.0).reshape(60, 40)
     state = {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "count": torch.tensor(5.0), "rate": 0.5}
