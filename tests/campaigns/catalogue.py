@@ -172,6 +172,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         600,
         LOCAL,
     ),
+    "beside-file": Campaign(
+        "an unmodified program writes its checkpoint, a log, a copy of its sources and a link beside its own file, and "
+        "is stopped again and again: however it is continued, also with other code and in a sweep, no step is done "
+        "twice, and each run has its own files, whole",
+        "beside_file:run",
+        40,
+        LOCAL,
+    ),
     "shared-caches": Campaign(
         "what lies where others reach it (packages and their archive, checkpoints and tokens, the copy of the code, "
         "kernels) is a stranger's, a link to a stranger's, thinned, emptied or cleared: its use gives what it gave "
