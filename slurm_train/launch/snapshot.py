@@ -571,7 +571,8 @@ def _new_modules(code: Path, index: Mapping[str, str]) -> list[str]:
     """Returns what Python might import in place of other code: modules and packages in folders that have modules.
 
     Python reads a .pth file in folders of installed packages only; here it is a checkpoint. A module in a new folder
-    without `__init__.py`, such as a program's backup of its sources, takes the place of no other.
+    without `__init__.py`, such as a program's backup of its sources, takes the place of no other. A folder with a
+    dot in its name, such as one that was set aside, is imported by no name.
     """
     places = {""}
     for name in index:
@@ -588,6 +589,8 @@ def _new_modules(code: Path, index: Mapping[str, str]) -> list[str]:
             modules.append(name)
     top = os.path.realpath(code)
     for name in links:
+        if not os.path.basename(name).isidentifier():  # noqa: PTH119  # as above
+            continue
         leads_out = not is_below(os.path.realpath(f"{code}/{name}"), top)
         # Python imports nothing from a folder that it cannot read.
         with contextlib.suppress(OSError):

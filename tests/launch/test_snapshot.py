@@ -454,6 +454,13 @@ def test_whatever_touches_a_copy_is_found_and_named(text: str, run: RunDirectory
     assert f"`resume {run.run_id} --accept code`" in caught.value.hint
 
 
+@pytest.mark.parametrize("text", TOUCHED)
+def test_a_touched_copy_that_is_accepted_is_sealed_again(text: str, run: RunDirectory) -> None:
+    TOUCHED[text](run)
+    copy(run.path.parent / "live", NAMES, run.code)
+    require_sealed(run)
+
+
 def test_pythons_cache_does_not_touch_a_copy_and_it_can_be_removed(run: RunDirectory) -> None:
     (run.code / "__pycache__").mkdir()
     (run.code / "__pycache__" / "train.cpython-311.pyc").write_bytes(b"")
