@@ -110,6 +110,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         1000,
         LOCAL,
     ),
+    "unasked-jobs": Campaign(
+        "jobs that nobody can ask about, because Slurm's commands are not on this machine or give no answer: what the "
+        "files do not call over keeps its checkpoints, pins and leases in `checkpoint gc`, no follower, wait or "
+        "`status -w` ends, and `cancel` refuses and changes nothing",
+        "unasked_jobs:run",
+        300,
+        LOCAL,
+    ),
     "combinations": Campaign(
         "models, data, layouts, optimizers, batches, precisions, callbacks and saves in combinations: what is typed "
         "is refused with a sentence, or trains; stopped at any step and typed again it ends with the same bits, in "

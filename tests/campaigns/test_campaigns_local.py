@@ -10,9 +10,18 @@ from slurm_train.checkpoint import commit, local, manifest
 from slurm_train.checkpoint.commit import Place
 from slurm_train.data import prepare
 from slurm_train.errors import CheckpointError
+from slurm_train.status import activity
 from slurm_train.supervise import supervisor
 from slurm_train.supervise.own_end import EndKind
-from tests.campaigns import abandoned_past, combinations, early_ends, kills_local, not_understood, same_outside
+from tests.campaigns import (
+    abandoned_past,
+    combinations,
+    early_ends,
+    kills_local,
+    not_understood,
+    same_outside,
+    unasked_jobs,
+)
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
 from tests.support.run_ends import End
@@ -51,6 +60,20 @@ def test_what_is_not_understood_and_gone_is_found(
     tally = Tally()
     not_understood.run(tally, seed=11, trials=100, folder=tmp_path)
     assert any(text in problem for problem in tally.problems for text in ("is gone", "has changed"))
+
+
+def test_a_job_that_nobody_can_ask_about_keeps_what_is_its(tmp_path: Path) -> None:
+    tally = Tally()
+    unasked_jobs.run(tally, seed=11, trials=10, folder=tmp_path)
+    assert tally.problems == [] and tally.trials == 10
+
+
+def test_a_job_that_counts_as_over_where_no_slurm_is_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "_needs_no_job", lambda _: True)
+    tally = Tally()
+    unasked_jobs.run(tally, seed=11, trials=15, folder=tmp_path)
+    for word in ("a follower has ended", "a wait has ended", "gc has removed", "cancel: "):
+        assert any(word in problem for problem in tally.problems), word
 
 
 def test_no_program_is_finished_before_its_end(tmp_path: Path) -> None:
