@@ -202,7 +202,10 @@ def _is_unmapped(uid: int) -> bool:
 
 def refusal(path: Path, status: os.stat_result, why: str) -> RunError:
     """Returns the error about a place that other users could change."""
+    if status.st_uid in trusted_owners():
+        hint = f"`chmod go-w {path}` if you trust its content, else name another place with run.root=DIR"
+    else:
+        hint = "name another place with run.root=DIR, or let its owner share it with a group of yours (chmod g+rx)"
     return RunError(
-        f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}: {why}",
-        hint=f"`chmod go-w {path}` if it is yours and you trust its content, else name another place with run.root=DIR",
+        f"{path} belongs to uid {status.st_uid} with mode {stat.filemode(status.st_mode)}: {why}", hint=hint
     )
