@@ -338,11 +338,12 @@ class ProgramState:
             )
         return notes
 
-    def look(self, *, has_order: bool) -> list[str]:
+    def look(self, *, has_order: bool, has_pass: bool) -> list[str]:
         """Checks on this rank, after the first step, what could be wrong with a save; returns notes for the user.
 
         Args:
             has_order: the samples follow from the step.
+            has_pass: a loader of torch gives them, whose first batch is compared.
 
         Raises:
             ConfigError: a save would lack something that is trained, or where the samples are.
@@ -361,6 +362,12 @@ class ProgramState:
             notes.append(
                 f"the learning-rate schedule of {scheduled[0]} is in no checkpoint: after a resume it begins anew "
                 "unless the program sets it to its step; hand it over: training(model, optimizer, schedule=schedule)"
+            )
+        places = [name for name, other in self._others.items() if may_know_place(other)]
+        if self._is_resumed and not has_order and not has_pass and places:
+            notes.append(
+                f"since the resume, the program reads its samples by its own code and the state of {shorten(places)}: "
+                "nothing compares them with those before; a state that is not exact gives some again or leaves some out"
             )
         if self._is_resumed and not has_order and not any(may_know_place(other) for other in others):
             notes.append(

@@ -1,9 +1,10 @@
-"""Whether a loader of the program begins its pass anew after a resume, seen by the first batch of the pass.
+"""Whether a loader of the program goes on in its pass after a resume, seen by the first batch of the pass.
 
-A program that hands over an object with a counter may still read its samples from the beginning of the epoch: the
-object (an engine, a sampler) says where it is, and the loader does not follow it. So a checkpoint has a digest of the
-first batch of each pass over a `DataLoader` of torch that was under way, and how many batches it had given. After a
-resume the batches until the first step are compared with it. Without torch nothing is watched.
+A program that hands over an object with a counter may still read its samples from the beginning of the epoch, or in
+another order: the object (an engine, a sampler) says where it is, and the loader does not follow it. So a checkpoint
+has a digest of the first batch of each pass over a `DataLoader` of torch that was under way, its length, and how many
+batches it had given. After a resume the batches until the first step are compared with it. A sampler that is not
+torch's may begin anywhere, so another first batch of it is not named. Without torch nothing is watched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 PASSES = "passes"
-"""Key of a checkpoint's header: first batch and number of batches of each pass that was under way on rank 0."""
+"""Key of a checkpoint's header: of each pass under way on rank 0 the first batch, the batches given, and its length."""
+_SAMPLERS_OF_TORCH = ("torch.utils.data.sampler", "torch.utils.data.distributed")
+_HINT = "skip the used batches, take run.batches, or hand over a stateful loader"
 
 
 @dataclass(slots=True)
@@ -23,8 +26,13 @@ class _Pass:
 
     first: str
     """Digest of its first batch."""
+    length: int | None
+    """Its batches; None for a stream."""
+    begins_at_its_first: bool
+    """Whether it cannot begin behind what was used."""
     given: int = 0
     """Batches that the program has got."""
+    is_over: bool = False
 
 
 class Passes:
@@ -32,13 +40,21 @@ class Passes:
 
     def __init__(self) -> None:
         self._under_way: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
-        self._saved: dict[str, int] = {}
-        """Batches of the passes in the checkpoint, by the digest of the first one."""
+        self._at_step: list[_Pass] = []
+        """Those under way at the last step: a save may follow after the loop was left, and its iterator with it."""
+        self._saved: list[tuple[str, int, int | None]] = []
+        """Passes in the checkpoint: digest of the first batch, batches given, and length where it is known."""
         self._is_watching = False
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether a loader of torch has given a batch since the last step, or is in a pass."""
+        return bool(self._at_step or self._under_way)
 
     def take(self, saved: list[list[Any]]) -> None:
         """Takes over the passes of the checkpoint that the program continues, and begins to watch loaders."""
-        self._saved = {str(first): int(given) for first, given in saved}
+        # A version before wrote no lengths.
+        self._saved = [(str(first), int(given), length[0] if length else None) for first, given, *length in saved]
         self.watch()
 
     def watch(self) -> None:
@@ -54,7 +70,9 @@ class Passes:
             try:
                 batch = give(iterator)
             except StopIteration:
-                self._under_way.pop(iterator, None)
+                ended = self._under_way.pop(iterator, None)
+                if ended is not None:
+                    ended.is_over = True
                 raise
             self._add(iterator, batch)
             return batch
@@ -67,39 +85,56 @@ class Passes:
 
         present = self._under_way.get(iterator)
         if present is None:
-            present = self._under_way[iterator] = _Pass(digest({"batch": batch}))
+            first = digest({"batch": batch})
+            present = _Pass(first, _length(iterator), _begins_at_its_first(iterator))
+            self._under_way[iterator] = present
         present.given += 1
 
     def state(self) -> list[list[Any]]:
         """Returns the passes that are under way and not at their end, for a checkpoint."""
+        passes = {id(present): present for present in (*self._at_step, *self._under_way.values())}
         return [
-            [present.first, present.given]
-            for iterator, present in self._under_way.items()
-            if present.given < _length(iterator)
+            [present.first, present.given, present.length]
+            for present in passes.values()
+            if not present.is_over and present.given != present.length
         ]
 
     def look(self, step: int) -> str:
-        """Returns what is to be said at the first step after a resume, "" for nothing; later steps say nothing.
+        """Takes note of a step; returns what is to be said at the first one after a resume, "" for nothing.
 
         Args:
             step: of the checkpoint.
         """
+        self._at_step = list(self._under_way.values())
         saved = self._saved
-        self._saved = {}
-        for present in self._under_way.values():
-            used = saved.get(present.first, 0)
-            if present.given <= used:
-                return (
-                    f"since the resume, a loader gave batch 1 of the epoch again, of which {used} batches were used "
-                    f"when step {step} was saved: their samples are used again; skip them, take run.batches, or hand "
-                    "over a stateful loader"
-                )
+        self._saved = []
+        for present in self._at_step:
+            for first, used, length in saved:
+                if present.first == first and present.given <= used:
+                    return (
+                        f"since the resume, a loader gave batch 1 of the epoch again, of which {used} batches were "
+                        f"used when step {step} was saved: their samples are used again; {_HINT}"
+                    )
+                is_the_same = any(present.first == other for other, _, _ in saved)
+                if length is not None and present.length == length and present.begins_at_its_first and not is_the_same:
+                    return (
+                        f"since the resume, a loader gave another batch 1 than in the epoch of which {used} of "
+                        f"{length} batches were used when step {step} was saved: unless a new epoch is to begin here, "
+                        f"some samples are used again and others are left out; {_HINT}"
+                    )
         return ""
 
 
-def _length(iterator: Any) -> float:
-    """Returns the batches of a pass; of a stream nobody knows them."""
+def _length(iterator: Any) -> int | None:
+    """Returns the batches of a pass; None for a stream."""
     try:
         return len(iterator)
     except TypeError:
-        return float("inf")
+        return None
+
+
+def _begins_at_its_first(iterator: Any) -> bool:
+    """Returns whether samplers of torch alone give the order of a pass: they cannot begin behind what was used."""
+    batches = iterator._index_sampler
+    samplers = (batches, getattr(batches, "sampler", batches))
+    return all(type(sampler).__module__ in _SAMPLERS_OF_TORCH for sampler in samplers)

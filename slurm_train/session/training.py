@@ -127,7 +127,8 @@ class RunTraining(Training):
             CheckpointError: an optimizer keeps something that no checkpoint has, or an object has values that could
                 not be loaded again.
         """
-        self._say(self._state.look(has_order=bool(self._checkpoints.orders.present)))
+        has_order = bool(self._checkpoints.orders.present)
+        self._say(self._state.look(has_order=has_order, has_pass=self._checkpoints.passes.has_seen))
         if not self._has_saved:
             self._saves.prepare(self._state.own_tensors())
 

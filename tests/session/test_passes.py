@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from slurm_train.rundir.heartbeat import Heartbeat
@@ -48,7 +49,43 @@ class Place:
         self.step = state["step"]
 
 
-def train(run: RunDirectory, *, last: int, skips: bool = False, files: bool = False) -> None:
+class Behind(Sampler[int]):
+    """Begins behind the samples that were used."""
+
+    used = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(self.used, 16), *range(self.used)])
+
+    def __len__(self) -> int:
+        return 16
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Begins behind the samples that were used, and has a length."""
+
+    used = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(16.0).roll(-self.used))
+
+    def __len__(self) -> int:
+        return 16
+
+
+def loader_of(order: str, done: int) -> DataLoader[torch.Tensor]:
+    """Returns a loader of eight batches that is in its place after so many steps, or begins a new pass."""
+    Behind.used = Stream.used = 2 * done
+    samples: Any = torch.arange(16.0)
+    if order == "stream":
+        return DataLoader(Stream(), batch_size=2)
+    if order == "sampler":
+        return DataLoader(samples, batch_size=2, sampler=Behind())
+    seed = done if order == "new" else 1
+    return DataLoader(samples, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+
+def train(run: RunDirectory, *, last: int, skips: bool = False, files: bool = False, order: str = "same") -> None:
     """Trains up to a step, in epochs of eight batches, and saves there."""
     _hearts.append(Heartbeat())
     session: JoinedSession = join_alone(run, heartbeat=_hearts[-1])
@@ -61,7 +98,7 @@ def train(run: RunDirectory, *, last: int, skips: bool = False, files: bool = Fa
     else:
         done = training.resume()
     step = done
-    loader = DataLoader(torch.arange(16.0), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+    loader = [torch.ones(2)] * 8 if order == "own" else loader_of(order, done)
     while step < last:
         for batch in itertools.islice(loader, done % 8 if skips and step == done else 0, None):
             model(batch[:, None]).sum().backward()
@@ -69,12 +106,13 @@ def train(run: RunDirectory, *, last: int, skips: bool = False, files: bool = Fa
             place.step = step
             session.report(step, loss=1.0)
             if step == last:
-                if training is not None:
-                    training.save(step)
-                else:
-                    with session.save(step) as folder:
-                        (folder / "step").write_text(str(step))
                 break
+    # The loop and its iterator are gone by now.
+    if training is not None:
+        training.save(step)
+    else:
+        with session.save(step) as folder:
+            (folder / "step").write_text(str(step))
     session.close()
 
 
@@ -97,3 +135,20 @@ def test_what_skips_the_used_batches_or_begins_the_next_epoch_is_not_named(
     train(run, last=8, skips=True)
     train(run, last=10)
     assert "batch 1 of the epoch again" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("order", "is_named"), [("new", True), ("sampler", False), ("stream", False)])
+def test_a_pass_in_another_order_is_named_where_samplers_of_torch_give_it(
+    order: str, is_named: bool, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run, last=3, order=order)
+    train(run, last=6, order=order)
+    said = capsys.readouterr().err
+    assert ("another batch 1 than in the epoch of which 3 of 8 batches were used" in said) is is_named
+
+
+def test_samples_that_nothing_compares_are_named(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    train(run, last=3, order="own")
+    train(run, last=6, order="own")
+    words = "reads its samples by its own code and the state of place: nothing compares them"
+    assert capsys.readouterr().err.count(words) == 1
