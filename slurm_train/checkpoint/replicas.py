@@ -1,4 +1,4 @@
-"""Whether ranks hold the same values: digests of whole states, and norms of tensors that each rank holds whole.
+"""Whether ranks hold the same values: digests of whole states; norms and sums of tensors that each rank holds whole.
 
 A checkpoint has what all ranks hold alike once. What looks alike and is not (parameters without DDP, an optimizer that
 keeps a part of its state on each rank under the name of the whole) would come back as one rank's on all of them.
@@ -6,7 +6,6 @@ keeps a part of its state on each rank under the name of the whole) would come b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,8 @@ from slurm_train.formatting import shorten
 
 # Ranks that hold the same numbers get norms that differ by less, also where their GPUs are of different models.
 _NORM_TOLERANCE = 1e-5
+# The same of a weighted sum, as a part of the norm: of other numbers it differs by about the norm.
+_SUM_TOLERANCE = 1e-3
 # Up to so many bytes a tensor of a GPU is compared byte by byte.
 _LARGE_BYTES = 1 << 16
 # Integers of quantized models, float8 and bool have no norms.
@@ -142,18 +143,29 @@ def names_that_differ(tensors: Mapping[str, Tensor], *, group: ProcessGroup | No
     }
     if group is None or not whole:
         return []
-    norms = torch.empty(len(whole), dtype=torch.float64)
+    # Parts of one norm, e.g. of signs or of orthogonal rows, differ in their sums.
+    numbers = torch.empty(2, len(whole), dtype=torch.float64)
     parts = list(whole.values())
     # Optimizers of GPUs have their count of steps on the host.
     for device in {part.device for part in parts}:
-        numbers = [number for number, part in enumerate(parts) if part.device == device]
-        norms[numbers] = _norms([parts[number] for number in numbers]).double().cpu()
-    bounds = torch.cat([norms, -norms])
+        places = [place for place, part in enumerate(parts) if part.device == device]
+        here = [parts[place] for place in places]
+        numbers[0, places] = _norms(here).double().cpu()
+        numbers[1, places] = torch.stack([_weighted_sum(part) for part in here]).double().cpu()
+    bounds = torch.stack([numbers, -numbers])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    most, least = bounds.chunk(2)
-    gaps = most + least
-    return [
-        name
-        for name, gap, norm in zip(whole, gaps.tolist(), most.tolist(), strict=True)
-        if gap > _NORM_TOLERANCE * abs(norm) and not math.isnan(norm)
-    ]
+    most, least = bounds
+    norms = most[0]
+    norm_gaps, sum_gaps = most + least
+    differs = (norm_gaps > _NORM_TOLERANCE * norms) | (sum_gaps > _SUM_TOLERANCE * norms)
+    return [name for name, is_other in zip(whole, (differs & ~norms.isnan()).tolist(), strict=True) if is_other]
+
+
+def _weighted_sum(tensor: Tensor) -> Tensor:
+    """Returns the sum of a tensor's numbers with fixed weights of its columns, without a copy of the tensor."""
+    values = _as_floats(tensor).reshape(-1)
+    weights = torch.arange(_SKETCH_COLUMNS, dtype=torch.float32, device=values.device).cos()
+    num_whole = values.numel() // _SKETCH_COLUMNS * _SKETCH_COLUMNS
+    sums = values[:num_whole].view(-1, _SKETCH_COLUMNS).sum(0, dtype=torch.float32)
+    rest = values[num_whole:].float()
+    return sums @ weights + rest @ weights[: rest.numel()]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from slurm_train.checkpoint.replicas import digest, sketch
+from slurm_train.checkpoint.replicas import _weighted_sum, digest, sketch
 from slurm_train.checkpoint.verify import newest_verified
 from slurm_train.config.frozen import dump_config
 from slurm_train.config.schema import RunConfig
@@ -1067,6 +1067,15 @@ def test_buffers_of_a_rank_and_lists_of_shards_go_on(tmp_path: Path) -> None:
 )
 def test_states_with_the_same_characters_are_told_apart(one: Any, other: Any) -> None:
     assert digest({"state": one}) == digest({"state": one}) != digest({"state": other})
+
+
+@pytest.mark.parametrize("columns", [8, 5000])
+def test_parts_of_one_norm_are_told_apart(columns: int) -> None:
+    signs = torch.ones(4, columns)
+    others = signs.clone()
+    others[:, 1::3] = -1
+    assert signs.norm() == others.norm()
+    assert (_weighted_sum(signs) - _weighted_sum(others)).abs() > 0.1 * signs.norm()
 
 
 @pytest.mark.parametrize("change", ["order", "sign", "nan", "last"])
