@@ -118,6 +118,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         300,
         LOCAL,
     ),
+    "equal-or-named": Campaign(
+        "optimizers that keep another part of their state on each rank by hand, and loaders that begin again, in "
+        "another order or nearly where they were, in programs of two ranks that are stopped once or twice: the losses "
+        "are equal bit for bit, or a start is refused by name, or the log names it",
+        "unequal:run",
+        80,
+        LOCAL,
+    ),
     "combinations": Campaign(
         "models, data, layouts, optimizers, batches, precisions, callbacks and saves in combinations: what is typed "
         "is refused with a sentence, or trains; stopped at any step and typed again it ends with the same bits, in "

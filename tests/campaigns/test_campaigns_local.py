@@ -21,6 +21,7 @@ from tests.campaigns import (
     not_understood,
     same_outside,
     unasked_jobs,
+    unequal,
 )
 from tests.campaigns.record import Tally
 from tests.campaigns.victims import COUNTED_MODULE
@@ -74,6 +75,17 @@ def test_a_job_that_counts_as_over_where_no_slurm_is_is_found(tmp_path: Path, mo
     unasked_jobs.run(tally, seed=11, trials=15, folder=tmp_path)
     for word in ("a follower has ended", "a wait has ended", "gc has removed", "cancel: "):
         assert any(word in problem for problem in tally.problems), word
+
+
+def test_a_resume_that_is_not_equal_is_named(tmp_path: Path) -> None:
+    tally = Tally()
+    unequal.run(tally, seed=11, trials=8, folder=tmp_path)
+    assert tally.problems == [] and tally.trials == 8
+
+
+def test_a_resume_that_is_not_equal_and_not_named_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unequal, "_NAMES", ())
+    assert unequal.verdict_of(tmp_path, "whole", "again", [3]) == "unequal"
 
 
 def test_no_program_is_finished_before_its_end(tmp_path: Path) -> None:
