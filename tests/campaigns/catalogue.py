@@ -118,6 +118,14 @@ CAMPAIGNS: dict[str, Campaign] = {
         300,
         LOCAL,
     ),
+    "same-step": Campaign(
+        "one step saved up to a hundred times in each attempt of a run, by files and by `training`, with empty "
+        "folders, files that are still open, and links: a save is refused by name or whole, and the newest is found "
+        "again",
+        "same_step:run",
+        60,
+        LOCAL,
+    ),
     "equal-or-named": Campaign(
         "optimizers that keep another part of their state on each rank by hand, and loaders that begin again, in "
         "another order or nearly where they were, in programs of two ranks that are stopped once or twice: the losses "

@@ -10,6 +10,7 @@ from slurm_train.checkpoint import commit, local, manifest
 from slurm_train.checkpoint.commit import Place
 from slurm_train.data import prepare
 from slurm_train.errors import CheckpointError
+from slurm_train.session import saving
 from slurm_train.status import activity
 from slurm_train.supervise import supervisor
 from slurm_train.supervise.own_end import EndKind
@@ -20,6 +21,7 @@ from tests.campaigns import (
     kills_local,
     not_understood,
     same_outside,
+    same_step,
     unasked_jobs,
     unequal,
 )
@@ -86,6 +88,17 @@ def test_a_resume_that_is_not_equal_is_named(tmp_path: Path) -> None:
 def test_a_resume_that_is_not_equal_and_not_named_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unequal, "_NAMES", ())
     assert unequal.verdict_of(tmp_path, "whole", "again", [3]) == "unequal"
+
+
+@pytest.mark.parametrize("is_looked_for", [True, False])
+def test_a_step_that_is_saved_again_and_again_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_looked_for: bool
+) -> None:
+    if not is_looked_for:
+        monkeypatch.setattr(saving, "require_closed", lambda _: None)
+    tally = Tally()
+    same_step.run(tally, seed=11, trials=1, folder=tmp_path)
+    assert tally.held == is_looked_for and tally.trials == 1
 
 
 def test_no_program_is_finished_before_its_end(tmp_path: Path) -> None:
