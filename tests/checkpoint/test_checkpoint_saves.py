@@ -195,12 +195,12 @@ class Numbers(list[int]):
     ("model", "holds"), [(nn.BatchNorm1d(4), True), (GPT(num_layers=1, width=32, num_heads=2), False)]
 )
 def test_only_statistics_that_are_saved_hold_up_the_next_pass(
-    model: nn.Module, holds: bool, group_of_one: None, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, holds: bool, group_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[bool] = []
     monkeypatch.setattr(StagingBuffers, "hold_changes", lambda _: held.append(True))
     monkeypatch.setattr(Saves, "_work", lambda *_: lambda: Saved(Path(), manifest=None))
-    parts = make_parts(make_rank(), model, build_optimizer(model, optim=OptimSection()), Numbers(range(64)))
+    parts = make_parts(make_rank(tmp_path), model, build_optimizer(model, optim=OptimSection()), Numbers(range(64)))
     checkpointer = build_checkpointer(parts, callbacks={}, peak_lr=0.1)
     checkpointer.saves.save_soon(partial(checkpointer.content, Position()), step=0)
     assert bool(held) == holds

@@ -50,6 +50,8 @@ def test_an_array_that_waits_keeps_the_dependency_of_its_runs(tmp_path: Path) ->
     plans = cut_arrays(runs, max_size=1, max_parallel=1)
     sweep = SweepDirectory(tmp_path / "runs" / "sweeps" / "9b1c44e0")
     env = {"PATH": programs.path, "HOME": str(tmp_path)}
+    for run, _ in runs:
+        (tmp_path / "runs" / run.name / run.run_id).mkdir(parents=True)
     assert len(list(submit_arrays(sweep, plans, env=env, depends="afterok:5"))) == 2
     words = [line.split() for line in (tmp_path / "bin" / "sbatch_words").read_text().splitlines()]
     waits = [word for line in words for word in line if word.startswith("--dependency=")]

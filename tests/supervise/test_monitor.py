@@ -162,6 +162,7 @@ def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(
     while True:
         at += 1
         run, ended, now = RunDirectory(tmp_path / f"run_{at}"), list[Mapping[int, Beat]](), [0.0]
+        run.path.mkdir()
         beats = has_beat(run)
         dog = HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=lambda now=now: now[0])
 

@@ -75,6 +75,7 @@ def test_the_first_node_of_each_stage_writes(tmp_path: Path, monkeypatch: pytest
     written: dict[int, str] = {}
     for config in (replace(COMPILES, parallel=ParallelSection(dp_replicate=4, pp=2)), RunConfig()):
         for number in range(8):
+            (tmp_path / f"rank{number}").mkdir(exist_ok=True)
             rank = make_rank(tmp_path / f"rank{number}", config, rank=number, ranks=8)
             rank.place = replace(rank.place, local_rank=number % 2, local_world_size=2)
             CompileCache(rank).keep()
