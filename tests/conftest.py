@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,10 @@ _NO_CLUSTER = "PYTEST_NO_CLUSTER"
 """Variable that tells the processes of pytest-xdist why this session has no real Slurm."""
 _LEFT_OUT = "no real Slurm: "
 """Begins the reason of a test that is skipped for that."""
-_CLUSTER = "cluster"
+_PLACE = "PYTEST_SESSION_PLACE"
+"""Variable with the folder of the session."""
+_CLUSTER_TESTS = "cluster_tests"
+"""Begins the name of a file there, in which each process writes the ids of the tests that use the cluster."""
 _NICE = 10
 _AFTER_TIMEOUT_S = 30.0
 """As in pyproject.toml: a test is ended by its time-out, and pytest so long after it where that cannot be."""
@@ -50,6 +54,7 @@ def _begin_session() -> None:
         enter_session_namespaces(place)
     enter_session_environment(place / "home")
     os.environ[_NO_CLUSTER] = obstacle
+    os.environ[_PLACE] = str(place)
 
 
 # Before a module of tests or another conftest.py is imported; the processes of pytest-xdist inherit all of it.
@@ -59,23 +64,21 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the tests of the cluster, which take longest, and with long files, which run beside them."""
-    for item in items:
-        if "slurm_cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(_CLUSTER))
+    """Begins with the tests of the cluster, which take longest, and with long files, which run beside them.
+
+    Their ids are written down: the process that divides the tests among those of pytest-xdist knows a test by its id
+    alone.
+    """
     items.sort(key=lambda item: (not _needs_cluster(item), _file_of(item.nodeid) not in _LONG))
+    ids = [item.nodeid for item in items if _needs_cluster(item)]
+    path = Path(os.environ[_PLACE], f"{_CLUSTER_TESTS}_{os.environ.get('PYTEST_XDIST_WORKER', '')}")
+    path.write_text("\n".join(ids), encoding="utf-8")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Lets pytest-xdist append the group of a test to its id, which is all that its scheduler sees of a test."""
-    # As `--dist loadgroup` does; each process has options of its own.
-    config.option.loadgroup = True
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Takes the group off again: an id in the verdict can be typed."""
-    report.nodeid = report.nodeid.removesuffix(f"@{_CLUSTER}")
+def _cluster_tests() -> frozenset[str]:
+    """Returns the ids of the tests that use the cluster, once tests are collected."""
+    path = next(Path(os.environ[_PLACE]).glob(f"{_CLUSTER_TESTS}_*"), None)
+    return frozenset(path.read_text(encoding="utf-8").splitlines() if path is not None else ())
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -113,10 +116,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.option.durations is None:
         return
     seconds: Counter[str] = Counter()
+    cluster_tests = _cluster_tests()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                scope = "tests of the cluster" if "xdist_group" in report.keywords else _file_of(report.nodeid)
+                scope = "tests of the cluster" if report.nodeid in cluster_tests else _file_of(report.nodeid)
                 seconds[scope] += report.duration
     terminalreporter.section(f"{sum(seconds.values()):.0f} s in all; slowest files")
     for scope, duration_s in seconds.most_common(25):
@@ -137,11 +141,15 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Keeps what shares something in one process: all tests of the cluster, and otherwise those of a file."""
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadGroupScheduling):
+    class ByFile(LoadScopeScheduling):
+        @cached_property
+        def _cluster_tests(self) -> frozenset[str]:
+            return _cluster_tests()
+
         def _split_scope(self, nodeid: str) -> str:
-            return _file_of(super()._split_scope(nodeid))
+            return "cluster" if nodeid in self._cluster_tests else _file_of(nodeid)
 
     # Else the scopes with the most tests come first.
     config.option.loadscopereorder = False
@@ -149,7 +157,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def _needs_cluster(item: pytest.Item) -> bool:
-    return item.get_closest_marker("xdist_group") is not None
+    return "slurm_cluster" in getattr(item, "fixturenames", ())
 
 
 def _file_of(nodeid: str) -> str:
