@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_train.checkpoint.load import choose_checkpoint, load_tensors
+from slurm_train.checkpoint.choice import choose_checkpoint
+from slurm_train.checkpoint.load import load_tensors
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
 from slurm_train.data.order import SampleOrder

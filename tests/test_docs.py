@@ -453,3 +453,18 @@ def test_a_message_that_nobody_says_is_found() -> None:
     templates = message_templates()
     assert is_said("batch.global_size=... has no sample for each of ...", templates)
     assert not is_said("batch.global_size=... has no sample for any of ...", templates)
+
+
+def names_imported(path: Path) -> list[tuple[str, str]]:
+    """Returns the module and the name of each import from the package in a program."""
+    imports = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
+    ]
+    return [(str(node.module), alias.name) for node in imports for alias in node.names if node.module]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_names_that_an_example_imports_are_there(path: Path) -> None:
+    ours = [(module, name) for module, name in names_imported(path) if module.startswith("slurm_train")]
+    gone = [(module, name) for module, name in ours if not hasattr(importlib.import_module(module), name)]
+    assert [(module, name) for module, name in gone if importlib.util.find_spec(f"{module}.{name}") is None] == []
