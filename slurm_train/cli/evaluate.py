@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> int:
             "measured before, and it cannot be seen from here whether the held-out samples are still the same; to "
             f"measure again, remove {plan.run.path}"
         )
-    others = evaluations_of_other_samples(plan, run)
+    others = [] if plan.run.result.exists() else evaluations_of_other_samples(plan, run)
     if others:
         note(
             f"the held-out samples are not those of {shorten(str(other.path) for other in others)}, which measured the "

@@ -111,7 +111,7 @@ def test_no_program_is_finished_before_its_end(tmp_path: Path) -> None:
 def test_an_end_that_is_judged_wrongly_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: EndKind) -> None:
     monkeypatch.setattr(supervisor, "judge", lambda _: (kind, "x" if kind is EndKind.EARLY else ""))
     tally = Tally()
-    early_ends.run(tally, seed=11, trials=4, folder=tmp_path)
+    early_ends.run(tally, seed=11, trials=len(early_ends.PROGRAMS), folder=tmp_path)
     word = "finished before its end" if kind is EndKind.FINISHED else "called early"
     assert any(word in problem for problem in tally.problems)
 
