@@ -32,7 +32,8 @@ MOST_COMMITS = 200
 # Patterns of the files of each shard; each file with the mark `campaign` is in exactly one.
 SHARDS: dict[str, tuple[str, ...]] = {
     "faults": ("tests/tools/doctor/*",),
-    "returns": ("tests/end_to_end/test_returns_on_slurm.py", "tests/end_to_end/test_lost_nodes_on_slurm.py"),
+    "nodes": ("tests/end_to_end/test_lost_nodes_on_slurm.py",),
+    "returns": ("tests/end_to_end/test_returns_on_slurm.py",),
     "jobs": (
         "tests/campaigns/test_campaigns_on_slurm.py",
         "tests/end_to_end/test_[b-i]*_on_slurm.py",
@@ -44,10 +45,15 @@ SHARDS: dict[str, tuple[str, ...]] = {
         "tests/end_to_end/test_run_on_slurm.py",
         "tests/end_to_end/test_[s-z]*_on_slurm.py",
     ),
+    "examples": (
+        "tests/end_to_end/test_callbacks_here.py",
+        "tests/end_to_end/test_examples_here.py",
+        "tests/end_to_end/test_features_resume_here.py",
+    ),
     "local": (
         "tests/campaigns/test_campaigns_local.py",
         "tests/cli/*",
-        "tests/end_to_end/*_here.py",
+        "tests/end_to_end/test_[h-z]*_here.py",
         "tests/tools/trackers/*",
         "tests/test_wheel.py",
         "tests/worker/*",

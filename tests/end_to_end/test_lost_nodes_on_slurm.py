@@ -164,7 +164,8 @@ def test_a_run_that_has_lost_a_node_grows_back_when_the_node_returns(person: Per
     assert {entry["job_id"] for entry in ledger} == {job}
     # What is left of the run would take minutes and show nothing more.
     steps = step_lines(run)
-    differences, worst = compare(step_lines(twin)[: len(steps)], steps, tolerance=1e-9)
+    # Each number of nodes adds up in another order, and the difference grows with the steps: 1.0e-9 after 39.
+    differences, worst = compare(step_lines(twin)[: len(steps)], steps, tolerance=1e-8)
     assert differences == []
     print(f"largest relative difference of loss and gradient norm in {len(steps)} steps: {worst:.1e}")
 
