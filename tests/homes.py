@@ -2,7 +2,7 @@
 
 `quick` is `make test`, `full` is what `make test-full` adds, and `campaign` is what the shards of `make test-returns`
 run. A test without a mark is quick; its own mark counts before that of its file. A collection ends with an error where
-a test has two marks of its own, and where a guarantee of `tests/guarantees.py` has no quick test.
+a test has two marks of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import pytest
-
-from tests.guarantees import GUARANTEES
 
 MARKED = ("full", "campaign")
 HOMES = ("quick", *MARKED)
@@ -33,12 +31,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_left_out else None
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the tests of the wanted home, before pytest-xdist appends to the ids of tests.
+    """Keeps the tests of the wanted home.
 
     Raises:
-        pytest.UsageError: a test has two homes; or a guarantee has no test, where all quick tests are collected.
+        pytest.UsageError: a test has two homes.
     """
     homes = {item: home_of([mark.name for mark in item.iter_markers()], _own_marks(item)) for item in items}
     wanted = config.getoption("--home")
@@ -46,11 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, [item for item in items if homes[item] == wanted])
     elif not config.getoption("markexpr"):
         _keep(config, items, [item for item in items if homes[item] != "campaign"])
+
+
+def has_all_quick_tests(config: pytest.Config) -> bool:
+    """Returns whether a session has collected all quick tests, as `make test` does."""
     is_whole = config.args == config.getini("testpaths") and not config.getoption("keyword")
-    if wanted == "quick" and is_whole:
-        missing = without_a_test(GUARANTEES, [item.nodeid for item in items])
-        if missing:
-            raise pytest.UsageError("no quick test for: " + "; ".join(missing))
+    return is_whole and config.getoption("--home") == "quick"
 
 
 def _own_marks(item: pytest.Item) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.guarantees import GUARANTEES
-from tests.homes import HOMES, home_of, homes_in, without_a_test
+from tests.homes import HOMES, has_all_quick_tests, home_of, homes_in, without_a_test
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -58,8 +58,14 @@ def test_a_guarantee_without_its_test_is_named() -> None:
     assert without_a_test(guarantees, nodes) == ["resume (tests/b.py::test_resume[2])"]
 
 
+def test_each_guarantee_has_a_quick_test(request: pytest.FixtureRequest) -> None:
+    """Of part of the tests nothing can be said; see the next test."""
+    if has_all_quick_tests(request.config):
+        assert without_a_test(GUARANTEES, [item.nodeid for item in request.session.items]) == []
+
+
 def test_each_guarantee_is_a_test_that_is_there() -> None:
-    """A whole collection of quick tests asks the same of every case; this one asks it of the text, at each edit."""
+    """Looks at the text, so an edit of part of the tests is seen, too."""
     gone = []
     for test in GUARANTEES.values():
         path, _, name = test.partition("::")
