@@ -143,3 +143,11 @@ def test_a_ledger_of_an_earlier_version_is_no_evidence(tmp_path: Path) -> None:
     assert judge(end)[0] is FINISHED
     note_saved(run, 0)
     assert judge(read_end(run, 0, [{"attempt": 0}], was_asked=False))[0] is STOPPED
+
+
+def test_a_program_that_saves_without_the_session_tells_no_step_to_compare(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    _print(run, 0, "")
+    _print(run, 1, "")
+    ledger = [{"attempt": 0, "last_step": 0}, {"attempt": 1, "first_committed": 23}]
+    assert judge(read_end(run, 1, ledger, was_asked=False))[0] is FINISHED
