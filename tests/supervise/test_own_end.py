@@ -149,5 +149,7 @@ def test_a_program_that_saves_without_the_session_tells_no_step_to_compare(tmp_p
     run = RunDirectory(tmp_path)
     _print(run, 0, "")
     _print(run, 1, "")
+    for attempt in range(2):
+        ProgramProgress().write(run.program(attempt))
     ledger = [{"attempt": 0, "last_step": 0}, {"attempt": 1, "first_committed": 23}]
     assert judge(read_end(run, 1, ledger, was_asked=False))[0] is FINISHED
