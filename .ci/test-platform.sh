@@ -62,7 +62,7 @@ print(*(f"{name} {version(name)}" for name in ("torch", "numpy", "submitit", "hy
         "$venv/bin/python" -m pytest -q --numprocesses "$workers" $strict $main
     else
         echo "== Python $version, without torch"
-        "$venv/bin/python" -m pytest -q --numprocesses "$workers" --home quick -m "not slurm and not distributed" $torch_free
+        "$venv/bin/python" -m pytest -q --numprocesses "$workers" --home quick -m "not slurm and not slow and not distributed" $torch_free
     fi
 done
 if [ -n "$missing" ] && [ -n "${STRICT:-}" ]; then
