@@ -14,7 +14,9 @@ workers=${TEST_WORKERS:-$(($(nproc) + 1))}
 torch_free="tests/config tests/launch tests/slurm tests/rundir tests/status"
 
 find_python() {
-    for candidate in "$HOME/.pyenv/versions/${1#python}".*/bin/python "$1"; do
+    # A person's own Pythons lie beside the one of .venv, where pyenv made both.
+    beside=$(.venv/bin/python -c 'import os, sys; print(os.path.dirname(sys.base_prefix))')
+    for candidate in "$beside/${1#python}".*/bin/python "$HOME/.pyenv/versions/${1#python}".*/bin/python "$1"; do
         "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$candidate" && return
     done
 }

@@ -463,7 +463,15 @@ def names_imported(path: Path) -> list[tuple[str, str]]:
     return [(str(node.module), alias.name) for node in imports for alias in node.names if node.module]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def needs_a_library(path: Path) -> bool:
+    """Returns whether a program imports an adapter, and so the library of it, which `make test` does not install."""
+    return any(module.startswith("slurm_train.adapters") for module, _ in names_imported(path))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.name, marks=pytest.mark.full if needs_a_library(path) else ()) for path in EXAMPLES],
+)
 def test_names_that_an_example_imports_are_there(path: Path) -> None:
     ours = [(module, name) for module, name in names_imported(path) if module.startswith("slurm_train")]
     gone = [(module, name) for module, name in ours if not hasattr(importlib.import_module(module), name)]
