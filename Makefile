@@ -44,7 +44,7 @@ setup-full: $(VENV)/.full  ## set up .venv for all tests, with the libraries tha
 train: setup  ## set up and run the main job on this machine
 	$(BIN)/python -m slurm_train
 
-system-packages:  ## install the Debian packages of Slurm and fuse where they are missing (root)
+system-packages:  ## install the Debian packages of Slurm where they are missing (root)
 	@sh .ci/system-packages.sh quick
 
 system-packages-full:  ## the same, with a browser and shells

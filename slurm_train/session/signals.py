@@ -16,7 +16,7 @@ import faulthandler
 import functools
 import hashlib
 import mmap
-import multiprocessing.forkserver
+import multiprocessing
 import multiprocessing.util
 import os
 import signal
@@ -34,8 +34,6 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """USR2: the warning before the time limit (NCCL may catch USR1). TERM: preemption, scancel, `kill`."""
 _IS_ASKED = 1
 _LETS_END = 2
-_FORK_SERVER = "slurm_train.session.fork_server"
-"""What a fork server of this process imports first."""
 _handlers: list[Callable[[int, FrameType | None], None]] = []
 """What `install` has made in this process."""
 _MOST_PENDING = 10
@@ -248,9 +246,6 @@ def install(flag: StopFlag, *, signals: Iterable[signal.Signals] = STOP_SIGNALS)
     with contextlib.suppress(AttributeError):
         # A process that is started otherwise than by a fork reads a copy of it, and so the flag.
         multiprocessing.current_process()._config["slurm_train_stop"] = flag  # type: ignore[attr-defined]
-        preloaded = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-        if _FORK_SERVER not in preloaded:
-            preloaded.append(_FORK_SERVER)
     _install(flag, signals, rank_pid=os.getpid())
 
 
@@ -271,20 +266,6 @@ def _install_in_child(path: str) -> StopFlag:
     return flag
 
 
-def outlive_stop_signals() -> None:
-    """Makes this fork server ignore the stop signals; it ends with its rank.
-
-    The processes that it forks begin with the usual effect of signals, and get the handlers with what they are to run.
-    """
-
-    def handle_as(handler: signal.Handlers) -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, handler)
-
-    handle_as(signal.SIG_IGN)
-    os.register_at_fork(after_in_child=lambda: handle_as(signal.SIG_DFL))
-
-
 def _install(flag: StopFlag, signals: Iterable[signal.Signals], *, rank_pid: int) -> None:
     def set_flag(number: int, _frame: FrameType | None) -> None:
         if os.getpid() == rank_pid:
@@ -301,6 +282,7 @@ def _install(flag: StopFlag, signals: Iterable[signal.Signals], *, rank_pid: int
         signal.signal(number, set_flag)
         flag.handlers[number] = set_flag
     _hold_signals_at_forks()
+    _hold_signals_at_spawns()
     # A signal that came before this point is delivered now, if the parent had blocked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, list(signals))
 
@@ -321,6 +303,27 @@ def _hold_signals_at_forks() -> None:
         release()
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin_child)
+
+
+@functools.cache
+def _hold_signals_at_spawns() -> None:
+    """Makes signals to a process that `multiprocessing` starts as a program wait until it has read the flag.
+
+    It imports the main module first, and torch with it, for seconds. A fork server never reads the flag: it outlives
+    the signals, and the processes that it forks inherit that they wait.
+    """
+    # Without documentation, as of 3.4; Python's two ways to start such a process call it by this name.
+    starting: Any = multiprocessing.util
+    spawn = starting.spawnv_passfds
+
+    def spawn_held(*arguments: Any) -> Any:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, list(STOP_SIGNALS))
+        try:
+            return spawn(*arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    starting.spawnv_passfds = spawn_held
 
 
 def _keep_handler_in_loader_workers() -> None:

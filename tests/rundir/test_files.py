@@ -282,6 +282,7 @@ def two(tmp_path: Path) -> Iterator[tuple[Client, Client]]:
         yield first, second
 
 
+@pytest.mark.full
 @on_nfs
 @pytest.mark.parametrize("read", [read_json, last_lines])
 @pytest.mark.parametrize("times", [1, 3])
@@ -306,6 +307,7 @@ def test_a_file_that_another_client_replaces_while_it_is_open_is_read_anew(
     assert found in ({"number": times}, [{"number": times}]) and len(opened) == times + 1
 
 
+@pytest.mark.full
 @on_nfs
 def test_a_file_that_stays_stale_is_an_error(two: tuple[Client, Client]) -> None:
     path = two[0].path / "file"

@@ -112,6 +112,10 @@ import multiprocessing, multiprocessing.forkserver, os, signal, sys, time
 from torch.utils.data import DataLoader
 from slurm_train.session.signals import StopFlag, install
 
+if __name__ == "__mp_main__":
+    # The signals come while a process imports what it needs.
+    time.sleep(1)
+
 class Slow:
     def __len__(self):
         return 24
@@ -125,14 +129,14 @@ if __name__ == "__main__":
     loader = DataLoader(
         Slow(), batch_size=2, num_workers=2, persistent_workers=True, multiprocessing_context=sys.argv[1]
     )
+    multiprocessing.set_forkserver_preload(["json"])
     batches = iter(loader)
-    read = [next(batches)]
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
         for pid in [worker.pid for worker in batches._workers] + [server] * (server is not None):
             os.kill(pid, number)
         os.kill(os.getpid(), number)
-    read.extend(batches)
+    read = list(batches)
     assert all(worker.is_alive() for worker in batches._workers)
     print(flag.requested, sorted(number for batch in read for number in batch.tolist()) == list(range(24)))
     flag.let_children_end()
@@ -143,7 +147,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_of_a_loader_of_torch_outlive_the_stop_signals_of_all_processes(method: str, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(WITH_WORKERS)

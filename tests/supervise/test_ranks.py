@@ -474,6 +474,7 @@ def test_the_guard_requeues_a_running_job_that_has_lost_its_first_node(
     assert is_requeued == ((tmp_path / "batch.log").exists())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(nfs_mounts.missing()), reason=f"needs {nfs_mounts.missing()}")
 def test_a_node_that_has_looked_for_the_attempt_before_it_was_opened_sees_it(tmp_path: Path) -> None:
     with clients(tmp_path) as (first, second):
