@@ -177,15 +177,27 @@ def last_numbers(path: Path) -> dict[str, float | None]:
     return numbers | dict.fromkeys(series.not_finite)
 
 
-# Measures of which more is better have such a word in their names, e.g. "eval_acc", "eval_rouge1", "val/AR@100". Of all
-# others the smallest is the best, and of "eval_dice_loss", too.
+# Words in the names of measures of which more is better, e.g. "eval_acc", "eval_rouge1", "val/AR@100".
 _LARGEST_IS_BEST = re.compile(
-    r"accuracy|mfu|_per_s|score|reward|precision|recall"
+    r"(?<!in)accuracy|mfu|_per_s|score|reward|precision|recall"
     r"|(?<![a-z])(?:acc|ap|ar|auc|auprc|auroc|bleu|chrf|dice|exact_match|f[12]|fbeta|hits?|iou|kappa|map|mcc|meteor|miou"
     r"|mrr|ndcg|pearson|psnr|r2|rouge|rouge_?l|rouge_?lsum|spearman|ssim|success|top|win_rate)(?![a-z])",
     re.IGNORECASE,
 )
-_SMALLEST_IS_BEST = re.compile(r"(?<![a-z])(?:loss|err|error|errors)(?![a-z])", re.IGNORECASE)
+# Of these less is better, also beside a word from above: "eval_dice_loss", "eval_brier_score", "eval_top1_error".
+_SMALLEST_IS_BEST = re.compile(
+    r"loss|error|perplexity|(?<![a-z])(?:err|nll|ppl|bits_per_\w+|bp[bcd]|mse|r?msle|rmse|n?mae|s?mape|mpjpe|ade|fde"
+    r"|[wc]er|eer|fid|kid|lpips|fpr|fnr|ece|brier|crps|davies_bouldin|cross_entropy|chamfer|hausdorff|latency)(?![a-z])",
+    re.IGNORECASE,
+)
+# With these the name alone does not say it: scikit-learn's "neg_log_loss", "1_minus_ssim", "accuracy_gap", "auc_std".
+_TURNS_ROUND = re.compile(
+    r"(?<![a-z])(?:neg|negative|minus|inv|inverse|not|non|drop|gap|delta|diff|difference|std|var|variance|reduction"
+    r"|increase|decrease|improvement)(?![a-z])",
+    re.IGNORECASE,
+)
+# "recall_at_fpr_5" and "precision@recall" are a recall and a precision.
+_AT = re.compile(r"@|_at_", re.IGNORECASE)
 
 Column = array  # of "d"; NaN where a line has no such number
 _CHUNK = 4096
@@ -277,9 +289,23 @@ def _number(value: Any) -> float:
     return value if kind is float or kind is int else math.nan
 
 
+def direction_of(name: str) -> str:
+    """Returns "max" for a measure of which more is better, "min" for one of which less is, "" if its name says neither.
+
+    Args:
+        name: e.g. "eval_accuracy", "eval_loss", "eval_energy".
+    """
+    head = _AT.split(name, maxsplit=1)[0]
+    if _TURNS_ROUND.search(head):
+        return ""
+    if _SMALLEST_IS_BEST.search(head):
+        return "min"
+    return "max" if _LARGEST_IS_BEST.search(head) else ""
+
+
 def largest_is_best(name: str) -> bool:
-    """Returns whether more is better: of "eval_accuracy" it is, of "eval_loss" it is not."""
-    return _LARGEST_IS_BEST.search(name) is not None and _SMALLEST_IS_BEST.search(name) is None
+    """Returns whether the largest value counts as the best; not where the name does not say."""
+    return direction_of(name) == "max"
 
 
 _BAR_EVERY_S = 0.5

@@ -70,11 +70,13 @@ _SETTINGS = {
     ),
     "checkpoint.keep={2}": "save_total_limit keep_latest_k",
     # --- callbacks ---
-    '"callbacks=[{_target_:slurm_train.train.callbacks.EarlyStopping,patience:3}]"': (
+    '"callbacks=[{_target_:slurm_train.train.callbacks.EarlyStopping,patience:3,monitor:eval_loss,mode:min}]"; or '
+    "monitor:eval_accuracy,mode:max": (
         "early_stopping early_stopping_patience patience EarlyStopping EarlyStoppingCallback"
     ),
-    '"callbacks=[{_target_:slurm_train.train.callbacks.BestCheckpoint}]"': (
-        "load_best_model_at_end metric_for_best_model save_top_k save_best ModelCheckpoint"
+    '"callbacks=[{_target_:slurm_train.train.callbacks.BestCheckpoint,monitor:eval_loss,mode:min}]"; or '
+    "monitor:eval_accuracy,mode:max": (
+        "load_best_model_at_end metric_for_best_model greater_is_better save_top_k save_best ModelCheckpoint"
     ),
     '"callbacks=[{_target_:slurm_train.train.callbacks.EMA}]"': "ema use_ema ema_decay EMA",
     '"callbacks=[{_target_:slurm_train.train.callbacks.ProfilerWindow}]"': "profile profiler enable_profiling",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slurm_train.config.schema import RunConfig
 from slurm_train.config.target import TARGET, instantiate, keywords_in_source
 from slurm_train.errors import ConfigError
+from slurm_train.metrics import direction_of
 from slurm_train.rundir.scores import values_of
 
 if TYPE_CHECKING:
@@ -226,18 +227,28 @@ class Monitor(Callback):
 
     Args:
         monitor: the measure, e.g. "eval_loss".
-        mode: "min" if less is better, else "max".
+        mode: "min" if less is better, "max" if more is; "auto": what the name of the measure says.
         follower: the measure is one that `evaluate --follow` gives to checkpoints, and not the training's own.
+
+    Raises:
+        ConfigError: a wrong value, or the name of the measure does not say what is better.
     """
 
     def __init__(self, *, monitor: str, mode: str, follower: bool = False) -> None:
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode must be min or max, got {mode!r}", hint="min: less is better, as for eval_loss")
+        if mode not in ("auto", "min", "max"):
+            raise ConfigError(
+                f"mode must be min, max or auto, got {mode!r}", hint="min: less is better, as for eval_loss"
+            )
         if not isinstance(follower, bool):
             raise ConfigError(f"follower must be true or false, got {follower!r}", hint="see docs/callbacks.md")
         self.monitor = monitor
-        self.mode = mode
-        self.sign = 1.0 if mode == "min" else -1.0
+        self.mode = direction_of(monitor) if mode == "auto" else mode
+        if not self.mode:
+            raise ConfigError(
+                f"a callback compares {monitor}, whose name does not say whether more or less of it is better",
+                hint=f"add mode:max to monitor:{monitor} if more is better, else mode:min",
+            )
+        self.sign = 1.0 if self.mode == "min" else -1.0
         self.follower = follower
 
     def read(self, measures: Mapping[str, float]) -> float:
@@ -261,7 +272,7 @@ class EarlyStopping(Monitor):
         monitor: the measure.
         patience: evaluations without improvement after which the run ends.
         min_delta: a smaller improvement counts as none.
-        mode: "min" if less is better, else "max".
+        mode: see `Monitor`.
         follower: see `Monitor`. Scores are counted by step, whenever they come; rank 0 looks for new ones now and then.
     """
 
@@ -271,7 +282,7 @@ class EarlyStopping(Monitor):
         monitor: str = "eval_loss",
         patience: int = 3,
         min_delta: float = 0.0,
-        mode: str = "min",
+        mode: str = "auto",
         follower: bool = False,
     ) -> None:
         super().__init__(monitor=monitor, mode=mode, follower=follower)
@@ -336,12 +347,14 @@ class BestCheckpoint(Monitor):
 
     Args:
         monitor: the measure.
-        mode: "min" if less is better, else "max".
+        mode: see `Monitor`.
         keep: how many stay.
         follower: see `Monitor`. Then no additional checkpoints are saved: the best of those with a score stay.
     """
 
-    def __init__(self, *, monitor: str = "eval_loss", mode: str = "min", keep: int = 1, follower: bool = False) -> None:
+    def __init__(
+        self, *, monitor: str = "eval_loss", mode: str = "auto", keep: int = 1, follower: bool = False
+    ) -> None:
         super().__init__(monitor=monitor, mode=mode, follower=follower)
         _require("keep", keep, least=1)
         self.keep = keep

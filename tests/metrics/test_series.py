@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_train.metrics import largest_is_best, last_numbers, read_metrics, read_series
+from slurm_train.metrics import direction_of, largest_is_best, last_numbers, read_metrics, read_series
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.scores import Score, append_score
 
@@ -94,3 +94,17 @@ MORE_IS_BETTER = {
 def test_of_what_more_is_better(is_largest: bool) -> None:
     names = MORE_IS_BETTER[is_largest].split()
     assert [name for name in names if largest_is_best(name) is is_largest] == names
+
+
+DIRECTIONS = {
+    "max": "eval_accuracy val_auc eval_ndcg@10 recall_at_fpr_5 eval_f1_score eval_psnr eval_map50 eval_exact_match",
+    "min": "eval_loss val_loss_f1 eval_brier_score eval_cer eval_ppl eval_bits_per_byte fpr_at_95_recall eval_rmse",
+    # Nobody can tell from the name alone.
+    "": "val_pck_0.15 eval_energy eval_neg_log_loss 1_minus_ssim eval_accuracy_gap eval_auc_std eval_inaccuracy",
+}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_direction_of_a_measure_is_what_its_name_says_or_unknown(direction: str) -> None:
+    names = DIRECTIONS[direction].split()
+    assert {name: direction_of(name) for name in names} == dict.fromkeys(names, direction)

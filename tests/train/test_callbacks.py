@@ -366,6 +366,24 @@ def test_early_stopping_waits_for_its_patience(values: list[float], settings: di
     assert asked == ([] if end is None else [end])
 
 
+@pytest.mark.parametrize(("monitor", "best", "end"), [("eval_accuracy", 4, None), ("eval_loss", 1, 4)])
+def test_what_is_better_follows_from_the_name_of_the_measure(monitor: str, best: int, end: int | None) -> None:
+    """A measure that rises: an accuracy gets better and a loss gets worse."""
+    keeper, stopper, ends, position = (
+        BestCheckpoint(monitor=monitor),
+        EarlyStopping(monitor=monitor),
+        [],
+        SimpleNamespace(),
+    )
+    trainer: Any = SimpleNamespace(
+        position=position, ask_to_save=lambda: None, end_early=lambda _reason: ends.append(position.step)
+    )
+    for position.step, value in enumerate((0.3, 0.5, 0.6, 0.7), start=1):
+        keeper.on_evaluation(trainer, {monitor: value})
+        stopper.on_evaluation(trainer, {monitor: value})
+    assert (keeper.steps[0][0], ends) == (best, [] if end is None else [end])
+
+
 def test_the_best_are_sorted_in_and_asked_for_and_nan_is_none(tmp_path: Path) -> None:
     asked: list[int] = []
     callback, position = BestCheckpoint(keep=2), SimpleNamespace(step=0)
@@ -426,7 +444,11 @@ def test_the_best_by_the_scores_of_a_follower_stays_whenever_it_is_scored(tmp_pa
     ("callback", "message"),
     [
         ({"_target_": f"{SHIPPED}.EarlyStopping", "patience": 0}, "patience must be a whole number, at least 1, got 0"),
-        ({"_target_": f"{SHIPPED}.EarlyStopping", "mode": "less"}, "mode must be min or max, got 'less'"),
+        ({"_target_": f"{SHIPPED}.EarlyStopping", "mode": "less"}, "mode must be min, max or auto, got 'less'"),
+        (
+            {"_target_": f"{SHIPPED}.BestCheckpoint", "monitor": "eval_pck"},
+            "a callback compares eval_pck, whose name does not say whether more or less of it is better",
+        ),
         ({"_target_": f"{SHIPPED}.ProfilerWindow", "ranks": 3}, "ranks must be a list, got 3"),
         ({"_target_": f"{SHIPPED}.TextSamples", "prompts": 3}, "prompts must be a list, got 3"),
         ({"_target_": f"{SHIPPED}.EMA", "decay": 1.0}, "decay must be a number, at least 0 and below 1, got 1.0"),
