@@ -164,7 +164,7 @@ class ProgramState:
         # Programs set modes around each evaluation by themselves.
         self._switches = Switches(model, has_modes=False)
         self._steps = OptimizerSteps(model, optimizers, list(others.values()))
-        self._unsaved = UnsavedState(model)
+        self._unsaved = self._first_state()
         self._num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
         """Groups of each optimizer as the program has made it."""
         self._own_state: set[str] = set()
@@ -298,7 +298,7 @@ class ProgramState:
         values = {**of_first.get(_OTHERS, {}), **((own or {}).get(_OTHERS, {}) if lost else {})}
         notes += self._restore_others(choice, values, described=described)
         self._is_resumed = True
-        self._unsaved = UnsavedState(self._model)
+        self._unsaved = self._first_state()
         self._note_streams()
         return notes
 
@@ -336,7 +336,7 @@ class ProgramState:
                 f"training changes {shorten(names)} of the model, which no checkpoint has: a resume begins with the "
                 "first value; let it follow from the step, or save it by register_buffer or get_extra_state"
             )
-        return notes
+        return notes + self._unsaved.notes_on_others()
 
     def look(self, *, has_order: bool, has_pass: bool) -> list[str]:
         """Checks on this rank, after the first step, what could be wrong with a save; returns notes for the user.
@@ -375,6 +375,11 @@ class ProgramState:
                 "gives them again; take run.batches, hand over a stateful loader, or leave out what is done"
             )
         return notes
+
+    def _first_state(self) -> UnsavedState:
+        """Returns what no checkpoint will have, as it is before the first step."""
+        others = {name: other for name, other in self._others.items() if not isinstance(other, _OfGenerator)}
+        return UnsavedState(self._model, others)
 
     def _note_streams(self) -> None:
         """Keeps what the states of streams are before the first step."""

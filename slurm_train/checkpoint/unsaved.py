@@ -1,31 +1,40 @@
-"""What training changes of a model and no checkpoint has: it begins with its first value after a resume."""
+"""What training changes and no checkpoint has: it begins with its first value after a resume."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import xxhash
 from torch import Tensor, nn
 
+from slurm_train.checkpoint.encoding import encode
+from slurm_train.checkpoint.replicas import digest
+from slurm_train.formatting import shorten
+
 # Attributes of their modules are caches, not state.
 _LIBRARIES = ("torch", "transformers", "slurm_train")
 # Larger arrays are data, mapped from a file perhaps, and would be read at each save.
 _LARGEST_ARRAY_BYTES = 1 << 26
+# Larger tensors of an object are compared by identity, and not read at each save.
+_LARGEST_TENSOR_BYTES = 1 << 20
 Place = tuple[nn.Module, str]
 """A module and the name of one of its buffers; not the tensor, which a model may replace."""
 
 
 class UnsavedState:
-    """State of a model that no checkpoint has: buffers that are not saved, and attributes.
+    """State of a model that no checkpoint has: buffers that are not saved, and attributes; and that of other objects.
 
     Attributes are numbers, tensors and arrays of numpy that a module of the user has from the start.
 
     Args:
         model: in the state with which later states are compared.
+        others: objects that are saved by their `state_dict`, by name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, others: Mapping[str, Any] | None = None) -> None:
+        self._others = {name: _UnsavedValues(other) for name, other in (others or {}).items()}
         self._model = model
         self._buffers = _unsaved_buffers(model)
         self._attributes = _unsaved_attributes(model)
@@ -39,6 +48,108 @@ class UnsavedState:
         """Returns the full names of the attributes that have changed since."""
         now = _unsaved_attributes(self._model)
         return [name for name, before in self._attributes.items() if not _is_same(before, now.get(name))]
+
+    def notes_on_others(self) -> list[str]:
+        """Returns notes for the user on what has changed since and the states of the other objects lack; each once."""
+        return [note for name, values in self._others.items() for note in values.notes(name)]
+
+
+class _UnsavedValues:
+    """Values of a handed-over object that training changes and its `state_dict` lacks.
+
+    Values are numbers, tensors, arrays, and lists and dictionaries of them. A module has to save each one, except
+    private ones, which are caches. Those of another object count where its state is empty: whether a longer state is
+    complete is known to its author alone.
+
+    Args:
+        other: as it is before the first step.
+    """
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+        self._modules = dict(other.named_modules()) if isinstance(other, nn.Module) else {}
+        self._first = self._values()
+        # Not asked here: a loader that is asked for its state begins to read.
+        self._has_state = False
+
+    def notes(self, name: str) -> list[str]:
+        """Returns notes for the user on what has changed.
+
+        Args:
+            name: under which the object was handed over.
+        """
+        changed = self._changed()
+        for value in changed:
+            del self._first[value]
+        switched = [value for value in changed if self._has_switch(value)]
+        other = [value for value in changed if value not in switched]
+        notes = []
+        if switched:
+            is_metric = hasattr(self._other, "_defaults")
+            metrics = {f"{name}.{value}".rpartition(".")[0] if is_metric else name for value in switched}
+            calls = " and ".join(f"{metric}.persistent(True)" for metric in sorted(metrics))
+            notes.append(_lost(name, switched) + f"; torchmetrics saves them after {calls}, called before `resume`")
+        if other:
+            notes.append(_lost(name, other) + "; add them to it, or hand over an object of yours that saves them")
+        return notes
+
+    def _changed(self) -> list[str]:
+        """Returns the names of the values that have changed and are not saved, e.g. "_base_metric.weight"."""
+        if self._has_state or not self._first:
+            return []
+        state = self._other.state_dict()
+        self._has_state = not self._modules and bool(state)
+        if self._has_state:
+            return []
+        saved = state if self._modules else ()
+        now = self._values()
+        return [name for name, value in self._first.items() if name not in saved and now.get(name) != value]
+
+    def _has_switch(self, name: str) -> bool:
+        """Returns whether a value is a state of a metric of torchmetrics, which saves it where it is told to."""
+        module, _, value = name.rpartition(".")
+        return value in getattr(self._modules.get(module), "_defaults", ())
+
+    def _values(self) -> dict[str, Any]:
+        """Returns what shows a change of each value, by name."""
+        if not self._modules:
+            values = {name: _digest_of(value) for name, value in getattr(self._other, "__dict__", {}).items()}
+            return {name: value for name, value in values.items() if value is not None}
+        shown: dict[str, Any] = {}
+        for name, (tensor, version) in _unsaved_buffers(self._other).items():
+            shown[name] = _digest_of(tensor) or (id(tensor), version)
+        for prefix, module in self._modules.items():
+            if type(module).__module__.partition(".")[0] in _LIBRARIES:
+                continue
+            for name, value in vars(module).items():
+                content = None if name == "training" or name.startswith("_") else _digest_of(value)
+                if content is not None:
+                    shown[f"{prefix}.{name}".lstrip(".")] = content
+        return shown
+
+
+def _lost(name: str, values: list[str]) -> str:
+    return (
+        f"training changes {shorten(values)} of {name}, which its state_dict lacks: a resume begins with the first "
+        "values"
+    )
+
+
+def _digest_of(value: Any) -> Any:
+    """Returns what differs where a number, tensor or array does, or a list or dictionary of them; None of all else."""
+    if isinstance(value, (bool, int, float)):
+        return value if value == value else "nan"
+    if isinstance(value, (Tensor, np.ndarray)):
+        if getattr(value, "requires_grad", False):
+            return None  # a result, or a parameter of something else
+        if value.nbytes > _LARGEST_TENSOR_BYTES or getattr(value, "is_meta", False):
+            return id(value), getattr(value, "_version", 0)
+        return digest({"": encode(value)})
+    if isinstance(value, (list, tuple)):
+        return tuple(_digest_of(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((str(key), _digest_of(item)) for key, item in value.items())
+    return None
 
 
 def _is_same(before: Any, now: Any) -> bool:

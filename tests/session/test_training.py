@@ -33,7 +33,7 @@ from slurm_train.rundir.heartbeat import Heartbeat
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.session.joined import JoinedSession
 from slurm_train.session.signals import StopFlag
-from tests.support.extras import NEEDS_TRANSFORMERS
+from tests.support.extras import NEEDS_LIGHTNING, NEEDS_TRANSFORMERS
 from tests.support.ports import rank_environments
 from tests.support.sessions import join_alone
 from tests.support.warm_ranks import start_rank
@@ -478,6 +478,116 @@ def test_what_training_changes_of_a_model_and_no_checkpoint_has_is_named(
     assert "training changes seen, bank, queue of the model, which no checkpoint has" in said[0]
     assert "training changes depth of the model" in said[1]
     assert "training changes" not in said[2]
+
+
+class Counter:
+    """Says that it has nothing to save; counts where `counts` is set."""
+
+    def __init__(self, *, counts: bool) -> None:
+        self.counts = counts
+        self.shadow = {"weight": torch.zeros(4)}
+        self.num_seen = 0
+
+    def step(self) -> None:
+        if self.counts:
+            self.num_seen += 1
+            self.shadow["weight"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert not state
+
+
+def _lacking(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "its state_dict lacks" in line]
+
+
+def test_an_object_that_changes_with_an_empty_state_is_named_once(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is said of those that change nothing, or have what changes in their state."""
+    parts = Parts()
+    counter = Counter(counts=True)
+    healthy: dict[str, Any] = {
+        "idle": Counter(counts=False),
+        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+        "lambdas": torch.optim.lr_scheduler.LambdaLR(parts.optimizer, lambda _: 1.0),
+        "unused": torch.optim.SGD(parts.model.parameters(), lr=0.1),
+        **parts.others,
+    }
+    mine = join(run)
+    training = mine.training(parts.model, parts.optimizer, counter=counter, **healthy)
+    assert training.resume() == 0
+    said = []
+    for step in (1, 2):
+        loss = parts.step()
+        counter.step()
+        mine.report(step, loss=loss)
+        training.save(step)
+        said.append(_lacking(capsys.readouterr().err))
+    (note,) = said[0]
+    assert "num_seen" in note and "shadow" in note and "of counter" in note
+    assert not said[1]
+
+
+def _metric(*, is_saved: bool) -> Any:
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+    metric = MetricCollection([MulticlassAccuracy(5), MulticlassF1Score(5)])
+    metric.persistent(is_saved)
+    return metric
+
+
+@pytest.mark.full
+@NEEDS_LIGHTNING
+def test_metrics_that_are_not_saved_are_named_with_what_saves_them(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchmetrics import MeanMetric
+    from torchmetrics.classification import BinaryAUROC
+    from torchmetrics.wrappers import MinMaxMetric
+
+    parts = Parts()
+    metrics = {name: _metric(is_saved=name == "kept") for name in ("metric", "kept", "reset")}
+    best, curve = MinMaxMetric(MeanMetric()), BinaryAUROC()
+    mine = join(run)
+    training = mine.training(parts.model, parts.optimizer, best=best, curve=curve, **metrics)
+    assert training.resume() == 0
+    loss = parts.step()
+    for metric in metrics.values():
+        metric.update(torch.arange(4), torch.ones(4, dtype=torch.int64))
+    metrics["reset"].reset()
+    best.update(loss)
+    best.compute()
+    curve.update(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
+    mine.report(1, loss=loss)
+    notes = _lacking(capsys.readouterr().err)
+    of_best, max_of_best, of_curve, of_metric = notes
+    assert "best._base_metric.persistent(True)" in of_best and "_base_metric.mean_value" in of_best
+    assert "max_val" in max_of_best and "persistent" not in max_of_best
+    assert "curve.persistent(True)" in of_curve and "metric.persistent(True)" in of_metric
+
+
+@pytest.mark.full
+@NEEDS_LIGHTNING
+def test_metrics_that_are_saved_go_on_bit_for_bit(run: RunDirectory) -> None:
+    samples = torch.randint(0, 5, (6, 2, 8), generator=torch.Generator().manual_seed(0))
+    whole = _metric(is_saved=False)
+    for scores, labels in samples:
+        whole.update(scores, labels)
+    for last in (3, 6):
+        parts, metric = Parts(), _metric(is_saved=True)
+        mine = join(run)
+        training = mine.training(parts.model, parts.optimizer, metric=metric)
+        for step in range(training.resume(), last):
+            metric.update(*samples[step])
+            mine.report(step + 1, loss=parts.step())
+        training.save(last)
+        mine.close()
+    assert metric.compute() == whole.compute()
 
 
 def test_generators_of_python_and_numpy_go_on(run: RunDirectory) -> None:
