@@ -10,7 +10,6 @@ import json
 import math
 import re
 import secrets
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from slurm_train.formatting import count
 from slurm_train.launch.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
 from slurm_train.launch.hub import HubFiles, pin_hub_files
 from slurm_train.launch.placement import World, check_pipeline, fitting_world, plan_layout, plan_world
+from slurm_train.launch.script_words import check_script
 from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
@@ -170,8 +170,8 @@ def plan_run(
     require_all(_conflicts(config))
     if config.trains:
         check_groups(config)
-    _check_script(config, cwd)
     world = plan_world(config, env)
+    check_script(config, cwd, num_ranks=world.size)
     config, chosen = settle(config, world, env)
     world = fitting_world(config, world)
     layout = plan_layout(config, world)
@@ -437,55 +437,6 @@ def _check_text(config: RunConfig) -> None:
     except UnicodeEncodeError as err:
         near = str(err.object)[max(err.start - 20, 0) : err.end + 20]
         raise ConfigError(f"a setting holds text that is not UTF-8: {near!r}", hint="write it in UTF-8") from err
-
-
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "horovodrun")
-
-
-def _check_script(config: RunConfig, cwd: Path) -> None:
-    words = config.script or []
-    name = words[0] if words else ""
-    if Path(name).name in _LAUNCHERS or any(word.startswith("torch.distributed.") for word in words[1:3]):
-        first_file = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-        script = ",".join(words[first_file:])
-        raise ConfigError(
-            f"script={name} starts ranks, and this program starts one per GPU already: each would start them all",
-            hint=f"write script=[{script or 'train.py,--flag'}]: it finds the variables that torchrun sets, and "
-            "+cluster=NODESxGPUS says how many ranks; cluster.launcher=torchrun has torchrun start them",
-        )
-    if name == "-m" and not "".join(words[1:2]).replace(".", "").isidentifier():
-        raise ConfigError(f"script={words}: -m is followed by no module", hint='"script=[-m,my_package.train,--flag]"')
-    if " " in name and name.split()[0].endswith(".py") and not (cwd / name).is_file():
-        raise ConfigError(
-            f"script=[{name}]: there is no file of this name in {cwd}",
-            hint=f"commas between the words: script=[{','.join([*name.split(), *words[1:]])}]",
-        )
-    # Other words than Python files may be programs that exist only on the nodes.
-    if name.endswith(".py") and not (cwd / name).is_file():
-        raise ConfigError(f"script={name}: there is no such file in {cwd}", hint="give its path from where you are")
-    # Another Python of the ranks may know another syntax.
-    is_this_python = config.container is None and (config.cluster is None or config.cluster.python is None)
-    if name.endswith(".py") and is_this_python:
-        _require_syntax(cwd / name)
-
-
-def _require_syntax(script: Path) -> None:
-    """Refuses a script that would fail at its first line, in a job that may have waited for hours.
-
-    Raises:
-        ConfigError: this Python does not read it.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
-    except SyntaxError as err:
-        line = f": {err.text.strip()}" if err.text else ""
-        raise ConfigError(
-            f"script={script.name}: {type(err).__name__} in line {err.lineno}: {err.msg}{line}", hint="correct it there"
-        ) from err
-    except (OSError, ValueError, RecursionError):
-        return  # it may be readable where the ranks run, which say what is wrong with it
 
 
 def check_path_part(key: str, value: str) -> None:

@@ -19,6 +19,7 @@ from typing import NoReturn
 from slurm_train.data.workers import cpus_of_rank
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
+from slurm_train.launch.script_words import file_command
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import RANK_STEP, RUN_DIR
 from slurm_train.session.signals import StopFlag, leave_to_program
@@ -68,10 +69,8 @@ def run_script(
     except OSError as err:
         if err.errno != errno.ENOEXEC:
             raise
-        raise ConfigError(
-            f"script={words[0]} cannot be started: its first line names no interpreter",
-            hint=f"begin it with #!/bin/bash, or write script=[bash,{','.join(words)}]",
-        ) from err
+        # It names no interpreter; a shell would run it itself.
+        os.execve(shutil.which("bash") or "/bin/sh", ["bash", *command], variables)
 
 
 def script_env(place: RankPlace, env: Mapping[str, str], *, code_dir: Path, run: RunDirectory) -> dict[str, str]:
@@ -115,10 +114,12 @@ def script_command(words: Sequence[str], *, code_dir: Path, run: RunDirectory) -
             f"script={name}: no such file in {code_dir} or {Path.cwd()}", hint="give a path from where you submit"
         )
     program = shutil.which(name)
-    if program is None and any((base / name).is_file() for base in (code_dir, Path.cwd())):
-        raise ConfigError(
-            f"script={name} may not be executed", hint=f"chmod +x {name}, or write script=[bash,{','.join(words)}]"
-        )
+    if program is None:
+        # A name without a folder is looked for on the PATH first, as a shell does, then as a Python file is.
+        file = next((base / name for base in (code_dir, Path.cwd()) if (base / name).is_file()), None)
+        if file is not None:
+            first, *others = file_command(file)
+            return [shutil.which(first) or first, *others, *arguments]
     if program is None:
         raise ConfigError(f"script={name}: no such program on PATH", hint="a Python script's name ends in .py")
     return [program, *arguments]

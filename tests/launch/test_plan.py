@@ -105,7 +105,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"script": words}, f"script={words[0]} starts ranks, and this program starts one per GPU already")
         for words in (
             ["/opt/bin/torchrun", "--nproc_per_node=8", "-m", "pkg"],
-            ["python", "-m", "torch.distributed.run", "train.py"],
             ["accelerate", "launch", "train.py"],
             ["srun", "train.py"],
         )

@@ -17,8 +17,7 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import first_mark, read_events
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.session.signals import StopFlag
-from slurm_train.worker import script, script_main
+from slurm_train.worker import script_main
 from slurm_train.worker.apart import ApartWatch
 from slurm_train.worker.script import edited_arguments, script_command, script_env, torchrun_env
 from tests.support.waiting import wait_for
@@ -60,18 +59,25 @@ def test_what_is_not_there_is_said(tmp_path: Path, words: list[str], text: str) 
         script_command(words, code_dir=tmp_path, run=RunDirectory(tmp_path))
 
 
-def test_a_shell_script_that_cannot_be_started_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_file_runs_as_typed_with_and_without_a_permission_or_a_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.sh").write_text("echo step 1\n")
-    run = RunDirectory(tmp_path)
-    with pytest.raises(ConfigError, match=r"script=\./train\.sh may not be executed\nhint: chmod \+x \./train\.sh, or"):
-        script_command(["./train.sh", "1"], code_dir=tmp_path, run=run)
-    (tmp_path / "train.sh").chmod(0o755)
-    monkeypatch.setattr(script, "leave_to_program", lambda _: None)
-    with pytest.raises(ConfigError, match=r"names no interpreter\nhint: .*script=\[bash,\./train\.sh,1\]"):
-        script.run_script(
-            ["./train.sh", "1"], place=PLACE, env={**MASTER, **os.environ}, code_dir=tmp_path, run=run, stop=StopFlag()
-        )
+    code = tmp_path / "code"
+    code.mkdir()
+    file = code / "train.sh"
+    file.write_text("echo step $1\n")
+    worker = WORKER.replace('["show.py", "a b"]', '[sys.argv[2], "7"]').replace("sys.argv[2:]", "sys.argv[3:]")
+    for mode in (0o644, 0o755):
+        file.chmod(mode)
+        (tmp_path / "train.sh").unlink(missing_ok=True)
+        for name in ("train.sh", "./train.sh"):
+            words = [sys.executable, "-c", worker, str(code), name]
+            done = subprocess.run(words, capture_output=True, text=True)
+            assert done.stdout.splitlines()[-1] == "step 7", (mode, name, done.stderr)
+    (code / "data").write_text("")
+    with pytest.raises(ConfigError, match=r"script=data may not be executed\nhint: chmod \+x "):
+        script_command(["data"], code_dir=code, run=RunDirectory(tmp_path))
 
 
 def test_the_directory_of_the_run_is_put_into_the_words(tmp_path: Path) -> None:
