@@ -122,7 +122,7 @@ _ROOT = Argument("--root DIR", "root of the runs (default: runs; ids are found e
 _WHERE = Argument("--where KEY=VALUE", "of a sweep: with this value", action="append")
 _JSON = Argument("--json", "print JSON")
 _ONE_RUN = Argument("run RUN", f"{_RUN}; default: the newest", nargs="?")
-_CHECKPOINT = "RUN (its newest that verifies), RUN@STEP, RUN@best, or the path of a checkpoint"
+_CHECKPOINT = "RUN (its newest that verifies), RUN@STEP, RUN@best (RUN@best:eval_loss), or the path of a checkpoint"
 DEVCLUSTER_STATE_DIR = "/var/lib/slurm-train-devcluster"
 _STATE_DIR = Argument("--state DIR", "directory that holds all of it", default=DEVCLUSTER_STATE_DIR)
 _NODE = Argument("node", "e.g. node2")

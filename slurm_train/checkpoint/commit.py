@@ -44,7 +44,7 @@ from slurm_train.checkpoint.manifest import (
     digest_of,
     write_file,
 )
-from slurm_train.checkpoint.verify import Search, check_sizes, kept_paths, newest_verified, read_manifest
+from slurm_train.checkpoint.verify import Search, check_sizes, list_kept, newest_verified, read_manifest
 from slurm_train.errors import CheckpointError, UnknownCheckpointError
 from slurm_train.rundir.attempts import publishing
 from slurm_train.rundir.files import fsync_directory, make_folder, rename
@@ -291,7 +291,7 @@ class Place:
     def prune(self, newest: Path, *, protect: Collection[str] = ()) -> Pruned:
         """Discards the attempt's whole checkpoints beyond the newest `keep`, and what earlier attempts left.
 
-        What the newest says is to be kept stays, too, see `kept_paths`, and what evaluations need, see `rundir.pins`,
+        What the newest says is to be kept stays, too, see `list_kept`, and what evaluations need, see `rundir.pins`,
         and the newest of what was passed over.
 
         Args:
@@ -313,7 +313,7 @@ class Place:
                 whole.append(path)
             else:
                 untrusted.append(path)
-        kept = kept_paths(read_manifest(newest), whole)
+        kept = {entry.path for entry in list_kept(read_manifest(newest), whole)}
         pinned = pinned_saves(self.root)
         needed = pinned | awaited_saves(self.root, map(name_of, whole))
         outdated = [

@@ -130,23 +130,43 @@ def newest_verified(root: Path, check: Callable[[Path], Manifest] | None = None)
     return Search(None, tuple(passed_over))
 
 
-def find_kept(root: Path) -> dict[Path, str]:
-    """Looks which checkpoints stay whatever their age, best first, e.g. {path: "best eval_loss 1.2345"}."""
+class Kept(NamedTuple):
+    """A checkpoint that stays whatever its age, by one rule; several rules may keep the same one.
+
+    Args:
+        path: its directory.
+        rule: name of the rule, e.g. "best eval_loss".
+        value: what the rule goes by.
+        is_best: whether `RUN@best` means it.
+    """
+
+    path: Path
+    rule: str
+    value: float
+    is_best: bool
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.value:.4f}"
+
+
+def find_kept(root: Path) -> list[Kept]:
+    """Looks which checkpoints stay whatever their age, in the order of the rules, of each the best first."""
     good = {path: outcome for path, outcome in survey(root, read_manifest) if isinstance(outcome, Manifest)}
-    return kept_paths(next(iter(good.values())), list(good)) if good else {}
+    return list_kept(next(iter(good.values())), list(good)) if good else []
 
 
-def kept_paths(newest: Manifest, paths: Sequence[Path]) -> dict[Path, str]:
+def list_kept(newest: Manifest, paths: Sequence[Path]) -> list[Kept]:
     """Returns what `find_kept` does.
 
     Args:
         newest: of the newest checkpoint: what stays is written down there.
         paths: the checkpoints that are there and whole, newest first.
     """
-    kept: dict[Path, str] = {}
+    kept: list[Kept] = []
     by_step = {name_of(path).step: path for path in reversed(paths)}
     by_save = {name_of(path).save_id: path for path in paths}
     for rule in newest.extra.get("kept", ()):
+        name = rule["name"]
         if "measure" in rule:
             # What a follower has scored by now, not what was known when the newest was saved.
             run = RunDirectory(paths[0].parent.parent)
@@ -154,7 +174,8 @@ def kept_paths(newest: Manifest, paths: Sequence[Path]) -> dict[Path, str]:
             candidates = [(by_save[scored.save_id], scored.value) for scored in scores if scored.save_id in by_save]
         else:
             candidates = [(by_step[step], value) for step, value in rule["steps"] if step in by_step]
-        kept |= {path: f"{rule['name']} {value:.4f}" for path, value in candidates[: rule["keep"]]}
+        is_best = name != LAST_FINITE
+        kept += [Kept(path, name, value, is_best) for path, value in candidates[: rule["keep"]]]
     return kept
 
 

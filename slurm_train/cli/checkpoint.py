@@ -14,16 +14,18 @@ from pathlib import Path
 from slurm_train.checkpoint.collect import collect_checkpoints
 from slurm_train.checkpoint.commit import list_passed_over
 from slurm_train.checkpoint.manifest import MANIFEST_FILE
-from slurm_train.checkpoint.verify import LAST_FINITE, find_kept, newest_verified, read_manifest, survey, verify
+from slurm_train.checkpoint.verify import find_kept, newest_verified, read_manifest, survey, verify
 from slurm_train.cli.selection import parse_runs, split_step
 from slurm_train.cli.terminal import note
 from slurm_train.config.frozen import load_config
-from slurm_train.config.schema import nested
+from slurm_train.config.schema import measured_average, nested
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, CheckpointError
 from slurm_train.formatting import byte_size, table
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import list_checkpoints, name_of, require_private
 from slurm_train.slurm.commands import SlurmCommands
+
+_BEST = "best"
 
 
 def main(words: Sequence[str]) -> int:
@@ -43,9 +45,9 @@ def _show(arguments: argparse.Namespace) -> int:
             has_damaged = True
             rows.append((path.name, "-", "-", "-", "-", outcome.message))
             continue
-        state = "verified" if checks_bytes else "complete"
-        if path in kept:
-            state += f", {kept[path]}"
+        state = ", ".join(
+            ["verified" if checks_bytes else "complete", *(str(entry) for entry in kept if entry.path == path)]
+        )
         counts = (str(outcome.step), str(outcome.samples), str(outcome.world_size))
         rows.append((path.name, *counts, byte_size(outcome.num_bytes), state))
     for path in list_passed_over(root):
@@ -54,6 +56,8 @@ def _show(arguments: argparse.Namespace) -> int:
         note(f"no checkpoint in {root}")
         return EXIT_DONE
     print(table(("CHECKPOINT", "STEP", "SAMPLES", "RANKS", "SIZE", "STATE"), rows))
+    if any(entry.is_best and _measures_average(entry.path) for entry in kept):
+        note("the best were chosen by averaged weights: `checkpoint export RUN@best FILE --ema` writes these")
     return EXIT_FAILURE if checks_bytes and has_damaged else EXIT_DONE
 
 
@@ -61,21 +65,15 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
     """Returns the checkpoint that a word names: a path, RUN@STEP, RUN@best, or RUN for its newest that verifies.
 
     Raises:
-        CheckpointError: the run has none, or none of that step.
+        CheckpointError: the run has none, or none of that step, or it keeps the best by several measures.
         RunError: there is no such run.
     """
     if (Path(word) / MANIFEST_FILE).is_file():
         return Path(word)
     run, step = split_step(word)
     checkpoints = find_run(root, run or None).checkpoints
-    if step == "best":
-        best = [path for path, rule in find_kept(checkpoints).items() if not rule.startswith(LAST_FINITE)]
-        if not best:
-            raise CheckpointError(
-                f"{checkpoints} has no best checkpoint",
-                hint="the callback BestCheckpoint keeps it, see docs/callbacks.md",
-            )
-        return best[0]
+    if step == _BEST or step.startswith(f"{_BEST}:"):
+        return _find_best(checkpoints, run=run, measure=step.removeprefix(_BEST).removeprefix(":"))
     if step:
         paths = {str(name_of(path).step): path for path in reversed(list_checkpoints(checkpoints))}
         if step not in paths:
@@ -91,6 +89,43 @@ def find_checkpoint(word: str, *, root: Path) -> Path:
     if search.newest is None:
         raise CheckpointError(f"no checkpoint in {checkpoints} verifies", hint="look with `checkpoint verify`")
     return search.newest[0]
+
+
+def _find_best(checkpoints: Path, *, run: str, measure: str) -> Path:
+    """Returns the best checkpoint of a run.
+
+    Args:
+        checkpoints: of the run.
+        run: as typed, for the hint.
+        measure: by which it is the best; "" where the run keeps the best by one measure only.
+
+    Raises:
+        CheckpointError: there is none, or it is not clear which one is meant.
+    """
+    best: dict[str, Path] = {}
+    for kept in find_kept(checkpoints):
+        if kept.is_best:
+            best.setdefault(kept.rule.removeprefix(f"{_BEST} "), kept.path)
+    if not best:
+        raise CheckpointError(
+            f"{checkpoints} has no best checkpoint", hint="the callback BestCheckpoint keeps it, see docs/callbacks.md"
+        )
+    if measure in best or (not measure and len(best) == 1):
+        return best[measure or next(iter(best))]
+    words = ", ".join(f"{run}@{_BEST}:{name}" for name in best)
+    found = ", ".join(f"{name} (step {name_of(path).step})" for name, path in best.items())
+    raise CheckpointError(
+        f"{checkpoints} has no best checkpoint by {measure}"
+        if measure
+        else f"{checkpoints} has a best checkpoint by {len(best)} measures: {found}",
+        hint=f"write {words}",
+    )
+
+
+def _measures_average(path: Path) -> bool:
+    """Returns whether the evaluations of the run that saved a checkpoint measured averaged weights."""
+    settings = read_manifest(path).extra.get("settings") or {}
+    return measured_average(settings.get("callbacks") or ()) is not None
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -148,6 +183,8 @@ def _export(arguments: argparse.Namespace) -> int:
     else:
         num_tensors = export_model(path, target, averaged=arguments.ema)
     note(f"{num_tensors} tensors of {path}")
+    if not arguments.ema and _measures_average(path):
+        note("these are the trained weights; the run's evaluations measured averaged ones, which --ema writes")
     print(arguments.target)
     return EXIT_DONE
 

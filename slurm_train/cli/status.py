@@ -233,7 +233,7 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
     elif len(statuses) == 1:
         run = statuses[0].run
         lines.append(str(run.path))
-        lines += [f"{name}: {path.name}" for path, name in find_kept(run.checkpoints).items()]
+        lines += [f"{kept}: {kept.path.name}" for kept in find_kept(run.checkpoints)]
         lines += _follower_lines(run, env)
         lines += _goodput_lines(run)
         if not statuses[0].is_finished:

@@ -16,7 +16,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -605,6 +605,17 @@ class RunConfig:
 GPT_TARGET = "slurm_train.models.gpt.GPT"
 EMA = "slurm_train.train.callbacks.EMA"
 """The callback that averages weights, by its `_target_`."""
+
+
+def measured_average(callbacks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the name of the state with the weights that evaluations measure; None where they are the trained ones.
+
+    Args:
+        callbacks: those of the run. Of several averages the last one is in the model.
+    """
+    averages = [callback for callback in callbacks if callback.get("_target_") == EMA]
+    measured = [number for number, callback in enumerate(averages) if callback.get("evaluate")]
+    return f"{measured[-1]} {EMA}" if measured else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from slurm_train.checkpoint.state import (
 )
 from slurm_train.checkpoint.training import MADE_BUFFERS, of_model
 from slurm_train.checkpoint.verify import read_manifest, share_of, verify
-from slurm_train.config.schema import EMA
-from slurm_train.config.target import TARGET
+from slurm_train.config.schema import measured_average
 from slurm_train.distributed.group import shutdown
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, DataError
 from slurm_train.metrics import Display
@@ -151,21 +150,10 @@ def _load(parts: Parts, path: Path) -> Manifest:
     is_stage = parts.pipeline is not None
     described = files["metadata"]
     fill_model(parts.model, path, manifest, modules=modules, group=group, is_stage=is_stage, described=described)
-    name = _name_of_average(parts.rank.config.callbacks)
+    name = measured_average(parts.rank.config.callbacks)
     if name is not None:
         _take_average(parts.model, path, name, described=described)
     return manifest
-
-
-def _name_of_average(callbacks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the name of the state with the averaged weights that are measured; None where it is the trained ones.
-
-    Args:
-        callbacks: those of the evaluation. Of several averages the last one is in the model, as in the training.
-    """
-    averages = [callback for callback in callbacks if callback.get(TARGET) == EMA]
-    measured = [number for number, callback in enumerate(averages) if callback.get("evaluate")]
-    return f"{measured[-1]} {EMA}" if measured else None
 
 
 @torch.no_grad()
@@ -198,7 +186,7 @@ def _take_average(model: nn.Module, path: Path, name: str, *, described: Any) ->
 
 def _whose(parts: Parts) -> str:
     """Returns which weights were measured, where there could be others."""
-    if _name_of_average(parts.rank.config.callbacks) is not None:
+    if measured_average(parts.rank.config.callbacks) is not None:
         return "averaged weights, as in the training's own evaluations: "
     if averages_itself(parts.optimizer):
         return "the weights as they are saved, averaged ones only at the end of a run: "

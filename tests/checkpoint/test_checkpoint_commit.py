@@ -11,7 +11,7 @@ import pytest
 from slurm_train.checkpoint import commit as commit_module
 from slurm_train.checkpoint.commit import Place, Pruned, discard, list_passed_over
 from slurm_train.checkpoint.manifest import FileRecord, Manifest
-from slurm_train.checkpoint.verify import find_kept, newest_verified, verify
+from slurm_train.checkpoint.verify import Kept, find_kept, newest_verified, verify
 from slurm_train.errors import CheckpointError, RunError
 from slurm_train.rundir import attempts
 from slurm_train.rundir.paths import CheckpointName, RunDirectory, list_checkpoints, name_of
@@ -254,7 +254,7 @@ def test_as_many_of_the_best_stay_as_their_rule_says_and_of_a_step_the_newest_sa
     best = max(paths[1:3], key=name_of)
     place().prune(newest)
     assert list_checkpoints(root) == [newest, best]
-    assert find_kept(root) == {best: "best eval_loss 0.5000"}
+    assert find_kept(root) == [Kept(best, "best eval_loss", 0.5, is_best=True)]
 
 
 def test_keep_below_one_is_refused(place):

@@ -14,6 +14,8 @@ from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import differences
 from slurm_train.checkpoint.manifest import CheckpointHeader
 from slurm_train.checkpoint.save import save_checkpoint
+from slurm_train.checkpoint.verify import LAST_FINITE
+from slurm_train.config.schema import EMA
 from slurm_train.models.gpt import GPT
 from slurm_train.rundir.jobs import process_lives, take_lock, this_process
 from slurm_train.rundir.paths import RunDirectory, name_of
@@ -28,7 +30,7 @@ def has_checkpoints(run: RunDirectory, *values: float, **changes: Any) -> None:
         weights = {"head.weight": torch.full((3, 2), value), "step": torch.tensor(7), "half": torch.ones(4).bfloat16()}
         header = CheckpointHeader(
             step=step, samples=8 * step, epoch=0, world_size=1, mesh={}, batch_plan={}, config_hash="3f9a1c07",
-            data_fingerprint="d", torch_version="2", attempt=0,
+            data_fingerprint="d", torch_version="2", attempt=0, **changes,
         )  # fmt: skip
         tensors = {"model": weights, "optimizer": {"state": {"head.weight": {"exp_avg": torch.zeros(3, 2)}}}}
         save_checkpoint(run.checkpoints, tensors=tensors, rank_state={}, header=header, group=None, keep=9)
@@ -84,6 +86,39 @@ def test_export_writes_the_newest_that_verifies_or_a_step_and_overwrites_nothing
     done = shell.types("checkpoint export gpt-stdlib@2 two.safetensors")
     assert done.code == 1 and "belongs to uid" in done.err, "others may write it"
     assert shell.left() == before
+
+
+def test_the_best_by_two_measures_is_named_and_not_chosen(shell: Shell, run: RunDirectory) -> None:
+    """Also that it was chosen by averaged weights, which an export without --ema does not write."""
+    rules = [
+        {"name": "best eval_loss", "keep": 1, "steps": [[1, 0.5]]},
+        {"name": "best eval_accuracy", "keep": 2, "steps": [[2, 0.75], [1, 0.5]]},
+        {"name": LAST_FINITE, "keep": 1, "steps": [[2, 1.0]]},
+    ]
+    average = {"_target_": EMA, "decay": 0.9}
+    for newest, evaluate in ((3, False), (4, True)):
+        settings = {"callbacks": [average | {"evaluate": evaluate}]}
+        has_checkpoints(run, *range(1, newest + 1), extra={"kept": rules, "settings": settings})
+        listed = shell.types("checkpoint ls")
+        _, *states = [line.partition("complete, ")[2].strip() for line in listed.out.splitlines()]
+        both = [
+            "best eval_accuracy 0.7500, last finite loss 1.0000",
+            "best eval_loss 0.5000, best eval_accuracy 0.5000",
+        ]
+        assert list(filter(None, states)) == both
+        for word, step, exists in (
+            ("best:eval_loss", 1, True),
+            ("best:eval_accuracy", 2, True),
+            ("best:eval_f1", 0, False),
+        ):
+            path = f"{evaluate}_{step}.safetensors"
+            done = shell.types(f"checkpoint export {run.run_id}@{word} {path}")
+            assert (done.code == 0) is exists, done.err
+            if exists:
+                assert load_file(path)["head.weight"][0, 0] == step
+                assert ("--ema" in done.err) is ("--ema" in listed.err) is evaluate
+    refused = shell.types(f"checkpoint export {run.run_id}@best model.safetensors")
+    assert refused.code == 1 and f"{run.run_id}@best:eval_loss, {run.run_id}@best:eval_accuracy" in refused.err
 
 
 @pytest.mark.full

@@ -94,7 +94,7 @@ def test_saves_do_not_replace_the_checkpoint_from_before(run: RunDirectory, hear
     # keep=2, and that of step 4: the weights after it have computed the loss of step 5; step 6 was saved, too.
     assert steps_on_disk(run) == [16, 14, 4]
     assert read_files(run).loss_problem == "the loss is nan since step 7"
-    assert [name.startswith(LAST_FINITE) for name in find_kept(run.checkpoints).values()] == [True]
+    assert [entry.rule for entry in find_kept(run.checkpoints)] == [LAST_FINITE]
     with pytest.raises(CheckpointError):
         find_checkpoint(f"{run.run_id}@best", root=run.path.parent.parent)
     # The next attempt goes on from the newest, keeps the sound one, too, and drops it once the loss is finite.

@@ -16,7 +16,7 @@ from torch import nn
 
 from slurm_train.checkpoint.commit import Place
 from slurm_train.checkpoint.load import load_rank_state, read_model
-from slurm_train.checkpoint.verify import find_kept, newest_verified, read_manifest
+from slurm_train.checkpoint.verify import Kept, find_kept, newest_verified, read_manifest
 from slurm_train.data.prepare import PrepareOptions, prepare
 from slurm_train.errors import ConfigError
 from slurm_train.models.gpt import GPT
@@ -172,7 +172,7 @@ def test_a_run_ends_early_where_its_measure_stops_improving_and_the_best_checkpo
     reason = f"eval_loss has not improved in 3 evaluations, best {value:.4f} at step 4"
     assert result_of(run)["ended_early"] == reason
     kept = find_kept(run / "checkpoints")
-    assert {name_of(path).step: text for path, text in kept.items()} == {4: f"best eval_loss {value:.4f}"}
+    assert {name_of(entry.path).step: str(entry) for entry in kept} == {4: f"best eval_loss {value:.4f}"}
     assert [name_of(path).step for path in list_checkpoints(run / "checkpoints")] == steps
 
 
@@ -191,7 +191,7 @@ def test_what_follows_from_an_evaluation_that_was_interrupted_at_the_end_is_in_t
     assert name_of(last).step == 20 and name_of(last).save_id > name_of(before).save_id
     loss = evaluations_of(run)[-1]["eval_loss"]
     assert state_of(run, f"0 {SHIPPED}.BestCheckpoint")["steps"] == [[20, loss]]
-    assert find_kept(run / "checkpoints") == {last: f"best eval_loss {loss:.4f}"}
+    assert find_kept(run / "checkpoints") == [Kept(last, "best eval_loss", loss, is_best=True)]
     assert not read_manifest(last).extra["evaluation_due"]
 
 
@@ -435,7 +435,7 @@ def test_the_best_by_the_scores_of_a_follower_stays_whenever_it_is_scored(tmp_pa
     for path, value in zip(paths, (0.2, 0.9, 0.1), strict=True):
         score = Score(save_id=name_of(path).save_id, step=name_of(path).step, attempt=1, values={"eval_acc": value})
         append_score(follower, score)
-    assert find_kept(run.checkpoints) == {paths[1]: "best eval_acc 0.9000"}
+    assert find_kept(run.checkpoints) == [Kept(paths[1], "best eval_acc", 0.9, is_best=True)]
     Place(root=run.checkpoints, attempt=1).prune(paths[2])
     assert sorted(path.name for path in list_checkpoints(run.checkpoints)) == [paths[1].name, paths[2].name]
 
