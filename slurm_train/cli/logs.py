@@ -15,7 +15,7 @@ from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.terminal import BOLD_RED, Painter, note, painted, takes_escapes
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import comes_back, ledger_entry
-from slurm_train.rundir.jobs import has_ended, read_job
+from slurm_train.rundir.jobs import has_ended, jobs_elsewhere, read_job
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.slurm.commands import SlurmCommands
@@ -72,7 +72,8 @@ def wait_for_log(run: RunDirectory, view: QueueView, *, rank: int) -> None:
     shown_text = ""
     while choose_log(run, attempt=None, rank=rank) is None:
         record = read_job(run)
-        job_ids = record.job_ids if record is not None else ()
+        elsewhere = jobs_elsewhere(record, None, cluster=view.cluster())
+        job_ids = [job_id for job_id in (record.job_ids if record is not None else ()) if job_id not in elsewhere]
         look = view.look(Wanted(job_ids=job_ids, settled=job_ids[:-1]))
         job = newest_job_state(job_ids, look.jobs)
         text = ""

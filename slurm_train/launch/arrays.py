@@ -328,6 +328,8 @@ def submit_arrays(
     """
     from slurm_train.launch.submission import UnreadAnswer, submit_script
 
+    # Before an array is in the queue: what it says is recorded with each.
+    cluster = SlurmCommands(env).cluster
     ids: list[str] = []
     for number, plan in enumerate(plans, next_number(sweep)):
         array = sweep.array(number)
@@ -366,17 +368,22 @@ def submit_arrays(
                 f"{err.message}; {num_submitted} runs are submitted, {num_missing} are not",
                 hint="the same command submits those that are missing; where a limit on jobs is the reason, later",
             ) from err
-        _record(sweep, array, ids[-1])
+        _record(sweep, array, ids[-1], cluster=cluster)
         yield ids[-1]
 
 
-def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str) -> None:
+def _record(sweep: SweepDirectory, array: ArrayDirectory, job_id: str, *, cluster: str) -> None:
     """Writes an array's id down: next to its script, in the sweep's table, and in each of its runs."""
     write_atomic(array.job, json.dumps({"job_id": job_id, "submit_time_unix_s": time.time()}) + "\n")
     write_table(sweep, record_array(read_table(sweep), array, job_id))
     jobs = element_jobs(array, job_id)
     is_packed = pack_of(array) > 1
-    for_each(lambda pair: record_job(pair[0], pair[1], durable=False, is_packed=is_packed), jobs.items())
+
+    def record(pair: tuple[RunDirectory, str]) -> None:
+        run, element = pair
+        record_job(run, element, cluster=cluster, durable=False, is_packed=is_packed)
+
+    for_each(record, jobs.items())
 
 
 def _lies_in(script: str, folder: Path) -> bool:
@@ -400,7 +407,7 @@ def find_lost_arrays(sweep: SweepDirectory, commands: SlurmCommands) -> list[str
         # An array's script lies in its own folder, where no other user's script is.
         ids = {number_of(job_id) for job_id, script in scripts.items() if _lies_in(script, array.path)}
         if ids:
-            _record(sweep, array, str(max(ids)))
+            _record(sweep, array, str(max(ids)), cluster=commands.cluster)
             found_ids.append(str(max(ids)))
         elif not array.unread.exists():
             remove_tree(array.path)

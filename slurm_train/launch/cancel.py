@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
-from slurm_train.rundir.jobs import Holder, ask_to_stop, read_job
+from slurm_train.rundir.jobs import Holder, ask_to_stop, named, read_job
 from slurm_train.rundir.lookup import is_own, owner_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.pins import release_pins
@@ -48,6 +48,8 @@ def cancel_run(run: RunDirectory, commands: SlurmCommands) -> list[str]:
                 f"asked {run.name}/{run.run_id} to save and stop; job {ids} goes on with its other runs; "
                 f"`resume {run.run_id}` continues this one"
             )
+        if active.elsewhere:
+            actions.append(f"not cancelled: {named(active.elsewhere)}; {_ask_there(run, active)}")
         uncancelled = [job_id for job_id in active.jobs if job_id not in cancelled]
         # A job that ends may be submitting a job that continues the run; that one submits no further job.
         while uncancelled:
@@ -139,6 +141,9 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
     subjects = read_table(sweep)
     active = find_active([subject.run for subject in subjects], commands)
     selected = [run.run for run in filter_where(subjects, where) if run.run in active]
+    elsewhere = [run for run in selected if not active[run].is_known and active[run].elsewhere]
+    if len(elsewhere) < len(selected):
+        selected = [run for run in selected if run not in elsewhere]
     if not where and any(run.process is not None for run in active.values()):
         sweep.stop_file.touch()
     if not selected:
@@ -148,7 +153,7 @@ def cancel_sweep(sweep: SweepDirectory, commands: SlurmCommands, *, where: Seque
         )
     for run in selected:
         _require_slurm_for(run, active[run])
-    actions: list[str] = []
+    actions = [f"not cancelled: {named(active[run].elsewhere)}; {_ask_there(run, active[run])}" for run in elsewhere]
     spared: list[str] = []
     for run, active_run in active.items():
         if run not in selected:
@@ -183,6 +188,17 @@ def _require_slurm_for(run: RunDirectory, active: Active) -> None:
             "this machine",
             hint="type it where Slurm's commands are",
         )
+    if active.elsewhere and not active.is_known:
+        raise RunError(
+            f"{run.name}/{run.run_id} may be queued or running as {named(active.elsewhere)}, and Slurm here does not "
+            "know that cluster's jobs",
+            hint=_ask_there(run, active),
+        )
+
+
+def _ask_there(run: RunDirectory, active: Active) -> str:
+    clusters = ", ".join(dict.fromkeys(active.elsewhere.values()))
+    return f"type it on a login node of {clusters}; `touch {run.stop_file}` has the run save and stop from here"
 
 
 def job_ids_of(jobs: Sequence[str], *, spared: Sequence[str], own_arrays: Collection[str | None]) -> list[str]:

@@ -34,7 +34,7 @@ from slurm_train.launch.rank_command import RankCommand
 from slurm_train.launch.shell_choices import take_shell_choices
 from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN, Source, without_written_files
 from slurm_train.launch.write import write_run
-from slurm_train.rundir.jobs import clear_dead, read_job, record_job
+from slurm_train.rundir.jobs import clear_dead, jobs_elsewhere, named, read_job, record_job
 from slurm_train.rundir.lookup import find_run, find_sweep, remember_root, root_of
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.sweep import read_table
@@ -101,6 +101,12 @@ class Start:
             # The result is checked after the jobs: a run that ends in between is no longer active but has a result.
             if run.result.exists():
                 continue
+            if run in active and active[run].elsewhere:
+                raise RunError(
+                    f"{setting}: {named(active[run].elsewhere)} may train {run.name}/{run.run_id}, and a job of this "
+                    "cluster cannot wait for it",
+                    hint=f"`status {run.run_id}` there says how it is; type this when it is finished",
+                )
             if run not in active or not active[run].jobs:
                 raise RunError(
                     f"{setting}: {run.name}/{run.run_id} is not finished, and no job of it is queued or running",
@@ -245,10 +251,12 @@ class Start:
         flags = [*flags, *expedite_flags(script, config, self.commands)]
         self.clear_dead_lock(run)
         previous = read_job(run)
+        # Before the job is in the queue: what it says is recorded with the job.
+        cluster = self.commands.cluster
         export = config.cluster.export if config.cluster is not None else ()
         job_id = submit_script(script, folder=run.submitted, env=self.env, flags=flags, export=export)
-        record_job(run, job_id)
-        if previous is not None:
+        record_job(run, job_id, cluster=cluster)
+        if previous is not None and previous.job_id not in jobs_elsewhere(previous, None, cluster=cluster):
             with contextlib.suppress(ClusterError):
                 self.commands.hand_dependents(previous.job_id, job_id)
         return job_id

@@ -25,6 +25,7 @@ from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.start import Start
 from slurm_train.launch.write import link_code, put_on_record, write_run, write_shared_code, write_table_of
 from slurm_train.rundir.files import for_each, read_json
+from slurm_train.rundir.jobs import named
 from slurm_train.rundir.lookup import remember_root
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints
 from slurm_train.rundir.sweep import Element, SweepDirectory, choosing_runs, read_table, submitting
@@ -166,7 +167,12 @@ def _missing_runs(start: Start, plan: SweepPlan) -> set[RunDirectory]:
     # In this order: what is submitted between the two is active.
     held = are_being_submitted(unfinished, start.commands)
     found = find_active(unfinished, start.commands)
-    active = held | {run for run, activity in found.items() if activity.is_known}
+    elsewhere = {run for run, activity in found.items() if activity.elsewhere and not activity.is_known}
+    active = held | elsewhere | {run for run, activity in found.items() if activity.is_known}
+    if elsewhere:
+        first = next(run for run in unfinished if run in elsewhere)
+        text = f"{named(found[first].elsewhere)} of {first.name}/{first.run_id}"
+        start.say(f"{len(elsewhere)} runs count as active since another cluster may have their jobs: {text}")
     missing = runs - finished - active
     if len(missing) < len(runs):
         start.say(f"{len(finished)} runs are finished, {len(active)} active; {len(missing)} to submit")
@@ -275,7 +281,7 @@ def _ended_early(
         for status in statuses
         if status.subject in selected
         and (states is None or status.state in states)
-        and not (status.is_finished or status.is_active or status.run in held)
+        and not (status.is_finished or status.is_active or status.other_cluster or status.run in held)
     ]
     if not todo:
         raise RunError(f"no run of sweep {sweep.sweep_id} is to be continued: {summary(statuses)}", hint="see `status`")

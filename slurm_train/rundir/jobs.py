@@ -52,6 +52,8 @@ class JobRecord:
     """By job: the one that it takes over from when that one has ended."""
     packed: tuple[str, ...] = ()
     """Those that other runs share (`sweep.pack`): they may go on when this run has ended."""
+    clusters: dict[str, str] = field(default_factory=dict)
+    """By job: the cluster that has it; of jobs that earlier versions recorded it is not known."""
 
     @property
     def job_id(self) -> str:
@@ -63,14 +65,20 @@ def read_job(run: RunDirectory) -> JobRecord | None:
     """Returns the jobs of a run, or None for one that never was submitted."""
     record = read_record(run.job, JobRecord) or JobRecord()
     for entry in _unlisted(run, record.job_ids):
-        # An entry has one job.
-        record = JobRecord(
-            job_ids=(*record.job_ids, *entry.job_ids),
-            submit_time_unix_s=entry.submit_time_unix_s,
-            continues=record.continues | entry.continues,
-            packed=(*record.packed, *entry.packed),
-        )
+        record = _extended(record, entry)
     return record if record.job_ids else None
+
+
+def _extended(record: JobRecord, entry: JobRecord) -> JobRecord:
+    """Returns a record with one more job, that of an entry of `jobs/`."""
+    (job_id,) = entry.job_ids
+    return JobRecord(
+        job_ids=(*(other for other in record.job_ids if other != job_id), job_id),
+        submit_time_unix_s=entry.submit_time_unix_s,
+        continues={other: before for other, before in record.continues.items() if other != job_id} | entry.continues,
+        packed=(*(other for other in record.packed if other != job_id), *entry.packed),
+        clusters=record.clusters | entry.clusters,
+    )
 
 
 def _unlisted(run: RunDirectory, listed: Iterable[str]) -> list[JobRecord]:
@@ -85,19 +93,28 @@ def _unlisted(run: RunDirectory, listed: Iterable[str]) -> list[JobRecord]:
 
 
 def record_job(
-    run: RunDirectory, job_id: str, *, continues: str | None = None, durable: bool = True, is_packed: bool = False
+    run: RunDirectory,
+    job_id: str,
+    *,
+    cluster: str = "",
+    continues: str | None = None,
+    durable: bool = True,
+    is_packed: bool = False,
 ) -> None:
     """Adds a job to those of a run; one that is recorded already stays as it is.
 
     Args:
         run: the run.
         job_id: the job.
+        cluster: the cluster that has it; "" where it is not known. Two clusters may use the same id: then the one
+            that is recorded last is meant, since the other was over when it was submitted.
         continues: the job that it takes over from; such a job does not start if that one was cancelled.
         durable: fsync it; False where the id is kept elsewhere as well.
         is_packed: other runs share the job.
     """
-    before = read_job(run)
-    if before is not None and job_id in before.job_ids:
+    before = read_job(run) or JobRecord()
+    known = before.clusters.get(job_id, "")
+    if job_id in before.job_ids and not (known and cluster and known != cluster):
         return
     make_folder(run.jobs, within=run.path)
     entry = JobRecord(
@@ -105,21 +122,22 @@ def record_job(
         submit_time_unix_s=time.time(),
         continues={job_id: continues} if continues else {},
         packed=(job_id,) if is_packed else (),
+        clusters={job_id: cluster} if cluster else {},
     )
     write_record(run.jobs / job_id, entry, durable=durable)
-    write_record(run.job, read_job(run), durable=durable)
+    write_record(run.job, _extended(read_job(run) or before, entry), durable=durable)
 
 
-def left_jobs(run: RunDirectory, record: JobRecord | None, ledger: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Returns the jobs that a run shares with others and in which it does nothing more: they may go on without it.
+def left_jobs(run: RunDirectory, job_ids: Iterable[str], ledger: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Returns those of some jobs in which a run does nothing more, as its files say, whatever becomes of the jobs.
 
     Args:
         run: the run.
-        record: its jobs.
+        job_ids: jobs that Slurm's answer says nothing about: those that other runs share, those of another cluster.
         ledger: its attempts.
     """
     left = set[str]()
-    for job_id in record.packed if record is not None else ():
+    for job_id in job_ids:
         last = next((entry for entry in reversed(ledger) if entry.get("job_id") == job_id), None)
         if last is not None and last.get("action") in ("stop", "finish"):
             left.add(job_id)
@@ -128,6 +146,49 @@ def left_jobs(run: RunDirectory, record: JobRecord | None, ledger: Sequence[Mapp
             request = read_json(run.stop_file) or {}
             left.update({job_id} & set(request.get("jobs", ())))
     return frozenset(left)
+
+
+def jobs_elsewhere(record: JobRecord | None, holder: Holder | None, *, cluster: str) -> dict[str, str]:
+    """Returns the jobs of a run that another cluster has, each with the name of that cluster; the holder's is last.
+
+    Slurm of this cluster knows nothing of them, and another job may have the same id here.
+
+    Args:
+        record: its recorded jobs.
+        holder: who holds its lock.
+        cluster: the cluster of this machine; "" where it is not known, and no job counts as elsewhere.
+    """
+    clusters = {job_id: record.clusters.get(job_id, "") for job_id in record.job_ids} if record is not None else {}
+    if holder is not None and holder.job_id is not None:
+        clusters.pop(holder.job_id, None)
+        clusters[holder.job_id] = holder.cluster
+    return {job_id: name for job_id, name in clusters.items() if cluster and name not in ("", cluster)}
+
+
+def unknown_elsewhere(
+    run: RunDirectory, record: JobRecord | None, elsewhere: Mapping[str, str], ledger: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Returns those jobs of another cluster that may be queued or running, as far as the files of the run say.
+
+    When a job was submitted here, those before it were over, or this was refused.
+
+    Args:
+        run: the run.
+        record: its recorded jobs.
+        elsewhere: see `jobs_elsewhere`.
+        ledger: its attempts.
+    """
+    if not elsewhere or is_there(run.result) or has_stopped(ledger, record):
+        return {}
+    recorded = list(record.job_ids) if record is not None else []
+    num_over = max((place for place, job_id in enumerate(recorded, 1) if job_id not in elsewhere), default=0)
+    over = {*recorded[:num_over], *left_jobs(run, elsewhere, ledger)}
+    return {job_id: name for job_id, name in elsewhere.items() if job_id not in over}
+
+
+def named(jobs: Mapping[str, str]) -> str:
+    """Returns jobs and their clusters as text, e.g. "job 12 of cluster b"."""
+    return ", ".join(f"job {job_id} of cluster {cluster}" for job_id, cluster in jobs.items())
 
 
 def ask_to_stop(run: RunDirectory, job_ids: Iterable[str], *, newest_job: int | None, durable: bool = True) -> None:
@@ -218,14 +279,24 @@ class Holder:
     pid: int
     started: str
     """The process's start in kernel ticks: a recycled pid has another one."""
+    cluster: str = ""
+    """The cluster that has the job; "" where it is not known."""
 
     def __str__(self) -> str:
-        return f"Slurm job {self.job_id}" if self.job_id else f"process {self.pid} on {self.host}"
+        if self.job_id is None:
+            return f"process {self.pid} on {self.host}"
+        return f"Slurm job {self.job_id}" + (f" of cluster {self.cluster}" if self.cluster else "")
+
+    def is_same_job(self, other: Holder) -> bool:
+        """Returns whether both are the same Slurm job, maybe at different starts."""
+        is_same_cluster = self.cluster == other.cluster or not (self.cluster and other.cluster)
+        return self.job_id is not None and self.job_id == other.job_id and is_same_cluster
 
 
-def this_process(*, job_id: str | None = None) -> Holder:
-    """Returns the calling process as a holder."""
-    return Holder(job_id=job_id, host=socket.gethostname(), pid=os.getpid(), started=_start_ticks(os.getpid()))
+def this_process(*, job_id: str | None = None, cluster: str = "") -> Holder:
+    """Returns the calling process as a holder, for a job where one is named."""
+    pid = os.getpid()
+    return Holder(job_id=job_id, host=socket.gethostname(), pid=pid, started=_start_ticks(pid), cluster=cluster)
 
 
 def process_lives(holder: Holder) -> bool:
@@ -253,8 +324,7 @@ def take_lock(path: Path, holder: Holder, *, is_alive: Callable[[Holder], bool],
         if _create(path, holder):
             return
         current = read_holder(path)
-        same_job = current is not None and current.job_id is not None and current.job_id == holder.job_id
-        if current is not None and not same_job and is_alive(current):
+        if current is not None and not current.is_same_job(holder) and is_alive(current):
             if current.job_id is None and time.monotonic() < deadline_s:
                 time.sleep(_LOOK_S)
                 continue

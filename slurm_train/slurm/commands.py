@@ -164,6 +164,7 @@ class SlurmCommands:
         runner: Callable[..., Finished] = run_process,
     ) -> None:
         self._env = command_environment(env)
+        self._cluster_of_job = env.get("SLURM_CLUSTER_NAME", "")
         self._timeout_s = timeout_s
         self._runner = runner
 
@@ -298,6 +299,21 @@ class SlurmCommands:
     def settings(self) -> dict[str, str]:
         """The controller's settings, asked for once: for commands of a person, which are over soon."""
         return self.show_config()
+
+    @cached_property
+    def cluster(self) -> str:
+        """The name of the cluster that these commands ask, as `SLURM_CLUSTER_NAME` has it; "" where it is not told.
+
+        Asked for once. ControllerAway where Slurm does not answer.
+        """
+        try:
+            # The file may have capitals, a job's variable has none.
+            return self.settings.get("ClusterName", "").lower()
+        except ControllerAway:
+            raise
+        except ClusterError:
+            # Some nodes have no scontrol.
+            return self._cluster_of_job
 
     def federation(self) -> str:
         """Returns the name of the federation that this cluster is one of, "" if it is in none or there is no answer."""

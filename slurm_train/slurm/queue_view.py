@@ -8,6 +8,7 @@ answer counts; its age comes with it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -109,6 +110,13 @@ class QueueView:
             problem=self._problem,
             is_due_in_s=max(0.0, self._pace.due_s - now_s),
         )
+
+    def cluster(self) -> str:
+        """Returns the name of the cluster that is asked; "" where there is no Slurm, or no answer now."""
+        if self._commands.is_available():
+            with contextlib.suppress(ClusterError):
+                return self._commands.cluster
+        return ""
 
     def search(self, find: Callable[[SlurmCommands, Mapping[str, str]], Found], *, nothing: Found) -> Found | None:
         """Returns what is found among the scripts of this user's jobs.

@@ -16,8 +16,8 @@ import re
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_train.errors import ClusterError, RunError
@@ -25,8 +25,11 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.files import change_times, listed, make_private
 from slurm_train.rundir.jobs import (
     Holder,
+    JobRecord,
     has_stopped,
+    jobs_elsewhere,
     left_jobs,
+    named,
     number_of,
     process_lives,
     read_holder,
@@ -34,6 +37,7 @@ from slurm_train.rundir.jobs import (
     release_lock,
     take_lock,
     this_process,
+    unknown_elsewhere,
 )
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.pins import lease_path, list_pins, read_leases
@@ -59,9 +63,11 @@ class Active:
     """A process without a job that holds the run; one on another machine counts as alive."""
     unknown_jobs: tuple[str, ...] = ()
     """Ids on record that may be queued or running: there is no Slurm on this machine that could be asked."""
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Ids on record that may be queued or running on another cluster, each with its name."""
 
     def __bool__(self) -> bool:
-        return self.is_known or bool(self.unknown_jobs)
+        return self.is_known or bool(self.unknown_jobs) or bool(self.elsewhere)
 
     @property
     def is_known(self) -> bool:
@@ -70,7 +76,7 @@ class Active:
 
 
 def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[RunDirectory, Active]:
-    """Returns the runs of which something is queued or running, or may be because there is no Slurm here to be asked.
+    """Returns the runs of which something is queued or running, or may be because Slurm here cannot be asked.
 
     Whoever removes or ends something takes both alike; `Active.is_known` tells them apart.
 
@@ -79,12 +85,17 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
     """
     has_slurm = commands.is_available()
     holders = {run: read_holder(run.lock) for run in runs}
+    records = {run: read_job(run) for run in runs}
+    elsewhere: dict[RunDirectory, Mapping[str, str]] = {}
+    if has_slurm and any(names_cluster(records[run], holders[run]) for run in runs):
+        for run in runs:
+            elsewhere[run] = jobs_elsewhere(records[run], holders[run], cluster=commands.cluster)
     may_have_jobs = has_slurm and any(run.submit_script.exists() for run in runs)
     scripts = commands.own_scripts() if may_have_jobs else {}
     by_script = jobs_by_script(runs, scripts)
     ids: dict[RunDirectory, list[str]] = {}
     for run in runs:
-        recorded = _job_ids(run, holders[run], by_script.get(run, ()))
+        recorded = _job_ids(run, records[run], holders[run], by_script.get(run, ()), elsewhere.get(run, {}))
         ids[run] = [job_id for job_id in recorded if not is_of_another_run(scripts.get(job_id, ""), run)]
     all_ids = list(itertools.chain.from_iterable(ids.values()))
     states = commands.job_states(all_ids, ended=False) if all_ids and has_slurm else {}
@@ -101,6 +112,9 @@ def find_active(runs: Sequence[RunDirectory], commands: SlurmCommands) -> dict[R
             jobs=tuple(job_id for job_id in ids[run] if _is_active(job_id, states)),
             process=holder if is_process else None,
             unknown_jobs=() if has_slurm or _needs_no_job(run) else tuple(ids[run]),
+            elsewhere=unknown_elsewhere(run, records[run], elsewhere[run], read_ledger(run))
+            if elsewhere.get(run)
+            else {},
         )
         if activity:
             active[run] = activity
@@ -130,13 +144,27 @@ def _is_active(job_id: str, states: Mapping[str, JobState]) -> bool:
     return job_id in states and states[job_id].is_active
 
 
-def _job_ids(run: RunDirectory, holder: Holder | None, script_jobs: Sequence[str]) -> list[str]:
-    record = read_job(run)
+def names_cluster(record: JobRecord | None, holder: Holder | None) -> bool:
+    """Returns whether the cluster of some job of a run is on record; only then Slurm is asked for its own name."""
+    return bool(record is not None and record.clusters) or bool(holder is not None and holder.cluster)
+
+
+def _job_ids(
+    run: RunDirectory,
+    record: JobRecord | None,
+    holder: Holder | None,
+    script_jobs: Sequence[str],
+    elsewhere: Collection[str],
+) -> list[str]:
+    """Returns the jobs of a run that Slurm is to be asked about."""
     held = [holder.job_id] if holder is not None and holder.job_id is not None else []
-    job_ids = dict.fromkeys([*(record.job_ids if record is not None else ()), *held, *script_jobs])
+    recorded = [
+        job_id for job_id in (*(record.job_ids if record is not None else ()), *held) if job_id not in elsewhere
+    ]
+    job_ids = dict.fromkeys([*recorded, *script_jobs])
     if record is None or not record.packed:
         return list(job_ids)
-    left = left_jobs(run, record, read_ledger(run))
+    left = left_jobs(run, record.packed, read_ledger(run))
     return [job_id for job_id in job_ids if job_id not in left]
 
 
@@ -230,14 +258,14 @@ def newest_job(commands: SlurmCommands) -> int | None:
 
 
 def holder_lives(holder: Holder, commands: SlurmCommands) -> bool:
-    """Returns whether a holder lives; one that cannot be asked about (no Slurm here, another host) counts as alive.
+    """Returns whether a holder lives; one that cannot be asked about (no Slurm here, another host or cluster) does.
 
     Raises:
         ClusterError: Slurm is here and does not answer.
     """
     if holder.job_id is None:
         return process_lives(holder)
-    if not commands.is_available():
+    if not commands.is_available() or (holder.cluster and commands.cluster not in ("", holder.cluster)):
         return True
     state = commands.job_states([holder.job_id], ended=False).get(holder.job_id)
     return state is not None and state.is_active
@@ -277,6 +305,15 @@ def refuse_active(run: RunDirectory, commands: SlurmCommands, *, inside: str | N
         raise RunError(
             f"{run.path} is being run by {active.process}",
             hint=f"wait for it, or `cancel {run.run_id}`; if you know that it is gone, remove {run.lock}",
+        )
+    if active.elsewhere:
+        files = [run.job, *(run.jobs / job_id for job_id in active.elsewhere)]
+        files += [run.lock] if holder is not None and holder.job_id in active.elsewhere else []
+        raise RunError(
+            f"{run.name}/{run.run_id} may be queued or running as {named(active.elsewhere)}, and Slurm here does not "
+            f"know that cluster's jobs, {run.path}",
+            hint="`status`, `resume` and `cancel` can be typed on a login node there; if you know that it is over, "
+            f"remove {' '.join(map(str, files))}",
         )
 
 

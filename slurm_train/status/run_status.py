@@ -21,7 +21,19 @@ from slurm_train.rundir.attempts import comes_back, read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
 from slurm_train.rundir.heartbeat import Beat, read_oldest
-from slurm_train.rundir.jobs import JobRecord, has_stopped, left_jobs, number_of, process_lives, read_holder, read_job
+from slurm_train.rundir.jobs import (
+    Holder,
+    JobRecord,
+    has_stopped,
+    jobs_elsewhere,
+    left_jobs,
+    named,
+    number_of,
+    process_lives,
+    read_holder,
+    read_job,
+    unknown_elsewhere,
+)
 from slurm_train.rundir.lookup import is_own
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.signs import read_remarks
@@ -32,7 +44,13 @@ from slurm_train.slurm.answers import plain
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
-from slurm_train.status.activity import is_of_another_run, jobs_by_name, jobs_by_script, unread_submission
+from slurm_train.status.activity import (
+    is_of_another_run,
+    jobs_by_name,
+    jobs_by_script,
+    names_cluster,
+    unread_submission,
+)
 from slurm_train.status.failure import SETUP_FAILED
 from slurm_train.status.following import summaries_of
 
@@ -80,7 +98,7 @@ class RunState(enum.Enum):
     COMPLETED = "completed"
     """Slurm calls the job completed, but there is no result."""
     UNKNOWN = "unknown"
-    """The run saved itself, or Slurm uses a word that is not known here."""
+    """The run saved itself, Slurm uses a word that is not known here, or another cluster has the job."""
 
     @property
     def label(self) -> str:
@@ -152,8 +170,8 @@ class RunFiles:
     run: RunDirectory
     record: JobRecord | None = None
     """Its jobs."""
-    holder_job: str | None = None
-    """The job that holds its lock."""
+    holder: Holder | None = None
+    """The job or process that holds its lock."""
     ledger: tuple[Mapping[str, Any], ...] = ()
     line: Mapping[str, Any] = field(default_factory=dict)
     """The newest line with a training loss, {} before the first."""
@@ -177,16 +195,24 @@ class RunFiles:
     """Recorded jobs whose ids Slurm has given to jobs of other runs since."""
     left_jobs: frozenset[str] = frozenset()
     """Jobs that other runs share, and in which this one does nothing more."""
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Its jobs of another cluster, each with the cluster's name: Slurm of this machine is not asked about them."""
     lost_answer: str = ""
     """What is not known of its newest submission, and what helps; "" where its job is known."""
 
     @property
     def job_ids(self) -> list[str]:
-        """All jobs that may be active; the one that holds the lock is last, else the newest."""
+        """All jobs that Slurm may be asked about; the one that holds the lock is last, else the newest."""
         recorded = self.record.job_ids if self.record is not None else ()
-        holding = [self.holder_job] if self.holder_job is not None else []
+        holding = [self.holder.job_id] if self.holder is not None and self.holder.job_id is not None else []
         jobs = [job_id for job_id in (*recorded, *self.unrecorded_jobs) if job_id not in holding]
-        return [job_id for job_id in (*jobs, *holding) if job_id not in self.jobs_of_others]
+        left_out = {*self.jobs_of_others, *self.elsewhere}
+        return [job_id for job_id in (*jobs, *holding) if job_id not in left_out]
+
+    @property
+    def unknown_elsewhere(self) -> dict[str, str]:
+        """Its jobs that may be queued or running on another cluster, each with the cluster's name."""
+        return unknown_elsewhere(self.run, self.record, self.elsewhere, self.ledger)
 
     @property
     def last_attempt(self) -> Mapping[str, Any]:
@@ -217,7 +243,7 @@ def read_files(run: RunDirectory) -> RunFiles:
     return RunFiles(
         run=run,
         record=record,
-        holder_job=holder.job_id if holder is not None else None,
+        holder=holder,
         ledger=ledger,
         line=line,
         # The steps of a run of some epochs are counted by its ranks.
@@ -229,7 +255,7 @@ def read_files(run: RunDirectory) -> RunFiles:
         oldest_beat=read_oldest(run, attempt) if is_open else None,
         slow_because=_slow_because(run, attempt) if is_open else "",
         loss_problem=_loss_problem(run, line),
-        left_jobs=left_jobs(run, record, ledger),
+        left_jobs=left_jobs(run, record.packed if record is not None else (), ledger),
     )
 
 
@@ -278,6 +304,8 @@ class RunStatus:
     job: JobState | None
     """What Slurm says about its newest job."""
     job_id: str | None
+    other_cluster: str | None
+    """The cluster that may have its job, if not the one of this machine: Slurm there knows how it is."""
     step: int
     max_steps: int | None
     loss: float | None
@@ -379,6 +407,11 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         job_id = job.job_id
     elif files.job_ids:
         job_id = files.job_ids[-1]
+    other_cluster = None
+    unknown = files.unknown_elsewhere
+    if unknown and not files.runs_here and (job is None or not job.is_active):
+        job = None
+        job_id, other_cluster = list(unknown.items())[-1]
     state, note = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
     note = "; ".join(filter(None, [note, files.loss_problem, files.lost_answer]))
     is_running = state is RunState.RUNNING
@@ -394,6 +427,7 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         is_settled=files.is_settled,
         job=job,
         job_id=job_id,
+        other_cluster=other_cluster,
         step=max(int(files.line.get("step", 0)), files.checkpoint_step),
         max_steps=files.max_steps,
         **{key: _number(files.line, key) for key in ("loss", "tokens_per_s", "samples_per_s", "mfu", "step_time_s")},
@@ -483,6 +517,12 @@ def infer_state(
             return by_slurm, never_began(files, job) if by_slurm is RunState.FAILED else ""
     elif files.runs_here:
         return RunState.RUNNING, files.slow_because
+    beat = files.oldest_beat
+    is_beating = beat is not None and abs(now_unix_s - beat.written_unix_s) < SILENT_AFTER_S
+    if job is None and files.unknown_elsewhere:
+        where = f"{named(files.unknown_elsewhere)}: `status` on a login node there says more"
+        state = RunState.RUNNING if is_beating else RunState.UNKNOWN
+        return state, "; ".join(filter(None, [files.slow_because, where]))
     if job is not None and by_slurm is not None and _ended_without_attempt(files, job):
         # The newest attempt is that of an earlier job.
         return by_slurm, never_began(files, job)
@@ -496,8 +536,7 @@ def infer_state(
             # The supervisor was ended before it could record what became of its request.
             note = f"{reason.replace('_', ' ')}; Slurm did not requeue the job ({job.word}); {resume} continues"
         return by_slurm if by_slurm is RunState.FINISHING else ended, note
-    beat = files.oldest_beat
-    if not slurm_answers and job is None and beat and abs(now_unix_s - beat.written_unix_s) < SILENT_AFTER_S:
+    if not slurm_answers and job is None and is_beating:
         return RunState.RUNNING, files.slow_because
     if not last:
         if files.record is None:
@@ -609,7 +648,7 @@ class Survey:
     @property
     def is_over(self) -> bool:
         """Whether all of them have ended; without an answer of Slurm, a run that it may know counts as active."""
-        if any(status.is_active for status in self.statuses):
+        if any(status.is_active or status.other_cluster for status in self.statuses):
             return False
         is_answered = self.look.age_s is not None and not self.look.problem
         may_be_known = any(status.job_id is not None and not status.is_settled for status in self.statuses)
@@ -659,7 +698,7 @@ class Surveyor:
 
     def look(self, subjects: Sequence[Element]) -> Survey:
         """Returns the status of runs now; Slurm is asked once about all of them."""
-        files = for_each(self.read, [subject.run for subject in subjects])
+        files = self._with_clusters(for_each(self.read, [subject.run for subject in subjects]))
         look = self._view.look(wanted_of(files))
         if not look.problem:
             files = self._without_jobs_of_others(files, look)
@@ -671,6 +710,13 @@ class Surveyor:
         for subject, run_files in zip(subjects, files, strict=True):
             statuses.append(status_of(subject, run_files, look, now_unix_s=now_unix_s))
         return Survey(tuple(statuses), look)
+
+    def _with_clusters(self, files: Sequence[RunFiles]) -> list[RunFiles]:
+        """Returns the files of runs; which of their jobs another cluster has is found out."""
+        cluster = self._view.cluster() if any(names_cluster(file.record, file.holder) for file in files) else ""
+        if not cluster:
+            return list(files)
+        return [replace(file, elsewhere=jobs_elsewhere(file.record, file.holder, cluster=cluster)) for file in files]
 
     def _without_jobs_of_others(self, files: Sequence[RunFiles], look: Look) -> list[RunFiles]:
         """Returns the files of runs; those that have stopped for good lose ids which Slurm has given out again."""

@@ -46,7 +46,7 @@ def submit_continuation(run: RunDirectory, job_id: str, *, exclude: Sequence[str
     script = read_text(run.submit_script)
     flags += expedite_flags(script, config, SlurmCommands(env))
     new_id = submit_script(script, folder=run.submitted, env=env, flags=flags, export=tuple(env))
-    record_job(run, new_id, continues=job_id)
+    record_job(run, new_id, cluster=env.get("SLURM_CLUSTER_NAME", ""), continues=job_id)
     # Slurm will count this job as failed, so jobs that wait for its success would wait for ever.
     with contextlib.suppress(ClusterError):
         SlurmCommands(env).hand_dependents(job_id, new_id)

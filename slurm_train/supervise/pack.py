@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from slurm_train.rundir.attempts import read_ledger
-from slurm_train.rundir.jobs import left_jobs, read_job
+from slurm_train.rundir.jobs import left_jobs
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.supervise.decision import Decision, is_over_its_limit
 from slurm_train.supervise.monitor import BestEffort
@@ -33,7 +33,7 @@ class PackedJob(SlurmJob):
 
     def has_left(self) -> bool:
         """Returns whether the run has stopped for good in an earlier start of this job."""
-        return self.job_id in left_jobs(self._run, read_job(self._run), read_ledger(self._run))
+        return self.job_id in left_jobs(self._run, [self.job_id], read_ledger(self._run))
 
     def requeue(self, _decision: Decision) -> bool:
         """Does nothing: the job is requeued when all runs of the pack have ended, if exit codes ask for it."""

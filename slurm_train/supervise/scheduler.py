@@ -101,7 +101,8 @@ class Scheduler:
     def __init__(self, start: AttemptStart, env: Mapping[str, str]) -> None:
         self.start = start
         self.commands = SlurmCommands(env)
-        self.holder = this_process(job_id=start.job_id)
+        cluster = "" if start.job_id is None else env.get("SLURM_CLUSTER_NAME", "")
+        self.holder = this_process(job_id=start.job_id, cluster=cluster)
 
     def is_alive(self, holder: Holder) -> bool:
         """Returns whether another holder of the run's lock still lives."""

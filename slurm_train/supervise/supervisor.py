@@ -182,7 +182,13 @@ class Supervisor:
             start = self._start()
             # Only after the lock is taken: a job without the lock must not hide the job that has it.
             if job_id is not None:
-                record_job(run, job_id, continues=scheduler.continues, is_packed=scheduler.is_shared)
+                record_job(
+                    run,
+                    job_id,
+                    cluster=scheduler.holder.cluster,
+                    continues=scheduler.continues,
+                    is_packed=scheduler.is_shared,
+                )
             close_lost(run, start, past_ends=scheduler.past_ends, last_step=last_step(run))
             if is_there(run.result):
                 say(f"{run.path} is finished already; see {run.result}")

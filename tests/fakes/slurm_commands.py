@@ -140,6 +140,10 @@ class FakeSlurmCommands:
         return list(self.qos.values())
 
     @property
+    def cluster(self) -> str:
+        return self.show_config().get("ClusterName", "")
+
+    @property
     def settings(self) -> dict[str, str]:
         return self.show_config()
 

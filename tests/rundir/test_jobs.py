@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slurm_train.rundir.jobs import (
     clear_dead,
     complete_stop,
     has_ended,
+    jobs_elsewhere,
     obey_stop,
     process_lives,
     read_holder,
@@ -257,6 +259,7 @@ def test_a_release_that_comes_late_leaves_the_successors_lock(
 
 STARTER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from slurm_train.errors import RunError
 from slurm_train.rundir import jobs as lock
@@ -348,3 +351,22 @@ def test_a_result_without_an_end_line_is_the_end_a_minute_later(tmp_path: Path) 
     assert not has_ended(run), "rank 0 may still say something"
     os.utime(run.result, (1.0, 1.0))
     assert has_ended(run)
+
+
+def test_a_job_is_another_one_where_its_cluster_is_another(run: RunDirectory) -> None:
+    take_lock(run.lock, replace(JOB, cluster="a"), is_alive=always)
+    with pytest.raises(RunError, match="Slurm job 12 of cluster a"):
+        take_lock(run.lock, replace(JOB, cluster="b"), is_alive=always)
+    take_lock(run.lock, JOB, is_alive=always)  # of a version that wrote no clusters
+
+
+def test_the_newer_of_two_jobs_with_one_id_is_meant(run: RunDirectory) -> None:
+    for job_id, cluster in (("12", "a"), ("13", "a"), ("12", "b"), ("12", "b"), ("13", "")):
+        record_job(run, job_id, cluster=cluster)
+    record = read_job(run)
+    assert record is not None and record.job_ids == ("13", "12") and record.clusters == {"13": "a", "12": "b"}
+    run.job.unlink()
+    assert read_job(run) == record, "each entry has it, too"
+    assert jobs_elsewhere(record, None, cluster="a") == {"12": "b"} and not jobs_elsewhere(record, None, cluster="")
+    holder = replace(JOB, job_id="13", cluster="c")
+    assert jobs_elsewhere(record, holder, cluster="a") == {"12": "b", "13": "c"}

@@ -6,9 +6,10 @@ import pytest
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.rundir.attempts import AttemptStart, close_attempt, open_attempt, read_ledger
-from slurm_train.rundir.jobs import ask_to_stop, left_jobs, read_job, record_job
+from slurm_train.rundir.jobs import ask_to_stop, left_jobs, record_job
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
+from slurm_train.status.run_status import read_files
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.nodes import NodePool
 from slurm_train.supervise.pack import PackedJob, return_of
@@ -83,7 +84,7 @@ def test_a_run_that_has_stopped_for_good_does_not_start_again_with_its_pack(tmp_
     assert supervisor.supervise(lambda _attempt: pytest.fail("it was started")) == 1
     # Another job is another matter: a person has resumed the run.
     record_job(pack.run, "8")
-    assert left_jobs(pack.run, read_job(pack.run), read_ledger(pack.run)) == {"7_1"}
+    assert left_jobs(pack.run, ["7_1"], read_ledger(pack.run)) == {"7_1"}
 
 
 def test_a_run_that_was_cancelled_while_its_pack_waits_has_left_it(tmp_path: Path) -> None:
@@ -97,4 +98,4 @@ def test_a_job_of_its_own_is_never_left(tmp_path: Path) -> None:
     pack = Pack(tmp_path)
     record_job(pack.run, "7_1")
     pack.ends(action="stop", reason="failed")
-    assert left_jobs(pack.run, read_job(pack.run), read_ledger(pack.run)) == frozenset()
+    assert read_files(pack.run).left_jobs == frozenset()
