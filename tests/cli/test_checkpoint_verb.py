@@ -88,37 +88,28 @@ def test_export_writes_the_newest_that_verifies_or_a_step_and_overwrites_nothing
     assert shell.left() == before
 
 
-def test_the_best_by_two_measures_is_named_and_not_chosen(shell: Shell, run: RunDirectory) -> None:
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_the_best_by_two_measures_is_named_and_not_chosen(shell: Shell, run: RunDirectory, evaluate: bool) -> None:
     """Also that it was chosen by averaged weights, which an export without --ema does not write."""
     rules = [
-        {"name": "best eval_loss", "keep": 1, "steps": [[1, 0.5]]},
-        {"name": "best eval_accuracy", "keep": 2, "steps": [[2, 0.75], [1, 0.5]]},
-        {"name": LAST_FINITE, "keep": 1, "steps": [[2, 1.0]]},
+        {"name": "best eval_loss", "keep": 1, "steps": [[3, 0.5]]},
+        {"name": "best eval_accuracy", "keep": 2, "steps": [[4, 0.75], [3, 0.5]]},
+        {"name": LAST_FINITE, "keep": 1, "steps": [[4, 1.0]]},
     ]
-    average = {"_target_": EMA, "decay": 0.9}
-    for newest, evaluate in ((3, False), (4, True)):
-        settings = {"callbacks": [average | {"evaluate": evaluate}]}
-        has_checkpoints(run, *range(1, newest + 1), extra={"kept": rules, "settings": settings})
-        listed = shell.types("checkpoint ls")
-        _, *states = [line.partition("complete, ")[2].strip() for line in listed.out.splitlines()]
-        both = [
-            "best eval_accuracy 0.7500, last finite loss 1.0000",
-            "best eval_loss 0.5000, best eval_accuracy 0.5000",
-        ]
-        assert list(filter(None, states)) == both
-        for word, step, exists in (
-            ("best:eval_loss", 1, True),
-            ("best:eval_accuracy", 2, True),
-            ("best:eval_f1", 0, False),
-        ):
-            path = f"{evaluate}_{step}.safetensors"
-            done = shell.types(f"checkpoint export {run.run_id}@{word} {path}")
-            assert (done.code == 0) is exists, done.err
-            if exists:
-                assert load_file(path)["head.weight"][0, 0] == step
-                assert ("--ema" in done.err) is ("--ema" in listed.err) is evaluate
-    refused = shell.types(f"checkpoint export {run.run_id}@best model.safetensors")
-    assert refused.code == 1 and f"{run.run_id}@best:eval_loss, {run.run_id}@best:eval_accuracy" in refused.err
+    settings = {"callbacks": [{"_target_": EMA, "decay": 0.9, "evaluate": evaluate}]}
+    has_checkpoints(run, 1.0, 2.0, 3.0, 4.0, extra={"kept": rules, "settings": settings})
+    listed = shell.types("checkpoint ls")
+    states = [line.partition("complete, ")[2].strip() for line in listed.out.splitlines()[1:3]]
+    assert states[0] == "best eval_accuracy 0.7500, last finite loss 1.0000"
+    assert states[1] == "best eval_loss 0.5000, best eval_accuracy 0.5000"
+    for measure, step in (("eval_loss", 3), ("eval_accuracy", 4)):
+        done = shell.types(f"checkpoint export {run.run_id}@best:{measure} {step}.safetensors")
+        assert load_file(f"{step}.safetensors")["head.weight"][0, 0] == step, done.err
+        assert ("--ema" in done.err) is ("--ema" in listed.err) is evaluate
+    for word in ("best", "best:eval_f1"):
+        refused = shell.types(f"checkpoint export {run.run_id}@{word} model.safetensors")
+        assert refused.code == 1
+        assert f"write {run.run_id}@best:eval_loss, {run.run_id}@best:eval_accuracy" in refused.err
 
 
 @pytest.mark.full
