@@ -21,7 +21,7 @@ from slurm_train.tools.devcluster.plan import ClusterPlan
 from tests.support.session_environment import enter_session_environment
 from tests.support.session_namespaces import enter_session_namespaces, namespaces_obstacle
 
-pytest_plugins = ("tests.homes", "tests.skips")
+pytest_plugins = ("tests.deadline", "tests.homes", "tests.skips")
 
 _NO_CLUSTER = "PYTEST_NO_CLUSTER"
 """Variable that tells the processes of pytest-xdist why this session has no real Slurm."""
@@ -63,13 +63,16 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with the tests of the cluster, which take longest, and with long files, which run beside them.
+
+    Where the clock ends the tests, they run in the order in which they were asked for.
 
     Their ids are written down: the process that divides the tests among those of pytest-xdist knows a test by its id
     alone.
     """
-    items.sort(key=lambda item: (not _needs_cluster(item), _file_of(item.nodeid) not in _LONG))
+    if config.getoption("--until") is None:
+        items.sort(key=lambda item: (not _needs_cluster(item), _file_of(item.nodeid) not in _LONG))
     ids = [item.nodeid for item in items if _needs_cluster(item)]
     path = Path(os.environ[_PLACE], f"{_CLUSTER_TESTS}_{os.environ.get('PYTEST_XDIST_WORKER', '')}")
     path.write_text("\n".join(ids), encoding="utf-8")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import subprocess
+import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.support.command_line import write
+from tests.support.command_line import REPOSITORY, write
 
 CI = Path(__file__).resolve().parents[1] / ".ci"
 
@@ -51,6 +55,18 @@ def test_an_edit_reaches_the_tests_that_import_it_on_any_way(
 ) -> None:
     write(tmp_path, _TREE)
     assert check.distances_to_tests(check.read_graph(tmp_path), [changed]) == tests
+
+
+def test_no_further_test_begins_where_the_time_is_over(tmp_path: Path) -> None:
+    tests = "import pytest\n\n@pytest.mark.parametrize('number', range(9))\ndef test_it(number):\n    pass\n"
+    write(tmp_path, {"test_one.py": tests, "test_two.py": tests})
+    words = ["-p", "tests.deadline", f"--until={time.monotonic()}", "--numprocesses=2", "--dist=loadfile"]
+    command = [sys.executable, "-m", "pytest", *words, f"--rootdir={tmp_path}", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    # Each process has ended its first.
+    assert re.search(r"\b[12] passed", done.stdout), done.stdout
 
 
 def test_every_part_runs_and_the_last_lines_have_the_verdict_of_each(tmp_path: Path) -> None:
