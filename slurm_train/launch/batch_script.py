@@ -23,6 +23,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.launch.placement import NodeGroup, World
 from slurm_train.launch.plan import RunPlan, script_name
 from slurm_train.launch.rank_command import RankCommand
+from slurm_train.launch.typed_flags import as_text, step_flags, typed_flags, with_typed
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import warning_lead_s
 from slurm_train.slurm.allocation import compact_nodelist, parse_nodelist
@@ -36,57 +37,6 @@ from slurm_train.slurm.flags import (
 from slurm_train.status.failure import SETUP_FAILED
 
 STEP_NAME = "attempt_{attempt}"
-
-# Flags that the launch sets itself, and the key to use instead.
-_SIZES = {
-    "nodes": "cluster.nodes",
-    "ntasks": "cluster.gpus_per_node",
-    "ntasks-per-node": "cluster.gpus_per_node",
-    "cpus-per-task": "cluster.cpus_per_gpu",
-    # It limits each rank to one device with number 0 and cuts peer access between GPUs.
-    "gpus-per-task": "cluster.gpus_per_node",
-}
-_PROTECTED = {
-    "cluster.sbatch": {
-        **_SIZES,
-        "gpus-per-node": "cluster.gpus_per_node",
-        "time": "cluster.time",
-        "requeue": "requeue.enabled",
-        "no-requeue": "requeue.enabled",
-        "signal": "requeue.warn_before_limit_s",
-        "job-name": "run.name, and cluster.job_name_prefix for what a site prescribes,",
-        "output": "run.root",
-        "error": "run.root",
-        "open-mode": "",
-        "array": "",
-        "hetjob": "cluster.gpus_per_node",
-        "wrap": "script",
-        "parsable": "",
-        "test-only": "",
-        # With it, the submission would return only after the end of the job.
-        "wait": "",
-    },
-    "cluster.srun": {
-        **_SIZES,
-        "output": "",
-        "error": "",
-        "open-mode": "",
-        "export": "cluster.env",
-        "kill-on-bad-exit": "",
-        "het-group": "cluster.gpus_per_node",
-        "job-name": "",
-        "multi-prog": "script",
-    },
-}
-# Flags that have a key; `cluster.sbatch` may set them if the key is not set.
-_KEYS = {
-    **{name: f"cluster.{name}" for name in ("partition", "account", "qos", "nodelist", "exclude", "constraint")},
-    "mem": "cluster.memory_gb_per_node",
-}
-# Requeues, `status` and `cancel` use the cluster of this machine, where the same number is another job's.
-_OTHER_CLUSTERS = ("cluster", "clusters", "cluster-constraint")
-# Complete names of flags, although a protected name begins with them.
-_NOT_SHORT = ("gpus",)
 
 
 def render_script(plan: RunPlan, *, default_python: str = sys.executable, package: Path | None = None) -> str:
@@ -217,7 +167,7 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
     """
     cluster = _cluster(plan.config)
     groups = plan.world.groups
-    user_flags = _user_flags("cluster.sbatch", cluster.sbatch)
+    typed = typed_flags("cluster.sbatch", cluster.sbatch)
     hosts = None
     if len(groups) > 1 and cluster.nodelist is not None:
         hosts = parse_nodelist(cluster.nodelist)
@@ -250,30 +200,15 @@ def sbatch_components(plan: RunPlan) -> list[Flags]:
                 flags["chdir"] = plan.directory
         # A site's JobRequeue may have either default, so the flag is always set.
         flags["requeue" if plan.config.requeue.enabled else "no-requeue"] = True
-        _refuse_two_values(flags, user_flags)
         # Without "B:", so the warning goes to the ranks. USR2, since NCCL may catch USR1.
         flags["signal"] = warning_signal(plan.config, plan.run)
-        components.append(flags | user_flags)
+        components.append(with_typed(flags, typed, cluster=cluster, per_node=group.ranks_per_node))
     return components
 
 
 def job_name(plan: RunPlan) -> str:
     """Returns the name of a run's job, e.g. "gpt-stdlib-3f9a1c07a2b4", with the prefix that the site requires."""
     return f"{_cluster(plan.config).job_name_prefix or ''}{plan.run.name}-{plan.run.run_id}"
-
-
-def _refuse_two_values(flags: Flags, user_flags: Flags) -> None:
-    """Refuses a flag of `cluster.sbatch` that would silently replace a different value of a key.
-
-    Slurm accepts an abbreviated name as well ("part" for "partition").
-    """
-    for flag, value in user_flags.items():
-        for name, key in _KEYS.items():
-            if name.startswith(flag) and name in flags and flags[name] != value:
-                raise ConfigError(
-                    f"{key} asks for --{name}={flags[name]}, and cluster.sbatch.{flag} for {value}",
-                    hint=f"set {key}={value} and leave cluster.sbatch.{flag} out",
-                )
 
 
 def _size_flags(plan: RunPlan, group: NodeGroup) -> Flags:
@@ -374,7 +309,8 @@ def srun_flags(plan: RunPlan) -> Flags:
         if cpus is not None:
             # srun inherits it in some releases only (not from 22.05 to 23.02), so it is set again.
             flags["cpus-per-task"] = str(cpus)
-    return flags | _user_flags("cluster.srun", cluster.srun)
+    gpus_per_node = [group.ranks_per_node for group in groups]
+    return flags | step_flags(typed_flags("cluster.srun", cluster.srun), cluster=cluster, gpus_per_node=gpus_per_node)
 
 
 def task_log(config: RunConfig, world: World) -> str:
@@ -396,44 +332,10 @@ def job_environment(config: RunConfig) -> dict[str, str]:
         variables |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), cluster.network_interface)
     for name, value in cluster.env.items():
         if value is not None:
-            variables[name] = _text(f"cluster.env.{name}", value)
+            variables[name] = as_text(f"cluster.env.{name}", value)
     return variables
 
 
 def _cluster(config: RunConfig) -> ClusterSection:
     assert config.cluster is not None, "only runs on a cluster have Slurm resources"
     return config.cluster
-
-
-def _user_flags(key: str, values: Mapping[str, Any]) -> Flags:
-    flags: Flags = {}
-    for name, value in values.items():
-        flag = name.replace("_", "-")
-        if flag in _OTHER_CLUSTERS:
-            raise ConfigError(
-                f"{key}.{name}={value} sends the job to another cluster, but status, cancel and requeue ask the "
-                "cluster of this machine, where that job id belongs to another job",
-                hint=f"log in to a login node of that cluster and submit there, without {key}.{name}",
-            )
-        # Slurm accepts an abbreviated name as well ("arr" for "array").
-        protected = _PROTECTED[key]
-        full_name = flag
-        if flag not in protected:
-            full_name = next((protected_name for protected_name in protected if protected_name.startswith(flag)), "")
-        if full_name and flag not in _NOT_SHORT:
-            hint = f"use {protected[full_name]} instead" if protected[full_name] else f"drop {key}.{name}"
-            raise ConfigError(f"{key}.{name} would break the launch, which sets it itself", hint=hint)
-        for placeholder in ("{attempt}", "{nodes}", "{tasks}", "{nodelist}"):
-            if placeholder in str(value):
-                raise ConfigError(
-                    f"{key}.{name}={value}: {placeholder} is filled in by the launch", hint="write another text"
-                )
-        if value is not None and value is not False:
-            flags[flag] = value if value is True else _text(f"{key}.{name}", value)
-    return flags
-
-
-def _text(key: str, value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        raise ConfigError(f"{key}={value!r} is not a single value", hint=f"write {key}=TEXT")
-    return str(value).lower() if isinstance(value, bool) else str(value)

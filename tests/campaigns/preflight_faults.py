@@ -287,7 +287,7 @@ FAULTS: tuple[Fault, ...] = (
         "GPU_COUNT",
         "srun gives the step one GPU of the two on each node",
         "1 GPUs are visible to the ranks, 2 were asked for",
-        words=("cluster.srun.gpus-per-node=1",),
+        words=("cluster.setup=[export SLURM_GPUS_PER_NODE=1]",),
     ),
     Fault(
         "GPU_BUSY",

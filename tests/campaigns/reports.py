@@ -137,6 +137,16 @@ def _shell_choices(person: Person) -> Iterator[str]:
         yield f"SBATCH_QOS=urgent gave QOS {qos}, and the plan does not name it"
 
 
+def _disk_beside_gpus(person: Person) -> Iterator[str]:
+    words = "plan script=[train.py] +cluster=1x2 cluster.gpu_flag=gres"
+    script = _types(person, f"{words} cluster.sbatch.gres=nvme:10").out
+    if "#SBATCH --gres=gpu:2,nvme:10" not in script:
+        yield f"GPUs and nvme are not asked for together: {re.findall('--g.*', script)}"
+    refused = _types(person, f"{words} cluster.sbatch.gres=gpu:4,nvme:10")
+    if refused.code != 2 or "cluster.gpus_per_node=4" not in refused.err:
+        yield f"two numbers of GPUs: exit code {refused.code}: {refused.err[-200:]}"
+
+
 # --- steps, and causes that are named ---
 
 
@@ -445,6 +455,7 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("variables and flags in a file arrive as they are written", _yaml_values),
     Situation("a time limit in a file is no number in base 60", _yaml_limit),
     Situation("SBATCH_QOS of the shell is used, or named", _shell_choices),
+    Situation("a local disk beside the GPUs of --gres", _disk_beside_gpus),
     Situation("a job that asks for its GPUs in total", _total_gpus),
     Situation("a part of an allocation with GPUs in total", _total_gpus_in_salloc),
     Situation("srun that creates no step blames no node", _no_step),

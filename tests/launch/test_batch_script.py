@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -259,31 +258,3 @@ def test_the_ranks_of_a_program_of_ones_own_may_end_at_different_times(tmp_path:
     own = ({"script": ["train.py"]}, {"task": {"_target_": "os.getpid"}})
     plans = [make_plan(tmp_path, cluster=cluster, **sections) for sections in ({}, *own)]
     assert [srun_flags(plan)["wait"] for plan in plans] == ["60", "0", "0"]
-
-
-PROTECTED = [
-    ("sbatch", "nodes", "use cluster.nodes instead"),
-    ("sbatch", "gpus-per-task", "use cluster.gpus_per_node instead"),
-    ("sbatch", "wait", "drop cluster.sbatch.wait"),
-    ("srun", "output", "drop cluster.srun.output"),
-    ("srun", "export", "use cluster.env instead"),
-    # Slurm takes a long name cut short as well.
-    ("sbatch", "gpus-per-t", "use cluster.gpus_per_node instead"),
-    ("srun", "outp", "drop cluster.srun.outp"),
-]
-
-
-@pytest.mark.parametrize(("section", "flag", "hint"), PROTECTED)
-def test_flags_that_the_launch_decides_are_refused_with_the_key_to_use(section: str, flag: str, hint: str) -> None:
-    error = refusal(ConfigError, flags_of, **{section: {flag: "1"}})
-    assert error.message == f"cluster.{section}.{flag} would break the launch, which sets it itself"
-    assert error.hint == hint
-
-
-@pytest.mark.parametrize("section", ["sbatch", "srun"])
-@pytest.mark.parametrize("flag", ["clusters", "cluster", "cluster-constraint"])
-def test_another_cluster_is_refused(section: str, flag: str) -> None:
-    text = f"cluster.{section}.{flag}=gpu2 sends the job to another cluster"
-    with pytest.raises(ConfigError, match=re.escape(text)) as caught:
-        flags_of(**{section: {flag: "gpu2"}})
-    assert "log in to a login node of that cluster" in caught.value.hint

@@ -28,6 +28,8 @@ class RankFacts:
     """The rank that Slurm gave to this task."""
     visible_gpus: int | None = None
     """GPUs that this process may use."""
+    unnamed_gpus: int | None = None
+    """GPUs of the node where neither Slurm nor a vendor's variable names one to this task; None where one does."""
     cpus: list[int] = field(default_factory=list)
     """CPUs that it may run on."""
     max_open_files: int | None = None

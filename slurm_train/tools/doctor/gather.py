@@ -73,6 +73,8 @@ def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
     # Where each task is bound to a single GPU, Slurm knows how many its step has on the node.
     on_node = env.get("SLURM_GPUS_ON_NODE", "")
     of_step = int(on_node) if on_node.isdigit() and len(names or ()) == 1 else 0
+    # A task prolog may remove the vendor's variable; Slurm's own stay.
+    is_unnamed = names is None and "SLURM_STEP_ID" in env and not on_node and "SLURM_STEP_GPUS" not in env
     locked = _soft_limit(resource.RLIMIT_MEMLOCK)
     return RankFacts(
         rank=place.rank,
@@ -82,6 +84,7 @@ def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
         node=place.host,
         slurm_rank=int(task) if task.isdigit() and "SLURM_STEP_ID" in env else None,
         visible_gpus=None if names is None else max(len(names), of_step),
+        unnamed_gpus=len(installed_gpus()) if is_unnamed else None,
         cpus=sorted(os.sched_getaffinity(0)),
         max_open_files=_soft_limit(resource.RLIMIT_NOFILE),
         max_locked_mb=None if locked is None else locked // _MIB,

@@ -53,6 +53,10 @@ HINTS = {
     "SLOW_LINK": "look at the cable, the switch port and the speed that was agreed on (`ethtool`)",
 }
 """Each code, and what to do about it unless a finding says something else."""
+_NO_GPU_NAMED = (
+    "look for flags of GPUs in submit.sh, cluster.sbatch and cluster.srun, and for gres/gpu in `scontrol show job`; "
+    "to train on CPUs: cluster.gpu_flag=none"
+)
 OTHER_CODES = ("FS_MISSING", "STEP_REFUSED", "COLLECTIVE")
 """Codes that are found outside of these rules: before there are ranks, and when the process group is open."""
 
@@ -132,6 +136,13 @@ def _scarce_resources(job: Job) -> Iterator[Finding]:
             yield error(
                 "GPU_COUNT", name, f"{gpus} GPUs are visible to the ranks, {wanted} were asked for", blames=True
             )
+        unnamed = next((rank.unnamed_gpus for rank in ranks if rank.unnamed_gpus is not None), None)
+        if wanted and unnamed is not None:
+            # The request is at fault, not the node: Slurm gives GPUs to a job and to a step that ask for them.
+            report = warning if unnamed else error
+            instead = f"they may use all {unnamed} of the node, other jobs' too" if unnamed else "they would use CPUs"
+            seen = f"Slurm names no GPU to the ranks, {wanted} were asked for: {instead}"
+            yield report("GPU_COUNT", name, seen, hint=_NO_GPU_NAMED)
 
         bound = {cpu for rank in ranks for cpu in rank.cpus}
         fewest = min(len(rank.cpus) for rank in ranks)

@@ -48,6 +48,24 @@ def test_gpus_of_other_vendors_are_counted_by_their_own_variables() -> None:
 
 
 @pytest.mark.parametrize(
+    ("env", "is_unnamed"),
+    [
+        ({"SLURM_STEP_ID": "0"}, True),
+        # What a batch script has of its job is not the step's.
+        ({"SLURM_STEP_ID": "0", "SLURM_JOB_GPUS": "0,1"}, True),
+        ({"SLURM_STEP_ID": "0", "CUDA_VISIBLE_DEVICES": ""}, False),
+        ({"SLURM_STEP_ID": "0", "ROCR_VISIBLE_DEVICES": "0"}, False),
+        # A task prolog has removed the vendor's variable.
+        ({"SLURM_STEP_ID": "0", "SLURM_GPUS_ON_NODE": "2"}, False),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_GPUS": "0,1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_task_knows_that_nothing_names_a_gpu_to_it(env: dict[str, str], is_unnamed: bool) -> None:
+    assert (gather.read_rank(PLACE, env).unnamed_gpus is not None) == is_unnamed
+
+
+@pytest.mark.parametrize(
     ("env", "compile_", "is_looked_for"),
     [
         ({"CUDA_VISIBLE_DEVICES": "0"}, "auto", True),
