@@ -10,7 +10,6 @@ the training has evaluated itself, its own number counts.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from slurm_train.formatting import clock as countdown
-from slurm_train.rundir.files import open_file, read_lines, write_all
+from slurm_train.rundir.files import open_file, read_lines, to_json, write_all
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.scores import Score, scores_that_count
 
@@ -46,8 +45,11 @@ class MetricsWriter:
         self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Appends one line; keys keep their order. A line that a full disk has cut off takes no other with it."""
-        line = json.dumps(values, separators=(", ", ": ")) + "\n"
+        """Appends one line; keys keep their order, and a number that is not finite is null.
+
+        A line that a full disk has cut off takes no other with it.
+        """
+        line = to_json(values, separators=(", ", ": ")) + "\n"
         data = (f"\n{line}" if self._is_torn else line).encode()
         self._is_torn = True
         write_all(self._descriptor, data)

@@ -50,7 +50,7 @@ from slurm_train.launch.plan import RunPlan
 from slurm_train.launch.snapshot import Source, read_source
 from slurm_train.launch.start import Start
 from slurm_train.launch.write import require_writable
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import read_json, to_json
 from slurm_train.rundir.lookup import find_run
 from slurm_train.rundir.node_disk import kernel_variables
 from slurm_train.rundir.paths import RunDirectory, find_save
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         )
     code, result = _result_of(plan, run, words=["evaluate", *words])
     if result is not None:
-        answer(json.dumps(result))
+        answer(to_json(result))
     return code
 
 

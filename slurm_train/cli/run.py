@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from slurm_train.estimate.choice import settle_parallel
 from slurm_train.launch.drift import changed_files
 from slurm_train.launch.plan import RunPlan, plan_run
 from slurm_train.launch.start import Start
-from slurm_train.rundir.files import read_json
+from slurm_train.rundir.files import read_json, to_json
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.sweep import SweepDirectory
 
@@ -97,7 +96,7 @@ def _show_result(plan: RunPlan, cwd: Path) -> None:
         note(f"your files have changed since: {changed}; to train with them, from the first step: add run.name={name}")
     else:
         note(f"to repeat it with the present code: add run.name={name}, or seed=N")
-    answer(json.dumps(result))
+    answer(to_json(result))
 
 
 # --- a run directory for a launcher of your own ---

@@ -37,6 +37,7 @@ from slurm_train.rundir.files import (
     read_lines,
     read_record,
     rename,
+    to_json,
     write_durable,
 )
 from slurm_train.rundir.lineage import first_step_of
@@ -169,7 +170,7 @@ def publish_result(run: RunDirectory, attempt: int, values: Mapping[str, Any]) -
     """
     prepared = run.prepared_result(attempt)
     prepared.unlink(missing_ok=True)
-    write_durable(prepared, json.dumps(values, indent=1) + "\n")
+    write_durable(prepared, to_json(values, indent=1) + "\n")
     check_fence(run, attempt)
     try:
         rename(prepared, run.result)

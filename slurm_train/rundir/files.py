@@ -167,6 +167,27 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def to_json(value: Any, **layout: Any) -> str:
+    """Returns a value as JSON; numbers that JSON does not have (NaN, infinity) are null.
+
+    Args:
+        value: what `json.dumps` takes.
+        **layout: keywords of `json.dumps`.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **layout)
+    except ValueError:
+        return json.dumps(_without_nan(value), allow_nan=False, **layout)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
     """Appends one JSON object as a line, usually with a single write, so that two writers of one node never mix.
 
@@ -176,7 +197,7 @@ def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> 
     Raises:
         OSError: the line is not on disk, or only a part of it.
     """
-    line = json.dumps(value, separators=(",", ":")) + "\n"
+    line = to_json(value, separators=(",", ":")) + "\n"
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(descriptor).st_size

@@ -74,7 +74,10 @@ class Passes:
         self._device = rank.device
         self._objective: Any = objective
         self._norm_type = _norm_type(objective.parameters())
-        self.buffers = SharedBuffers(objective)
+        health = rank.config.health
+        # A loss scale that is too large skips a step, too.
+        may_skip = "skip" in (health.on_non_finite, health.on_spike) or rank.autocast is torch.float16
+        self.buffers = SharedBuffers(objective, may_skip=may_skip)
         """Buffers of the model; all ranks have the same values when a step begins."""
         self._mark = rank.heartbeat.mark
         self._clock = rank.heartbeat.clock

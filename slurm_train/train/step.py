@@ -3,7 +3,8 @@
 The division turns gradients into those of the mean over all items, and clips them. It is a part of the update, so
 gradients are read and written once. Nothing waits for a GPU: its reduced values are copied to the host during the next
 step, and read one step late on every rank. A step that is not finite is never applied: on the CPU the host checks it
-first, on a GPU the update itself is masked. Parameters that are offloaded to the host are updated as on the CPU.
+first, on a GPU the update itself is masked. Buffers that the forward pass has changed are then put back likewise.
+Parameters that are offloaded to the host are updated as on the CPU.
 """
 
 from __future__ import annotations
@@ -194,6 +195,8 @@ class Stepper:
         if result.applied:
             self._divisor.fill_(items * max(1.0, (norm + _EPSILON) / self._limit))
             self._update.apply(gradients, self._divisor)
+        else:
+            self.passes.buffers.put_back()
         if self.scale is not None and self.scale.update(numbers[LOSS], norm_of_sum):
             result = result._replace(overflowed=True)
         return result
@@ -213,6 +216,7 @@ class Stepper:
         if not self._applies_spikes and facts.loss_limit < float("inf"):
             skip = skip | (numbers[LOSS] > facts.loss_limit * numbers[COUNT])
         self._update.apply(gradients, divisor.float(), skip=skip.float())
+        self.passes.buffers.put_back(skip)
         previous = self.drain()
         flags = [skip] if self.scale is None else [skip, self.scale.update(numbers[LOSS], norm_of_sum)]
         values = torch.cat((values, torch.stack(flags).to(values.dtype)))

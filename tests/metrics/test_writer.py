@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from slurm_train.metrics import MetricsWriter, read_metrics
+from slurm_train.metrics import MetricsWriter, last_numbers, read_metrics
+from slurm_train.rundir.files import to_json
 
 
 def write(path: Path, *lines: dict[str, Any]) -> None:
@@ -25,6 +26,18 @@ def test_floats_come_back_bit_for_bit_and_keys_in_order(tmp_path: Path) -> None:
     line = {"step": 1, "loss": math.pi / 3, "tiny": 5e-324, "attempt": 0, "mfu": None}
     write(tmp_path / "metrics.jsonl", line)
     assert list(read_metrics(tmp_path / "metrics.jsonl")[0].items()) == list(line.items())
+
+
+def test_every_line_is_json_and_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    """Python alone reads the word NaN; what is null is known as not finite to those who ask for the last numbers."""
+    path = tmp_path / "metrics.jsonl"
+    write(
+        path, {"step": 1, "attempt": 0, "loss": 1.0}, {"step": 1, "attempt": 0, "eval_loss": math.nan, "mfu": -math.inf}
+    )
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert lines[1] == {"step": 1, "attempt": 0, "eval_loss": None, "mfu": None}
+    assert last_numbers(path) == {"step": 1, "loss": 1.0, "eval_loss": None}
+    assert json.loads(to_json({"a": [{"b": (math.nan, 2.0, "NaN")}]})) == {"a": [{"b": [None, 2.0, "NaN"]}]}
 
 
 # Lines as "attempt:step", with an "e" for an evaluation.

@@ -66,13 +66,13 @@ def test_only_the_newest_attempt_writes_the_result(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     start = AttemptStart(job_id="7", restart_count=0, nodes=("node1",), world_size=1)
     older, newer = open_attempt(run, start), open_attempt(run, start)
-    facts = {"step": 3, "eval_loss": 0.25}
+    facts = {"step": 3, "eval_loss": 0.25, "eval_fid": math.nan}
     with pytest.raises(RunError, match="overtaken by attempt 1"):
         write_result(make_rank(tmp_path, attempt=older), facts)
     assert not run.result.exists()
     write_result(make_rank(tmp_path, attempt=newer), facts)
-    result = json.loads(run.result.read_text())
-    assert (result["step"], result["eval_loss"], result["attempt"]) == (3, 0.25, 1)
+    result = json.loads(run.result.read_text(), parse_constant=pytest.fail)
+    assert (result["step"], result["eval_loss"], result["eval_fid"], result["attempt"]) == (3, 0.25, None, 1)
 
 
 @pytest.mark.parametrize("cluster", [ClusterSection(), None])

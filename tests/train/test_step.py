@@ -372,6 +372,20 @@ class Uneven(nn.Module):
         return self.last(hidden.bfloat16()).float()
 
 
+class Watched(nn.Module):
+    """Its loss can be as large as its inputs, whose statistics it follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.layer = nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.norm(inputs)
+        scores: Tensor = self.layer(inputs)
+        return scores
+
+
 SGD, PLAIN_SGD = (
     build_config(OptimSection, {"_target_": "torch.optim.SGD", "momentum": momentum}, path="optim.")
     for momentum in (0.9, 0.0)
@@ -389,6 +403,7 @@ SGD, PLAIN_SGD = (
         (Uneven, "skip", True, False, SGD),
         (make_model, "skip", False, True, SGD),
         (Uneven, "skip", False, False, PLAIN_SGD),
+        (Watched, "skip", False, False, None),
     ],
 )
 def test_no_step_on_a_gpu_waits_for_a_value(
@@ -420,6 +435,63 @@ def test_no_step_on_a_gpu_waits_for_a_value(
     assert [result and result.facts for result in found[1:]] == [result and result.facts for result in expected]
     for mine, other in zip(masked._update.parameters, plain._update.parameters, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    for mine, other in zip(*(stepper.passes._objective.buffers() for stepper in (masked, plain)), strict=True):
+        assert torch.equal(mine, other) and mine.isfinite().all()
+
+
+class Following(nn.Module):
+    """Has all kinds of buffers that a forward pass changes: in place, by another tensor, by one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.register_buffer("codebook", torch.zeros(4))
+        self.register_buffer("peak", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("queue", torch.zeros(1, 4))
+        self.peak: Tensor
+        self.queue: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.codebook.lerp_(inputs.mean(0), 0.1)
+            self.peak = torch.maximum(self.peak, inputs.max().double())
+            self.queue = torch.cat((self.queue, inputs[:1]))
+        scores: Tensor = self.last(self.norm(self.first(inputs)).relu())
+        return scores
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("bad", ["nan", "spike"])
+def test_a_step_that_is_not_applied_leaves_the_buffers_as_they_were(
+    bad: str, is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of a plain loop that never sees the bad batch, bit for bit."""
+    health = HealthSection(on_non_finite="skip", on_spike="skip")
+    optim = replace(PLAIN_SGD, weight_decay=0.0)
+    model, plain = Following(), Following()
+    stepper = make_stepper(model, health=health, wraps=False, optim=optim)
+    if is_masked:
+        as_on_a_gpu(stepper, monkeypatch)
+    results = []
+    for number in range(3):
+        batch = make_batch(number)
+        if number == 1:
+            batch.tensors[0][0, 0] = float("nan" if bad == "nan" else 1e4)
+        facts = FACTS._replace(loss_limit=1e-3 if number == 1 else float("inf"))
+        # The queue grows, and for that the host waits.
+        with NoWaiting(is_first=True) if is_masked else contextlib.nullcontext():
+            results.append(stepper.step(facts, iter([batch])))
+    results.append(stepper.drain())
+    assert [result.applied for result in results if result is not None] == [True, False, True]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=FACTS.lr)
+    for number in (0, 2):
+        inputs, targets = make_batch(number).tensors
+        optimizer.zero_grad()
+        cross_entropy(plain(inputs), targets).backward()
+        optimizer.step()
+    for (name, mine), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=0.0, msg=name)
 
 
 def test_offloaded_gradients_are_measured_and_used_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
