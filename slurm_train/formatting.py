@@ -13,10 +13,18 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
+_LARGEST = sys.float_info.max
 _UNUSUAL = re.compile(r"[^\n\t -~]")
 _SEPARATORS = "\u2028\u2029"
 # The colours and weights that verbs paint with; the worst that somebody else's text can do with them is to be red.
 _STYLED = re.compile(r"(\x1b\[(?:0|2|1(?:;3[1-6])?|3[1-6])m)|[^\n\t -~]")
+
+
+def as_float(value: Any) -> float | None:
+    """Returns a finite number as float; None for anything else, an integer that no float can hold as well."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # A comparison takes integers of any size, `math.isfinite` does not.
+    return float(value) if is_number and abs(value) <= _LARGEST else None
 
 
 def printable(text: str) -> str:

@@ -21,7 +21,7 @@ from slurm_train.config.compose import Point, read_points, unquoted
 from slurm_train.config.words import Words, split_word
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, StudyError
 from slurm_train.estimate.choice import settle_parallel
-from slurm_train.formatting import shorten
+from slurm_train.formatting import as_float, shorten
 from slurm_train.launch.plan import SweepPlan, plan_sweep
 from slurm_train.launch.preview import plan_rows, source_notes
 from slurm_train.launch.snapshot import names_own_code, read_source
@@ -264,8 +264,9 @@ def objective(run: RunDirectory, key: str | None) -> float:
         value = result.get(name, "")
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             raise StudyError(f"{name} of {run.path} is not finite: no value for a sweeper", hint=go_on)
-        if isinstance(value, (int, float)):
-            return float(value)
+        number = as_float(value)
+        if number is not None:
+            return number
     if not result:
         ledger = read_ledger(run)
         why = str(ledger[-1].get("note", "")) if ledger else ""

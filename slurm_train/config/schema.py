@@ -848,7 +848,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     elif hint is Any or type(value) is hint or (origin is Literal and value in options):
         return value
     elif hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             return float(value)
     elif hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)

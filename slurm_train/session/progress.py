@@ -184,7 +184,7 @@ class Progress:
         if self._losses is not None and "loss" in numbers:
             loss = line["loss"]
             # Converted once: for a tensor on a GPU each conversion waits for the GPU. null is NaN or infinite.
-            self._losses.add(step, float(numbers["loss"]) if loss is None else loss)
+            self._losses.add(step, _float(numbers["loss"]) if loss is None else loss)
 
     def _tell_step(self, step: int, numbers: Mapping[str, Any]) -> None:
         told = self._told
@@ -302,9 +302,18 @@ class Progress:
 
 
 def _number(value: Any) -> float | int | None:
-    """Returns a number for JSON; None, which becomes null, for one that is not finite."""
-    number = value if type(value) is int else float(value)
-    return number if math.isfinite(number) else None
+    """Returns a number for JSON; None, which becomes null, for one that is not finite, or that no float can hold."""
+    number = _float(value)
+    if not math.isfinite(number):
+        return None
+    return value if type(value) is int else number
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an integer or a fraction
+        return math.inf if value > 0 else -math.inf
 
 
 def _newest_collectives() -> bytes | None:

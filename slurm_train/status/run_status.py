@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.formatting import as_float
 from slurm_train.rundir.attempts import comes_back, read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
@@ -284,11 +285,6 @@ def _loss_problem(run: RunDirectory, line: Mapping[str, Any]) -> str:
     return f"the loss is {changes[-1]['value']} since step {changes[-1]['step']}"
 
 
-def _number(values: Mapping[str, Any], key: str) -> float | None:
-    value = values.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """The status of a run; what is not known is None. docs/watching.md explains what JSON has as well.
@@ -430,7 +426,10 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         other_cluster=other_cluster,
         step=max(int(files.line.get("step", 0)), files.checkpoint_step),
         max_steps=files.max_steps,
-        **{key: _number(files.line, key) for key in ("loss", "tokens_per_s", "samples_per_s", "mfu", "step_time_s")},
+        **{
+            key: as_float(files.line.get(key))
+            for key in ("loss", "tokens_per_s", "samples_per_s", "mfu", "step_time_s")
+        },
         attempts=len(files.ledger),
         heartbeat_age_s=None if beat is None else max(0.0, now_unix_s - beat.written_unix_s),
         heartbeat_rank=None if beat is None else beat.rank,
@@ -439,7 +438,7 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         jobs_ahead=look.jobs_ahead.get(job_id) if job_id is not None else None,
         expected_start_unix_s=_expected_start(job, now_unix_s),
         submit_time_unix_s=files.record.submit_time_unix_s if files.record is not None else None,
-        attempt_start_time_unix_s=_number(last, "time_unix_s"),
+        attempt_start_time_unix_s=as_float(last.get("time_unix_s")),
     )
 
 

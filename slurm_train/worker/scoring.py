@@ -24,6 +24,7 @@ from slurm_train.checkpoint.verify import verify
 from slurm_train.config.schema import RunConfig
 from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, CheckpointError, ConfigError, RunError, UnknownCheckpointError
+from slurm_train.formatting import as_float
 from slurm_train.rundir.files import create_empty, read_json, read_tail
 from slurm_train.rundir.paths import RunDirectory, find_save
 from slurm_train.rundir.pins import release_pins
@@ -199,7 +200,9 @@ def numbers_of(answer: object, *, log: Path) -> dict[str, float]:
     hint = f'write one to the file that {SCORES} names, or print it last, e.g. {{"accuracy": 0.5}}; see {log}'
     if not isinstance(answer, dict) or not answer:
         raise RunError("the scorer has handed back no JSON object of numbers", hint=hint)
-    wrong = [key for key, value in answer.items() if type(value) not in (int, float)]
+    wrong = [key for key, value in answer.items() if not isinstance(value, float) and as_float(value) is None]
     if wrong:
-        raise RunError(f"the scorer has handed back {', '.join(wrong)}, which is no number", hint=hint)
-    return {str(key): float(value) if math.isfinite(value) else math.nan for key, value in answer.items()}
+        names = ", ".join(wrong)
+        raise RunError(f"the scorer has handed back {names}, which is no number, or too large for a float", hint=hint)
+    # JSON of Python has NaN and Infinity as well.
+    return {str(key): math.nan if (number := as_float(value)) is None else number for key, value in answer.items()}

@@ -43,6 +43,7 @@ REFUSED = [
     ("words", ["a", None], "words[1] must be a text, got None"),
     ("open", [1], "open must be a mapping, got [1]"),
     ("inner_or_none", {"x": "1"}, "inner_or_none.x must be a whole number, got '1'"),
+    ("real", 10**309, f"real must be a number, got {10**309}"),
     ("nubmer", 3, "there is no configuration key 'nubmer'"),
 ]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +397,30 @@ def test_more_numbers_of_a_step_are_added_to_it(tmp_path: Path) -> None:
     mine.close()
     counted = [key for line in read_metrics(run.metrics) for key in line if key.endswith("loss")]
     assert counted == ["loss", "eval_loss", "test_loss", "eval_late_loss"]
+
+
+@pytest.mark.parametrize(
+    ("value", "recorded"),
+    [
+        (1, 1),
+        (True, 1.0),
+        (Decimal("0.5"), 0.5),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(0.5), 0.5),
+        (math.nan, None),
+        (10**309, None),
+        (-(10**309), None),
+        (Fraction(10**309), None),
+        (Decimal("1e400"), None),
+    ],
+)
+def test_a_loss_of_any_type_of_number_is_recorded(value: Any, recorded: float | None, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    mine = join(run)
+    mine.report(1, loss=value)
+    mine.close()
+    assert [line["loss"] for line in read_metrics(run.metrics)] == [recorded]
 
 
 def test_batches_go_on_after_the_steps_of_the_checkpoint_in_the_same_order(tmp_path: Path) -> None:

@@ -82,12 +82,6 @@ def _printable(value: Any) -> Any:
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", str(value))
 
 
-def as_float(value: Any) -> float | None:
-    """Returns a finite number as float, None for anything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
-
-
 # Curves and plots.
 
 

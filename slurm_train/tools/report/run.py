@@ -22,7 +22,7 @@ from typing import Any
 from slurm_train.checkpoint.verify import check_sizes, survey
 from slurm_train.config.frozen import list_settings, load_values
 from slurm_train.errors import SlurmTrainError
-from slurm_train.formatting import byte_size
+from slurm_train.formatting import as_float, byte_size
 from slurm_train.launch.provenance import environment_of
 from slurm_train.metrics import Series, read_series
 from slurm_train.rundir.attempts import read_ledger
@@ -40,7 +40,7 @@ from slurm_train.rundir.timing import (
     read_windows,
 )
 from slurm_train.slurm.allocation import compact_nodelist
-from slurm_train.tools.report.page import Block, Curve, Document, as_float, drawn, line, plot
+from slurm_train.tools.report.page import Block, Curve, Document, drawn, line, plot
 
 Fact = dict[str, Any]
 """Of one attempt, run, rank, ...: JSON."""

@@ -8,12 +8,12 @@ from itertools import accumulate
 from typing import Any
 
 from slurm_train.config.schema import flat
-from slurm_train.formatting import number
+from slurm_train.formatting import as_float, number
 from slurm_train.metrics import largest_is_best, read_series
 from slurm_train.rundir.files import read_json
 from slurm_train.rundir.sweep import Element, SweepDirectory
 from slurm_train.tools.report.collate import BEST, choose_metric
-from slurm_train.tools.report.page import Block, Curve, Document, as_float, drawn, line, plot
+from slurm_train.tools.report.page import Block, Curve, Document, drawn, line, plot
 from slurm_train.tools.report.run import Fact, provenance, read_attempts, read_config, read_settings, time_by_cause
 
 _MOST_POINTS = 40_000

@@ -12,7 +12,6 @@ package is imported there alone. To add one:
 from __future__ import annotations
 
 import contextlib
-import math
 import netrc
 import posixpath
 import re
@@ -24,6 +23,7 @@ from urllib.parse import urlsplit
 
 from slurm_train.config.schema import TrackSection, WandbSection, flat
 from slurm_train.config.secrets import redact
+from slurm_train.formatting import as_float
 from slurm_train.rundir.paths import RunDirectory
 
 Outcome = Literal["finished", "failed", "paused"]
@@ -94,11 +94,8 @@ class Tracker:
 
 def numbers_of(line: Line) -> dict[str, float]:
     """Returns the curves of a line by name."""
-    return {
-        key: float(value)
-        for key, value in line.items()
-        if key not in _NOT_CURVES and type(value) in (int, float) and math.isfinite(value)
-    }
+    numbers = {key: as_float(value) for key, value in line.items() if key not in _NOT_CURVES}
+    return {key: number for key, number in numbers.items() if number is not None}
 
 
 class TensorBoardTracker(Tracker):
