@@ -171,12 +171,17 @@ def _export(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target)
     if arguments.format == "hf":
         from slurm_train.models.pretrained import write_pretrained
+        from slurm_train.models.pretrained_names import tokenizer_directory
 
         manifest, tensors = read_model(path, averaged=arguments.ema)
-        model = nested(manifest.extra.get("settings", {})).get("model", {})
+        settings = nested(manifest.extra.get("settings", {}))
+        model = settings.get("model", {})
+        tokenizer = tokenizer_directory(model, settings.get("data", {}))
 
         def write(folder: Path) -> int:
-            write_pretrained(folder, tensors, model=model, shard_size=arguments.shard_size)
+            notes = write_pretrained(folder, tensors, model=model, shard_size=arguments.shard_size, tokenizer=tokenizer)
+            for words in notes:
+                note(words)
             return len(tensors)
 
         num_tensors = export_to(target, write)

@@ -20,7 +20,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.launch.hub import fetch_hub_files
 from slurm_train.launch.placement import CAUSAL_LM
 from slurm_train.launch.plan import RunPlan
-from slurm_train.models.pretrained_names import num_token_ids, require_effect, require_source
+from slurm_train.models.pretrained_names import num_token_ids, require_adapters, require_effect, require_source
 from slurm_train.rundir.files import read_json
 
 _CNN = "slurm_train.models.cnn.CNN"
@@ -76,6 +76,7 @@ def _require_model_and_data(config: RunConfig, *, awaited: Collection[str], cwd:
     if config.train.evaluate_from is None:
         _require_fit(model, config.data or {})
     if model.get("_target_") == CAUSAL_LM:
+        require_adapters(model.get("lora"))
         if "model.path" not in awaited:
             require_source(model_type=model.get("model_type"), path=model.get("path"), cwd=cwd)
             require_effect(model.get("config") or {}, path=model.get("path"), cwd=cwd)

@@ -8,6 +8,7 @@ Shapes: B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
@@ -29,7 +30,7 @@ from slurm_train.models.first_weights import (
     stored_tensors,
 )
 from slurm_train.models.own_loss import scores_in
-from slurm_train.models.pretrained_names import CONFIG_FILE, require_effect, require_source
+from slurm_train.models.pretrained_names import CONFIG_FILE, require_adapters, require_effect, require_source
 from slurm_train.models.sampling import sample
 
 PREFIX = "network."
@@ -248,6 +249,7 @@ def with_adapters(network: nn.Module, lora: Mapping[str, Any] | None) -> Any:
     Raises:
         ConfigError: peft is missing, or does not take the arguments for this architecture.
     """
+    require_adapters(lora)
     if lora is None:
         return network
     try:
@@ -260,7 +262,9 @@ def with_adapters(network: nn.Module, lora: Mapping[str, Any] | None) -> Any:
         with warnings.catch_warnings():
             # The two libraries are a release apart now and then, and say so on every rank.
             warnings.simplefilter("ignore", FutureWarning)
-            return peft.get_peft_model(network, peft.LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+            # peft changes lists that it is given.
+            arguments = {"task_type": "CAUSAL_LM", **copy.deepcopy(dict(lora))}
+            return peft.get_peft_model(network, peft.LoraConfig(**arguments))
     except (TypeError, ValueError) as err:
         raise ConfigError(
             f"peft does not take model.lora={dict(lora)}: {_last_line(err)}",

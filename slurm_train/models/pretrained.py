@@ -7,7 +7,10 @@ that it expects, or nothing is written. What is read is compared with the model 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import json
+import re
+import shutil
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +31,55 @@ from slurm_train.models.causal_lm import (
 from slurm_train.models.first_weights import Index, Read, Stored, begin_with, stored_tensors
 from slurm_train.models.gpt import GPT
 from slurm_train.models.pretrained_names import Architecture, Place, gpt_form
+from slurm_train.rundir.files import read_json
 
 _GPT = f"{GPT.__module__}.{GPT.__qualname__}"
 _CAUSAL_LM = f"{causal_lm.__module__}.{causal_lm.__qualname__}"
+# What peft puts into the names of weights that it wraps.
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
+_GENERATION_CONFIG = "generation_config.json"
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# As transformers and tokenizers write them; no code that comes with a model.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
 # Dropout and the ids of special tokens change no weight; rotary positions are computed as far as they are needed.
 _NOT_COMPARED = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout", "bos_token_id", "eos_token_id")
 
 
-def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapping[str, Any], shard_size: str) -> None:
+def write_pretrained(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    model: Mapping[str, Any],
+    shard_size: str,
+    tokenizer: Path | None = None,
+) -> list[str]:
     """Writes config.json and model.safetensors, in several files with an index where they are larger than a shard.
 
-    Of a model with `lora` the adapters alone are written, as peft reads them.
+    Of a model with `lora` the adapters alone are written, as peft reads them, if the weights that they were trained
+    with are those in `model.path`; else the adapters are merged, and the whole model is written. With it come the
+    generation settings in `model.path` and the files of the tokenizer.
 
     Args:
         folder: where to; made if it is missing.
-        tensors: the model's, by our names.
+        tensors: the model's, by our names; merging changes them.
         model: the `model` part of the configuration that they were trained with.
         shard_size: largest file, e.g. "5GB".
+        tokenizer: directory with the tokenizer that the model was trained with; None: its files are not written.
+
+    Returns:
+        Notes for the user.
 
     Raises:
         ConfigError: transformers is missing, or has no architecture of the model's form.
@@ -52,25 +87,121 @@ def write_pretrained(folder: Path, tensors: Mapping[str, Tensor], *, model: Mapp
     """
     config, named = _in_their_layout(model, tensors)
     require_transformers()
-    lora = model.get("lora") if model.get("_target_") == _CAUSAL_LM else None
+    settings = model if model.get("_target_") == _CAUSAL_LM else {}
+    lora = settings.get("lora")
+    base = Path(settings["path"]) if settings.get("path") else None
     with torch.device("meta"):
-        network: Any = with_adapters(build_network(config), lora)
+        network: Any = build_network(config)
+        names = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+        network = with_adapters(network, lora)
+    _give_weights(network, named, model_type=config.model_type)
+    notes = []
+    is_whole = True
+    if lora is not None:
+        reason = _reason_to_merge(network, base, names=names)
+        is_whole = bool(reason)
+        if reason:
+            network = _merged(network)
+            notes.append(f"{reason}: the adapters were merged, and the whole model was written")
+        else:
+            # Where `PeftModel.from_pretrained` finds the weights that the adapters belong to.
+            network.peft_config["default"].base_model_name_or_path = str(base)
+    network.save_pretrained(folder, max_shard_size=shard_size)
+    if is_whole and base is not None:
+        _write_generation_settings(folder, base, changes=settings.get("config") or {})
+    if tokenizer is not None and settings:
+        for name in _TOKENIZER_FILES:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
+    return notes
+
+
+def _give_weights(network: Any, named: Mapping[str, Tensor], *, model_type: str) -> None:
+    """Gives a model of the library, without memory so far, its weights.
+
+    Raises:
+        CheckpointError: they are not those of this model.
+    """
+    weights = dict(named)
+    first_names: dict[int, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        # What is tied has one tensor here.
+        first = first_names.setdefault(id(parameter), name)
+        if name not in weights and first in weights:
+            weights[name] = weights[first]
     try:
-        # A tied head has no tensor of its own here.
-        unknown = network.load_state_dict(named, assign=True, strict=False).unexpected_keys
-        network.tie_weights()
+        unknown = network.load_state_dict(weights, assign=True, strict=False).unexpected_keys
         missing = [name for name, parameter in network.named_parameters() if parameter.is_meta]
         if missing or unknown:
             raise RuntimeError(f"missing: {shorten(missing)}; unknown: {shorten(unknown)}")
     except RuntimeError as err:
         raise CheckpointError(
-            f"the checkpoint's weights are not those of a {config.model_type} of this shape: {str(err)[:300]}",
+            f"the checkpoint's weights are not those of a {model_type} of this shape: {str(err)[:300]}",
             hint="export it without --format; that writes the weights under the model's own names",
         ) from err
-    if lora is not None:
-        # Where `PeftModel.from_pretrained` finds the weights that the adapters belong to.
-        network.peft_config["default"].base_model_name_or_path = model.get("path")
-    network.save_pretrained(folder, max_shard_size=shard_size)
+
+
+def _reason_to_merge(network: Any, base: Path | None, *, names: Set[str]) -> str:
+    """Returns why `base` and the adapters alone would be another model, "" where they are this one.
+
+    Args:
+        network: of peft, with the weights of a checkpoint.
+        base: `model.path`.
+        names: of the parameters before there were adapters.
+    """
+    if base is None or not any(base.glob("model*.safetensors")):
+        return "the weights that the adapters belong to are in no directory"
+    unwrapped = network.get_base_model()
+    present = {_WRAPPERS.sub("", name): parameter for name, parameter in unwrapped.named_parameters()}
+    hidden = sorted(names - present.keys())
+    if hidden:
+        return f"{hidden[0]} cannot be compared with {base}"
+    # Those that are trained are written with the adapters.
+    frozen = {name: present[name] for name in sorted(names) if not present[name].requires_grad}
+    stored: Mapping[str, Stored | Tensor] = stored_tensors(base)
+    # What is tied has one name in the files.
+    memory = {parameter.data_ptr() for name, parameter in frozen.items() if name in stored}
+    if any(name not in stored and parameter.data_ptr() not in memory for name, parameter in frozen.items()):
+        # The library converts what is in the files.
+        read = require_transformers().AutoModelForCausalLM.from_pretrained(
+            base, config=unwrapped.config, local_files_only=True, use_safetensors=True
+        )
+        stored = dict(read.named_parameters(remove_duplicate=False))
+    for name, parameter in frozen.items():
+        original = stored.get(name)
+        if original is None:
+            continue
+        if tuple(original.shape) != tuple(parameter.shape):
+            return f"{name} has another shape in {base}"
+        value = original if isinstance(original, Tensor) else original((slice(None),) * parameter.dim())
+        if not value.to(parameter.dtype).equal(parameter):
+            return f"{name} is not as in {base}"
+    return ""
+
+
+def _merged(network: Any) -> Any:
+    """Returns the model of the library with the adapters in its weights; a tied head that they change is not tied."""
+    base = network.get_base_model()
+    tied: dict[int, Tensor] = {}
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            # What is added to a head must not be added to the embedding whose memory it shares.
+            if parameter is not None and tied.setdefault(parameter.data_ptr(), parameter) is not parameter:
+                module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    merged = network.merge_and_unload()
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if base.config.tie_word_embeddings and not head.weight.equal(embedding.weight):
+        merged.config.tie_word_embeddings = False
+    return merged
+
+
+def _write_generation_settings(folder: Path, base: Path, *, changes: Mapping[str, Any]) -> None:
+    """Writes those of the model that the training began with; `model.config` may have changed some of them."""
+    file = (base.parent if base.is_file() else base) / _GENERATION_CONFIG
+    if file.is_file():
+        settings = read_json(file) or {}
+        settings |= {name: value for name, value in changes.items() if name in settings or name in _TOKENS}
+        (folder / _GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def load_pretrained(

@@ -15,8 +15,11 @@ from slurm_train.errors import ConfigError
 from slurm_train.rundir.files import read_json
 
 CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
 _ROUTER_SWITCH = "output_router_logits"
 _ROUTER_SCALES = ("router_aux_loss_coef", "aux_loss_coef")
+# Values of peft's init_lora_weights; without samples some of them become the default without a word.
+_FROM_DATA = ("eva", "corda", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,51 @@ def require_effect(config: Mapping[str, Any], *, path: str | None, cwd: Path) ->
                 f"model.config has {key}={config[key]}, which has no effect: {_ROUTER_SWITCH} is false",
                 hint=f"add {_ROUTER_SWITCH}: true to model.config, or leave {key} out",
             )
+
+
+def require_adapters(lora: Any) -> None:
+    """Checks `model.lora` as far as that needs no peft.
+
+    Raises:
+        ConfigError: it is no mapping, or it asks for first values that peft computes from data before the training.
+    """
+    if lora is None:
+        return
+    if not isinstance(lora, Mapping):
+        raise ConfigError(
+            f"model.lora={lora} is no mapping of arguments of peft's LoraConfig", hint="write 'model.lora={r: 16}'"
+        )
+    way = lora.get("init_lora_weights")
+    if isinstance(way, str) and way.lower() in _FROM_DATA:
+        raise ConfigError(
+            f"model.lora has init_lora_weights={way}, which peft computes from samples before the first step; it gets "
+            "none here",
+            hint="leave it out, or take one that needs the weights alone: pissa, olora, orthogonal",
+        )
+
+
+def tokenizer_directory(model: Mapping[str, Any], data: Mapping[str, Any]) -> Path | None:
+    """Returns the directory with the files of the tokenizer whose ids a model of transformers was trained on.
+
+    Args:
+        model: the `model` mapping of a configuration.
+        data: the `data` mapping.
+
+    Returns:
+        The one that the data name, else that of the model; None where it is not known.
+    """
+    named = data.get("tokenizer") or model.get("path")
+    if not named:
+        return None
+    directory = Path(named)
+    if directory.is_file():
+        directory = directory.parent
+    file = directory / TOKENIZER_FILE
+    # Prepared text has a copy of its own.
+    prepared = Path(str(data.get("path") or "")) / TOKENIZER_FILE
+    if prepared.is_file() and not (file.is_file() and prepared.read_bytes() == file.read_bytes()):
+        return None
+    return directory
 
 
 def num_token_ids(model: Mapping[str, Any], *, cwd: Path) -> int | None:

@@ -13,6 +13,7 @@ REFUSED = {
     "model=hf model.model_type=llama +model.lora.r=4 run.processes=2 parallel.tp=2": (
         "parallel.tp=2 was asked, and model.lora puts adapters around the matrices that it would cut"
     ),
+    "model=hf model.model_type=llama model.lora=16": "model.lora=16 is no mapping of arguments of peft",
     "+cluster=4x8 model=hf model.path=llama": "model.path=llama: there is no llama/config.json",
     "train.init_from=nowhere": "train.init_from=nowhere is not there",
     "optim=lion": "any other by its class: optim._target_=torch.optim.NAdam optim.lr=1e-3",

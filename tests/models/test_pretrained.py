@@ -15,6 +15,7 @@ from slurm_train.checkpoint.state import saved_buffers
 from slurm_train.config.target import instantiate
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.models.pretrained import load_pretrained, write_pretrained
+from slurm_train.models.pretrained_names import require_adapters, tokenizer_directory
 from tests.support.extras import NEEDS_PEFT, NEEDS_TRANSFORMERS
 
 pytestmark = [NEEDS_TRANSFORMERS, pytest.mark.full]
@@ -134,25 +135,119 @@ def test_what_transformers_could_not_read_is_not_written(
     assert not (tmp_path / "x").exists()
 
 
-@NEEDS_PEFT
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's own call of transformers
-def test_adapters_are_written_alone_and_peft_computes_the_same_logits_with_them(tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+PISSA = {"r": 2, "init_lora_weights": "pissa_niter_2"}
+ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "all linear": (LLAMA, {"r": 2, "target_modules": "all-linear"}, True),
+    "dora": (LLAMA, {"r": 2, "use_dora": True}, True),
+    "trained biases": (GPT2, {"r": 2, "bias": "all"}, True),
+    "tied, trained head": (GPT2, {"r": 2, "modules_to_save": ["lm_head"]}, True),
+    "tied, adapter at the head": (GPT2, {"r": 2, "target_modules": ["c_attn", "lm_head"]}, True),
+    "tied, both trained as one": (GPT2, {"r": 2, "modules_to_save": ["lm_head"], "ensure_weight_tying": True}, True),
+    "tied, some tokens": (GPT2, {"r": 2, "trainable_token_indices": [1, 2]}, True),
+    "base changed at random": (LLAMA, PISSA, False),
+    "base changed": (LLAMA, {"r": 2, "init_lora_weights": "olora"}, False),
+    "tied, base changed, adapter at the head": (GPT2, {**PISSA, "target_modules": ["c_attn", "lm_head"]}, False),
+    "tied, base changed, trained head": (GPT2, {**PISSA, "modules_to_save": ["lm_head"]}, False),
+}
+"""Form of the base, `model.lora`, and whether the adapters are enough: the base weights are still those of the base."""
 
-    written(tmp_path / "base", LLAMA)
-    settings = {
-        "_target_": "slurm_train.models.causal_lm.causal_lm",
-        "path": str(tmp_path / "base"),
-        "lora": {"r": 2, "target_modules": "all-linear"},
-    }
+
+def adapted(base: Path | str, lora: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns a model with adapters that were moved, as by a training, and its settings."""
+    settings = {"_target_": "slurm_train.models.causal_lm.causal_lm", "path": str(base), "lora": lora}
     model = instantiate(settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter) * parameter.requires_grad)
-    write_pretrained(tmp_path / "out", model.state_dict(), model=settings, shard_size="5GB")
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", local_files_only=True)
-    theirs = PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    return model, settings
+
+
+def assert_readers_get(model: Any, out: Path, *, base: Path | None) -> None:
+    """Checks the logits that peft computes with a base, or transformers alone."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
     with torch.no_grad():
-        assert theirs(input_ids=TOKENS).logits.equal(model(TOKENS))
+        expected = model(TOKENS)
+        theirs = AutoModelForCausalLM.from_pretrained(base or out, local_files_only=True)
+        if base is not None:
+            theirs = PeftModel.from_pretrained(theirs, out)
+        torch.testing.assert_close(theirs.eval()(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_PEFT
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of peft's own call; of tied heads
+@pytest.mark.parametrize(("form", "lora", "is_adapter"), ADAPTERS.values(), ids=ADAPTERS)
+def test_readers_of_adapters_get_the_model_that_was_trained(
+    tmp_path: Path, form: dict[str, Any], lora: dict[str, Any], is_adapter: bool
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    written(base, form)
+    model, settings = adapted(base, lora)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    notes = write_pretrained(out, tensors, model=settings, shard_size="5GB")
+    assert (out / "adapter_model.safetensors").exists() == is_adapter == (not notes)
+    assert (out / "model.safetensors").exists() != is_adapter
+    assert_readers_get(model, out, base=base if is_adapter else None)
+
+
+@NEEDS_PEFT
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_adapters_whose_base_is_another_now_or_in_no_file_are_merged(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    written(base, LLAMA)
+    model, settings = adapted(base, {"r": 2})
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file({name: tensor + 1 for name, tensor in load_file(base / "model.safetensors").items()},
+              base / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    (note,) = write_pretrained(out, tensors, model=settings, shard_size="5GB")
+    assert "is not as in" in note
+    assert_readers_get(model, out, base=None)
+    # Its weights were drawn at random.
+    model, settings = adapted(base / "config.json", {"r": 2})
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert write_pretrained(tmp_path / "other", tensors, model=settings, shard_size="5GB")
+    assert_readers_get(model, tmp_path / "other", base=None)
+
+
+def test_generation_goes_on_and_ends_as_with_the_model_that_the_training_began_with(tmp_path: Path) -> None:
+    """Several tokens end a text, sampling has its temperature, and the chat template is the same one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+    base = tmp_path / "base"
+    written(base, LLAMA)
+    words = Tokenizer(WordLevel({"<eos>": 0, "<eot>": 1, "yes": 2}, unk_token="<eos>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}<eot>{% endfor %}"
+    tokenizer.save_pretrained(base)
+    GenerationConfig(eos_token_id=[0, 1], do_sample=True, temperature=0.6).save_pretrained(base)
+    for name, changes in (("out", {}), ("changed", {"eos_token_id": 2})):
+        settings = {"_target_": "slurm_train.models.causal_lm.causal_lm", "path": str(base), "config": changes}
+        tensors = instantiate(settings).state_dict()
+        directory = tokenizer_directory(settings, {})
+        write_pretrained(tmp_path / name, tensors, model=settings, shard_size="5GB", tokenizer=directory)
+        read = GenerationConfig.from_pretrained(tmp_path / name)
+        assert (read.eos_token_id, read.temperature) == (changes.get("eos_token_id", [0, 1]), 0.6)
+        chat = [{"role": "user", "content": "yes"}]
+        theirs = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert theirs.apply_chat_template(chat, tokenize=False) == "yes<eot>"
+
+
+def test_a_tokenizer_is_known_where_the_data_name_it_or_were_prepared_with_it(tmp_path: Path) -> None:
+    model, other, prepared = (tmp_path / name for name in ("model", "other", "prepared"))
+    for folder, text in ((model, "1"), (other, "2"), (prepared, "1")):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(text)
+    settings = {"path": str(model)}
+    assert tokenizer_directory(settings, {}) == model == tokenizer_directory(settings, {"path": str(prepared)})
+    assert tokenizer_directory(settings, {"tokenizer": str(other / "tokenizer.json")}) == other
+    (prepared / "tokenizer.json").write_text("3")
+    assert tokenizer_directory(settings, {"path": str(prepared)}) is None is tokenizer_directory({}, {})
+
+
+@pytest.mark.parametrize("lora", [16, "q_proj", {"r": 4, "init_lora_weights": "eva"}])
+def test_adapters_that_cannot_be_meant_are_refused_without_peft(lora: Any) -> None:
+    with pytest.raises(ConfigError):
+        require_adapters(lora)
