@@ -7,6 +7,7 @@ submitit's own script, pickles and signal handlers are not used: nothing is pick
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -24,7 +25,7 @@ from slurm_train.rundir.files import make_folder, write_durable
 from slurm_train.rundir.jobs import number_of
 from slurm_train.slurm.answers import Submitted, in_words, numbers_in, said, submitted_jobs
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
-from slurm_train.slurm.job_variables import exported
+from slurm_train.slurm.job_variables import TOKEN, exported
 from slurm_train.slurm.policy import read_verdict
 
 # sbatch itself retries for up to two minutes while the controller is too busy to accept jobs.
@@ -68,6 +69,7 @@ class ScriptExecutor(submitit.SlurmExecutor):
         self._flags = list(flags)
         names = exported(env, export)
         self._env = with_absolute_python_path({name: env[name] for name in names}, Path.cwd())
+        self._token = env.get(TOKEN)
 
     def submit_script(self) -> submitit.Job[Any]:
         """Submits the script and returns submitit's handle of the job.
@@ -86,14 +88,24 @@ class ScriptExecutor(submitit.SlurmExecutor):
 
     def _call_sbatch(self, file: Path) -> Finished:
         # submitit's own _submit_command is not used: it gives sbatch the environment of this process.
-        command = ["sbatch", "--parsable", *self._flags, str(file)]
         try:
-            return run_program(command, env=self._env, timeout_s=_TIMEOUT_S)
+            if self._token is None:
+                return self._run_sbatch(self._flags, file, self._env)
+            # Whatever --export says, a job gets the SLURM_* of sbatch, but under --export-file only what is in there.
+            with os.fdopen(os.memfd_create("environment of a job"), "wb") as variables:
+                variables.writelines(os.fsencode(f"{name}={value}\0") for name, value in self._env.items())
+                variables.flush()
+                flags = [*self._flags, f"--export-file=/proc/{os.getpid()}/fd/{variables.fileno()}"]
+                return self._run_sbatch(flags, file, {**self._env, TOKEN: self._token})
         except subprocess.TimeoutExpired:
             return Finished(-1, "", f"sbatch did not end within {_TIMEOUT_S:g} s: socket timed out")
         except OSError as err:
             file.unlink()
             raise ClusterError(f"sbatch cannot be started: {err}", hint="see `which sbatch` and `ulimit -a`") from err
+
+    @staticmethod
+    def _run_sbatch(flags: Sequence[str], file: Path, env: Mapping[str, str]) -> Finished:
+        return run_program(["sbatch", "--parsable", *flags, str(file)], env=env, timeout_s=_TIMEOUT_S)
 
     def _submitted(self, finished: Finished, file: Path) -> Submitted:
         """Returns the job that sbatch has submitted.

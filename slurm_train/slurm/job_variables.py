@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from slurm_train.config.secrets import is_secret_name, is_secret_value
 from slurm_train.slurm.allocation import parse_nodelist
 
+TOKEN = "SLURM_JWT"
+"""The variable by which a user proves to Slurm who asks, without munge."""
 _JOB_PREFIXES = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SUBMITIT_", "TORCHELASTIC_"),
     *("PMI", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL"),
@@ -24,6 +26,9 @@ _JOB_NAMES = frozenset(
         *("ROLE_NAME", "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_UNIVERSE_SIZE"),
     }
 )
+# How Slurm's commands find their cluster, and how they prove who asks where there is no munge. The token is a secret:
+# it is for the commands alone, and no job gets it.
+_OF_COMMANDS = frozenset({"SLURM_CONF", TOKEN})
 # A user's own defaults for the commands: they filter and reformat what the commands print.
 _COMMAND_PREFIXES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 # Of all that a shell in a step has of its job: which job it is, where it runs, and how Slurm is reached.
@@ -81,8 +86,8 @@ def is_job_variable(name: str) -> bool:
 
 
 def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without the variables of an enclosing job; SLURM_CONF stays."""
-    return {name: value for name, value in env.items() if not is_job_variable(name)}
+    """Returns the environment without the variables of an enclosing job; what Slurm's commands need stays."""
+    return {name: value for name, value in env.items() if name in _OF_COMMANDS or not is_job_variable(name)}
 
 
 def command_environment(env: Mapping[str, str]) -> dict[str, str]:

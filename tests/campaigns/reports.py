@@ -147,6 +147,24 @@ def _disk_beside_gpus(person: Person) -> Iterator[str]:
         yield f"two numbers of GPUs: exit code {refused.code}: {refused.err[-200:]}"
 
 
+def _token(person: Person) -> Iterator[str]:
+    # No auth/jwt is installed; a SLURM_* that reached the job would show that the token does.
+    wants = '[ -n "$SLURM_JWT" ] || { echo "authentication error" >&2; exit 1; }'
+    for program in ("sbatch", "sinfo", "squeue", "scontrol", "sacct", "sacctmgr"):
+        path = _put_before(person, program, f'{wants}\nexport SLURM_TAKEN=$SLURM_JWT\nunset SLURM_JWT\nexec $real "$@"')
+    (person.folder / "train.py").write_text("import os\n\nprint(*os.environ, flush=True)\n")
+    words = "script=[train.py] +cluster=1x1 run.name=token"
+    done = _types(person, words, PATH=path, SLURM_JWT="eyJ")
+    if done.code:
+        yield f"exit code {done.code}: {done.err[-200:]}"
+        return
+    job, run = done.job_and_run
+    _ends(job)
+    names = run.rank_log(0, 0).read_text().split()
+    if "HOME" not in names or {"SLURM_JWT", "SLURM_TAKEN"} & set(names):
+        yield f"the job has {names}"
+
+
 # --- steps, and causes that are named ---
 
 
@@ -455,6 +473,7 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("variables and flags in a file arrive as they are written", _yaml_values),
     Situation("a time limit in a file is no number in base 60", _yaml_limit),
     Situation("SBATCH_QOS of the shell is used, or named", _shell_choices),
+    Situation("a token in place of munge", _token),
     Situation("a local disk beside the GPUs of --gres", _disk_beside_gpus),
     Situation("a job that asks for its GPUs in total", _total_gpus),
     Situation("a part of an allocation with GPUs in total", _total_gpus_in_salloc),

@@ -61,6 +61,18 @@ def test_of_the_environment_only_what_is_given_and_may_travel_reaches_sbatch(
     assert found == dict.fromkeys(kept, "given")
 
 
+def test_a_token_of_slurms_commands_reaches_sbatch_and_no_job(slurm: SlurmPrograms, tmp_path: Path) -> None:
+    travels = tmp_path / "travels"
+    cat = f'cat "${{{{word#*=}}}}" > {travels}'
+    slurm.wrap("sbatch", f'for word; do case $word in --export-file=*) {cat};; esac; done; {{real}} "$@"')
+    env = {"PATH": os.environ["PATH"], "SLURM_JWT": "eyJ", "MY_TEXT": "two\nlines", "MY_KEY": "k", "EDITOR": "vi"}
+    submit_script(SCRIPT, folder=tmp_path / "submitted", env=env, export=["MY_*", "SLURM_JWT"])
+    assert "SLURM_JWT=eyJ" in (slurm.said("submitted_env") or "").splitlines()
+    variables = dict(text.split("=", 1) for text in travels.read_text().split("\0") if text)
+    assert variables == {"PATH": env["PATH"], "MY_TEXT": env["MY_TEXT"]}
+    assert not [path for path in (tmp_path / "submitted").iterdir() if "eyJ" in path.read_text()]
+
+
 SITES = {
     # A wrapper whose sentence stands in the place of the id.
     "sentence": 'id=$({real} "$@") || exit; echo "Submitted batch job $id on cluster lab"',

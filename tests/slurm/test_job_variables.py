@@ -16,8 +16,8 @@ OF_A_JOB = (
     "TORCHELASTIC_RUN_ID ROLE_RANK PMIX_RANK OMPI_COMM_WORLD_RANK MV2_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID"
 )
 OF_THE_USER = (
-    "SLURM_CONF PATH HOME NCCL_DEBUG OMP_NUM_THREADS CUDA_VISIBLE_DEVICES MY_RANK RANKS OMPI_MCA_btl PMIX_MCA_gds "
-    "SQUEUE_FORMAT slurm_job_id PYTHONPATH"
+    "SLURM_CONF SLURM_JWT PATH HOME NCCL_DEBUG OMP_NUM_THREADS CUDA_VISIBLE_DEVICES MY_RANK RANKS OMPI_MCA_btl "
+    "PMIX_MCA_gds SQUEUE_FORMAT slurm_job_id PYTHONPATH"
 )
 
 
@@ -99,9 +99,10 @@ def test_an_allocations_cpus_per_task_are_no_option_of_the_ranks() -> None:
 
 def test_a_command_sees_neither_the_users_formats_nor_cut_off_arrays() -> None:
     env = {"PATH": "/bin", "SQUEUE_FORMAT": "%i", "SACCT_FORMAT": "x", "SINFO_PARTITION": "p", "SCANCEL_STATE": "R"}
-    assert command_environment(env | {"SLURM_BITSTR_LEN": "64", "SLURM_CONF": "/c"}) == {
+    assert command_environment(env | {"SLURM_BITSTR_LEN": "64", "SLURM_CONF": "/c", "SLURM_JWT": "eyJ"}) == {
         "PATH": "/bin",
         "SLURM_CONF": "/c",
+        "SLURM_JWT": "eyJ",
         "SLURM_BITSTR_LEN": "0",
         "LC_ALL": "C",
     }
@@ -125,6 +126,7 @@ SHELL = {
     "SLURM_JOB_ID": "7",
     "SBATCH_REQUEUE": "1",
     "RANK": "0",
+    "SLURM_JWT": "eyJ",
 }
 PLAIN = {"PATH", "HOME", "CUDA_HOME", "BASH_FUNC_module%%", "HF_HOME", "WANDB_MODE", "https_proxy"}
 
@@ -137,7 +139,7 @@ PLAIN = {"PATH", "HOME", "CUDA_HOME", "BASH_FUNC_module%%", "HF_HOME", "WANDB_MO
         (["WANDB_API_KEY"], {"WANDB_API_KEY"}),
         (["*"], {"MY_DATA", "LD_PRELOAD"}),
         (["MLFLOW_TRACKING_URI", "HTTPS_PROXY"], {"MLFLOW_TRACKING_URI", "HTTPS_PROXY"}),
-        (["RANK", "SLURM_JOB_ID", "SBATCH_*"], set()),
+        (["RANK", "SLURM_JOB_ID", "SBATCH_*", "SLURM_JWT"], set()),
     ],
 )
 def test_what_is_listed_goes_and_a_secret_only_by_its_full_name(patterns: list[str], more: set[str]) -> None:
