@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
@@ -118,6 +119,13 @@ def byte_size(num: float) -> str:
         num = num / 1024
         unit = "PiB"
     return f"{num:.0f} {unit}" if unit == "B" or num >= 100 else f"{num:.1f} {unit}"
+
+
+def exit_code(code: int) -> str:
+    """Returns "3", or "152 (as of signal 24, CPU time limit exceeded)": a shell ends so when its program was ended."""
+    number = code - 128
+    words = signal.strsignal(number) if 0 < number < signal.SIGRTMIN else None
+    return f"{code} (as of signal {number}, {words})" if words else str(code)
 
 
 def share(part: float) -> str:

@@ -68,7 +68,8 @@ SUBMITIT = {"launch.submission"}
 SLURM_COMMANDS = ("squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "srun", "sacctmgr", "salloc")
 # Only these may hold a Slurm command as a word of a command line.
 COMMAND_WORDS = {
-    "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "sacctmgr"},
+    # srun there reads its flags and its help, and runs nothing.
+    "slurm.commands": {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "sacctmgr", "srun"},
     "launch.submission": {"sbatch"},
     "launch.batch_script": {"srun"},
     "launch.acceptance": {"salloc"},

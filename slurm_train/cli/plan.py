@@ -436,7 +436,15 @@ def _without_time(overrides: Sequence[str], words: Sequence[str]) -> list[str]:
 
 def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, Any]:
     """Returns what Slurm "says" about a script, in words, and where there is a verdict what it holds."""
-    from slurm_train.launch.acceptance import advice, require_slurm, slurm_verdict, too_long, unchecked
+    from slurm_train.launch.acceptance import (
+        advice,
+        refused_by,
+        require_slurm,
+        slurm_verdict,
+        step_verdict,
+        too_long,
+        unchecked,
+    )
     from slurm_train.slurm.commands import SlurmCommands
 
     commands = SlurmCommands(env)
@@ -459,6 +467,11 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
             not_checked = unchecked(plan, commands)
             if not_checked:
                 says += f"; {not_checked}"
+            refused, refused_here = step_verdict(plan, commands)
+            if refused:
+                says = f"would take it, and srun would not start its ranks: {refused}"
+            elif refused_here:
+                says += f"; {refused_by(refused_here)}"
     except ClusterError as err:
         return {"says": f"does not answer, so the script is not checked: {err.message}"}
     names = ("is_accepted", "start", "nodelist", "partition", "message")

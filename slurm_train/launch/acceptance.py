@@ -7,6 +7,7 @@ the allocation is large enough, and makes the command that creates one.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 import shlex
 import time
@@ -17,7 +18,7 @@ from tempfile import NamedTemporaryFile
 
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError
-from slurm_train.launch.batch_script import render_script, sbatch_components
+from slurm_train.launch.batch_script import chosen_step_flags, render_script, sbatch_components
 from slurm_train.launch.cpu_share import CpuShare
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
@@ -38,6 +39,9 @@ from slurm_train.slurm.policy import (
 _OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
 _ABOUT_GPUS = re.compile("gpu|gres|generic resource", re.IGNORECASE)
 _CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SALLOC_CLUSTERS", "SLURM_CLUSTERS")
+_UNKNOWN_OPTION = re.compile(r"unrecognized option '--([^'=]+)")
+_NEAR = 0.85
+"""How alike a misspelt option is to the one that is meant; "container-env" (pyxis) is 0.82 to "container"."""
 _DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.MULTILINE)
 
 
@@ -104,9 +108,16 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
     if not verdict.is_accepted:
         hint = advice(verdict, commands, plan)
         raise ClusterError(f"Slurm would not take this job: {verdict.message}", hint=hint)
-    error = None if plan is None else too_long(plan, commands)
+    if plan is None:
+        return
+    error = too_long(plan, commands)
     if error is not None:
         raise error
+    refusal, _ = step_verdict(plan, commands)
+    if refusal:
+        raise ClusterError(
+            f"srun would not start the ranks of this job: {refusal}", hint="correct or drop that flag of cluster.srun"
+        )
 
 
 def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, str]:
@@ -198,6 +209,29 @@ def too_long(plan: RunPlan, commands: SlurmCommands) -> ClusterError | None:
         f"cluster.time_limit_min={limit_min} is more than {place} {', '.join(finite)} allows ({max(finite.values())})",
         hint=f"set cluster.time_limit_min={max(finite.values())} or less: the run is requeued and continues",
     )
+
+
+def step_verdict(plan: RunPlan, commands: SlurmCommands) -> tuple[str, str]:
+    """Returns in words why srun would refuse to start the ranks, and what the srun of this machine alone may refuse.
+
+    Nothing is run. "" each where srun takes all flags, and where it cannot be asked. An option that srun does not know,
+    and a type of MPI, may be of a plug-in that the nodes have and this machine lacks.
+    """
+    flags = chosen_step_flags(plan)
+    said = commands.refused_flags(flags) if flags else ""
+    unknown = _UNKNOWN_OPTION.search(said)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown[1], commands.options_of_srun(), n=1, cutoff=_NEAR)
+        if near:
+            return f"{said}; did you mean --{near[0]}?", ""
+    elif "MPI" not in said:
+        return said, ""
+    return "", said
+
+
+def refused_by(words: str) -> str:
+    """Returns what it means that the srun of this machine, and perhaps not that of the nodes, refuses flags."""
+    return f"the srun of this machine says {words}: where that of the nodes lacks the plug-in as well, no rank begins"
 
 
 def unchecked(plan: RunPlan, commands: SlurmCommands) -> str:

@@ -313,6 +313,13 @@ def srun_flags(plan: RunPlan) -> Flags:
     return flags | step_flags(typed_flags("cluster.srun", cluster.srun), cluster=cluster, gpus_per_node=gpus_per_node)
 
 
+def chosen_step_flags(plan: RunPlan) -> list[str]:
+    """Returns the flags of srun that are not the launch's own, as words: those of `cluster.srun` and of a container."""
+    chosen = typed_flags("cluster.srun", _cluster(plan.config).srun)
+    container = RankCommand(plan.config, plan.run, plan.directory).step_flags(job_environment(plan.config))
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in (chosen | container).items()]
+
+
 def task_log(config: RunConfig, world: World) -> str:
     """Returns the name of the log that srun writes for each task: the log of the rank if srun knows its number.
 

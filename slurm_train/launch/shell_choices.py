@@ -1,19 +1,22 @@
-"""Variables of the shell that set options of all jobs of a person: SBATCH_ACCOUNT and the like.
+"""What the submitting shell sets of all jobs of a person: SBATCH_ACCOUNT and the like, and limits (`ulimit`).
 
 For sbatch and salloc their priority is below the command line. Here it is below words, files and site. A variable that
 is not used is reported, since a silently lost setting might charge another account. Inside a job these variables are
-not read, since they may belong to that job.
+not read, since they may belong to that job. A limit that Slurm passes on, and that a training may come to, is named.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.words import minutes
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.limits import Limits, in_words, passed_on, read_limits, tight, way_out
 
 # By the part of the name after SBATCH_ or SALLOC_, as the man pages of Slurm 20.11 to 25.05 list them.
 _KEYS = {
@@ -44,7 +47,7 @@ _OF_SRUN = (*_KEYS, "RESERVATION", "WCKEY", "HINT")
 
 
 def take_shell_choices(
-    config: RunConfig, open_keys: Collection[str] | None, env: Mapping[str, str]
+    config: RunConfig, open_keys: Collection[str] | None, env: Mapping[str, str], *, limits: Limits | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Returns a configuration with the shell's choices where nothing else is set, and remarks about each choice.
 
@@ -53,6 +56,7 @@ def take_shell_choices(
         open_keys: the keys of `cluster` that neither words nor files set; None for an existing run, which keeps its
             settings.
         env: the environment of the submitting shell.
+        limits: of its processes; None: those of this process.
     """
     cluster = config.cluster
     if cluster is None or "SLURM_JOB_ID" in env:
@@ -88,6 +92,7 @@ def take_shell_choices(
                 f"{name}={value} is not used" + (f": cluster.sbatch.{flag} is set" if flag in set_flags else "")
             )
     remarks += _of_srun(env, prefix)
+    remarks += _of_limits(cluster, read_limits() if limits is None else limits, SlurmCommands(env))
     if taken or flags:
         config = replace(config, cluster=replace(cluster, **taken, sbatch={**cluster.sbatch, **flags}))
     return config, tuple(remarks)
@@ -113,6 +118,29 @@ def _parse(key: str, value: str) -> str | int | None:
 def _set_to(cluster: ClusterSection, key: str) -> str:
     value = getattr(cluster, key)
     return "null" if value is None else str(value)
+
+
+def _of_limits(cluster: ClusterSection, limits: Limits, commands: SlurmCommands) -> Iterator[str]:
+    """Yields a remark on limits of this shell that the ranks would have; Slurm is asked only where there are any."""
+    cpus = cluster.cpus_per_gpu if isinstance(cluster.cpus_per_gpu, int) else None
+    minutes_at_most = cluster.time_limit_min
+    names = tight(limits, run_s=None if minutes_at_most is None else 60.0 * minutes_at_most, cpus=cpus)
+    if not names:
+        return
+    # Where Slurm does not say what it passes on, the preflight finds the limits on the nodes.
+    with contextlib.suppress(ClusterError):
+        site = commands.settings
+        propagate = cluster.sbatch.get("propagate", "")
+        names = passed_on(
+            names,
+            setting=site.get("PropagateResourceLimits", ""),
+            but=site.get("PropagateResourceLimitsExcept", ""),
+            propagate="ALL" if propagate is True else str(propagate or ""),
+            setup=cluster.setup,
+        )
+        if names:
+            found = ", ".join(in_words(limits, name) for name in names)
+            yield f"the ranks get the limits of this shell, {found} for each process: {way_out(names)}"
 
 
 def _of_srun(env: Mapping[str, str], prefix: str) -> Iterator[str]:

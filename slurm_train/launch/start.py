@@ -21,9 +21,11 @@ from slurm_train.launch.acceptance import (
     acceptable_plan,
     exclude_flags,
     expedite_flags,
+    refused_by,
     require_acceptable,
     require_room,
     require_slurm,
+    step_verdict,
 )
 from slurm_train.launch.batch_script import render_script, renewed_warning
 from slurm_train.launch.cpu_share import NodeShares
@@ -190,12 +192,19 @@ class Start:
             if fitting is not plan:
                 self.say(f"  CPUs          {fitting.cpus.reason}")
             plan = fitting
+            self._say_refused_here(plan)
         ranks.make_mount_points()
         with writing(run, self.commands, inside=inside):
             renamed = write_run(plan, source, script=script or None, change=change)
         self.say_renamed(run, renamed)
         remember_root(run.path.parent.parent, self.env)
         return script
+
+    def _say_refused_here(self, plan: RunPlan) -> None:
+        """Prints what the srun of this machine says of flags for plug-ins that the nodes may have."""
+        _, words = step_verdict(plan, self.commands)
+        if words:
+            self.say(f"  srun          {refused_by(words)}")
 
     def say_renamed(self, run: RunDirectory, names: Sequence[str]) -> None:
         """Prints which files in a run's copy of the code were renamed to make room for new code, if any were."""

@@ -1,4 +1,4 @@
-"""The one place that runs squeue, sacct, scontrol, scancel, sinfo, sacctmgr and `sbatch --test-only`.
+"""The one place that runs squeue, sacct, scontrol, scancel, sinfo, sacctmgr and, with --test-only, sbatch and srun.
 
 Commands get argument lists, a scrubbed environment and a time limit. A command that is missing, too slow or fails is a
 ClusterError that quotes it. Nothing is retried and nothing is cached: how often to ask is the caller's business.
@@ -384,6 +384,34 @@ class SlurmCommands:
         if done.return_code and is_away(done.stderr):
             raise _failed_command(argv, done)
         return policy.read_verdict(done.return_code, done.stderr, done.stdout)
+
+    def refused_flags(self, flags: Sequence[str]) -> str:
+        """Returns in srun's own words why it does not take these flags; "" where it does, or where that is not known.
+
+        srun reads its flags and looks for its type of MPI before it asks the controller, and nothing is run
+        (--test-only). What the controller says of a job of its own is no verdict on a step of another job.
+        """
+        words = self._refusal_of_srun(flags)
+        # A site's wrapper, or a machine where srun may not be used, refuses whatever is typed.
+        return words if words and not self._refusal_of_srun(()) else ""
+
+    def _refusal_of_srun(self, flags: Sequence[str]) -> str:
+        try:
+            done = self._call(["srun", *flags, "--test-only", "true"])
+        except ClusterError:
+            return ""
+        said = plain(done.stderr)
+        is_of_controller = is_away(said) or "allocat" in said.lower()
+        return records.own_words(said) if done.return_code and not is_of_controller else ""
+
+    def options_of_srun(self) -> list[str]:
+        """Returns the long names of srun's options by `srun --help`, those of plug-ins included; [] without srun."""
+        try:
+            names = re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", self._run(["srun", "--help"]))
+        except ClusterError:
+            return []
+        # Listed only where a plug-in binds tasks (22.05).
+        return sorted({*names, "cpu-bind", "mem-bind"})
 
     def requeue(self, job_id: str, *, is_over: bool = False) -> None:
         """Asks Slurm to requeue a job unless it was cancelled; read `restarts` back to see whether that happened.

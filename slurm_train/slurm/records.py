@@ -416,26 +416,25 @@ def _known(text: str) -> str:
 
 _TASK_ERROR = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)$", re.MULTILINE)
 NO_STEP = "Unable to create step"
+# What ends a step whatever else is said of it.
 _STEP_ERRORS = (
     r"(?m)^srun: error: (Node failure on \S+)",
     r"(?m)^srun: error: (srun itself was killed by signal \d+)$",
     r"(?m)\b(srun: fatal: [^;\n]+)",
     # The step was made, and its tasks could not be started.
     r"(?m)^srun: error: (Task launch for \S+ failed on node .+)$",
-    r"(?m)^srun: error: (Unable to satisfy cpu bind request.*)$",
-    r"(?m)^srun: error: (Application launch failed: .+)$",
     # Also in the supervisor's own line, where the nodes could not be asked.
     rf"(?m)\bsrun: error: ({NO_STEP} for job [^;\n]+)",
     # What the supervisor writes when a node did not answer whether it sees the run.
     r"(?m)^error: (no answer from .+ within \d+ s)",
 )
+# An error of srun, or what its reader of options says, e.g. "unrecognized option '--cpu-bnd=none'".
+_OWN_WORDS = re.compile(r"^srun: (?:(?:error|fatal): +(.+)|((?:unrecognized |invalid )?option .+))$", re.MULTILINE)
+_LONGEST_WORDS = 300
 WARNED = "User defined signal 2"
 """The end of a rank that does not handle the warning before the time limit: a script as it is."""
-# Terminated and a plain exit code are what the peers of the culprit show.
-_BY_SIGNAL = (
-    *("Killed", "Segmentation fault", "Aborted", "Bus error", "Out Of Memory", "Illegal instruction", "Floating"),
-    WARNED,
-)
+# What the peers of the culprit show.
+_OF_PEERS = ("Exited with exit code", "Terminated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +449,7 @@ class TaskEnd:
     @property
     def is_violent(self) -> bool:
         """Whether a signal ended it that its peers do not get."""
-        return self.words.startswith(_BY_SIGNAL)
+        return not self.words.startswith(_OF_PEERS)
 
 
 def task_ends(text: str) -> list[TaskEnd]:
@@ -504,12 +503,26 @@ def violent_end(text: str) -> str:
         if error:
             return error[1].replace("Node failure", "node failure")
     for match in _TASK_ERROR.finditer(text):
-        if match["what"].startswith(_BY_SIGNAL):
+        if not match["what"].startswith(_OF_PEERS):
             word = "ranks" if "," in match["tasks"] or "-" in match["tasks"] else "rank"
             # Where srun calls it Killed, slurmstepd has named the cause in a line of its own.
             is_memory = match["what"] == "Killed" and re.search(r"oom[-_ ]kill", text)
             return f"{word} {match['tasks']} on {match['node']}: {'Out Of Memory' if is_memory else match['what']}"
     return ""
+
+
+def own_words(text: str) -> str:
+    """Returns why srun has ended of itself: its first error and its last one; "" where it tells the end of a task.
+
+    The first says what failed (no such library), the last what came of it (no such type of MPI).
+
+    Args:
+        text: what srun has written.
+    """
+    if _TASK_ERROR.search(text):
+        return ""
+    lines = [(error or option)[:_LONGEST_WORDS].rstrip() for error, option in _OWN_WORDS.findall(text)]
+    return f"srun: {'; '.join(dict.fromkeys([lines[0], lines[-1]]))}" if lines else ""
 
 
 # --- why a job waits or has ended ---

@@ -7,6 +7,7 @@ taken. A traceback is what Python prints, chained ones included; one that was cu
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ _CHAIN = re.compile(rf"^{_ONE}(?:{_LINK}{_ONE})*", re.MULTILINE)
 _PREFIX = re.compile(rf"^(?:\[rank\d+\]: ?|[\0 ]+(?={re.escape(HEADLINE)}))", re.MULTILINE)
 # What torchrun and `accelerate launch` print when a process of theirs has failed, whose own traceback comes before.
 _OF_LAUNCHER = re.compile(r"^\S*(?:ChildFailedError|CalledProcessError)\b", re.MULTILINE)
+_OF_STEP = re.compile(r"slurmstepd\S*: error: (.+)")
 _TAIL_BYTES = 1 << 18
 _LAST_LINES = 20
 _RANK = re.compile(r"\branks? (?P<rank>\d+)[\d,-]* on (?P<host>[\w.-]+)")
@@ -66,6 +68,10 @@ def last_words(text: str) -> str:
         return errors[0]
     # Not the frame that a program draws around its last message.
     lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
+    # Where a plug-in of Slurm fails, e.g. one for containers, the last line says only that it did.
+    of_step = [match[1] for match in itertools.takewhile(bool, map(_OF_STEP.match, reversed(lines))) if match]
+    if of_step:
+        return f"slurmstepd: {'; '.join(reversed(of_step))}"
     return lines[-1] if lines else ""
 
 

@@ -23,14 +23,16 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slurm_train.config.schema import RequeueSection
 from slurm_train.errors import EXIT_REQUEUE, EXIT_WRONG_USE
+from slurm_train.formatting import exit_code
 from slurm_train.rundir.attempts import waits_for_person
 from slurm_train.rundir.events import GPU_MEMORY
 from slurm_train.slurm.allocation import compact_nodelist
+from slurm_train.slurm.limits import Limits, in_words, way_out
 from slurm_train.slurm.records import WARNED
 from slurm_train.supervise.growth import Growth
 
@@ -61,6 +63,17 @@ _BUDGETS = {
     "preempted": (30, "preemptions", "lower checkpoint.every_steps, or ask for another partition or QOS"),
 }
 """By kind: how many ends in a row use up one of `requeue.max_returns_without_progress`; their name; what to do."""
+_UNLIMITED: Limits = {}
+_NO_MEMORY = r"\bMemoryError|[Cc]an(?:'t|not) allocate memory|bad_alloc|failed to map segment"
+_NO_THREADS = r"can't start new thread|pthread_create failed|Resource temporarily unavailable"
+# What a process that comes to its limit says; a node that is full says some of it as well.
+_BY_LIMIT = {
+    "CPU": re.compile("CPU time limit exceeded"),
+    "FSIZE": re.compile("File size limit exceeded|File too large"),
+    "NPROC": re.compile(_NO_THREADS),
+    "AS": re.compile(f"{_NO_MEMORY}|{_NO_THREADS}"),
+    "DATA": re.compile(f"{_NO_MEMORY}|{_NO_THREADS}"),
+}
 _ADVICE = (
     (
         GPU_MEMORY,
@@ -68,7 +81,11 @@ _ADVICE = (
         "parallel.activation_checkpointing=full or parallel.dp_shard=N; `plan --suggest GIB` lists what fits",
     ),
     (
-        re.compile(r"Out Of Memory|OUT_OF_MEMORY|oom-kill|MemoryError|[Cc]an(?:'t|not) allocate memory|bad_alloc"),
+        re.compile(r"ibv_\w+|ibverbs"),
+        "InfiniBand has to lock its buffers in memory: `ulimit -l unlimited` before submitting or in cluster.setup",
+    ),
+    (
+        re.compile(rf"Out Of Memory|OUT_OF_MEMORY|oom-kill|{_NO_MEMORY}"),
         "out of the node's memory: raise cluster.memory_gb_per_node (0: all of it), or lower data.num_workers or "
         "batch.local_size",
     ),
@@ -121,12 +138,33 @@ _ADVICE = (
         "most often a mapped file has become shorter, its disk has failed, or /dev/shm is full",
     ),
     (
+        re.compile("CPU time limit exceeded"),
+        "the program, or a shell that it runs in, limits its processor time (ulimit -t)",
+    ),
+    (
+        re.compile("File size limit exceeded|File too large"),
+        "the program, or a shell that it runs in, limits the size of its files (ulimit -f), or the file system does",
+    ),
+    (
+        re.compile("Bad system call"),
+        "a filter of system calls (seccomp), of a container or of the site, ends whoever calls what it forbids",
+    ),
+    (
+        re.compile("Alarm clock"),
+        "a timer that the program or a library has set (alarm, setitimer) has run out, and nothing handles it",
+    ),
+    (
         re.compile("Illegal instruction"),
         "a library was built for a newer processor than this node's: choose nodes with cluster.constraint or "
         "cluster.exclude",
     ),
     (
-        re.compile("cpu bind request"),
+        re.compile("srun: .*option"),
+        "the srun of the job does not know it: a misspelt name, an option of another release, or of a plugin that is "
+        "not installed here; leave it out of cluster.srun and container",
+    ),
+    (
+        re.compile("(?i)cpu bind(?:ing outside| request)"),
         "the CPUs of the job are not those that srun would bind to: cluster.srun.cpu-bind=none",
     ),
 )
@@ -219,6 +257,8 @@ class Outcome:
     """What the first failing rank printed last, as far as known."""
     growth: Growth | None = None
     """Why the ranks were asked to stop for more nodes; None if they were not."""
+    limits: Limits = field(default_factory=dict)
+    """Those of each rank, as they are those of the supervisor."""
     settings: RequeueSection
     """When to requeue or relaunch."""
     job: JobAtEnd
@@ -381,8 +421,8 @@ def _spent(outcome: Outcome, reason: Reason) -> str:
 
 
 def _decide_failure(outcome: Outcome) -> Decision:
-    cause = outcome.cause or f"the ranks ended with code {outcome.exit_code}; see the logs of this attempt"
-    cause += advice_on(cause)
+    cause = outcome.cause or f"the ranks ended with code {exit_code(outcome.exit_code)}; see the logs of this attempt"
+    cause += advice_on(cause, outcome.limits)
     # Wrong use fails in the same way again, so it is not retried.
     if not outcome.job.can_relaunch or outcome.exit_code == EXIT_WRONG_USE:
         return Decision("failed", "stop", cause)
@@ -404,12 +444,16 @@ def _decide_failure(outcome: Outcome) -> Decision:
     return Decision("failed", "relaunch", f"{cause}; the ranks are started again in this allocation")
 
 
-def advice_on(cause: str) -> str:
+def advice_on(cause: str, limits: Limits = _UNLIMITED) -> str:
     """Returns what to change after an end of a known kind, e.g. "; out of GPU memory: ..."; "" for other kinds.
 
     Args:
         cause: what is known of the end: the message of torch, of srun or of the kernel, or Slurm's state.
+        limits: of each rank.
     """
+    for limit, pattern in _BY_LIMIT.items():
+        if limit in limits and pattern.search(cause):
+            return f"; a process may have {in_words(limits, limit)} here: {way_out([limit])}"
     for pattern, advice in _ADVICE:
         if pattern.search(cause):
             return f"; {advice}"

@@ -18,6 +18,7 @@ from typing import Any
 
 from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_FAILURE, EXIT_WRONG_USE
+from slurm_train.formatting import exit_code
 from slurm_train.rundir.attempts import Round, read_ledger, waits_for_person
 from slurm_train.rundir.events import (
     FailureMark,
@@ -138,6 +139,8 @@ class Surroundings:
     """How a rank ended without an exception, from `silent_end`; "" for none."""
     placed_mark: str = ""
     """The first mark, with the place where the rank or a process of its loader crashed; "" for none."""
+    own_words: str = ""
+    """Why srun ended of itself, from `own_words`; "" where it tells how tasks ended."""
     lost_nodes: tuple[str, ...]
     """Nodes that Slurm reports as lost, or that do not answer, of a job that keeps its other nodes."""
     had_oom_kill: bool
@@ -304,7 +307,7 @@ def silent_end(
             # Slurm ends the others so, but not the first one.
             return f"rank {rank} on {end.node}: {end.words}"
         if rank is not None and end.words.startswith(_EXITED):
-            code = end.words.removeprefix(_EXITED)
+            code = exit_code(int(end.words.removeprefix(_EXITED)))
             return f"rank {rank} on {end.node}: ended with exit code {code}{_words_in_log(run, attempt, rank)}"
     ended_well = sorted(set(range(num_ranks)).difference(*(end.tasks for end in ends)))
     if not marks or not ended_well:
@@ -390,7 +393,7 @@ def _cause(evidence: Evidence, around: Surroundings, *, has_failed: bool) -> str
         return around.violent_end
     if not has_failed:
         return ""
-    return around.silent_end or around.placed_mark or str(mark or "")
+    return around.silent_end or around.placed_mark or str(mark or "") or around.own_words
 
 
 def _failed_before_it(mark: FailureMark | None, ends: Sequence[TaskEnd]) -> bool:

@@ -423,8 +423,8 @@ _KILL_AFTER_S = 30.0
 _LOOK_EVERY_S = 0.05
 _LAST_ENDS_S = 0.8
 """How long after the first failure of a rank others may end by themselves before they are asked to."""
-VIOLENT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""Signals that end a rank without a word of its own."""
+_ASKING = (signal.SIGTERM, signal.SIGUSR2)
+"""Signals by which ranks are asked to stop; a program that does not handle them ends by them."""
 
 
 @dataclass(slots=True)
@@ -483,7 +483,7 @@ class LocalRanks:
         """Returns the exit code of the first rank to fail: one that was killed, else that of the lowest number."""
         host = socket.gethostname()
         first = self._failures()
-        killed = next(((rank, code) for rank, code in first if -code in VIOLENT), None)
+        killed = next(((rank, code) for rank, code in first if is_violent(code)), None)
         if killed is None:
             # One that came to its end too early may end after those that have lost it.
             self._await_others(within_s=_LAST_ENDS_S)
@@ -526,6 +526,15 @@ class LocalRanks:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         return [process.returncode for process in self.processes]
+
+
+def is_violent(code: int) -> bool:
+    """Returns whether a process of this machine was ended by a signal that no launcher sends to ask for a stop.
+
+    Args:
+        code: its exit code, the negative number of the signal.
+    """
+    return code < 0 and -code not in _ASKING
 
 
 def _words_of(code: int) -> str:

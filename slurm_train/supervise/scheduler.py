@@ -32,6 +32,7 @@ from slurm_train.slurm.records import (
     TaskEnd,
     end_and_limit,
     nodes_in,
+    own_words,
     queue_seconds,
     restarts_of,
     task_ends,
@@ -131,6 +132,10 @@ class Scheduler:
     def ends(self, _attempt: int) -> Sequence[TaskEnd]:
         """Returns how the ranks ended that did not end with 0, in order; empty where that is not known."""
         return self.task_ends
+
+    def own_words(self, _attempt: int) -> str:
+        """Returns why what starts the ranks has ended of itself; "" where that is not so, or nothing is known."""
+        return ""
 
     def num_oom_kills(self) -> int:
         """Returns how many processes of this machine the kernel has ended for lack of memory since it booted."""
@@ -261,6 +266,10 @@ class SlurmJob(Scheduler):
         if len(self.job_ids) > 1 or self.pool.tasks_per_node != self.pool.ranks_per_node:
             return ()
         return task_ends(self._srun_text(attempt))
+
+    def own_words(self, attempt: int) -> str:
+        """Reads what srun wrote."""
+        return own_words(self._srun_text(attempt))
 
     def _srun_text(self, attempt: int) -> str:
         log = self._run.attempt_logs(first_round(self._run, attempt)) / "batch.log"

@@ -47,6 +47,7 @@ from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.scores import num_recorded
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
+from slurm_train.slurm.limits import read_limits
 from slurm_train.slurm.records import TaskEnd, end_and_limit, state_in_batch_log
 from slurm_train.supervise.decision import (
     CANCELLED,
@@ -393,14 +394,9 @@ class Supervisor:
             asked_by=evidence.asked_by,
             cause=diagnosis.cause,
             growth=scheduler.growth,
+            limits=read_limits(),
             settings=self._settings,
-            job=JobAtEnd(
-                is_slurm=self._job_id is not None,
-                record=job,
-                restart_count=self._restart_count,
-                is_early=job is not None and self._is_early(job, evidence.end_unix_s),
-                can_relaunch=self._can_relaunch(diagnosis, had_joined=evidence.had_joined, is_hung=bool(evidence.hang)),
-            ),
+            job=self._job_at_end(job, evidence, diagnosis),
             nodes=self._nodes_for(around.lost_nodes, diagnosis.to_avoid),
             course=self._course(evidence, is_repeated=diagnosis.is_repeated),
         )
@@ -413,6 +409,15 @@ class Supervisor:
             lacks_room=diagnosis.lacks_room,
             not_saved=best_effort("the event of the stop", lambda: evidence.not_saved, ""),
             is_hung=bool(evidence.hang),
+        )
+
+    def _job_at_end(self, job: Mapping[str, str] | None, evidence: Evidence, diagnosis: Diagnosis) -> JobAtEnd:
+        return JobAtEnd(
+            is_slurm=self._job_id is not None,
+            record=job,
+            restart_count=self._restart_count,
+            is_early=job is not None and self._is_early(job, evidence.end_unix_s),
+            can_relaunch=self._can_relaunch(diagnosis, had_joined=evidence.had_joined, is_hung=bool(evidence.hang)),
         )
 
     def _read_surroundings(
@@ -450,6 +455,7 @@ class Supervisor:
         return Surroundings(
             violent_end=placed_end,
             placed_mark=placed_mark,
+            own_words=best_effort("the output of srun", lambda: scheduler.own_words(attempt), ""),
             ends=ends,
             silent_end=best_effort("the log of the rank", read_silent_end, ""),
             lost_nodes=tuple(scheduler.lost_nodes(job)),

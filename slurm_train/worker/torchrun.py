@@ -30,7 +30,7 @@ from slurm_train.slurm.allocation import TaskPlace
 from slurm_train.slurm.devices import visible_gpus
 from slurm_train.slurm.share import enter_share
 from slurm_train.status.failure import last_words
-from slurm_train.supervise.ranks import VIOLENT
+from slurm_train.supervise.ranks import is_violent
 
 _LOOK_EVERY_S = 0.5
 _BY_SIGNAL = 128
@@ -173,7 +173,7 @@ def leave_mark_for(run: RunDirectory, attempt: int, rank: int, code: int, *, hos
     # If it cannot be written, what the rank has said is still in its log.
     with contextlib.suppress(OSError):
         newest = newest_round(run, attempt)
-        if -code in VIOLENT:
+        if is_violent(code):
             words = signal.strsignal(-code) or f"signal {-code}"
             leave_mark(run, newest, FailureMark(rank=rank, host=host, exit_code=128 - code, message=words))
         elif 0 < code < _BY_SIGNAL and all(mark.rank != rank for mark in read_marks(run, newest)):

@@ -200,6 +200,41 @@ def _no_step(person: Person) -> Iterator[str]:
     )
 
 
+def _flags_of_srun(person: Person) -> Iterator[str]:
+    words = "script=[train.py] +cluster=1x1 run.name=flags"
+    for flag in ("cluster.srun.cpu-bnd=none", "cluster.srun.gpu-bind=foo"):
+        refused = _types(person, f"{words} {flag}")
+        if refused.code == 0 or "srun" not in refused.err:
+            yield f"{flag}: exit code {refused.code}: {refused.err[-200:]}"
+    # Another machine may have the plug-in.
+    job, run = _types(person, f"{words} cluster.srun.auto-resume=1").job_and_run
+    _ends(job)
+    note = str(_status(person, run)["note"])
+    if "unrecognized option '--auto-resume=1'" not in note or "the ranks ended" in note:
+        yield f"status says: {note}"
+
+
+def _limit_of_shell(letter: str, limit: str, program: str) -> Find:
+    def find_problems(person: Person) -> Iterator[str]:
+        (person.folder / "train.py").write_text(program)
+        words = ("-m", "slurm_train", "script=[train.py]", "+cluster=1x1", "run.name=limit")
+        limited = ("bash", "-c", f'ulimit -S -{letter} {limit}; exec "$@"', "limited", person.python, *words)
+        done = person.runs(*limited)
+        job, run = done.job_and_run
+        _ends(job)
+        note = str(_status(person, run)["note"])
+        yield from (
+            f"there is no ulimit -{letter}: {text[-300:]}"
+            for text in (done.err, note)
+            if f"ulimit -{letter}" not in text
+        )
+        freed = person.runs(*limited, "cluster.sbatch.propagate=NONE")
+        if "ulimit" in freed.err:
+            yield f"a limit that does not travel is named: {freed.err[-300:]}"
+
+    return find_problems
+
+
 @contextlib.contextmanager
 def _features(of_nodes: dict[str, str]) -> Iterator[None]:
     def set_features(node: str, features: str) -> None:
@@ -461,6 +496,11 @@ def _prescribed_name(person: Person) -> Iterator[str]:
     yield f"no job can be called proj-sub:...: {tried}"
 
 
+_LIMITS = (
+    ("t", "2", "while True:\n    pass\n"),
+    ("f", "1000", "with open('big', 'wb') as file:\n    file.write(bytes(3_000_000))\n"),
+    ("v", "700000", "bytes(800_000_000)\n"),
+)
 _ACCOUNTS = ("You may use several accounts.", "Name one of these:", "  lab-one, lab-two", "Use --account=NAME.")
 _QUEUE = ("--> Verifying job request is within current queue limits...FAILED", "    [*] Too many jobs in queue.")
 _SETUP = {
@@ -478,6 +518,8 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("a job that asks for its GPUs in total", _total_gpus),
     Situation("a part of an allocation with GPUs in total", _total_gpus_in_salloc),
     Situation("srun that creates no step blames no node", _no_step),
+    Situation("flags that srun does not know", _flags_of_srun),
+    *(Situation(f"a limit of the login shell: ulimit -{words[0]}", _limit_of_shell(*words)) for words in _LIMITS),
     *(
         Situation(f"a job that ends before it begins: {name}", _failing_setup(line, words))
         for name, (line, words) in _SETUP.items()

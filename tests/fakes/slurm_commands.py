@@ -56,6 +56,8 @@ class FakeSlurmCommands:
         self.listed_partitions = [four_by_eight()]
         self.config = {"MaxArraySize": "1001", "JobRequeue": "1"}
         self.verdict = TestVerdict(is_accepted=True)
+        self.words_of_srun = ""
+        """Why srun refuses the flags that were typed for it."""
         self.qos: dict[str, Qos] = {}
         self.accounts: dict[str, list[str]] = {}
         self.error: ClusterError | None = None
@@ -225,6 +227,12 @@ class FakeSlurmCommands:
         self.tested.append(script)
         self.test_flags = flags
         return self.verdict
+
+    def refused_flags(self, flags: Sequence[str]) -> str:
+        return self.words_of_srun if flags else ""
+
+    def options_of_srun(self) -> list[str]:
+        return ["container", "cpu-bind", "gpu-bind", "mpi"]
 
     def _fail_if_told(self) -> None:
         if self.error is not None:

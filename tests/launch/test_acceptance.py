@@ -15,6 +15,7 @@ from slurm_train.launch.acceptance import (
     require_acceptable,
     require_room,
     salloc_words,
+    step_verdict,
     too_long,
 )
 from slurm_train.rundir.events import add_bad_nodes
@@ -62,6 +63,32 @@ def test_a_limit_that_slurm_would_take_and_never_start_is_refused() -> None:
     assert not commands.tested[0].exists(), "the script that Slurm reads is gone afterwards"
     with pytest.raises(ClusterError, match=r"cluster\.time_limit_min=1441 is more than partition main allows"):
         require_acceptable(SCRIPT, commands, make_plan(cluster={"time_limit_min": 1441}))
+
+
+@pytest.mark.parametrize(
+    ("words", "is_certain"),
+    [
+        ("srun: Invalid --gpu-bind argument: gpu:foo", True),
+        ("srun: unrecognized option '--cpu-bnd=none'", True),
+        # Those of plug-ins, which the nodes may have.
+        ("srun: unrecognized option '--auto-resume=1'", False),
+        ("srun: unrecognized option '--container-image=a'", False),
+        ("srun: unrecognized option '--container-env=A'", False),
+        ("srun: can not load PMIx library; Invalid MPI type 'pmix', --mpi=list for acceptable types", False),
+        ("", False),
+    ],
+)
+def test_flags_that_srun_does_not_read_are_refused_unless_a_plug_in_may_know_them(words: str, is_certain: bool) -> None:
+    commands: Any = FakeSlurmCommands()
+    commands.words_of_srun = words
+    require_acceptable(SCRIPT, commands, make_plan(cluster={}))
+    plan = make_plan(cluster={"srun": {"mpi": "pmix"}})
+    if is_certain:
+        assert words in refusal(ClusterError, require_acceptable, SCRIPT, commands, plan).message
+        assert step_verdict(plan, commands)[1] == ""
+    else:
+        require_acceptable(SCRIPT, commands, plan)
+        assert step_verdict(plan, commands) == ("", words)
 
 
 # Limits of two partitions in minutes, what was asked, and the limit that is named.

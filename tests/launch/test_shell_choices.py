@@ -111,6 +111,34 @@ def test_a_run_that_stays_here_takes_nothing() -> None:
     assert take_shell_choices(config, OPEN, {"SBATCH_ACCOUNT": "a"}) == (config, ())
 
 
+@pytest.mark.parametrize(
+    ("site", "cluster", "is_named"),
+    [
+        ("ALL", {}, True),
+        ("NONE", {}, False),
+        ("ALL", {"sbatch": {"propagate": "NONE"}}, False),
+        ("NONE", {"sbatch": {"propagate": True}}, True),
+        ("ALL", {"setup": ["ulimit -t unlimited"]}, False),
+        ("ALL", {"time_limit_min": 60, "cpus_per_gpu": 1}, False),
+        ("ALL", {"time_limit_min": 60, "cpus_per_gpu": 2}, True),
+        # Slurm does not say what it passes on.
+        ("", {}, False),
+    ],
+)
+def test_a_limit_that_travels_into_the_job_is_named(
+    site: str, cluster: dict[str, Any], is_named: bool, tmp_path: Path
+) -> None:
+    answer = f"echo 'PropagateResourceLimits = {site}'" if site else "exit 1"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    config = build_config(RunConfig, {"cluster": {"nodes": 1, "gpus_per_node": 1, **cluster}})
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    _, remarks = take_shell_choices(config, OPEN, env, limits={"CPU": 3600, "NPROC": 4096})
+    assert ["(ulimit -t)" in remark for remark in remarks] == [True] * is_named
+    assert take_shell_choices(config, OPEN, env, limits={"NPROC": 4096})[1] == ()
+    assert take_shell_choices(config, OPEN, {**env, "SLURM_JOB_ID": "7"}, limits={"CPU": 3})[1] == ()
+
+
 # Every key with the word of the script that it stands for.
 FLAGS = {
     "partition": ("a,b", "--partition=a,b"),

@@ -19,6 +19,7 @@ from slurm_train.slurm.records import (
     TaskEnd,
     end_and_limit,
     expand_array_id,
+    own_words,
     parse_queue,
     parse_record,
     parse_sacct,
@@ -178,11 +179,8 @@ def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
             "srun: error: Application launch failed: Unable to satisfy cpu bind request\n",
             "Task launch for StepId=7.0 failed on node n1: Unable to satisfy cpu bind request",
         ),
-        ("srun: error: Unable to satisfy cpu bind request\n", "Unable to satisfy cpu bind request"),
-        (
-            "srun: error: Application launch failed: Invalid node name specified\n",
-            "Application launch failed: Invalid node name specified",
-        ),
+        ("srun: error: node2: task 3: CPU time limit exceeded\n", "rank 3 on node2: CPU time limit exceeded"),
+        ("srun: error: node2: task 3: Bad system call\n", "rank 3 on node2: Bad system call"),
         (
             "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu\n",
             "srun: fatal: --ntasks-per-node is mutually exclusive with --ntasks-per-gpu",
@@ -193,6 +191,41 @@ def test_no_column_about_many_jobs_holds_text_that_a_user_chose() -> None:
 )
 def test_the_first_violent_end_is_named(text: str, words: str) -> None:
     assert violent_end(text) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ""),
+        (
+            "srun: unrecognized option '--auto-resume=1'\nTry \"srun --help\" for more information\n",
+            "srun: unrecognized option '--auto-resume=1'",
+        ),
+        (
+            "srun: option '--gpu' is ambiguous; possibilities: '--gpus' '--gpu-bind'\nTry ...\n",
+            "srun: option '--gpu' is ambiguous; possibilities: '--gpus' '--gpu-bind'",
+        ),
+        ("srun: error: Invalid --gpu-bind argument: gpu:foo\n", "srun: Invalid --gpu-bind argument: gpu:foo"),
+        (
+            "srun: error:  mpi/pmix_v4: can not load PMIx library\nsrun: error: MPI: Unable to load any plugin\n"
+            "srun: error: Invalid MPI type 'pmix', --mpi=list for acceptable types\n",
+            "srun: mpi/pmix_v4: can not load PMIx library; Invalid MPI type 'pmix', --mpi=list for acceptable types",
+        ),
+        (
+            "srun: error: CPU binding outside of job step allocation, allocated CPUs are: 0x0F.\n",
+            "srun: CPU binding outside of job step allocation, allocated CPUs are: 0x0F.",
+        ),
+        # Its tasks have begun, so what it says of the network is not why they ended.
+        (
+            "srun: error: slurm_receive_msgs: Socket timed out\nsrun: error: node1: task 0: Exited with exit code 1\n",
+            "",
+        ),
+        ("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n", ""),
+        ("a program writes srun: error: of its own\n", ""),
+    ],
+)
+def test_an_srun_that_ends_of_itself_is_quoted(text: str, words: str) -> None:
+    assert own_words(text) == words
 
 
 def test_the_ends_of_tasks_in_their_order() -> None:

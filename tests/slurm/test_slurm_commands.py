@@ -284,3 +284,36 @@ def test_the_fake_has_the_methods_of_the_real_thing() -> None:
     for name, method in inspect.getmembers(SlurmCommands, inspect.isfunction):
         if not name.startswith("_"):
             assert inspect.signature(getattr(FakeSlurmCommands, name)) == inspect.signature(method), name
+
+
+UNKNOWN = bad("srun: unrecognized option '--a=1'\nTry \"srun --help\" for more information\n", 255)
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([UNKNOWN, ok()], "srun: unrecognized option '--a=1'"),
+        ([ok()], ""),
+        # Whatever is typed: a wrapper of the site, or a machine where srun may not be used.
+        ([bad("srun: error: use sbatch here\n"), bad("srun: error: use sbatch here\n")], ""),
+        # Of a job of srun's own, and no verdict on a step of another job.
+        ([bad("srun: error: Unable to allocate resources: Invalid account or account/partition combination\n")], ""),
+        ([bad("allocation failure: Invalid node name specified\n")], ""),
+        ([bad("srun: error: Unable to contact slurm controller (connect failure)\n")], ""),
+    ],
+)
+def test_flags_are_read_by_srun_itself_and_nothing_is_run(answers: list[Finished], words: str) -> None:
+    script = Script(srun=answers)
+    assert slurm(script).refused_flags(["--a=1"]) == words
+    assert script.calls[0] == ["srun", "--a=1", "--test-only", "true"]
+    assert all("--test-only" in call for call in script.calls)
+
+
+def test_an_srun_that_is_not_there_refuses_no_flags() -> None:
+    commands = SlurmCommands({"PATH": "/nowhere"})
+    assert commands.refused_flags(["--a=1"]) == "" and commands.options_of_srun() == []
+
+
+def test_the_options_of_srun_are_those_of_its_help() -> None:
+    text = "  -A, --account=name  charge it\n      --mpi=type\n      --container-image=[USER@]NAME (pyxis)\n"
+    assert {"account", "mpi", "container-image"} <= set(slurm(Script(srun=ok(text))).options_of_srun())

@@ -137,8 +137,20 @@ train.py FAILED
         (f"{CHAINED}\nbye\n", "RuntimeError: again"),
         ("\n".join(f"[rank3]: {line}" for line in ONE.splitlines()) + f"\n{LAUNCHER}", "ValueError: no such layer"),
         (LAUNCHER, "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"),
+        (
+            "step 1\nslurmstepd: error: pyxis: no image\nslurmstepd-n1: error: Failed to invoke spank plugin stack\n",
+            "slurmstepd: pyxis: no image; Failed to invoke spank plugin stack",
+        ),
     ],
-    ids=["nothing", "no traceback", "torchrun's after its rank's", "chained", "with the rank", "torchrun's alone"],
+    ids=[
+        "nothing",
+        "no traceback",
+        "torchrun's after its rank's",
+        "chained",
+        "with the rank",
+        "torchrun's alone",
+        "a plug-in of Slurm",
+    ],
 )
 def test_the_last_words_of_a_log(text: str, words: str) -> None:
     assert last_words(text) == words

@@ -308,9 +308,53 @@ def test_the_node_of_a_cause(cause: str, node: str) -> None:
         ("rank 0 on a: Bus error at train.py:7 in read", "; most often a mapped file has become shorter"),
         ("rank 0 on a: Illegal instruction", "; a library was built for a newer processor"),
         ("Unable to satisfy cpu bind request", "; the CPUs of the job are not those that srun would bind to"),
+        ("srun: CPU binding outside of job step allocation", "; the CPUs of the job are not those that srun would"),
+        ("srun: unrecognized option '--auto-resume=1'", "; the srun of the job does not know it"),
+        ("rank 0 on a: the program ended: unrecognized option '--lr'", ""),
+        ("rank 0 on a: CPU time limit exceeded", "; the program, or a shell that it runs in, limits its processor"),
+        ("rank 0 on a: ended with exit code 153 (as of signal 25, File size limit exceeded)", "; the program, or"),
+        ("rank 0 on a: Bad system call", "; a filter of system calls"),
+        ("rank 0 on a: Alarm clock", "; a timer"),
+        (
+            "rank 0 on a: RuntimeError: NCCL: Call to ibv_reg_mr failed with error Cannot allocate memory",
+            "; InfiniBand",
+        ),
+        ("rank 0 on a: Hangup", ""),
     ],
 )
 def test_what_is_known_to_help_against_an_end_is_said(cause: str, advice: str) -> None:
     found = advice_on(cause)
     assert found.startswith(advice) and bool(found) == bool(advice)
     assert decide(replace(SAVED, exit_code=1, cause=cause)).note.startswith(cause + found)
+
+
+@pytest.mark.parametrize(
+    ("cause", "limits", "named"),
+    [
+        ("rank 0 on a: MemoryError", {"AS": 700_000 << 10}, "ulimit -v"),
+        ("rank 0 on a: MemoryError", {"DATA": 1 << 30, "NPROC": 4096}, "ulimit -d"),
+        ("rank 0 on a: MemoryError", {"NPROC": 4096, "CPU": 3}, "node's memory"),
+        ("rank 0 on a: ImportError: libtorch.so: failed to map segment from shared object", {"AS": 1}, "ulimit -v"),
+        ("rank 0 on a: RuntimeError: can't start new thread", {"NPROC": 25}, "ulimit -u"),
+        ("rank 0 on a: CPU time limit exceeded", {"CPU": 3}, "3 s of processor time (ulimit -t)"),
+        ("rank 0 on a: OSError: [Errno 27] File too large", {"FSIZE": 1 << 20, "AS": 1}, "1.0 MiB in one file"),
+        ("rank 0 on a: OSError: [Errno 27] File too large", {}, "or the file system does"),
+        # CUDA's own memory is no address space, and the node's is all gone.
+        ("rank 0 on a: Out Of Memory", {"AS": 1 << 30}, "node's memory"),
+        ("rank 0 on a: OutOfMemoryError: CUDA out of memory", {"AS": 1 << 30}, "GPU memory"),
+    ],
+)
+def test_a_limit_is_the_cause_where_a_process_says_that_it_came_to_it(
+    cause: str, limits: dict[str, int], named: str
+) -> None:
+    assert named in advice_on(cause, limits)
+    assert named in decide(replace(SAVED, exit_code=1, cause=cause, limits=limits)).note
+
+
+def test_a_code_without_words_names_the_signal_of_a_shell() -> None:
+    for code, words in (
+        (152, "code 152 (as of signal 24, CPU time limit exceeded)"),
+        (255, "code 255;"),
+        (3, "code 3;"),
+    ):
+        assert words in decide(replace(SAVED, exit_code=code)).note

@@ -57,6 +57,8 @@ SILENT = "rank 2 on node2: ended with exit code 127"
         ({"mark": LOST}, {"violent_end": KILLED, "ends": [EXITED, OUTLIVED]}, KILLED),
         ({"mark": MARK}, {"violent_end": KILLED, "ends": [OUTLIVED, EXITED]}, KILLED),
         ({"mark": LOST}, {"silent_end": SILENT}, SILENT),
+        ({}, {"own_words": "srun: unrecognized option"}, "srun: unrecognized option"),
+        ({"mark": MARK}, {"own_words": "srun: Socket timed out"}, str(MARK)),
         (
             {"mark": replace(MARK, time_unix_s=3.0), "hang": {"sentence": "it waits", "time_unix_s": 99.0}},
             {},
@@ -70,7 +72,15 @@ SILENT = "rank 2 on node2: ended with exit code 127"
     ],
     ids=[
         *("mark", "srun first", "preflight first", "warnings are no cause", "hang first", "lost nodes", "nothing"),
-        *("one failed, the others were killed", "all lost one", "killed first", "no mark", "failed before the hang"),
+        *(
+            "one failed, the others were killed",
+            "all lost one",
+            "killed first",
+            "no mark",
+            "srun itself",
+            "a rank, not srun",
+        ),
+        "failed before the hang",
         "the mark of the hang itself",
     ],
 )

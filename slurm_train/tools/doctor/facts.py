@@ -36,6 +36,8 @@ class RankFacts:
     """Soft limit; None: unlimited or not known."""
     max_locked_mb: int | None = None
     """Soft limit of locked memory in MiB, likewise."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """The finite limits of its processes, see `slurm.limits`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +230,8 @@ class Job:
     gpus_per_node: int = 0
     """GPUs asked of Slurm, on the node that has most; 0: none."""
     cpus_per_gpu: int | None = None
+    run_s: float | None = None
+    """How long a rank runs at most; None: not known."""
     must_compile: bool = False
     """Whether it was typed that model and loss are compiled; else a default decides."""
     needs_port: bool = False

@@ -42,6 +42,7 @@ from slurm_train.launch.provenance import read_gpu_software
 from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.devices import installed_gpus, visible_gpus
+from slurm_train.slurm.limits import read_limits
 from slurm_train.slurm.share import Share
 from slurm_train.tools.doctor.facts import DiskFacts, GpuFacts, NodeFacts, RankFacts
 
@@ -88,6 +89,7 @@ def read_rank(place: RankPlace, env: Mapping[str, str]) -> RankFacts:
         cpus=sorted(os.sched_getaffinity(0)),
         max_open_files=_soft_limit(resource.RLIMIT_NOFILE),
         max_locked_mb=None if locked is None else locked // _MIB,
+        limits=dict(read_limits()),
     )
 
 

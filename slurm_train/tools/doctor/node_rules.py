@@ -19,6 +19,7 @@ from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
 from slurm_train.rundir.events import Finding
 from slurm_train.slurm.allocation import compact_nodelist
+from slurm_train.slurm.limits import in_words, tight, way_out
 from slurm_train.tools.doctor.facts import Job, NodeFacts, error, merge, warning
 
 HINTS = {
@@ -164,6 +165,12 @@ def _scarce_resources(job: Job) -> Iterator[Finding]:
             seen = f"a rank may lock {locked} MiB of memory, and InfiniBand has to lock its buffers"
             hint = "`ulimit -l unlimited` before submitting, or ask for LimitMEMLOCK=infinity in slurmd's service"
             yield warning("LIMITS", name, seen, hint=hint)
+
+        first = ranks[0]
+        names = tight(first.limits, run_s=job.run_s, cpus=len(first.cpus) or None)
+        if names:
+            found = ", ".join(in_words(first.limits, limit) for limit in names)
+            yield warning("LIMITS", name, f"each process of a rank may have {found}", hint=way_out(names))
 
 
 # Network: rank 0's address, ports, absent nodes, interfaces, what nodes see of each other.

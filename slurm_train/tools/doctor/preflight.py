@@ -193,6 +193,7 @@ class Preflight:
             world_size=self.world_size,
             gpus_per_node=gpus if isinstance(gpus, int) else max(gpus),
             cpus_per_gpu=_asked_cpus(cluster, self.env),
+            run_s=None if cluster is None or cluster.time_limit_min is None else 60.0 * cluster.time_limit_min,
             must_compile=self.config.train.compile is True,
             needs_port=self.config.script is not None,
             port=self.point.ports[0],
