@@ -202,6 +202,10 @@ class RunDirectory:
         """What the supervisor has to say about one attempt of a script or function while it runs."""
         return self.attempt_logs(attempt) / "remarks.json"
 
+    def group(self, attempt: int) -> Path:
+        """What rank 0 of a script has of torch.distributed in one attempt."""
+        return self.attempt_logs(attempt) / "group.json"
+
     def account(self, attempt: int) -> Path:
         """What rank 0 has spent the time of one attempt on so far."""
         return self.attempt_logs(attempt) / "timing.json"

@@ -17,6 +17,7 @@ from slurm_train.rundir.files import (
     open_file,
     read_json,
     read_parts,
+    read_record,
     write_part,
     write_record,
 )
@@ -48,6 +49,12 @@ class Signs:
     gpu_idle_s: float | None = None
     """How long its GPU has done nothing; None where there is none that can be asked."""
     written_unix_s: float = 0.0
+    launcher: str = ""
+    """What has started ranks of its own below this rank, e.g. "torchrun", "srun"; "" for nothing."""
+    inner_rank: int = 0
+    """The lowest RANK of these."""
+    inner_size: int = 0
+    """Their WORLD_SIZE, 0 where it is not known."""
 
     @property
     def has_ended(self) -> bool:
@@ -99,6 +106,8 @@ class Remarks:
     """No rank shows a sign of life, but nothing proves that they hang."""
     idle_gpus: str = ""
     """GPUs that do nothing."""
+    apart: str = ""
+    """The ranks do not train one model, or each has started ranks of its own."""
 
 
 def note_remarks(run: RunDirectory, attempt: int, remarks: Remarks) -> None:
@@ -113,4 +122,29 @@ def note_remarks(run: RunDirectory, attempt: int, remarks: Remarks) -> None:
 def read_remarks(run: RunDirectory, attempt: int) -> list[str]:
     """Returns what is to be said of an attempt, a sentence each."""
     values: Mapping[str, Any] = read_json(run.remarks(attempt)) or {}
-    return [str(values[name]) for name in ("silence", "idle_gpus") if values.get(name)]
+    return [str(values[name]) for name in ("silence", "idle_gpus", "apart") if values.get(name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """What rank 0 of a script has of torch.distributed."""
+
+    size: int
+    """Number of ranks in its process group; 0 where it has opened none."""
+    remark: str
+    """What is to be said of it, "" for nothing."""
+
+
+def note_group(run: RunDirectory, attempt: int, group: Group) -> None:
+    """Writes what rank 0 of a script has of torch.distributed.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    make_folder(run.group(attempt).parent, within=run.path)
+    write_record(run.group(attempt), group)
+
+
+def read_group(run: RunDirectory, attempt: int) -> Group | None:
+    """Returns what rank 0 of a script has of torch.distributed, None where it has said nothing of it."""
+    return read_record(run.group(attempt), Group)

@@ -60,6 +60,11 @@ def join() -> Session:
     return _joined[0]
 
 
+def has_joined() -> bool:
+    """Returns whether this process has called `join`."""
+    return bool(_joined)
+
+
 def _why_no_rank(run: RunDirectory, place: RankPlace, env: Mapping[str, str]) -> str:
     """Returns why this process is no rank although it has the variables of one, "" for the rank; names it in the log.
 

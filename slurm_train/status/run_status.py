@@ -180,8 +180,8 @@ class RunFiles:
     checkpoint_step: int = 0
     """Of the newest checkpoint by name, 0 where there is none; whether it verifies is not checked."""
     is_finished: bool = False
-    ended_early: str = ""
-    """Why a callback has finished it before its last step, "" if none has."""
+    result_note: str = ""
+    """Why a callback has finished it before its last step, or what the supervisor has to say of its end; else ""."""
     runs_here: bool = False
     """Whether a living process of this machine holds the run."""
     oldest_beat: Beat | None = None
@@ -241,6 +241,7 @@ def read_files(run: RunDirectory) -> RunFiles:
     lines_with_loss = [line for line in last_lines(run.metrics) if "loss" in line]
     line: Mapping[str, Any] = lines_with_loss[-1] if lines_with_loss else {}
     checkpoints = list_checkpoints(run.checkpoints)
+    result = read_json(run.result) or {}
     return RunFiles(
         run=run,
         record=record,
@@ -251,7 +252,7 @@ def read_files(run: RunDirectory) -> RunFiles:
         max_steps=line.get("max_steps") or (read_json(run.plan) or {}).get("max_steps") or None,
         checkpoint_step=name_of(checkpoints[0]).step if checkpoints else 0,
         is_finished=run.result.exists(),
-        ended_early=str((read_json(run.result) or {}).get("ended_early", "")),
+        result_note=str(result.get("ended_early") or result.get("remark") or ""),
         runs_here=holder is not None and holder.job_id is None and process_lives(holder),
         oldest_beat=read_oldest(run, attempt) if is_open else None,
         slow_because=_slow_because(run, attempt) if is_open else "",
@@ -498,7 +499,7 @@ def infer_state(
         slurm_answers: whether Slurm was asked and answered at all.
     """
     if files.is_finished:
-        return RunState.FINISHED, files.ended_early
+        return RunState.FINISHED, files.result_note
     last = files.last_attempt
     resume = f"`resume {files.run.run_id}`"
     is_to_return = comes_back(last)

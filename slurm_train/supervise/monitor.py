@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 from slurm_train.config.parallel import solve_layout
@@ -37,10 +37,10 @@ from slurm_train.rundir.events import FailureMark, Finding, append_event, findin
 from slurm_train.rundir.files import write_record
 from slurm_train.rundir.heartbeat import NOT_WATCHED, Beat, Limits, limits_of, note_oldest, read_beats
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.rundir.signs import Remarks, Signs, note_remarks, read_signs
+from slurm_train.rundir.signs import Remarks, Signs, note_remarks, read_group, read_signs
 from slurm_train.rundir.timing import Notice, append_window
 from slurm_train.supervise.hang import Flights, Hang, Observer, read_flights
-from slurm_train.supervise.silence import explain, idle_sentence, is_evident
+from slurm_train.supervise.silence import apart_sentence, explain, idle_sentence, is_evident
 from slurm_train.supervise.stragglers import Judge, WindowCutter
 from slurm_train.trust import read_bytes, read_text
 
@@ -464,6 +464,7 @@ class SilenceWatchdog(HangWatchdog):
         """Whether all ranks report to the session: then they are watched by their heartbeats."""
         self._has_said = False
         """Whether the silence was printed: on this machine rank 0 may share its log, where a line is a sign of life."""
+        self._has_said_apart = False
 
     def _read_signs(self, run: RunDirectory, attempt: int) -> Mapping[int, Beat]:
         """Returns the newest signs as heartbeats; marks of the program itself count as well."""
@@ -490,6 +491,7 @@ class SilenceWatchdog(HangWatchdog):
 
     def is_hung(self) -> bool:
         """Returns whether all ranks are silent for too long, and one of them waits for a rank that cannot arrive."""
+        self._remark(replace(self._remarks, apart=apart_sentence(self._signs, read_group(self._run, self._attempt))))
         silent_s = self._observer.silent_s()
         if silent_s is None or self._reports:
             return False
@@ -502,7 +504,8 @@ class SilenceWatchdog(HangWatchdog):
         silence = ""
         if is_too_long:
             silence = self._remarks.silence or f"{self.explain(*self._left_by_ranks())}; it may wait for something"
-        self._remark(Remarks(silence=silence, idle_gpus=idle_sentence(self._signs, after_s=self._IDLE_GPU_S)))
+        idle_gpus = idle_sentence(self._signs, after_s=self._IDLE_GPU_S)
+        self._remark(replace(self._remarks, silence=silence, idle_gpus=idle_gpus))
         return False
 
     def explain(self, stacks: Mapping[int, str], flights: Mapping[int, Flights]) -> Hang:
@@ -510,16 +513,19 @@ class SilenceWatchdog(HangWatchdog):
         return explain(self._signs, silent_s=self._silent_s, stacks=stacks, flights=flights)
 
     def _remark(self, remarks: Remarks) -> None:
-        """Writes remarks for `status` if they differ from the ones before."""
-        is_news = bool(remarks.silence) and not self._remarks.silence
-        has_changed = bool(remarks.idle_gpus) != bool(self._remarks.idle_gpus)
-        if is_news or has_changed or (self._remarks.silence and not remarks.silence):
-            self._remarks = remarks
-            if remarks.silence and not self._has_said:
-                self._has_said = True
-                say(f"{remarks.silence}; nothing is ended")
-            with contextlib.suppress(OSError):
-                note_remarks(self._run, self._attempt, remarks)
+        """Writes remarks for `status` if others are made than before; a longer time in one is no difference."""
+        kinds = [name for name, text in asdict(remarks).items() if text]
+        if kinds == [name for name, text in asdict(self._remarks).items() if text]:
+            return
+        self._remarks = remarks
+        if remarks.silence and not self._has_said:
+            self._has_said = True
+            say(f"{remarks.silence}; nothing is ended")
+        if remarks.apart and not self._has_said_apart:
+            self._has_said_apart = True
+            say(remarks.apart)
+        with contextlib.suppress(OSError):
+            note_remarks(self._run, self._attempt, remarks)
 
 
 class StragglerSearch(_RankTask):

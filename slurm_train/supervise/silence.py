@@ -13,13 +13,14 @@ exchange or a data loader, a stopped process, or a process that is blocked in th
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
 from slurm_train.formatting import duration
-from slurm_train.rundir.signs import Signs
+from slurm_train.rundir.signs import Group, Signs
 from slurm_train.supervise.hang import Flights, Hang, absent_ranks, disagreement, main_thread_of, odd_ranks
 from slurm_train.supervise.stragglers import ranks_in_words
 
@@ -257,3 +258,33 @@ def idle_sentence(signs: Mapping[int, Signs], *, after_s: float) -> str:
     subject = "GPU" if len(idle_s) == 1 else "GPUs"
     verb = "has" if len(idle_s) == 1 else "have"
     return f"the {subject} of {ranks_in_words(tuple(idle_s))} {verb} done nothing for {duration(least_s)}"
+
+
+# --- one training or several ---
+
+
+def apart_sentence(signs: Mapping[int, Signs], group: Group | None) -> str:
+    """Returns why the ranks of a script do not train one model, in a sentence; "" where nothing says so.
+
+    Ranks that a launcher has started below several ranks are several programs if two of these have an inner rank of the
+    same number: launchers that make up one world give each number once. Where the program itself has joined its ranks
+    by torch.distributed, processes of theirs are its own business.
+
+    Args:
+        signs: of all ranks.
+        group: what rank 0 has of torch.distributed, None where it has not said.
+    """
+    if group is not None and (group.remark or group.size >= len(signs)):
+        return group.remark
+    starters = {rank: rank_signs for rank, rank_signs in signs.items() if rank_signs.launcher}
+    numbers = Counter(rank_signs.inner_rank for rank_signs in starters.values())
+    apart = [rank_signs for rank_signs in starters.values() if numbers[rank_signs.inner_rank] > 1]
+    if not apart:
+        return ""
+    first = apart[0]
+    by_launcher = f"ranks of their own by {first.launcher} (WORLD_SIZE={first.inner_size})"
+    return (
+        f"{len(apart)} of {len(signs)} ranks have each started {by_launcher if first.inner_size else first.launcher}: "
+        f"{len(apart)} programs that do not know of each other, and if they train, each trains a model of its own; for "
+        "one training, script= names the program itself, which finds the variables that torchrun sets"
+    )

@@ -45,6 +45,7 @@ from slurm_train.rundir.files import change_times, is_there, listed, read_tail
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.scores import num_recorded
+from slurm_train.rundir.signs import read_group, read_signs
 from slurm_train.rundir.timing import last_step, read_account, step_of_attempt
 from slurm_train.slurm.job_variables import node_name
 from slurm_train.slurm.limits import read_limits
@@ -77,6 +78,7 @@ from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.notify import Event, Notifier
 from slurm_train.supervise.own_end import EndKind, OwnEnd, judge, read_end
 from slurm_train.supervise.scheduler import Scheduler
+from slurm_train.supervise.silence import apart_sentence
 
 _WRITER_WAIT_S = 60.0
 _BATCH_LOG_BYTES = 64 * 1024
@@ -117,6 +119,8 @@ class _End:
     """Why no save was made at the stop, for the note; "" where one was."""
     is_hung: bool
     """Whether the ranks were ended because they hung."""
+    apart: str
+    """Why the ranks of a script did not train one model, "" where nothing says so."""
 
 
 def progress_of(run: RunDirectory, config: RunConfig) -> Callable[[], int | None]:
@@ -305,6 +309,8 @@ class Supervisor:
         had_oom_kill = self._scheduler.num_oom_kills() > oom_kills_before
         end = self._look_back(attempt, opening, exit_code, best_effort, had_oom_kill=had_oom_kill)
         decision = self._decide(end)
+        if end.apart:
+            decision = replace(decision, note=f"{decision.note}; {end.apart}")
         closing: dict[str, Any] = {
             **end.facts,
             "reason": decision.reason,
@@ -384,8 +390,7 @@ class Supervisor:
         diagnosis = diagnose(evidence, around, has_failed=has_failed)
         stop_asked = best_effort("the STOP file", lambda: is_there(run.stop_file), False)
         kind, ended_early = self._judge(evidence, around, job, best_effort, stop_asked=stop_asked)
-        if kind is EndKind.FINISHED:
-            self._publish(attempt, best_effort)
+        apart = self._publish(attempt, best_effort) if kind is EndKind.FINISHED else ""
         outcome = Outcome(
             exit_code=EXIT_REQUEUE if kind is EndKind.STOPPED else diagnosis.exit_code,
             is_finished=kind is EndKind.FINISHED or best_effort("the result", lambda: is_there(run.result), False),
@@ -409,6 +414,7 @@ class Supervisor:
             lacks_room=diagnosis.lacks_room,
             not_saved=best_effort("the event of the stop", lambda: evidence.not_saved, ""),
             is_hung=bool(evidence.hang),
+            apart=apart,
         )
 
     def _job_at_end(self, job: Mapping[str, str] | None, evidence: Evidence, diagnosis: Diagnosis) -> JobAtEnd:
@@ -505,12 +511,16 @@ class Supervisor:
         )
         return judge(end)
 
-    def _publish(self, attempt: int, best_effort: BestEffort) -> None:
-        """Writes the result of a user's own code."""
+    def _publish(self, attempt: int, best_effort: BestEffort) -> str:
+        """Writes the result of a user's own code; returns why its ranks did not train one model, "" for nothing."""
         run = self._run
-        result: dict[str, float | None] = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
+        result: dict[str, float | str | None] = {"exit_code": 0, "attempt": attempt, "time_unix_s": time.time()}
         result |= best_effort("the metrics", lambda: last_numbers(run.metrics), dict[str, float | None]())
+        apart = best_effort("the ranks", lambda: apart_sentence(read_signs(run, attempt), read_group(run, attempt)), "")
+        if apart:
+            result["remark"] = apart
         best_effort("the result", lambda: publish_result(run, attempt, result), None)
+        return apart
 
     def _can_relaunch(self, diagnosis: Diagnosis, *, had_joined: bool, is_hung: bool) -> bool:
         """Returns whether the ranks may be started again in this allocation."""

@@ -1,21 +1,36 @@
-"""Tells a script whose ranks have no process group: each would train a model of its own, and the run would look well.
+"""Notes whether a script's ranks know of each other: without a process group each would train a model of its own.
 
-Many programs open one only at a word of theirs, or under the variables of another launcher. Looks from a thread of rank
-0 at what the script has imported; imports no torch.
+Many programs open one only at a word of theirs, under the variables of another launcher, or in processes that they
+spawn. A thread of rank 0 looks at what the script has imported and at what its main thread does, and leaves a record
+for the supervisor. Time alone proves nothing: imports and data may take long. So a program is spoken of before its end
+only if it has been seen in a backward pass or an optimizer's step again and again, or in `torch.multiprocessing.spawn`.
+Imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
 
-_OTHER_WAYS = ("horovod", "jax", "mpi4py")
-"""Packages by which ranks know of each other without torch.distributed."""
+from slurm_train.session.client import has_joined
+
+_OTHER_WAYS = ("horovod", "jax", "mpi4py", "ray", "torchft", "hivemind", "bagua", "byteps", "torch_xla")
+"""Packages by which ranks know of each other without torch.distributed, or in groups of their own."""
 _LOOK_EVERY_S = 0.5
-_AFTER_S = 60.0
-"""From then on a program that has torch probably trains; loading data rarely takes longer."""
+_TRAINS_FOR_S = 30.0
+"""A program may try out its model before it opens a process group."""
+_LEAST_LOOKS = 5
+_TRAINS = ("/torch/autograd/", "/torch/optim/")
+_SPAWNS = "/torch/multiprocessing/spawn.py"
+_ADVICE = (
+    "for one model, have it call init_process_group (some do at a word of theirs, e.g. --dist-url=env://); for one "
+    "rank, +cluster=1x1, or run.processes=1 on this machine"
+)
 
 
 class ApartWatch:
@@ -23,46 +38,96 @@ class ApartWatch:
 
     Args:
         env: variables of the rank; nothing is done on others than rank 0 of several.
-        after_s: when it says that there is none, before the end of the script.
+        run_directory: of the run.
+        trains_for_s: how long the script must have been seen training before it is spoken of.
     """
 
-    def __init__(self, env: Mapping[str, str], *, after_s: float = _AFTER_S) -> None:
+    def __init__(self, env: Mapping[str, str], run_directory: str, *, trains_for_s: float = _TRAINS_FOR_S) -> None:
         self._num_ranks = int(env.get("WORLD_SIZE", "1"))
-        self._after_s = after_s
+        self._attempt = int(env.get("SLURM_TRAIN_ATTEMPT", "0"))
+        self._run_directory = run_directory
+        self._trains_for_s = trains_for_s
+        self._first_seen_s = 0.0
+        self._num_seen = 0
         self._is_over = env.get("RANK") != "0" or self._num_ranks == 1
         if not self._is_over:
             threading.Thread(target=self._look, name="slurm_train group", daemon=True).start()
 
     def end(self) -> None:
         """Called where the script has ended well."""
-        self._say(", to the end")
+        # Of a program that has joined the session, the ranks know of each other by that.
+        if not self._is_over and (self._num_seen or not has_joined()):
+            self._say("has not opened torch.distributed, to the end", "if it trains, each trains")
 
     def _look(self) -> None:
-        end_s = time.monotonic() + self._after_s
-        while not self._is_over and not _has_group():
-            if time.monotonic() > end_s:
-                self._say(f", {self._after_s:.0f} s after its start")
+        while not self._is_over:
+            size = _group_size()
+            if size:
+                self._note_group(size)
                 return
+            doing = _activity(sys._current_frames().get(threading.main_thread().ident or 0))
+            if doing:
+                self._num_seen += 1
+                self._first_seen_s = self._first_seen_s or time.monotonic()
+                seen_s = time.monotonic() - self._first_seen_s
+                if self._num_seen >= _LEAST_LOOKS and seen_s >= self._trains_for_s:
+                    self._say(f"{doing}, and has not opened torch.distributed in {seen_s:.0f} s", "each trains")
             time.sleep(_LOOK_EVERY_S)
-        self._is_over = True
 
-    def _say(self, when: str) -> None:
-        if self._is_over or "torch" not in sys.modules or _has_group():
-            return
-        if any(name in sys.modules for name in _OTHER_WAYS):
+    def _note_group(self, size: int) -> None:
+        self._is_over = True
+        remark = ""
+        if size < self._num_ranks and not _has_other_way():
+            ranks = "1 rank" if size == 1 else f"{size} ranks"
+            remark = (
+                f"the program's torch.distributed has {ranks}, and the run has {self._num_ranks}: if the others train, "
+                f"they train models of their own; {_ADVICE}"
+            )
+        self._leave(size, remark)
+
+    def _say(self, what: str, each_trains: str) -> None:
+        if self._is_over or "torch" not in sys.modules or _group_size() or _has_other_way():
             return
         self._is_over = True
-        print(
-            f"slurm_train: the program has not opened torch.distributed{when}: its {self._num_ranks} ranks do not know "
-            "of each other, and if it trains, each trains a model of its own; for one model, have it call "
-            "init_process_group (some do at a word of theirs, e.g. --dist-url=env://); for one rank, +cluster=1x1, or "
-            "run.processes=1 on this machine",
-            file=sys.stderr,
-            flush=True,
+        self._leave(
+            0,
+            f"the program {what}: its {self._num_ranks} ranks do not know of each other by it, and {each_trains} a "
+            f"model of its own; {_ADVICE}",
         )
 
+    def _leave(self, size: int, remark: str) -> None:
+        """Prints the remark into the log of rank 0, and records it for `status` and the run's end."""
+        from slurm_train.rundir.paths import RunDirectory
+        from slurm_train.rundir.signs import Group, note_group
 
-def _has_group() -> bool:
+        if remark:
+            print(f"slurm_train: {remark}", file=sys.stderr, flush=True)
+        # A file system that refuses costs the record, not the program.
+        with contextlib.suppress(OSError):
+            note_group(RunDirectory(Path(self._run_directory)), self._attempt, Group(size=size, remark=remark))
+
+
+def _activity(frame: FrameType | None) -> str:
+    """Returns what a main thread does that ranks need a process group for, e.g. "trains"; "" for other things."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(_SPAWNS):
+            return "has spawned processes"
+        if any(part in file for part in _TRAINS):
+            return "trains"
+        frame = frame.f_back
+    return ""
+
+
+def _group_size() -> int:
+    """Returns the number of ranks of the process group, 0 where there is none."""
+    module = sys.modules.get("torch.distributed")
     # It may be half imported.
-    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
-    return is_initialized is not None and bool(is_initialized())
+    is_initialized = getattr(module, "is_initialized", None)
+    if module is None or is_initialized is None or not is_initialized():
+        return 0
+    return int(module.get_world_size())
+
+
+def _has_other_way() -> bool:
+    return any(name in sys.modules for name in _OTHER_WAYS)

@@ -30,7 +30,7 @@ def main() -> None:
 
     answer_watcher(os.environ)
     leave_stacks_of_loader_workers()
-    apart = ApartWatch(os.environ)
+    apart = ApartWatch(os.environ, run_directory)
     signals = received_signals()
     is_module = sys.argv[0] == "-m"
     if is_module:

@@ -231,6 +231,72 @@ def _log_size(pid: int, log: Path) -> int:
     return 0
 
 
+# --- ranks below the rank ---
+
+
+@dataclass(frozen=True, slots=True)
+class InnerRanks:
+    """Ranks that a process of the rank has started: each has RANK and WORLD_SIZE of its own."""
+
+    launcher: str
+    rank: int
+    """The lowest."""
+    size: int
+    """0 where it is not known."""
+
+
+def inner_ranks(pid: int) -> InnerRanks | None:
+    """Returns the ranks that processes of a rank have started, None for none.
+
+    A launcher gives its processes other variables than it has itself. srun and mpirun start theirs elsewhere, so these
+    programs are evidence by themselves.
+
+    Args:
+        pid: the rank.
+    """
+    own = _environment(pid)
+    below = sorted(set(descendants(pid)))
+    found: dict[int, tuple[int, int]] = {}
+    for child in below:
+        env = _environment(child)
+        is_rank = env.get("RANK", "").isdigit() and env.get("WORLD_SIZE", "").isdigit() and "MASTER_PORT" in env
+        if is_rank and any(env.get(name) != own.get(name, env.get(name)) for name in _OF_A_RANK):
+            found[child] = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if found:
+        first = min(found, key=lambda child: found[child])
+        process = read_process(first)
+        return InnerRanks(program_name(process.parent if process is not None else 0), *found[first])
+    launcher = next((name for child in below if (name := program_name(child)) in _STARTS_ELSEWHERE), "")
+    return InnerRanks(launcher, 0, 0) if launcher else None
+
+
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_STARTS_ELSEWHERE = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "prun", "srun")
+_LONGEST_NAME = 60
+
+
+def program_name(pid: int) -> str:
+    """Returns what a process runs, e.g. "torchrun", "torch.distributed.run", "train.py"; "" where that is not known."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return ""
+    if Path(words[0]).name.startswith("python"):
+        # The file or module, behind options without a value.
+        words = [word for word in words[1:] if word == "-m" or not word.startswith("-")] or words
+        words = words[1:] if words[0] == "-m" and len(words) > 1 else words
+    return Path(words[0]).name[:_LONGEST_NAME]
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """Returns the variables that a process was started with, {} where it has ended or belongs to somebody else."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
 # --- the GPU ---
 
 
@@ -304,6 +370,10 @@ class Watcher:
         """Frames and unfinished collectives at the last answer."""
         self._sign_s = time.monotonic()
         self._has_report = False
+        self._inner: InnerRanks | None = None
+        """At the last look."""
+        self._inner_due_s = time.monotonic() + _LOOK_EVERY_S
+        self._inner_pause_s = _LOOK_EVERY_S
 
     def watch(self) -> None:
         """Watches until the rank has ended."""
@@ -327,9 +397,23 @@ class Watcher:
                 else:
                     awaits_answer = True
                     self._request_answer()
+            self._look_below()
             self._write(process.state)
             end_of_rank.wait(min(_LOOK_EVERY_S, self._stretch_s / 2))
         self._write("")
+
+    def _look_below(self) -> None:
+        """Looks for ranks below the rank; two looks have to find them, since a program may use srun for a moment."""
+        if self._signs.launcher or time.monotonic() < self._inner_due_s:
+            return
+        inner = inner_ranks(self._pid)
+        if inner is not None and inner == self._inner:
+            self._signs = replace(
+                self._signs, launcher=inner.launcher or "a process", inner_rank=inner.rank, inner_size=inner.size
+            )
+        self._inner_pause_s = _LOOK_EVERY_S if inner != self._inner else min(2 * self._inner_pause_s, self._stretch_s)
+        self._inner = inner
+        self._inner_due_s = time.monotonic() + self._inner_pause_s
 
     def _sample(self, process: _Process) -> Sample:
         # The number of collectives is known only from an answer of the rank.

@@ -483,6 +483,57 @@ def _linked_home(person: Person) -> Iterator[str]:
         yield f"the job is {state}"
 
 
+# --- launchers in a script ---
+
+_LAUNCHER = """#!{python}
+import os, subprocess, sys
+numbers = [{{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29500"}} for rank in range(2)]
+ranks = [subprocess.Popen(sys.argv[1:], env={{**os.environ, **number}}) for number in numbers]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+def _launcher_that_is_seen(person: Person) -> Iterator[str]:
+    (person.folder / "wrap.sh").write_text("#!/bin/bash\ntorchrun --standalone --nproc_per_node=2 train.py\n")
+    for words in ("bash,wrap.sh", "uv,run,torchrun,train.py", "composer,-n,2,train.py", "srun,python,train.py"):
+        done = _types(person, f"script=[{words}] +cluster=2x1")
+        if done.code == 0 or "starts ranks" not in done.err or "script=[train.py]" not in done.err:
+            yield f"script=[{words}] is not refused with what to type: {done.err[-200:]}"
+
+
+def _launcher_in_a_branch(person: Person) -> Iterator[str]:
+    launcher = person.folder / "torchrun"
+    launcher.write_text(_LAUNCHER.format(python=person.python))
+    launcher.chmod(0o755)
+    (person.folder / "run.sh").write_text(f"if true; then\n  ./torchrun {person.python} train.py 20\nfi\n")
+    job, run = _types(person, "script=[run.sh] +cluster=2x1 run.name=a").job_and_run
+    wanted = "ranks of their own by torchrun (WORLD_SIZE=2)"
+    is_named = wait_for(
+        lambda: wanted in str(_status(person, run)["note"]) or job_state(job) in _ENDED,
+        within_s=_PATIENCE_S,
+        what="the note or the end",
+    )
+    if not is_named or job_state(job) in _ENDED:
+        yield "nothing is said of it while it runs"
+    _ends(job)
+    status = _status(person, run)
+    if status["state"] != "finished" or wanted not in str(status["note"]):
+        yield f"status says {status['state']}: {status['note']}"
+
+
+def _launchers_that_are_one_world(person: Person) -> Iterator[str]:
+    launcher = person.folder / "torchrun"
+    text = _LAUNCHER.format(python=person.python).replace("str(rank), ", "str(rank + 2 * int(os.environ['RANK'])), ")
+    launcher.write_text(text.replace('"WORLD_SIZE": "2"', '"WORLD_SIZE": "4"'))
+    launcher.chmod(0o755)
+    (person.folder / "run.sh").write_text(f"if true; then\n  ./torchrun {person.python} train.py 10\nfi\n")
+    job, run = _types(person, "script=[run.sh] +cluster=2x1 run.name=a").job_and_run
+    _ends(job)
+    status = _status(person, run)
+    if status["state"] != "finished" or status["note"]:
+        yield f"status says {status['state']}: {status['note']}"
+
+
 def _prescribed_name(person: Person) -> Iterator[str]:
     tried = []
     for words in ("cluster.job_name_prefix=proj-sub:", "cluster.sbatch.job-name=proj-sub:test1"):
@@ -539,5 +590,8 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("bad nodes of a list of partitions", _bad_node_of_partitions),
     Situation("a home that is a link on the login node alone", _linked_home),
     Situation("a site that prescribes the names of jobs", _prescribed_name),
+    Situation("a launcher in script= that can be seen", _launcher_that_is_seen),
+    Situation("a launcher in a branch of a shell file", _launcher_in_a_branch),
+    Situation("launchers of two nodes that make up one training", _launchers_that_are_one_world),
     Situation("a model of the Hub, and nodes without internet", _model_of_hub),
 )

@@ -25,6 +25,12 @@ CHECKS = [
     (reports._refused_with(("a", "b"), 1, "cluster.account"), Done(0, "", "would refuse it: b"), 2),
     (reports._refused_with(("a", "b"), 1, "cluster.account"), Done(0, "", "a; b; cluster.account"), 0),
     (reports._no_arrays, Done(2, "", "sbatch gave no reason"), 1),
+    (
+        reports._launcher_that_is_seen,
+        Done(2, "", "bash: torchrun (wrap.sh, line 2) starts ranks; script=[train.py]"),
+        0,
+    ),
+    (reports._launcher_that_is_seen, Done(0, "7 /runs/a/1f", ""), 4),
     (reports._lines_of_sinfo, Done(2, "CONTROLLER_AWAY", "cannot read sinfo's line"), 2),
 ]
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from slurm_train.rundir.signs import Signs
+from slurm_train.rundir.signs import Group, Signs
 from slurm_train.supervise.hang import Collective, Flight
 from slurm_train.supervise.silence import (
     ENDED_THREAD,
     HANDLES,
     Sample,
+    apart_sentence,
     explain,
     frames_of,
     idle_sentence,
@@ -235,3 +236,28 @@ def test_gpus_that_do_nothing_are_named_after_half_an_hour() -> None:
     assert idle_sentence(ranks, after_s=1800.0) == "the GPU of rank 1 has done nothing for 33 min 20 s"
     assert idle_sentence({0: ranks[0], 2: ranks[2]}, after_s=1800.0) == ""
     assert idle_sentence({1: signs(1, state="", gpu_idle_s=2000.0)}, after_s=1800.0) == "", "it has ended"
+
+
+def launched(rank: int, inner_rank: int, launcher: str = "torchrun", size: int = 2) -> Signs:
+    return signs(rank, launcher=launcher, inner_rank=inner_rank, inner_size=size)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "group", "said"),
+    [
+        ([launched(0, 0), launched(1, 0)], None, "2 of 2 ranks have each started ranks of their own by torchrun"),
+        ([launched(0, 0, "srun", 0), launched(1, 0, "srun", 0)], None, "2 of 2 ranks have each started srun: "),
+        ([launched(0, 0), launched(1, 0)], Group(size=0, remark=""), "2 of 2 ranks have each started ranks"),
+        # One launcher per node, which make up one world; two worlds of two nodes each.
+        ([launched(0, 0, size=16), launched(1, 8, size=16)], None, ""),
+        ([launched(rank, number) for rank, number in enumerate((0, 2, 0, 2))], None, "4 of 4 ranks have each started"),
+        # An evaluation that rank 0 starts; helpers of a program whose ranks are joined.
+        ([launched(0, 0), signs(1)], None, ""),
+        ([launched(0, 0), launched(1, 0)], Group(size=2, remark=""), ""),
+        ([signs(0), signs(1)], Group(size=0, remark="the program trains"), "the program trains"),
+        ([signs(0), signs(1)], None, ""),
+    ],
+)
+def test_ranks_that_do_not_train_one_model_are_told(ranks: list[Signs], group: Group | None, said: str) -> None:
+    sentence = apart_sentence(dict(enumerate(ranks)), group)
+    assert sentence.startswith(said) and bool(sentence) == bool(said)

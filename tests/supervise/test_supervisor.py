@@ -27,7 +27,11 @@ from slurm_train.rundir.events import FailureMark, append_event, leave_mark, not
 from slurm_train.rundir.files import append_line
 from slurm_train.rundir.jobs import Holder, read_holder, take_lock
 from slurm_train.rundir.paths import RunDirectory
+from slurm_train.rundir.signs import Group, note_group
+from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import ProgramProgress, last_step
+from slurm_train.slurm.queue_view import Look
+from slurm_train.status.run_status import RunState, read_files, status_of
 from slurm_train.supervise import scheduler as module
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.notify import Notifier
@@ -355,6 +359,16 @@ def test_what_own_code_was_asked_and_has_told_decides_on_its_0(
     assert (newest(world)["reason"], newest(world).get("asked_by")) == (reason, asked_by)
     assert world.run.result.exists() == (reason == "done")
     assert ("requeue" in world.events) == (reason in ("signalled", "time_limit"))
+
+
+def test_ranks_that_were_several_programs_are_named_where_the_run_has_finished(world: World) -> None:
+    def leaves(attempt: int) -> None:
+        note_group(world.run, attempt, Group(size=0, remark="it trains"))
+
+    assert world.supervise(world.ranks(0, leaves=leaves), is_own_code=True) == 0
+    assert newest(world)["note"] == "the run is finished; it trains"
+    status = status_of(Element(run=world.run), read_files(world.run), Look(), now_unix_s=time.time())
+    assert (status.state, status.note) == (RunState.FINISHED, "it trains")
 
 
 def test_a_node_that_fails_twice_in_a_row_is_left_out(world: World) -> None:

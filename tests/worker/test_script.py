@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +18,10 @@ from slurm_train.distributed.place import RankPlace
 from slurm_train.errors import ConfigError
 from slurm_train.rundir.events import first_mark, read_events
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.worker import script_main
+from slurm_train.rundir.signs import read_group
+from slurm_train.worker import apart, script_main
 from slurm_train.worker.apart import ApartWatch
 from slurm_train.worker.script import edited_arguments, script_command, script_env, torchrun_env
-from tests.support.waiting import wait_for
 
 PLACE = RankPlace(rank=5, local_rank=1, node_rank=1, world_size=6, local_world_size=2, host="n1")
 MASTER = {"MASTER_ADDR": "n0", "MASTER_PORT": "12345"}
@@ -331,40 +332,66 @@ def test_a_stop_signal_before_an_end_with_0_is_on_record(tmp_path: Path, line: s
 
 
 GROUP = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)"
+TO_THE_END = "has not opened torch.distributed, to the end: its 2 ranks do not know"
 
 
 @pytest.mark.parametrize(
     ("line", "rank", "num_ranks", "said"),
     [
-        ("import torch", 0, 2, True),
-        ("import torch", 1, 2, False),
-        ("import torch", 0, 1, False),
-        ("print('no torch')", 0, 2, False),
-        ("import torch; sys.exit(75)", 0, 2, False),
-        (f"import torch; {GROUP}", 0, 2, False),
-        (f"import torch; {GROUP}; time.sleep(1.1); torch.distributed.destroy_process_group()", 0, 2, False),
+        ("import torch", 0, 2, TO_THE_END),
+        ("import torch", 1, 2, ""),
+        ("import torch", 0, 1, ""),
+        ("print('no torch')", 0, 2, ""),
+        ("import torch; sys.modules['jax'] = sys", 0, 2, ""),
+        ("import torch; from slurm_train import session; session.join()", 0, 2, ""),
+        ("import torch; sys.exit(75)", 0, 2, ""),
+        (f"import torch; {GROUP}; time.sleep(1.1)", 0, 2, "torch.distributed has 1 rank, and the run has 2"),
+        (f"import torch; sys.modules['ray'] = sys; {GROUP}; time.sleep(1.1)", 0, 2, ""),
     ],
-    ids=["two ranks", "said once", "one rank", "no torch", "stopped", "a group", "a group that is closed at the end"],
+    ids=[
+        *("two ranks", "said once", "one rank", "no torch", "another way", "joined", "stopped"),
+        *("a group of its own", "a library that makes groups"),
+    ],
 )
 def test_ranks_that_do_not_know_of_each_other_are_told(
-    tmp_path: Path, line: str, rank: int, num_ranks: int, said: bool
+    tmp_path: Path, line: str, rank: int, num_ranks: int, said: str
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import sys, time\n{line}\n")
     env = {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, script_main.__file__, str(tmp_path), str(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert ("has not opened torch.distributed, to the end: its 2 ranks do not know" in done.stderr) == said, done.stderr
+    group = read_group(RunDirectory(tmp_path), 0)
+    if said:
+        assert group is not None and said in group.remark and group.remark in done.stderr, done.stderr
+    else:
+        assert "torch.distributed" not in done.stderr and (group is None or not group.remark), done.stderr
 
 
-def test_ranks_that_train_apart_are_told_while_they_train(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("importlib/_bootstrap.py", ""),
+        ("site-packages/datasets/load.py", ""),
+        ("site-packages/torch/utils/data/dataloader.py", ""),
+        ("site-packages/torch/autograd/graph.py", "the program trains, and has not opened torch.distributed"),
+        ("site-packages/torch/optim/adamw.py", "the program trains, and has not opened torch.distributed"),
+        ("site-packages/torch/multiprocessing/spawn.py", "the program has spawned processes, and has not opened"),
+    ],
+)
+def test_a_program_is_spoken_of_before_its_end_only_where_it_is_seen_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "torch.distributed", ModuleType("half imported"))
-    watch = ApartWatch({"RANK": "0", "WORLD_SIZE": "8"}, after_s=0.0)
-    said: list[str] = []
-    wait_for(lambda: said.append(capsys.readouterr().err) or any(said), within_s=20, what="the line")
-    watch.end()
-    said.append(capsys.readouterr().err)
-    assert "".join(said).count("0 s after its start: its 8 ranks do not know of each other") == 1
+    monkeypatch.setattr(apart, "_LOOK_EVERY_S", 0.001)
+    run = RunDirectory(tmp_path)
+    watch = ApartWatch({"RANK": "0", "WORLD_SIZE": "8"}, str(tmp_path), trains_for_s=0.0)
+    # The main thread is in code of that path, for half a second where nothing is to be said.
+    end_s = time.monotonic() + (60.0 if said else 0.5)
+    names = {"more": lambda: time.monotonic() < end_s and read_group(run, 0) is None, "sleep": time.sleep}
+    exec(compile("while more():\n    sleep(0.01)", f"/venv/{file}", "exec"), names)
+    group = read_group(run, 0)
+    assert (group.remark if group is not None else "").startswith(said) and bool(group) == bool(said)
+    if not said:
+        watch.end()

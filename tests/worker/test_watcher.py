@@ -25,9 +25,11 @@ from slurm_train.rundir.signs import Signs, read_remarks, read_signs
 from slurm_train.worker.watched import ASK
 from slurm_train.worker.watcher import (
     Counters,
+    InnerRanks,
     Watcher,
     catches,
     descendants,
+    inner_ranks,
     io_bytes,
     read_process,
     signal_main_thread,
@@ -380,3 +382,39 @@ def test_only_a_signal_with_a_handler_is_caught() -> None:
         assert catches(os.getpid(), number)
     finally:
         signal.signal(number, handler)
+
+
+# Each line starts the last one's processes below the rank, which holds RANK=1 of 2.
+LAUNCH = "import os, subprocess, sys; [subprocess.Popen(['sleep', '60'], env={**os.environ, **e}) for e in %s]; input()"
+OF_TORCHRUN = [{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29500"} for rank in (1, 0)]
+OF_NODE_1 = [{"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_PORT": "29500"} for rank in (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("program", "variables", "found"),
+    [
+        ("torchrun", OF_TORCHRUN, InnerRanks("torchrun", 0, 2)),
+        ("composer", OF_NODE_1, InnerRanks("composer", 2, 4)),
+        # Workers of a loader and other helpers have the variables of the rank.
+        ("train.py", [{}, {"OMP_NUM_THREADS": "1"}], None),
+        ("train.py", [{"RANK": "0"}], InnerRanks("train.py", 0, 2)),
+        ("srun", [{}], InnerRanks("srun", 0, 0)),
+    ],
+)
+def test_ranks_that_a_launcher_has_started_below_a_rank_are_seen(
+    tmp_path: Path, program: str, variables: list[dict[str, str]], found: InnerRanks | None
+) -> None:
+    (tmp_path / program).write_text(LAUNCH % variables)
+    env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "41000", "MASTER_ADDR": "node1"}
+    words = ["bash", "-c", f"{sys.executable} {tmp_path / program}; true"]
+    rank = subprocess.Popen(words, env=env, stdin=subprocess.PIPE)
+    try:
+        below = lambda: len(set(descendants(rank.pid))) == 1 + len(variables)  # noqa: E731
+        wait_for(below, within_s=60, what="the processes")
+        # Until it has become its program, a process has what its parent has.
+        wait_for(lambda: inner_ranks(rank.pid) == found, within_s=30, what=str(found))
+    finally:
+        for pid in {*descendants(rank.pid), rank.pid}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        rank.communicate(timeout=20)
