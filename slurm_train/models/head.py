@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import default_loss, default_sums
 from slurm_train.models.own_loss import IGNORED
+from slurm_train.models.scores import default_loss, default_sums
 
 # Up to so many scores go the plain way. A chunk on a GPU has more of them than one on the CPU: large products are what
 # is fast there, and 270 MB are little.

@@ -7,7 +7,7 @@ give every item the same weight, however a batch was split. A model may bring it
     evaluation_sums(batch: Batch) -> dict[str, Tensor]       # "loss", "count", optionally "correct", ...
 
 either or both. Otherwise a batch is (inputs, targets) and `model(inputs)` is scored by cross entropy where targets are
-whole numbers (-100 is passed over) and by squared error where they are not. A language model whose last layer computes
+whole numbers and by squared error where they are not (`models.scores`). A language model whose last layer computes
 the cross entropy itself (`models.head`) has `takes_targets = True` and is called as `model(inputs, targets=targets)`.
 
 Or a batch is a dict: the model gets its tensors by name. A model that takes `labels` and gives a loss for them, as
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,11 +29,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from slurm_train.config.target import training_step_error
 from slurm_train.errors import ConfigError
 from slurm_train.models.own_loss import IGNORED, LABELS, loss_in, next_labels, own_loss_of, scores_in
+from slurm_train.models.scores import (
+    decide_classes_second,
+    default_loss,
+    default_sums,
+    note_of_classes,
+    note_of_probabilities,
+    num_counted,
+    precise,
+    require_labels,
+    require_values,
+)
 
 Batch = tuple[Tensor, ...] | dict[str, Tensor]
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -44,6 +53,10 @@ _TOLERANCE = 1e-3
 _LOW_TOLERANCE = 3e-2
 """The same in types of 16 bits."""
 _NUM_SHOWN = 3
+_OTHER_LABELS = ("label", "label_ids", "target", "targets", "y")
+"""What labels are called elsewhere; the collators of transformers rename the first two."""
+_REDUCTIONS = ("ctc_loss_reduction",)
+"""Settings of transformers that make a model's loss a sum."""
 _LOSS_METHODS = ("loss", "compute_loss", "get_loss", "loss_fn", "criterion")
 """Usual names of a model's method or function that computes its loss."""
 # Pairs of tokens counted at once; a block of int64 codes is 8 MB.
@@ -74,6 +87,8 @@ class Objective(nn.Module):
         # Whether labels are the inputs themselves; None while no batch has told.
         self._repeats: bool | None = None
         self._are_next = False
+        # Whether scores have their classes in dimension 1; None until the first whole-number targets tell.
+        self._classes_second: bool | None = None
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the float32 sum of the loss over the counted items, and their number (a scalar tensor).
@@ -87,7 +102,7 @@ class Objective(nn.Module):
             scored = self._loss_of_lists(batch)
             if scored is None:
                 raise ConfigError(
-                    f"{type(self.model).__name__}(images, targets) gave no loss of a batch that is {_kind(batch)}",
+                    f"{type(self.model).__name__}(images, targets) gave no loss of a batch that is {kind_of(batch)}",
                     hint="return a dict of losses (scalar tensors) in training mode, as detectors of torchvision do; "
                     "or define training_loss(batch) on the model",
                 )
@@ -97,8 +112,11 @@ class Objective(nn.Module):
         mean = self._own_mean(outputs, batch)
         if mean is not None:
             count = self._count(batch)
-            return _precise(mean) * count, count
-        loss, count = self.loss_of(self._scores_in(outputs), self._targets(batch))
+            return precise(mean) * count, count
+        scores = self._scores_in(outputs)
+        targets = self._targets(batch)
+        self._decide_classes(scores, targets, batch)
+        loss, count = self.loss_of(scores, targets)
         return self._with_router(loss, count, outputs), count
 
     def evaluation_sums(self, batch: Batch) -> dict[str, Tensor]:
@@ -126,11 +144,14 @@ class Objective(nn.Module):
         outputs = self._call(batch)
         mean = self._own_mean(outputs, batch)
         if mean is None:
-            sums = self.sums_of(self._scores_in(outputs), self._targets(batch))
+            scores = self._scores_in(outputs)
+            targets = self._targets(batch)
+            self._decide_classes(scores, targets, batch)
+            sums = self.sums_of(scores, targets)
             sums["loss"] = self._with_router(sums["loss"], sums["count"], outputs)
             return sums
         count = self._count(batch)
-        sums = {"loss": _precise(mean) * count, "count": count}
+        sums = {"loss": precise(mean) * count, "count": count}
         correct = _num_correct(scores_in(outputs), self.own_loss.aligned(labels_in(batch)))
         if correct is not None:
             sums["correct"] = correct
@@ -140,7 +161,7 @@ class Objective(nn.Module):
         """Returns what the model's `evaluation_sums` gave, plain numbers as tensors."""
         if not isinstance(sums, dict) or not {"loss", "count"} <= set(sums):
             raise ConfigError(
-                f"{type(self.model).__name__}.evaluation_sums gave {_kind(sums)}, not a dict with loss and count",
+                f"{type(self.model).__name__}.evaluation_sums gave {kind_of(sums)}, not a dict with loss and count",
                 hint='return the sum of the loss over the batch as "loss" and the number of items as "count"',
             )
         return {name: value if isinstance(value, Tensor) else torch.tensor(value) for name, value in sums.items()}
@@ -161,14 +182,19 @@ class Objective(nn.Module):
     def loss_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what `forward` does, from what the model gave for the inputs (and targets, if it takes them)."""
         if self.takes_targets:
-            return outputs[0], (targets != IGNORED).sum()
-        return self.default_loss(outputs, targets)
+            return outputs[0], num_counted(targets)
+        return self.default_loss(outputs, targets, classes_second=self._classes_second)
 
     def sums_of(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Returns what `evaluation_sums` does, from what the model gave."""
         if self.takes_targets:
-            return {"loss": outputs[0], "count": (targets != IGNORED).sum(), "correct": outputs[1]}
-        return default_sums(outputs, targets)
+            return {"loss": outputs[0], "count": num_counted(targets), "correct": outputs[1]}
+        return default_sums(outputs, targets, classes_second=self._classes_second)
+
+    def _decide_classes(self, scores: Tensor, targets: Tensor, batch: Batch) -> None:
+        """Finds out where scores have their classes, unless it is known: the same for all batches of a run."""
+        if self._classes_second is None and not self.takes_targets:
+            self._classes_second = decide_classes_second(scores, targets, inputs_in(batch))
 
     # --- before the first step ---
 
@@ -176,8 +202,9 @@ class Objective(nn.Module):
         """Checks a batch before it is trained with, and finds out what its labels are.
 
         Raises:
-            ConfigError: the targets are the inputs, so that copying them would be learned; or the batch has tensors
-                that the model does not take; or the model has a training step of its own, which would not be called.
+            ConfigError: the targets are the inputs, so that copying them would be learned, or probabilities of classes;
+                or the batch has tensors that the model does not take; or the model has a training step of its own,
+                which would not be called.
         """
         if hasattr(self.model, "training_loss"):
             return
@@ -189,6 +216,8 @@ class Objective(nn.Module):
             self._check_names(batch)
         else:
             self._check_call(batch)
+            if len(batch) == 2 and not _has_lists(batch) and not self._gives_loss_of_tuples:
+                require_values(batch[1])
         pair = _sequences_in(batch)
         if pair is None:
             self._repeats = False
@@ -270,6 +299,44 @@ class Objective(nn.Module):
         )
 
     @torch.no_grad()
+    def look_at_scores(self, samples: Batch, labels: Tensor | None) -> str | None:
+        """Checks the model's scores in its present mode; returns a line if they are odd. Collective where it is cut.
+
+        A loss that the model computes itself is checked by `compare`.
+
+        Args:
+            samples: some of a micro-batch, on the model's device.
+            labels: of all samples of the micro-batch, on any device; None: those of the samples.
+
+        Raises:
+            ConfigError: no loss fits the shapes, or labels have no score.
+        """
+        gives_loss = (isinstance(samples, dict) and self.own_loss.takes_labels) or self._gives_loss_of_tuples
+        computes_loss = hasattr(self.model, "training_loss") or self.takes_targets or _has_lists(samples)
+        if computes_loss or gives_loss:
+            return None
+        samples = self._within_context(samples)
+        with torch.compiler.set_stance("force_eager"):
+            outputs = self._call(samples)
+        if self._own_mean(outputs, samples) is not None:
+            return None
+        scores = self._scores_in(outputs)
+        targets = self._targets(samples)
+        self._decide_classes(scores, targets, samples)
+        if targets.is_floating_point():
+            default_loss(scores, targets)
+            return None
+        all_labels = targets if labels is None else labels
+        require_labels(scores, all_labels, classes_second=self._classes_second)
+        # Only now: torch would raise for labels without a score, and a GPU would be lost.
+        default_loss(scores, targets, classes_second=self._classes_second)
+        notes = (
+            note_of_classes(scores, targets, classes_second=self._classes_second),
+            note_of_probabilities(scores, classes_second=self._classes_second),
+        )
+        return "; ".join(filter(None, notes)) or None
+
+    @torch.no_grad()
     def compare(self, batch: Batch, *, is_precise: bool) -> None:
         """Compares the loss that is trained with that which the model computes itself. Collective where it is cut.
 
@@ -278,18 +345,60 @@ class Objective(nn.Module):
             is_precise: the model computes in float32.
 
         Raises:
-            ConfigError: they differ; with both numbers.
+            ConfigError: they differ, with both numbers; or the model's own is a sum over the samples, no mean.
         """
-        if hasattr(self.model, "training_loss") or self.takes_targets or not self.own_loss.takes_labels:
+        if hasattr(self.model, "training_loss") or self.takes_targets:
+            return
+        tolerance = _TOLERANCE if is_precise else _LOW_TOLERANCE
+        if _has_lists(batch):
+            self._require_mean(batch, tolerance=tolerance)
             return
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
             with torch.compiler.set_stance("force_eager"):
-                self._compare(self._within_context(batch), tolerance=_TOLERANCE if is_precise else _LOW_TOLERANCE)
+                batch = self._within_context(batch)
+                self._require_mean(batch, tolerance=tolerance)
+                if self.own_loss.takes_labels:
+                    self._compare(batch, tolerance=tolerance)
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def _require_mean(self, batch: Batch, *, tolerance: float) -> None:
+        """Checks that the model's own loss of a sample and of the same sample twice is the same, as that of a mean is.
+
+        Raises:
+            ConfigError: it is twice as large; with both numbers.
+        """
+        if not (isinstance(batch, dict) or _has_lists(batch) or self._gives_loss_of_tuples):
+            return
+        losses = [self._own_loss_of(_repeated(batch, number)) for number in (1, 2)]
+        once, twice = (math.nan if loss is None else float(loss) for loss in losses)
+        is_sum = abs(twice - 2 * once) <= tolerance * abs(twice)
+        if not is_sum or abs(once) <= tolerance:
+            return
+        config = getattr(self.model, "config", None)
+        setting = next((name for name in _REDUCTIONS if getattr(config, name, None) == "sum"), None)
+        hint = "let the model give the mean over the items that count"
+        if setting is not None:
+            hint = f"set model.{setting}=mean, or {setting}='mean' where you make the configuration"
+        raise ConfigError(
+            f"the loss that {self.own_loss.name} computes is a sum over the samples: {once:.6f} for a sample and "
+            f"{twice:.6f} for the same sample twice; a step's loss would depend on the number of ranks and "
+            "micro-batches",
+            hint=f"{hint}; or define training_loss(batch) on the model: it returns the sum and the number of items",
+        )
+
+    def _own_loss_of(self, batch: Batch) -> Tensor | None:
+        """Returns the loss that the model computes itself; None where it gives none, or takes no batch of this size."""
+        try:
+            if _has_lists(batch):
+                scored = self._loss_of_lists(batch)
+                return None if scored is None else scored[0] / scored[1]
+            return loss_in(self._call(batch))
+        except (RuntimeError, ValueError, IndexError):
+            return None
 
     def _compare(self, batch: Batch, *, tolerance: float) -> None:
         if isinstance(batch, dict):
@@ -348,7 +457,8 @@ class Objective(nn.Module):
             raise ConfigError(
                 f"a batch has {', '.join(unknown)}, which {type(self.model).__name__} does not take "
                 f"(forward takes {', '.join(parameters)})",
-                hint="leave them out of the samples, or define training_loss(batch) on the model",
+                hint=_hint_to_rename(batch)
+                or "leave them out of the samples, or define training_loss(batch) on the model",
             )
 
     def _check_call(self, batch: tuple[Tensor, ...]) -> None:
@@ -410,7 +520,7 @@ class Objective(nn.Module):
         if mean is None:
             return None
         count = torch.full((), len(images), device=mean.device)
-        return _precise(mean) * len(images), count
+        return precise(mean) * len(images), count
 
     def _images_and_targets(self, batch: Batch) -> tuple[Any, Any]:
         """Returns the two parts of a batch that has lists.
@@ -421,7 +531,7 @@ class Objective(nn.Module):
         if isinstance(batch, tuple) and len(batch) == 2 and _takes_two(self.model):
             return batch
         raise ConfigError(
-            f"a batch is {_kind(batch)}, with which {type(self.model).__name__} cannot be scored",
+            f"a batch is {kind_of(batch)}, with which {type(self.model).__name__} cannot be scored",
             hint="give (images, targets) to a model that is called with both and returns a dict of losses; or define "
             "training_loss(batch) and evaluation_sums(batch) on the model, which get the batch as it is",
         )
@@ -473,8 +583,9 @@ class Objective(nn.Module):
             raise ConfigError(
                 f"a batch of {', '.join(batch)} has no whole-number labels, and {type(self.model).__name__} gives no "
                 "loss of its own for it",
-                hint="add `labels` to the samples (for a language model a copy of input_ids, shifted here), or "
-                "define training_loss(batch) on the model",
+                hint=_hint_to_rename(batch)
+                or "add `labels` to the samples (for a language model a copy of input_ids, shifted here), or define "
+                "training_loss(batch) on the model",
             )
         return mean
 
@@ -502,7 +613,7 @@ class Objective(nn.Module):
         routers = getattr(outputs, "aux_loss", None)
         if not self.own_loss.router_scale or routers is None:
             return loss
-        return loss + self.own_loss.router_scale * _precise(routers) * count
+        return loss + self.own_loss.router_scale * precise(routers) * count
 
     def _scores_in(self, outputs: Any) -> Any:
         if self.takes_targets:
@@ -521,14 +632,40 @@ class Objective(nn.Module):
         has_loss = is_pair and isinstance(result[0], Tensor) and result[0].dim() == 0
         if not has_loss or not isinstance(result[1], (Tensor, int, float)):
             raise ConfigError(
-                f"{type(self.model).__name__}.training_loss gave {_kind(result)}, not the sum of the loss as a scalar "
-                "tensor and the number of items",
+                f"{type(self.model).__name__}.training_loss gave {kind_of(result)}, not the sum of the loss as a "
+                "scalar tensor and the number of items",
                 hint="return losses.sum(), losses.numel(); of a mean over n items mean * n, n",
             )
         loss, count = result
         if not isinstance(count, Tensor):
             count = torch.full((), count, device=loss.device)
         return loss, count
+
+
+def _hint_to_rename(batch: Mapping[str, Any]) -> str | None:
+    """Returns a hint where the labels of a batch have another name; else None."""
+    name = next((name for name in _OTHER_LABELS if name in batch and LABELS not in batch), None)
+    if name is None:
+        return None
+    return f"rename {name} to {LABELS} in the samples, e.g. data.rename_column({name!r}, {LABELS!r})"
+
+
+def inputs_in(batch: Batch) -> Tensor | None:
+    """Returns the inputs of a batch, of a dict what comes first."""
+    if not isinstance(batch, dict):
+        return batch[0]
+    return next((tensor for name, tensor in batch.items() if name != LABELS), None)
+
+
+def _repeated(batch: Any, number: int) -> Any:
+    """Returns the first sample of a batch so many times."""
+    if isinstance(batch, Tensor):
+        return torch.cat([batch[:1]] * number)
+    if isinstance(batch, dict):
+        return {name: _repeated(part, number) for name, part in batch.items()}
+    if _has_lists(batch):
+        return tuple(_repeated(part, number) if isinstance(part, Tensor) else [*part[:1]] * number for part in batch)
+    return tuple(_repeated(part, number) for part in batch)
 
 
 def _sequences_in(batch: Batch) -> tuple[Tensor, Tensor] | None:
@@ -552,7 +689,7 @@ def _sum_of_losses(outputs: Mapping[str, Any]) -> Tensor | None:
     losses = [loss for loss in outputs.values() if isinstance(loss, Tensor) and not loss.dim()]
     if not losses or len(losses) != len(outputs):
         return None
-    return torch.stack([_precise(loss) for loss in losses]).sum()
+    return torch.stack([precise(loss) for loss in losses]).sum()
 
 
 def _names_of_losses(model: nn.Module) -> list[str]:
@@ -567,41 +704,6 @@ def labels_in(batch: Batch) -> Tensor | None:
     return batch.get(LABELS) if isinstance(batch, dict) else batch[1]
 
 
-def default_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss, float32 (of float64 scores float64), and the number of items it is over.
-
-    Args:
-        outputs: (..., classes) or (n, classes, ...) for whole-number targets, else the shape of the targets.
-        targets: whole numbers (...), -100 where an item does not count; or float (...).
-
-    Raises:
-        ConfigError: the shapes do not fit.
-    """
-    if targets.is_floating_point():
-        if outputs.shape != targets.shape:
-            raise ConfigError(
-                f"the model gave {tuple(outputs.shape)} for targets of {tuple(targets.shape)}",
-                hint="give as many numbers as there are targets, or define training_loss(batch) on the model",
-            )
-        precise = _precise(outputs)
-        loss = functional.mse_loss(precise, targets.to(precise.dtype), reduction="sum")
-        return loss, torch.full((), targets.numel(), device=loss.device)
-    logits, labels = _by_item(outputs, targets)
-    loss = functional.cross_entropy(_precise(logits), labels, ignore_index=IGNORED, reduction="sum")
-    return loss, (labels != IGNORED).sum()
-
-
-def default_sums(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Returns the sums of a batch: "loss", "count" and, for whole-number targets, "correct"."""
-    loss, count = default_loss(outputs, targets)
-    sums = {"loss": loss, "count": count}
-    if not targets.is_floating_point():
-        logits, labels = _by_item(outputs, targets)
-        # A label that is passed over is negative, which no class is.
-        sums["correct"] = (logits.argmax(dim=-1) == labels).sum()
-    return sums
-
-
 def _num_correct(scores: Any, labels: Tensor | None) -> Tensor | None:
     """Returns how many scores are highest at their label; None where they are no scores of classes."""
     if not isinstance(scores, Tensor) or labels is None or labels.is_floating_point():
@@ -612,44 +714,10 @@ def _num_correct(scores: Any, labels: Tensor | None) -> Tensor | None:
     return correct
 
 
-def _by_item(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns logits (items, classes) and labels (items,)."""
-    if outputs.shape[:-1] == targets.shape:
-        return outputs.flatten(0, -2), targets.long().flatten()
-    if outputs.dim() >= 3 and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape):
-        return outputs.movedim(1, -1).flatten(0, -2), targets.long().flatten()
-    raise ConfigError(
-        f"the model gave {tuple(outputs.shape)} for whole-number targets of {tuple(targets.shape)}",
-        hint="give one score per class, classes last, or define training_loss(batch) on the model",
-    )
-
-
 def _has_lists(batch: Batch) -> bool:
     """Returns whether parts of a batch are lists or dicts of tensors."""
     parts: Any = batch.values() if isinstance(batch, dict) else batch
     return not all(isinstance(part, Tensor) for part in parts)
-
-
-def call_in(err: BaseException) -> str:
-    """Returns how a model was called that has raised an exception, in one line; "" where no call of one is in it."""
-    frames = [frame for frame, _ in traceback.walk_tb(err.__traceback__) if frame.f_code is Objective._call.__code__]
-    if not frames or "batch" not in frames[-1].f_locals:
-        return ""
-    name = type(frames[-1].f_locals["self"].model).__name__
-    batch = frames[-1].f_locals["batch"]
-    if isinstance(batch, dict):
-        return f"{name} was called with {', '.join(f'{key}: {_typed(item)}' for key, item in batch.items())}"
-    return (
-        f"{name} was called with the inputs of a batch (inputs, targets): {_typed(batch[0])}; a model that takes the "
-        "whole batch has training_loss(batch), see docs/bring-your-own.md"
-    )
-
-
-def _typed(item: object) -> str:
-    """Returns e.g. "float32 (32, 10)"."""
-    if not isinstance(item, Tensor):
-        return _kind(item)
-    return f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
 
 
 def _takes_two(model: nn.Module) -> bool:
@@ -661,19 +729,14 @@ def _takes_two(model: nn.Module) -> bool:
     return True
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """Returns what a value is, e.g. "(tensor of (4, 1), int)", "dict with loss"."""
     if isinstance(value, Tensor):
         return f"tensor of {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
         more = ", ..." if len(value) > _NUM_SHOWN else ""
-        return f"({', '.join(map(_kind, value[:_NUM_SHOWN]))}{more})"
+        return f"({', '.join(map(kind_of, value[:_NUM_SHOWN]))}{more})"
     return f"dict with {', '.join(map(str, value))}" if isinstance(value, dict) else type(value).__name__
-
-
-def _precise(values: Tensor) -> Tensor:
-    """Returns the values in float32, or in float64 where they come in it."""
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def bigram_bits_per_byte(

@@ -18,7 +18,8 @@ import torch
 from slurm_train.distributed.parallelize import is_deep
 from slurm_train.errors import PreflightError
 from slurm_train.models.head import Head
-from slurm_train.models.objective import Objective, default_loss
+from slurm_train.models.objective import Objective
+from slurm_train.models.scores import default_loss
 from slurm_train.rundir.files import make_folder, write_atomic
 from slurm_train.rundir.node_disk import compile_obstacles
 from slurm_train.train.context import Parts, Rank

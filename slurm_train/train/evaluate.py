@@ -117,6 +117,8 @@ class Evaluator:
         with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
             self.objective.eval()
             with in_precision(device, self.rank.forward_autocast):
+                if self.pipeline is None and part is None:
+                    self.objective.look_at_scores(batch, None)
                 sums = _as_numbers(self._sums_of(batch))
         of_ranks = gather(sums)
         for of_rank in of_ranks:

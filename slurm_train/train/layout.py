@@ -26,8 +26,8 @@ from slurm_train.distributed.parallelize import (
 )
 from slurm_train.distributed.pipeline import Pipeline, keep_stages, require_gloo_pipelines, split_stages
 from slurm_train.errors import ConfigError, SlurmTrainError
+from slurm_train.models.failures import call_in, cause_in_batch
 from slurm_train.models.first_weights import fill, first_values
-from slurm_train.models.objective import call_in
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.optimizer import begin_state, build_optimizer, can_call_kernel
 
@@ -121,13 +121,22 @@ def _prepare_shards(parts: Parts) -> None:
 
 @contextmanager
 def failures_explained(rank: Rank) -> Iterator[None]:
-    """Says how a model was called that raises, and what to do where its shards are cast and it computes otherwise."""
+    """Says how a model was called that raises, and what to do where its shards are cast and it computes otherwise.
+
+    Raises:
+        ConfigError: in place of what torch says of a batch without naming the cause.
+    """
     try:
         yield
     except Exception as err:
-        call = "" if isinstance(err, SlurmTrainError) else call_in(err)
+        if isinstance(err, SlurmTrainError):
+            raise
+        call = call_in(err)
         if call:
             print(call, file=sys.stderr)
+        cause = cause_in_batch(err)
+        if cause is not None:
+            raise cause from err
         if isinstance(err, RuntimeError) and rank.casts_shards and "BFloat16" in str(err):
             remedies = "cast it to the type of the inputs, buffer.to(x.dtype)"
             if rank.config.train.param_dtype != "bfloat16":

@@ -27,13 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 from slurm_train.checkpoint.state import local_part
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.data.batches import MicroBatch
-from slurm_train.data.source import IGNORED, Batch, is_nested, map_tensors
+from slurm_train.data.source import Batch, is_nested, map_tensors
 from slurm_train.distributed.float8 import ScalesOfStep
 from slurm_train.distributed.parallelize import own_positions, whole_parameters
 from slurm_train.distributed.pipeline import Pipeline
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.formatting import shorten
 from slurm_train.models.head import group_named
+from slurm_train.models.objective import labels_in
+from slurm_train.models.scores import num_counted
 from slurm_train.train.buckets import BucketOrder
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.context import Parts, Rank, gather
@@ -113,13 +115,18 @@ class Passes:
         notes: list[str | None] = []
         objective.look_at(batch)
         notes.append(objective.other_loss(batch))
-        if layout.pp * layout.cp == 1 and not is_nested(batch):
-            samples = to_device(map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch), self._device)
+        if layout.pp * layout.cp == 1:
+            has_lists = is_nested(batch)
+            some = batch if has_lists else map_tensors(lambda tensor: tensor[:_NUM_COMPARED], batch)
+            samples = to_device(some, self._device)
+            has_labels = isinstance(batch, dict) or len(batch) == 2
             with preserved(objective.model), in_precision(self._device, self._rank.forward_autocast):
+                notes.append(objective.look_at_scores(samples, labels_in(batch) if has_labels else None))
                 objective.compare(samples, is_precise=self._rank.autocast is None)
-            notes.append(tune_convolutions(self._rank, objective, samples))
-            if self._copies is not None:
-                self._copies.image_format = self._rank.image_format
+            if not has_lists:
+                notes.append(tune_convolutions(self._rank, objective, samples))
+                if self._copies is not None:
+                    self._copies.image_format = self._rank.image_format
         if isinstance(batch, dict):
             notes.append(objective.agree(gather(objective.repeats)))
         return "; ".join(filter(None, notes)) or None
@@ -308,8 +315,8 @@ class ReplicaPasses(Passes):
         shown = shorten(name.removeprefix("objective.model.") for name in unused)
         return ConfigError(
             f"the loss does not depend on {len(unused)} parameters of the model: {shown}",
-            hint="if that is meant, set ddp.find_unused_parameters=true, or freeze what is never used: "
-            "requires_grad_(False)",
+            hint="if they give scores of a second head, define training_loss(batch) on the model; if they are meant to "
+            "be left out, set ddp.find_unused_parameters=true, or freeze what is never used: requires_grad_(False)",
         )
 
     def forget(self) -> None:
@@ -471,7 +478,7 @@ class PipelinePasses(ShardPasses):
         values = self._no_values()
         if self._owns_items:
             all_losses = torch.stack([loss.detach().double() for loss in losses])
-            values[COUNT] = targets.numel() if targets.is_floating_point() else (targets != IGNORED).sum()
+            values[COUNT] = num_counted(targets)
             values[LOSS] = all_losses.sum() if self._factor is None else all_losses.sum() / self._factor
             values[NON_FINITE] = all_losses.isfinite().logical_not().sum()
         self._values = values

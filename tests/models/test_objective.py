@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_train.errors import ConfigError
-from slurm_train.models.objective import (
-    IGNORED,
-    Objective,
-    bigram_bits_per_byte,
-    call_in,
-    default_loss,
-    default_sums,
-)
+from slurm_train.models.failures import call_in
+from slurm_train.models.objective import Objective, bigram_bits_per_byte
+from slurm_train.models.own_loss import IGNORED
+from slurm_train.models.scores import default_loss, default_sums
 
 
 class Given(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,122 @@ def test_another_loss_than_that_of_tuples_is_an_error_with_both_numbers() -> Non
     said = f"the loss of the first samples is {ours:.6f} here, and Weighted computes {4 * ours:.6f} itself"
     assert caught.value.message == said
     assert model.training
+
+
+class Reduced(nn.Module):
+    """Gives a loss of its own that a function makes of scores and labels."""
+
+    def __init__(self, reduce: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.reduce = reduce
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.layer(inputs)
+        return {"loss": None if labels is None else self.reduce(scores, labels), "logits": scores}
+
+
+def contrastive(scores: Tensor, _labels: Tensor) -> Tensor:
+    return functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+
+def noisy(scores: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(scores + 0.3 * torch.randn_like(scores), labels)
+
+
+NAMED = {"inputs": torch.randn(5, 4), "labels": torch.tensor([0, 1, 2, 2, 1])}
+
+
+@pytest.mark.parametrize("num_samples", [1, 5])
+@pytest.mark.parametrize("gives_labels", [True, False])
+def test_a_loss_of_a_models_own_that_is_a_sum_is_refused_with_both_numbers(
+    num_samples: int, gives_labels: bool
+) -> None:
+    batch = {name: tensor[:num_samples] for name, tensor in NAMED.items()}
+    model: nn.Module = Reduced(lambda scores, labels: functional.cross_entropy(scores, labels, reduction="sum"))
+    if not gives_labels:
+        batch["classes"] = batch.pop("labels")
+        model.forward = lambda inputs, classes: Reduced.forward(model, inputs, classes)  # type: ignore[method-assign]
+    once = functional.cross_entropy(model.layer(NAMED["inputs"][:1]), NAMED["labels"][:1]).item()
+    with pytest.raises(ConfigError) as caught:
+        Objective(model).compare(batch, is_precise=True)
+    assert f"{once:.6f} for a sample and {2 * once:.6f}" in caught.value.message
+    assert "training_loss" in caught.value.hint and "mean" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [functional.cross_entropy, contrastive, noisy, lambda scores, _: scores.sum() * 0, lambda scores, _: scores.mean()],
+    ids=["mean", "contrastive", "random", "zero", "mean of values"],
+)
+@pytest.mark.parametrize("is_precise", [True, False])
+def test_other_losses_of_a_models_own_are_no_sums(reduce: Any, is_precise: bool) -> None:
+    Objective(Reduced(reduce)).compare(NAMED, is_precise=is_precise)
+
+
+def test_a_detectors_losses_that_are_sums_are_refused_too() -> None:
+    class Detector(nn.Module):
+        def __init__(self, reduction: str) -> None:
+            super().__init__()
+            self.reduction = reduction
+
+        def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+            errors = torch.stack([image.mean() - target["box"] for image, target in zip(images, targets, strict=True)])
+            return {"loss_box": getattr(errors.square(), self.reduction)(), "loss_class": 0 * errors.sum()}
+
+    batch: Any = ([torch.ones(3, 2, 2), torch.ones(3, 4, 4)], [{"box": torch.tensor(3.0)}, {"box": torch.tensor(0.0)}])
+    Objective(Detector("mean")).compare(batch, is_precise=True)
+    with pytest.raises(ConfigError, match=r"4\.000000 for a sample and 8\.000000"):
+        Objective(Detector("sum")).compare(batch, is_precise=True)
+
+
+@pytest.mark.full
+@NEEDS_TRANSFORMERS
+def test_speech_models_of_the_library_whose_loss_is_a_sum_are_refused_with_their_setting() -> None:
+    torch.manual_seed(0)
+    audio = {"input_values": torch.randn(2, 800), "labels": torch.randint(1, 12, (2, 5))}
+    with pytest.raises(ConfigError, match="Wav2Vec2ForCTC computes is a sum") as caught:
+        Objective(speech("Wav2Vec2ForCTC")).compare(audio, is_precise=True)
+    assert "ctc_loss_reduction=mean" in caught.value.hint
+    Objective(speech("Wav2Vec2ForCTC", ctc_loss_reduction="mean")).compare(audio, is_precise=True)
+    model = speech("Wav2Vec2ForPreTraining")
+    frames = int(model._get_feat_extract_output_lengths(800))
+    masked = torch.zeros(2, frames, dtype=torch.bool)
+    masked[:, 3:9] = True
+    negatives = torch.randint(3, 9, (2, frames, 4))
+    given = {"input_values": audio["input_values"], "mask_time_indices": masked, "sampled_negative_indices": negatives}
+    with pytest.raises(ConfigError, match="Wav2Vec2ForPreTraining computes is a sum"):
+        Objective(model).compare(given, is_precise=True)
+
+
+def speech(kind: str, **words: Any) -> Any:
+    """Returns a small Wav2Vec2 without anything random but its first weights."""
+    import transformers
+
+    none = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    config = transformers.Wav2Vec2Config(
+        vocab_size=12,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        conv_dim=(16, 16),
+        conv_stride=(5, 4),
+        conv_kernel=(10, 8),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        codevector_dim=8,
+        proj_codevector_dim=8,
+        num_codevectors_per_group=4,
+        layerdrop=0.0,
+        apply_spec_augment=False,
+        pad_token_id=0,
+        **dict.fromkeys(none, 0.0),
+        **words,
+    )
+    return getattr(transformers, kind)(config)
 
 
 class Shifting(nn.Module):
