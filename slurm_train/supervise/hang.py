@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slurm_train.rundir.heartbeat import NOT_WATCHED, Beat, Limits
@@ -245,9 +245,16 @@ class Observer:
             ran = previous is None or beat.beats != previous.beat.beats
             if previous is not None and moved:
                 self._learn(previous.beat, self._until_s - previous.moved_s)
-            moved_s = self._until_s if previous is None or moved else previous.moved_s
+            # One that was stopped for longer than the limit, and is continued, has the whole limit again.
+            is_back = previous is not None and ran and self._until_s - previous.ran_s > self._limits.steady_s
+            moved_s = self._until_s if previous is None or moved or is_back else previous.moved_s
             ran_s = self._until_s if previous is None or ran else previous.ran_s
             self._observations[rank] = _Observation(beat, moved_s, ran_s)
+
+    def restart(self) -> None:
+        """Gives all ranks the whole limit again: they were stopped from outside."""
+        for rank, observation in self._observations.items():
+            self._observations[rank] = replace(observation, moved_s=self._until_s, ran_s=self._until_s)
 
     def is_hung(self) -> bool:
         """Returns whether no working rank has made progress for longer than the limit of the ranks that are behind."""

@@ -245,7 +245,15 @@ EndRanks = Callable[[Mapping[int, Beat]], None]
 """Kills the ranks with these heartbeats; called again every few seconds until they have ended."""
 
 
-def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_size: int, end_ranks: EndRanks) -> Monitor:
+def watch_ranks(
+    run: RunDirectory,
+    attempt: int,
+    config: RunConfig,
+    *,
+    world_size: int,
+    end_ranks: EndRanks,
+    is_halted: Callable[[], bool] = lambda: False,
+) -> Monitor:
     """Returns a monitor with what every launch needs: the hang watchdog and the search for stragglers.
 
     Args:
@@ -255,13 +263,21 @@ def watch_ranks(run: RunDirectory, attempt: int, config: RunConfig, *, world_siz
             the session on by its heartbeats.
         world_size: ranks.
         end_ranks: kills them.
+        is_halted: see `HangWatchdog`.
     """
     monitor = Monitor()
     limits = limits_of(config)
     if limits is not None:
-        monitor.add(HangWatchdog(run, attempt, limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock))
-        if not config.trains:
-            dog = SilenceWatchdog(run, attempt, limits, world_size=world_size, end_ranks=end_ranks, clock=monitor.clock)
+        for kind in (HangWatchdog,) if config.trains else (HangWatchdog, SilenceWatchdog):
+            dog = kind(
+                run,
+                attempt,
+                limits,
+                world_size=world_size,
+                end_ranks=end_ranks,
+                clock=monitor.clock,
+                is_halted=is_halted,
+            )
             monitor.add(dog)
     if config.health.pace_every_steps is not None:
         excess = config.health.straggler_excess
@@ -305,6 +321,8 @@ class HangWatchdog(_RankTask):
         world_size: ranks.
         end_ranks: kills them.
         clock: seconds, not counting those in which the job is suspended.
+        is_halted: asks whether somebody has stopped the ranks through Slurm, and not this process; they have the whole
+            time-out again then.
         read: returns the newest heartbeats; it may take long.
     """
 
@@ -324,12 +342,14 @@ class HangWatchdog(_RankTask):
         world_size: int,
         end_ranks: EndRanks,
         clock: Callable[[], float],
+        is_halted: Callable[[], bool] = lambda: False,
         read: Callable[[RunDirectory, int], Mapping[int, Beat]] = read_beats,
     ) -> None:
         self.every_s = min(max(limits.steady_s / 30, 0.2), 3.0)
         self._limits = limits
         self._end_ranks = end_ranks
         self._clock = clock
+        self._is_halted = is_halted
         self._read = read
         self._report: threading.Thread | None = None
         self._again_s = 0.0
@@ -352,6 +372,9 @@ class HangWatchdog(_RankTask):
             self._beats |= beats
             self._observer.look(beats, began_s=began_s, ended_s=self._clock())
             if not self.is_hung():
+                return
+            if self._is_halted():
+                self._observer.restart()
                 return
             # The report comes before the kill, since ranks that lose a peer leave marks, too. But a file system that
             # does not answer must not delay the kill.
@@ -442,6 +465,7 @@ class SilenceWatchdog(HangWatchdog):
         world_size: int,
         end_ranks: EndRanks,
         clock: Callable[[], float],
+        is_halted: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(
             run,
@@ -450,6 +474,7 @@ class SilenceWatchdog(HangWatchdog):
             world_size=world_size,
             end_ranks=end_ranks,
             clock=clock,
+            is_halted=is_halted,
             read=self._read_signs,
         )
 

@@ -476,6 +476,14 @@ class SlurmJob(Scheduler):
             if step_name == name:
                 self.commands.ask_step(step, name="USR2")
 
+    def is_halted(self) -> bool:
+        """Returns whether the processes of the job's steps are stopped by Slurm, as `scancel --signal=STOP` does.
+
+        Where it does not answer in five seconds that is not known, and hung ranks are not kept for it.
+        """
+        commands = SlurmCommands(self._env, timeout_s=5.0)
+        return _answer(lambda: commands.show_job(self.job_id).get("JobState", ""), "") in ("STOPPED", "SUSPENDED")
+
     def end_ranks(self, beats: Mapping[int, Beat]) -> None:
         """Kills the steps of the ranks.
 

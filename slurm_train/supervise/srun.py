@@ -421,7 +421,14 @@ class SrunLaunch:
             self._keep_guard()
             end = _EndOfRanks(run, attempt)
             world_size = self.job.start.world_size
-            monitor = watch_ranks(run, attempt, self.config, world_size=world_size, end_ranks=self.job.end_ranks)
+            monitor = watch_ranks(
+                run,
+                attempt,
+                self.config,
+                world_size=world_size,
+                end_ranks=self.job.end_ranks,
+                is_halted=self.job.is_halted,
+            )
             for task in (NoticeKeeper(run, attempt, ask=self.job.notice), FindingsRelay(run, attempt), end):
                 monitor.add(task)
             in_the_way = _StepsInTheWay(run, attempt, self.job)

@@ -10,6 +10,7 @@ from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.timing import CAUSES, read_notice
+from tests.support import light_training
 from tests.support.command_line import TINY, Person
 from tests.support.slurm_runs import (
     command,
@@ -52,6 +53,39 @@ def test_a_suspended_job_goes_on_as_if_nothing_had_happened(person: Person) -> N
     end_after = read_notice(run, 0).end_unix_s
     assert end_after is not None and end_after - end_before >= SUSPENDED_S - 5, "Slurm moves the limit"
     print({cause: entry[cause] for cause in CAUSES}, wall_s)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("stop", "go_on"),
+    [
+        (["scontrol", "suspend"], ["scontrol", "resume"]),
+        # As the manual of scontrol advises: the job keeps its CPUs, and the batch script goes on.
+        (["scancel", "--signal=STOP"], ["scancel", "--signal=CONT"]),
+    ],
+    ids=["suspend", "stop"],
+)
+def test_a_program_of_ones_own_that_was_stopped_goes_on_in_the_same_attempt(
+    stop: list[str], go_on: list[str], person: Person
+) -> None:
+    light_training.add_program(person)
+    limits = (f"health.hang_timeout_s={HANG_S}", "train.steady_timeout_s=10", "train.start_timeout_s=60")
+    words = (*light_training.words(steps=40, save_every=20, step_s=0.3), *limits)
+    job, run = person.types("+cluster=1x2", *words, "run.name=stopped").job_and_run
+    wait_until_step(run, 5)
+    command(*stop, job)
+    wait_for_state(job, "SUSPENDED", "STOPPED", within_s=20)
+    stopped_s = time.monotonic()
+    wait_for(
+        lambda: time.monotonic() - stopped_s > SUSPENDED_S, within_s=60, what="longer than the watchdog's time-out"
+    )
+    command(*go_on, job)
+    wait_until_finished(run)
+    (entry,) = wait_until_ended(run)
+    assert entry["reason"] == "done" and read_events(run, "hang") == []
+    assert entry["suspended_s"] == pytest.approx(SUSPENDED_S, abs=5.0)
+    assert entry["step_s"] < 40 * 0.3 + 15
+    assert losses(run) == light_training.undisturbed_losses(40)
 
 
 def submit_without_warning(person: Person, held: str, run: RunDirectory) -> str:

@@ -135,6 +135,25 @@ def test_steps_that_are_longer_than_the_limit_are_no_hang() -> None:
     assert 300 < found_after(observer, end_s) <= 330
 
 
+def test_ranks_that_were_stopped_from_outside_have_the_whole_limit_again() -> None:
+    observer = observed(beat(0), beat(1), for_s=1000, frozen=(0, 1))
+    assert observer.is_hung(), "nobody has asked whether they were stopped"
+    observer.restart()
+    assert not observer.is_hung()
+    # Continued, but not one mark further yet.
+    observer = observed(beat(0), beat(1), for_s=1000, frozen=(0, 1))
+    for now_s in range(1010, 1310, 10):
+        observer.look({0: beat(0, beats=now_s), 1: beat(1, beats=now_s)}, began_s=now_s, ended_s=now_s)
+        assert not observer.is_hung() and (observer.silent_s() or 0.0) <= 300
+    observer.look({0: beat(0, beats=1), 1: beat(1, beats=1)}, began_s=1320, ended_s=1320)
+    assert observer.is_hung()
+    # Heartbeats that a file server shows now and then are no stop: the marks are what counts.
+    observer = Observer(LIMITS, world_size=1)
+    for now_s in range(0, 400, 10):
+        observer.look({0: beat(0, beats=now_s // 60)}, began_s=now_s, ended_s=now_s)
+    assert observer.is_hung()
+
+
 def test_ranks_that_an_outage_held_up_have_half_of_the_time_left() -> None:
     observer = observed(beat(0), beat(1), for_s=100)
     observer.look({0: beat(0), 1: beat(1)}, began_s=110, ended_s=4000)

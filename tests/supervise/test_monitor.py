@@ -179,6 +179,29 @@ def test_an_error_at_any_call_does_not_keep_hung_ranks_alive(
     assert [event["ranks"] for event in read_events(run, "hang")] == [[0]]
 
 
+def test_ranks_that_slurm_has_stopped_are_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HangWatchdog, "_STACKS_WITHIN_S", 0.0)
+    run, ended, now, halted = RunDirectory(tmp_path), list[Mapping[int, Beat]](), [0.0], [True]
+    has_beat(run)
+    dog = HangWatchdog(
+        *(run, 0, Limits(10.0, 10.0)),
+        world_size=1,
+        end_ranks=ended.append,
+        clock=lambda: now[0],
+        is_halted=lambda: halted[0],
+    )
+    for now[0] in range(0, 1000, 4):
+        dog.look()
+    assert not ended
+    halted[0] = False
+    begin_s = now[0]
+    while not ended:
+        now[0] += 1
+        dog.look()
+    assert now[0] - begin_s <= 12 and read_events(run, "hang"), "once they are continued, a hang is found as ever"
+    dog.end()
+
+
 def test_the_report_waits_for_stacks_that_are_written_late(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     ended = list[Mapping[int, Beat]]()
