@@ -864,7 +864,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     elif path == "script" and isinstance(value, str):
         with contextlib.suppress(ValueError):  # an open quote
             typed = f"script=[{','.join(shlex.split(value))}]"
-    elif isinstance(value, str) and re.fullmatch(r"[\w./-]+", value):
+    elif isinstance(value, str) and re.fullmatch(r"[\w./,-]+", value):
         # A text that only lacks what makes it a list or a target, or is another spelling of a choice.
         if expected.startswith("a list"):
             typed = f"{path}=[{value}]"

@@ -191,12 +191,22 @@ RENAMED_KEYS: Mapping[str, str] = {
     "requeue.max_fruitless_returns": "requeue.max_returns_without_progress",
 }
 """Keys of earlier versions -> their present names. Configurations that were frozen with them are still read."""
+EXPORT_WORDS: Mapping[str, str] = {
+    "ALL": "all variables but secrets: \"cluster.export=['*']\"; a secret by its name as well",
+    **dict.fromkeys(
+        ("NONE", "NIL"),
+        "leave cluster.export out: of your own variables a job gets those that it names, besides PATH, HOME and what "
+        "libraries are tuned by",
+    ),
+}
+"""Words of sbatch's --export -> what they are here."""
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {
+    **{("cluster.export", word): answer for word, answer in EXPORT_WORDS.items()},
     ("batch.shares", "measured"): "give weights of nodes or ranks, fastest highest: batch.shares=[2,1]; or even",
     ("ddp.comm", "powersgd"): "PowerSGD was removed; ddp.comm=bf16 halves the bytes",
     ("ddp.comm", "post_local_sgd"): "post-local SGD was removed; ddp.comm=bf16 halves the bytes",
 }
-"""Key and value of earlier versions -> what to do instead."""
+"""Key and value of earlier versions, or of sbatch, -> what to do instead."""
 _EXAMPLE = re.compile(r"=\{([^{}]*)\}")
 _OWN_GROUPS = ("model", "data", "task")
 

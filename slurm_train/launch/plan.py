@@ -28,6 +28,7 @@ from slurm_train.config.batch import (
 from slurm_train.config.frozen import ID_DIGITS, config_hash
 from slurm_train.config.parallel import ParallelLayout
 from slurm_train.config.schema import BatchSection, RunConfig, check_groups, to_mapping
+from slurm_train.config.synonyms import EXPORT_WORDS
 from slurm_train.errors import BatchError, Check, ConfigError, require_all
 from slurm_train.formatting import count
 from slurm_train.launch.cpu_share import LEFT_TO_SLURM, CpuShare, NodeShares
@@ -355,10 +356,17 @@ def _conflicts(config: RunConfig) -> Iterator[Check]:
     has_nul = any("\0" in word for word in script or ())
     yield has_nul, f"script={script!r} has a NUL, which no command line can hold", "remove it"
     for pattern in config.cluster.export if config.cluster is not None else ():
+        name, equals, _ = pattern.partition("=")
         yield (
             re.fullmatch(r"[A-Za-z_*?][A-Za-z0-9_*?]*", pattern) is None,
-            f"cluster.export has {pattern.partition('=')[0]!r}, which is no name or pattern of variables",
-            "names alone, without values: cluster.export=[WANDB_API_KEY,MY_*]",
+            f"cluster.export has {name!r}, which is no name or pattern of variables",
+            "names alone, without values: cluster.export=[WANDB_API_KEY,MY_*]"
+            + (f"; a value is set by cluster.env.{name}=VALUE" if equals else ""),
+        )
+        yield (
+            pattern in EXPORT_WORDS,
+            f"cluster.export has {pattern}, a word of sbatch's --export and no variable",
+            EXPORT_WORDS.get(pattern, ""),
         )
     uneven = config.cluster is not None and not isinstance(config.cluster.gpus_per_node, int)
     yield (

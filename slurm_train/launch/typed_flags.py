@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from slurm_train.config.schema import ClusterSection
+from slurm_train.config.synonyms import EXPORT_WORDS
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.flags import Flags, resource_flags
 
@@ -221,14 +222,11 @@ def _memory_error(flags: Flags, flag: str, value: str, cluster: ClusterSection) 
 def _export_error(typed: str, value: Any) -> ConfigError:
     """Returns the error for --export, which could only export what sbatch and srun are given: what travels."""
     words = [word for word in str(value).split(",") if word]
-    names = [word for word in words if "=" not in word and word not in ("ALL", "NONE", "NIL")]
+    names = [word for word in words if "=" not in word and word not in EXPORT_WORDS]
     settings = [f"cluster.env.{word}" for word in words if "=" in word]
-    if "ALL" in words:
-        names = ["'*'"]
-    hints = [*([f'"cluster.export=[{",".join(names)}]"'] if names else []), *settings]
-    hint = f"instead of it: {' '.join(hints)}"
-    if not hints:
-        hint = "leave it out: of your own variables a job gets those that cluster.export names"
+    hints = [f"cluster.export=[{','.join(names)}]"] if names else []
+    hints += [EXPORT_WORDS[word] for word in words if word in EXPORT_WORDS]
+    hint = "; ".join([*hints, *settings])
     return ConfigError(
         f"{typed}={value} does not say what a job gets: sbatch and srun are given only the variables that travel",
         hint=hint,

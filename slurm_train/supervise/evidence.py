@@ -37,6 +37,7 @@ from slurm_train.rundir.heartbeat import has_joined
 from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_account, step_of_attempt
+from slurm_train.slurm.job_variables import is_job_variable
 from slurm_train.slurm.records import NO_STEP, TaskEnd
 from slurm_train.status.failure import crash_in, crash_of_child_in, last_words
 from slurm_train.supervise.decision import (
@@ -54,6 +55,9 @@ _ANY_RANK = re.compile(r"rank (\d+) on ")
 _CRASHED_RANK = re.compile(
     r"ranks? (\d+)\S* on \S+: (?:Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception)"
 )
+_MISSING_KEY = re.compile(r"rank (?P<rank>\d+) on \S+: KeyError: '(?P<name>[A-Za-z_]\w*)'$")
+# The innermost frame is `os.environ.__getitem__`; from 3.11 on its module is frozen, and without a line of source.
+_IN_ENVIRON = r'File "[^"]*\bos(?:\.py|>)", line \d+, in __(?:get|del)item__\n(?:    .*\n)*KeyError: \'{name}\''
 # What faulthandler writes: for each thread its frames, the innermost first.
 _CRASHED_THREAD = re.compile(r"^(Current thread|Thread) .+:\n((?:  File .+\n?)*)", re.MULTILINE)
 _CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$', re.MULTILINE)
@@ -260,6 +264,27 @@ def with_crash_place(end: str, run: RunDirectory, attempt: int) -> str:
     # What C++ says of an exception that nobody catches, e.g. NCCL's watchdog of a collective.
     thrown = _THROWN.findall(log)
     return f"{end}{place}{f': {thrown[-1][:_LONGEST_QUOTE]}' if thrown else ''}"
+
+
+def with_missing_variable(end: str, run: RunDirectory, attempt: int) -> str:
+    """Returns an end with what exports a variable that the program has looked for in its environment.
+
+    Args:
+        end: the exception of a rank, e.g. "rank 0 on node1: KeyError: 'DATA_DIR'"; returned as it is for all others.
+        run: the run.
+        attempt: number of the attempt.
+    """
+    match = _MISSING_KEY.match(end)
+    if match is None or is_job_variable(match["name"]):
+        return end
+    log = read_tail(run.rank_log(attempt, int(match["rank"])), _CRASH_BYTES)
+    if re.search(_IN_ENVIRON.format(name=match["name"]), log) is None:
+        return end
+    name = match["name"]
+    return (
+        f"{end}; the job has no variable {name}: cluster.export=[{name}] takes that of the shell that submits, "
+        f"cluster.env.{name}=VALUE sets one"
+    )
 
 
 def _place_of_crash(crash: str) -> str:

@@ -73,6 +73,7 @@ from slurm_train.supervise.evidence import (
     read_evidence,
     silent_end,
     with_crash_place,
+    with_missing_variable,
 )
 from slurm_train.supervise.monitor import BestEffort, say
 from slurm_train.supervise.notify import Event, Notifier
@@ -452,6 +453,9 @@ class Supervisor:
         placed_end = best_effort("the log of the rank", lambda: with_crash_place(said, run, attempt), said)
         # Where srun says nothing, torchrun's launcher has left a mark of a rank that a signal ended.
         placed_mark = best_effort("the log of the rank", lambda: with_crash_place(mark, run, attempt), mark)
+        if self._job_id is not None:
+            mark = placed_mark
+            placed_mark = best_effort("the log", lambda: with_missing_variable(mark, run, attempt), mark)
         ends = best_effort("the output of srun", lambda: tuple(scheduler.ends(attempt)), tuple[TaskEnd, ...]())
         num_ranks = scheduler.start.world_size
 

@@ -147,6 +147,36 @@ def _disk_beside_gpus(person: Person) -> Iterator[str]:
         yield f"two numbers of GPUs: exit code {refused.code}: {refused.err[-200:]}"
 
 
+def _variable_of_shell(person: Person) -> Iterator[str]:
+    (person.folder / "train.py").write_text(
+        "import os\n\nprint('lr', os.environ.get('MY_LR'), os.environ['SITE_DATA'])\n"
+    )
+    words = "script=[train.py] +cluster=1x1 requeue.enabled=false"
+    done = _types(person, f"{words} run.name=left", MY_LR="3e-4", SITE_DATA="/data")
+    if "cluster.export=[MY_LR,SITE_DATA]" not in done.err:
+        yield f"variables that stay behind are not named: {done.err[-300:]}"
+    job, run = done.job_and_run
+    _ends(job)
+    note = str(_status(person, run)["note"])
+    if "cluster.export=[SITE_DATA]" not in note:
+        yield f"status says: {note}"
+    exported = f"{words} run.name=taken cluster.export=[MY_LR,SITE_DATA]"
+    job, run = _types(person, exported, MY_LR="3e-4", SITE_DATA="/data").job_and_run
+    _ends(job)
+    if "lr 3e-4 /data" not in run.rank_log(0, 0).read_text():
+        yield "a variable that is exported by its name is not there"
+
+
+def _words_of_export(person: Person) -> Iterator[str]:
+    plan = "plan script=[train.py] +cluster=1x1"
+    for words in ("cluster.export=ALL", "cluster.export=[ALL]", "cluster.sbatch.export=ALL"):
+        refused = _types(person, f"{plan} {words}")
+        if refused.code != 2 or "cluster.export=['*']" not in refused.err:
+            yield f"{words}: exit code {refused.code}: {refused.err[-200:]}"
+    if "MY_LR?" not in _types(person, f"{plan} cluster.export=[MY_LRR]", MY_LR="1").err:
+        yield "a name that is nearly right is taken without a word"
+
+
 def _token(person: Person) -> Iterator[str]:
     # No auth/jwt is installed; a SLURM_* that reached the job would show that the token does.
     wants = '[ -n "$SLURM_JWT" ] || { echo "authentication error" >&2; exit 1; }'
@@ -564,6 +594,8 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("variables and flags in a file arrive as they are written", _yaml_values),
     Situation("a time limit in a file is no number in base 60", _yaml_limit),
     Situation("SBATCH_QOS of the shell is used, or named", _shell_choices),
+    Situation("variables of the shell that the program reads", _variable_of_shell),
+    Situation("words of --export in cluster.export", _words_of_export),
     Situation("a token in place of munge", _token),
     Situation("a local disk beside the GPUs of --gres", _disk_beside_gpus),
     Situation("a job that asks for its GPUs in total", _total_gpus),

@@ -58,6 +58,20 @@ def test_a_run_whose_python_is_gone_goes_on_with_the_one_that_is_typed(shell: Sh
     assert run.submit_script.read_text() == script
 
 
+def test_every_start_of_a_job_names_the_variables_that_stay_behind(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text('import os\nprint(os.environ.get("MY_LR"))\n')
+    words = "script=[train.py] +cluster=1x1"
+    shell.patch.setenv("MY_LR", "3e-4")
+    said = "job does not get: MY_LR (train.py); to export them: cluster.export=[MY_LR]\n"
+    assert said in shell.types(f"plan {words}").err
+    done = shell.types(words)
+    assert said in done.err
+    shell.slurm.queue("4711", "CANCELLED")
+    assert said in shell.types(f"resume {done.job_and_run[1].run_id}").err
+    assert said in shell.types(f"-m {words} run.name=a,b").err
+    assert "does not get" not in shell.types(f"{words} run.name=c cluster.export=[MY_LR]").err
+
+
 def test_an_active_run_is_not_submitted_twice(shell: Shell) -> None:
     run = shell.has_run(job_ids=("12", "13"))
     shell.slurm.queue("12", "RUNNING")

@@ -128,10 +128,10 @@ def _settings_of(hint: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
-        ("ALL", '''"cluster.export=['*']"'''),
-        ("ALL,MY_LR=3", """"cluster.export=['*']" cluster.env.MY_LR=3"""),
-        ("MY_LR,DATA", '"cluster.export=[MY_LR,DATA]"'),
-        ("NONE", "leave it out"),
+        ("ALL", "\"cluster.export=['*']\""),
+        ("ALL,MY_LR=3", "cluster.env.MY_LR=3"),
+        ("MY_LR,DATA", "cluster.export=[MY_LR,DATA]"),
+        ("NONE", "leave cluster.export out"),
     ],
 )
 def test_an_export_of_slurms_is_answered_with_the_keys_that_export(section: str, value: str, hint: str) -> None:

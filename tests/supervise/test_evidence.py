@@ -11,7 +11,14 @@ import pytest
 from slurm_train.rundir.events import FailureMark, Finding, leave_mark, read_marks
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.records import TaskEnd
-from slurm_train.supervise.evidence import Evidence, Surroundings, diagnose, silent_end, with_crash_place
+from slurm_train.supervise.evidence import (
+    Evidence,
+    Surroundings,
+    diagnose,
+    silent_end,
+    with_crash_place,
+    with_missing_variable,
+)
 
 MARK = FailureMark(
     rank=3, host="node2", exit_code=1, message="ValueError: no such layer", place="model.py:41 in forward"
@@ -279,6 +286,32 @@ def test_an_abort_is_told_with_what_was_thrown(tmp_path: Path) -> None:
     )
     words = "rank 3 on node2: Aborted (core dumped)"
     assert with_crash_place(words, run, 1) == f"{words}: {thrown}"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("os.environ['DATA_DIR']", "DATA_DIR"),
+        ("env = os.environ\nint(env['MY_LR'])", "MY_LR"),
+        # Slurm's own variables are no shell's to export, and a mapping of the program is no environment.
+        ("os.environ['SLURM_TMPDIR_OF_SITE']", ""),
+        ("{}['DATA_DIR']", ""),
+        ("raise KeyError('DATA_DIR')", ""),
+    ],
+)
+def test_a_variable_that_the_job_lacks_is_told_with_what_exports_it(tmp_path: Path, source: str, name: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_logs(1).mkdir(parents=True)
+    (tmp_path / "train.py").write_text(f"import os\n{source}\n")
+    with run.rank_log(1, 3).open("w") as log:
+        subprocess.run([sys.executable, tmp_path / "train.py"], stderr=log, env={}, check=False)
+    words = f"rank 3 on node2: {run.rank_log(1, 3).read_text().splitlines()[-1]}"
+    told = with_missing_variable(words, run, 1)
+    assert told.startswith(words)
+    assert (f"cluster.export=[{name}]" in told) if name else told == words
+    # The exception is not the node's, whatever is said of it.
+    mark = FailureMark(rank=3, host="node2", exit_code=1, message=words.partition(": ")[2], place="train.py:2")
+    assert told.startswith(str(mark))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,312 @@
+"""Variables of the submitting shell that a program reads, or a setting names, and that its job will not have.
+
+On a person's own machine a program has all of the shell; a job has what travels (`slurm.job_variables`). A program that
+falls back on a default where a variable is missing would train something else there, without a word. So its source is
+read before it is submitted: the file that the script or a `_target_` names, the files of the person's own that it
+imports, shell files, and configurations with `${oc.env:NAME}`. Nothing is imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path, PurePath
+
+from slurm_train.config.schema import ClusterSection, RunConfig
+from slurm_train.config.target import targets_in
+from slurm_train.formatting import shorten
+from slurm_train.launch.imports import is_installed, own_paths
+from slurm_train.slurm.job_variables import exported, is_job_variable
+
+_MOST_FILES = 300
+_MOST_BYTES = 1 << 20
+_MOST_NAMED = 8
+_SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
+_SHELL_SUFFIXES = (".sh", ".bash")
+_FILE_IN_TEXT = re.compile(r"[\w./-]+\.(?:py|sh|bash)\b")
+_IN_SHELL = re.compile(r"\$\{?(\w+)")
+_ASSIGNED = r"(?m)(?:^|[;&(]|\b(?:export|local|declare|readonly|for|read)\s)\s*{name}\b(?:=|\s+in\b|\s*$)"
+_IN_YAML = re.compile(r"\$\{oc\.env:\s*(\w+)")
+# They say where a shell runs and what its terminal is like. A job has its own, or none, and programs know both.
+_OF_ONE_SHELL = re.compile(
+    r"(?:_|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|HOSTTYPE|MACHTYPE|OSTYPE|MAIL|EDITOR|VISUAL|PAGER|LESS\w*|COLUMNS|LINES"
+    r"|COLORTERM|LS_COLORS|PS\d|PROMPT\w*|HIST\w*|DISPLAY|XAUTHORITY|WAYLAND_\w+|DBUS_\w+|SSH_\w+|TERM_\w+|TMUX\w*|STY"
+    r"|VSCODE_\w+|INVOCATION_ID|JOURNAL_STREAM|GPG_\w+|WINDOWID|DESKTOP_SESSION|CI)"
+)
+_READS = ("get", "pop", "setdefault")
+# Keywords of click, typer, pydantic and configargparse, and packages whose own functions read a variable by its name.
+_KEYWORDS = ("envvar", "env_var", "env")
+_READERS = ("environs", "decouple", "environ")
+
+
+def unexported_variables(
+    config: RunConfig, *, cwd: Path, env: Mapping[str, str], paths: Sequence[str] | None = None
+) -> dict[str, str]:
+    """Returns the variables of this shell that the program of a run reads and that its job does not get.
+
+    Args:
+        config: of the run.
+        cwd: the folder that it is submitted from.
+        env: the environment of the shell.
+        paths: where Python finds packages; default: as this Python.
+
+    Returns:
+        Name -> the file that reads it, relative to `cwd` where it lies below.
+    """
+    cluster = config.cluster
+    if cluster is None or config.launch == "interactive" or _has_login_shell(cluster):
+        return {}
+    travels = exported(env, cluster.export)
+    candidates = {
+        name
+        for name in env
+        if name.isidentifier()
+        and name not in travels
+        and name not in cluster.env
+        and not is_job_variable(name)
+        and not _OF_ONE_SHELL.fullmatch(name)
+        and not any(re.search(rf"\b{name}\b", line) for line in cluster.setup)
+    }
+    if not candidates:
+        return {}
+    places = [Path(path) for path in (own_paths() if paths is None else paths) if path and not is_installed(path)]
+    program = _Program(cwd, places)
+    for text in _shell_texts(config.script or []):
+        program.take_shell_text(text, str(PurePath(config.script[0])) if config.script else "")
+    program.follow(_first_files(config, cwd, places))
+    return {name: file for name, file in program.read.items() if name in candidates}
+
+
+def unexported_notes(config: RunConfig, *, cwd: Path, env: Mapping[str, str]) -> list[str]:
+    """Returns what a person is told of variables that a job does not get, a line each."""
+    cluster = config.cluster
+    if cluster is None or config.launch == "interactive":
+        return []
+    notes = []
+    for name in cluster.export:
+        if not name.isidentifier() or (name in env and not is_job_variable(name)):
+            continue
+        if is_job_variable(name):
+            notes.append(f"cluster.export={name}: it belongs to one job, and each job has its own")
+            continue
+        near = difflib.get_close_matches(name, env, n=1, cutoff=0.8) or [
+            other for other in env if other == name.upper()
+        ]
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        notes.append(f"cluster.export={name}: this shell has no such variable, so the job does not get it{meant}")
+    missing = unexported_variables(config, cwd=cwd, env=env)
+    if missing:
+        places = [f"{name} ({file})" for name, file in sorted(missing.items())]
+        kept = [pattern for pattern in cluster.export if not pattern.isidentifier() or pattern in env]
+        notes.append(
+            f"the program reads variables of this shell that the job does not get: {shorten(places, _MOST_NAMED)}; to "
+            f"export them: cluster.export=[{','.join([*kept, *sorted(missing)])}]"
+        )
+    return notes
+
+
+def _has_login_shell(cluster: ClusterSection) -> bool:
+    """Returns whether a job begins like a login shell, whose variables are not known here."""
+    if any(name.replace("_", "-") == "get-user-env" and value for name, value in cluster.sbatch.items()):
+        return True
+    return any("/etc/profile" in line for line in cluster.setup)
+
+
+def _shell_texts(words: Sequence[str]) -> Iterator[str]:
+    """Yields the commands of `bash -c COMMAND` among the words of a script."""
+    for index, word in enumerate(words[1:-1], start=1):
+        before = {PurePath(earlier).name for earlier in words[:index]}
+        if re.fullmatch(r"-\w*c", word) and before & {*_SHELLS}:
+            yield words[index + 1]
+
+
+def _first_files(config: RunConfig, cwd: Path, places: Sequence[Path]) -> Iterator[Path]:
+    """Yields the files that the words of a script name, or the targets of the configuration."""
+    words = config.script or []
+    for index, word in enumerate(words):
+        if word == "-m" and index + 1 < len(words):
+            # Of a package, `python -m` runs this module.
+            yield from _module_files([*words[index + 1].split("."), "__main__"], [cwd, *places])
+        elif (index == 0 or _FILE_IN_TEXT.fullmatch(word)) and (cwd / word).is_file():
+            yield cwd / word
+    if config.script is None:
+        parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
+        for target in targets_in(parts):
+            yield from _module_files(target.split("."), [cwd, *places])
+
+
+def _module_files(words: Sequence[str], places: Iterable[Path]) -> Iterator[Path]:
+    """Yields the person's own files that the import of "a.b.c" runs; the last words may be names in a module."""
+    if words[0] in ("slurm_train", "torch"):
+        return
+    for place in places:
+        folder = place
+        found = False
+        for word in words:
+            file = folder / f"{word}.py"
+            folder = folder / word
+            if file.is_file():
+                yield file
+                return
+            if not folder.is_dir():
+                break
+            found = found or (folder / "__init__.py").is_file()
+            if (folder / "__init__.py").is_file():
+                yield folder / "__init__.py"
+        if found:
+            return
+
+
+class _Program:
+    """The files of a program, and the variables that they read.
+
+    Args:
+        cwd: the folder that it is submitted from.
+        places: further folders that its own modules are imported from.
+    """
+
+    def __init__(self, cwd: Path, places: Sequence[Path]) -> None:
+        self.read: dict[str, str] = {}
+        """Name -> the first file that reads it."""
+        self._cwd = cwd
+        self._places = places
+        self._seen = set[Path]()
+        self._left = list[Path]()
+
+    def follow(self, files: Iterable[Path]) -> None:
+        """Reads files and those that they import or start."""
+        self._left += files
+        while self._left and len(self._seen) < _MOST_FILES:
+            file = self._left.pop(0)
+            if file in self._seen:
+                continue
+            self._seen.add(file)
+            try:
+                text = file.read_text(encoding="utf-8") if file.stat().st_size < _MOST_BYTES else ""
+            except (OSError, ValueError):
+                continue
+            shown = self._shown(file)
+            if file.suffix == ".py" or re.match(r"#!.*python", text):
+                self._take_python(text, file, shown)
+            elif file.suffix in _SHELL_SUFFIXES or re.match(r"#!.*\b(?:ba|z|da|k)?sh\b", text):
+                self.take_shell_text(text, shown)
+
+    def take_shell_text(self, text: str, shown: str) -> None:
+        """Takes the variables that a shell's commands use and do not set before, and the files that they name."""
+        text = re.sub(r"(?m)^\s*#.*$", "", text)
+        for match in _IN_SHELL.finditer(text):
+            name = match[1]
+            # `LR=${LR:-1}` reads what it sets.
+            begin = max(text.rfind(end, 0, match.start()) for end in "\n;") + 1
+            if not re.search(_ASSIGNED.format(name=name), text[:begin]):
+                self.read.setdefault(name, shown)
+        self._left += [self._cwd / name for name in _FILE_IN_TEXT.findall(text) if (self._cwd / name).is_file()]
+
+    def _take_python(self, text: str, file: Path, shown: str) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError):
+            return
+        for name in _names_read(tree):
+            self.read.setdefault(name, shown)
+        for node in ast.walk(tree):
+            self._left += self._imported(node, file)
+            if isinstance(node, ast.keyword) and node.arg == "config_path":
+                self._take_yaml(Path(os.path.normpath(file.parent / str(_constant(node.value)))))
+
+    def _imported(self, node: ast.AST, file: Path) -> Iterator[Path]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _module_files(alias.name.split("."), [file.parent, self._cwd, *self._places])
+        elif isinstance(node, ast.ImportFrom):
+            words = node.module.split(".") if node.module else []
+            places = [file.parent, self._cwd, *self._places]
+            if node.level:
+                places = [file.parents[node.level - 1]] if len(file.parents) >= node.level else []
+            for alias in node.names:
+                yield from _module_files([*words, alias.name], places)
+
+    def _take_yaml(self, folder: Path) -> None:
+        for path in sorted(folder.rglob("*.yaml"))[:_MOST_FILES] if folder.is_dir() else ():
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, ValueError):
+                continue
+            for name in _IN_YAML.findall(text):
+                self.read.setdefault(name, self._shown(path))
+
+    def _shown(self, path: Path) -> str:
+        return str(path.relative_to(self._cwd)) if path.is_relative_to(self._cwd) else str(path)
+
+
+def _names_read(tree: ast.Module) -> set[str]:
+    """Returns the environment variables that a module reads, as far as it names them; not those that it sets first."""
+    constants = dict[str, str]()
+    copies = {"environ"}
+    set_first = set[str]()
+    packages = set[str]()
+    for statement in tree.body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            module = getattr(statement, "module", None)
+            packages |= {module} if module else {alias.name for alias in statement.names}
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            (target,) = statement.targets
+            value = _constant(statement.value)
+            if isinstance(target, ast.Name) and value is not None:
+                constants[target.id] = value
+            elif isinstance(target, ast.Subscript) and _is_environment(target.value, copies):
+                set_first.add(_constant(target.slice) or "")
+    for node in ast.walk(tree):
+        # `env = os.environ`, `env = dict(os.environ)`: what is read from it is read from there.
+        if isinstance(node, ast.Assign) and any(_is_environment(part, {"environ"}) for part in ast.walk(node.value)):
+            is_copy = isinstance(node.value, (ast.Name, ast.Attribute)) or _is_copy(node.value)
+            copies |= {target.id for target in node.targets if isinstance(target, ast.Name) and is_copy}
+    reads_by_name = bool(packages & {*_READERS})
+    names = set[str]()
+    for node in ast.walk(tree):
+        named: list[ast.AST] = []
+        if isinstance(node, ast.Subscript) and _is_environment(node.value, copies) and isinstance(node.ctx, ast.Load):
+            named = [node.slice]
+        elif isinstance(node, ast.Compare) and any(_is_environment(part, copies) for part in node.comparators):
+            named = [node.left]
+        elif isinstance(node, ast.keyword) and node.arg in _KEYWORDS:
+            named = list(node.value.elts) if isinstance(node.value, (ast.List, ast.Tuple)) else [node.value]
+        elif isinstance(node, ast.Call) and node.args:
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            owner = function.value if isinstance(function, ast.Attribute) else None
+            is_of_environment = owner is not None and _is_environment(owner, copies)
+            is_reader = reads_by_name and getattr(owner or function, "id", "") in ("env", "config")
+            if name in ("getenv", "getenvb") or (name in _READS and is_of_environment) or is_reader:
+                named = [node.args[0]]
+            elif name == "expandvars":
+                names |= {*_IN_SHELL.findall(_constant(node.args[0]) or "")}
+        for part in named:
+            name = constants.get(part.id) if isinstance(part, ast.Name) else _constant(part)
+            names |= {name} if name else set()
+    return names - set_first
+
+
+def _is_environment(node: ast.AST, names: set[str]) -> bool:
+    """Returns whether an expression is `os.environ`, or a name for it or for a copy of it."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("environ", "environb")
+    return isinstance(node, ast.Name) and node.id in names
+
+
+def _is_copy(node: ast.AST) -> bool:
+    """Returns whether a call gives a copy: `dict(os.environ)`, `os.environ.copy()`."""
+    if not isinstance(node, ast.Call):
+        return False
+    return getattr(node.func, "id", "") == "dict" or getattr(node.func, "attr", "") == "copy"
+
+
+def _constant(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
