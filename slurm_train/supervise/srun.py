@@ -54,6 +54,7 @@ from slurm_train.supervise.growth import (
 from slurm_train.supervise.monitor import (
     BestEffort,
     FindingsRelay,
+    Monitor,
     NoticeKeeper,
     Task,
     note_environment,
@@ -420,28 +421,10 @@ class SrunLaunch:
                 return EXIT_FAILURE if finding.blames_node else err.exit_code
             self._keep_guard()
             end = _EndOfRanks(run, attempt)
-            world_size = self.job.start.world_size
-            monitor = watch_ranks(
-                run,
-                attempt,
-                self.config,
-                world_size=world_size,
-                end_ranks=self.job.end_ranks,
-                is_halted=self.job.is_halted,
-            )
-            for task in (NoticeKeeper(run, attempt, ask=self.job.notice), FindingsRelay(run, attempt), end):
-                monitor.add(task)
             in_the_way = _StepsInTheWay(run, attempt, self.job)
-            if attempt:
-                monitor.add(in_the_way)
-            if self.job.pool.outlives_nodes:
-                monitor.add(_LostNodes(run, attempt, self.job, self.env))
-            every_min = self.config.requeue.grow_every_min
-            if every_min is not None and self._can_grow(nodes):
-                monitor.add(_GrowthWatch(run, attempt, self.job, every_min=every_min))
-            if self.config.requeue.warm_ranks:
-                start = partial(self._start_next, attempt + 1)
-                monitor.add(_NextRanks(run, attempt, world_size=world_size, start=start))
+            monitor = self._monitor(attempt)
+            for task in (end, in_the_way) if attempt else (end,):
+                monitor.add(task)
             process = warm or self._start_step(attempt, log=log)
             with monitor.running():
                 code = run_step(
@@ -456,6 +439,30 @@ class SrunLaunch:
                 )
                 log.write(f"srun: error: {no_step}\n".encode())
             return code
+
+    def _monitor(self, attempt: int) -> Monitor:
+        """Returns what is done beside the ranks of an attempt, whatever else they are watched for."""
+        run = self.run
+        world_size = self.job.start.world_size
+        monitor = watch_ranks(
+            run,
+            attempt,
+            self.config,
+            world_size=world_size,
+            end_ranks=self.job.end_ranks,
+            is_halted=self.job.is_halted,
+        )
+        monitor.add(NoticeKeeper(run, attempt, ask=self.job.notice))
+        monitor.add(FindingsRelay(run, attempt))
+        if self.job.pool.outlives_nodes:
+            monitor.add(_LostNodes(run, attempt, self.job, self.env))
+        every_min = self.config.requeue.grow_every_min
+        if every_min is not None and self._can_grow(self.job.start.nodes):
+            monitor.add(_GrowthWatch(run, attempt, self.job, every_min=every_min))
+        if self.config.requeue.warm_ranks:
+            start = partial(self._start_next, attempt + 1)
+            monitor.add(_NextRanks(run, attempt, world_size=world_size, start=start))
+        return monitor
 
     def close(self) -> None:
         """Ends the ranks in waiting and the guards."""
