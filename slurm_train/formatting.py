@@ -20,6 +20,8 @@ _SEPARATORS = "\u2028\u2029"
 # The colours and weights that verbs paint with; the worst that somebody else's text can do with them is to be red.
 _STYLED = re.compile(r"(\x1b\[(?:0|2|1(?:;3[1-6])?|3[1-6])m)|[^\n\t -~]")
 
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])")
+
 
 def as_float(value: Any) -> float | None:
     """Returns a finite number as float; None for anything else, an integer that no float can hold as well."""
@@ -34,6 +36,11 @@ def printable(text: str) -> str:
     Line breaks, tabs and spaces of all kinds stay; marks that turn the writing direction do not.
     """
     return _UNUSUAL.sub(lambda match: _written_out(match[0]), text)
+
+
+def plain(text: str) -> str:
+    """Returns a text without what is only for terminals: colours and other escape sequences, carriage returns, tabs."""
+    return _ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n").expandtabs()
 
 
 def _written_out(char: str) -> str:

@@ -190,7 +190,7 @@ def _cells(status: RunStatus, keys: Sequence[str], *, now_unix_s: float, of_swee
     return front | {
         "JOB": status.job_id or "",
         "STATE": status.state.label,
-        "STEP": f"{status.step}/{status.max_steps}" if status.max_steps else "",
+        "STEP": _step_of(status),
         "LOSS": "" if status.loss is None else f"{status.loss:.4f}",
         "SPEED": speed,
         "MFU": "" if status.mfu is None else f"{status.mfu:.1%}",
@@ -201,6 +201,12 @@ def _cells(status: RunStatus, keys: Sequence[str], *, now_unix_s: float, of_swee
         "OWNER": "" if is_own(status.run) else owner_of(status.run.path),
         "NOTE": note_of(status, now_unix_s=now_unix_s),
     }
+
+
+def _step_of(status: RunStatus) -> str:
+    if status.max_steps:
+        return f"{status.step}/{status.max_steps}"
+    return status.printed or (str(status.step) if status.step else "")
 
 
 def note_of(status: RunStatus, *, now_unix_s: float) -> str:
@@ -233,6 +239,7 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
     elif len(statuses) == 1:
         run = statuses[0].run
         lines.append(str(run.path))
+        lines += _log_lines(statuses[0])
         lines += [f"{kept}: {kept.path.name}" for kept in find_kept(run.checkpoints)]
         lines += _follower_lines(run, env)
         lines += _goodput_lines(run)
@@ -246,6 +253,13 @@ def _print_table(statuses: Sequence[RunStatus], selection: Selection, env: Mappi
             num_shown = len({element.run for element in read_table(other)} & runs)
             if num_shown > 1:
                 note(f"{num_shown} of them are a sweep: `status {other.sweep_id}` shows the values of each")
+
+
+def _log_lines(status: RunStatus) -> list[str]:
+    """Returns the newest line of the log of a program that reports nothing, and its age, while it runs."""
+    if status.state is not RunState.RUNNING or not status.log_line or status.log_age_s is None:
+        return []
+    return [f"log, {duration(int(status.log_age_s))} ago: {status.log_line}"]
 
 
 def _follower_lines(run: RunDirectory, env: Mapping[str, str]) -> list[str]:
@@ -372,7 +386,7 @@ class Screen:
             self._num_drawn = len(lines)
             return
         facts: list[object] = [
-            (status.run, status.state, status.step, status.attempts, status.note) for status in statuses
+            (status.run, status.state, status.step, status.printed, status.attempts, status.note) for status in statuses
         ]
         facts.append(bool(survey.look.problem))
         if facts != self._shown:

@@ -337,11 +337,19 @@ def last_lines(path: Path, *, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, A
 
 def read_tail(path: Path, num_bytes: int) -> str:
     """Returns the end of a file as text, "" where it is gone, or may not be read."""
+    return _read_part(path, lambda size: max(0, size - num_bytes), num_bytes)
 
+
+def read_head(path: Path, num_bytes: int) -> str:
+    """Returns the begin of a file as text, "" where it is gone, or may not be read."""
+    return _read_part(path, lambda _size: 0, num_bytes)
+
+
+def _read_part(path: Path, begin: Callable[[int], int], num_bytes: int) -> str:
     def read() -> bytes:
         with open(open_to_read(path), "rb") as file:  # noqa: PTH123  # a descriptor
-            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-            return file.read()
+            file.seek(begin(file.seek(0, os.SEEK_END)))
+            return file.read(num_bytes)
 
     try:
         return read_anew_if_stale(read).decode(errors="replace")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])")
+from slurm_train.formatting import plain
+
 # `sbatch --parsable` prints "26", or "26;lab" for another cluster; without it sbatch prints a sentence.
 _LONE_ID = re.compile(r"^[ \t]*(?P<id>[0-9]+)(?:;(?P<cluster>[\w.-]+))?[ \t]*$", re.MULTILINE)
 _SENTENCE = re.compile(r"\bsubmitted batch job (?P<id>[0-9]+)(?: on cluster (?P<cluster>[\w.-]+))?", re.IGNORECASE)
@@ -19,11 +20,6 @@ _PREFIX = re.compile(
     r"^(?:s(?:batch|alloc|run): )?(?:error: |fatal: |lua: )*(?:allocation failure: |Batch job submission failed: )?"
 )
 _FEW_LINES = 2
-
-
-def plain(text: str) -> str:
-    """Returns a text without what is only for terminals: colours and other escape sequences, carriage returns, tabs."""
-    return _ESCAPE.sub("", text).replace("\r\n", "\n").replace("\r", "\n").expandtabs()
 
 
 def said(stdout: str, stderr: str) -> list[str]:

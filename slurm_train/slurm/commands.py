@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 from slurm_train.errors import ClusterError
+from slurm_train.formatting import plain
 from slurm_train.slurm import policy, records
-from slurm_train.slurm.answers import in_words, plain, said
+from slurm_train.slurm.answers import in_words, said
 from slurm_train.slurm.job_variables import command_environment
 from slurm_train.slurm.policy import Association, Partition, Qos, TestVerdict
 from slurm_train.slurm.records import JobState

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.answers import in_words, plain, said
+from slurm_train.formatting import plain
+from slurm_train.slurm.answers import in_words, said
 from slurm_train.slurm.records import split_rows
 
 SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%Z|%m|%t"

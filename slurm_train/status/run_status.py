@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_train.errors import ClusterError, ConfigError
-from slurm_train.formatting import as_float
+from slurm_train.formatting import as_float, plain
 from slurm_train.rundir.attempts import comes_back, read_ledger
 from slurm_train.rundir.events import read_events
-from slurm_train.rundir.files import change_times, for_each, last_lines, read_json, read_tail
+from slurm_train.rundir.files import change_times, for_each, last_lines, read_head, read_json, read_tail, size_of
 from slurm_train.rundir.heartbeat import Beat, read_oldest
 from slurm_train.rundir.jobs import (
     Holder,
@@ -41,7 +41,6 @@ from slurm_train.rundir.signs import read_remarks
 from slurm_train.rundir.sweep import Element
 from slurm_train.rundir.timing import newest_window
 from slurm_train.slurm.allocation import parse_nodelist
-from slurm_train.slurm.answers import plain
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.queue_view import Look, QueueView, Wanted
 from slurm_train.slurm.records import JobState, Phase, explain_reason, unix_s
@@ -54,6 +53,7 @@ from slurm_train.status.activity import (
 )
 from slurm_train.status.failure import SETUP_FAILED
 from slurm_train.status.following import summaries_of
+from slurm_train.status.printed import Printed, began_anew, newest_line, newest_printed
 
 SILENT_AFTER_S = 60.0
 """A heartbeat is written twice a second; a network file system may keep it back for half a minute."""
@@ -165,6 +165,19 @@ def read_states(text: str, *, option: str, of: tuple[RunState, ...] = tuple(RunS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What rank 0 of a program that reports nothing has printed."""
+
+    printed: Printed | None = None
+    """Where it is, None where its log does not say."""
+    line: str = ""
+    """Its newest line, "" for none."""
+    written_unix_s: float | None = None
+    began_anew: str = ""
+    """That it does again what an earlier attempt had done, in words; "" where it does not, or that is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """What the files of a run say, read once. Wide because each file of a run has its part here."""
 
@@ -188,6 +201,8 @@ class RunFiles:
     """The oldest heartbeat of the ranks that are at work; None where there is none."""
     slow_because: str = ""
     """What makes the steps of the open attempt longer than they would have to be, and what helps; "" for nothing."""
+    log: Log = field(default_factory=lambda: Log())
+    """What the newest attempt of a program that reports nothing has printed."""
     loss_problem: str = ""
     """Since when the loss of a program is not finite; "" where it is."""
     unrecorded_jobs: tuple[str, ...] = ()
@@ -242,14 +257,16 @@ def read_files(run: RunDirectory) -> RunFiles:
     line: Mapping[str, Any] = lines_with_loss[-1] if lines_with_loss else {}
     checkpoints = list_checkpoints(run.checkpoints)
     result = read_json(run.result) or {}
+    # The steps of a run of some epochs are counted by its ranks.
+    max_steps = line.get("max_steps") or (read_json(run.plan) or {}).get("max_steps") or None
     return RunFiles(
         run=run,
         record=record,
         holder=holder,
         ledger=ledger,
         line=line,
-        # The steps of a run of some epochs are counted by its ranks.
-        max_steps=line.get("max_steps") or (read_json(run.plan) or {}).get("max_steps") or None,
+        max_steps=max_steps,
+        log=_read_log(run, ledger) if ledger and not line and max_steps is None else Log(),
         checkpoint_step=name_of(checkpoints[0]).step if checkpoints else 0,
         is_finished=run.result.exists(),
         result_note=str(result.get("ended_early") or result.get("remark") or ""),
@@ -258,6 +275,32 @@ def read_files(run: RunDirectory) -> RunFiles:
         slow_because=_slow_because(run, attempt) if is_open else "",
         loss_problem=_loss_problem(run, line),
         left_jobs=left_jobs(run, record.packed if record is not None else (), ledger),
+    )
+
+
+def _read_log(run: RunDirectory, ledger: Sequence[Mapping[str, Any]]) -> Log:
+    """Returns what rank 0 has printed in the newest attempt."""
+    attempts = [int(entry["attempt"]) for entry in ledger]
+    path = run.rank_log(attempts[-1], 0)
+    # The first line may be a part of one.
+    tail = read_tail(path, _LOG_BYTES).split("\n", 1)[-1] if size_of(path) > _LOG_BYTES else read_tail(path, _LOG_BYTES)
+    printed = newest_printed(tail)
+    anew = ""
+    if printed is not None and len(attempts) > 1 and "end_time_unix_s" not in ledger[-1]:
+        before = run.rank_log(attempts[-2], 0)
+        found = began_anew(
+            read_head(path, _LOG_BYTES),
+            begin_before=read_head(before, _LOG_BYTES),
+            end_before=read_tail(before, _LOG_BYTES),
+        )
+        if found is not None:
+            begin, furthest = found
+            anew = f"by its log it began anew ({begin.words}), and attempt {attempts[-2]} had come to {furthest.words}"
+    return Log(
+        printed=printed,
+        line=newest_line(tail)[:_MOST_SHOWN],
+        written_unix_s=change_times([path]).get(path),
+        began_anew=anew,
     )
 
 
@@ -305,6 +348,10 @@ class RunStatus:
     """The cluster that may have its job, if not the one of this machine: Slurm there knows how it is."""
     step: int
     max_steps: int | None
+    printed: str
+    """Where a program that reports nothing is by its log, e.g. "epoch 3/10, 40/100"; "" where that is not known."""
+    log_line: str
+    log_age_s: float | None
     loss: float | None
     tokens_per_s: float | None
     samples_per_s: float | None
@@ -410,8 +457,12 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         job = None
         job_id, other_cluster = list(unknown.items())[-1]
     state, note = infer_state(files, job, now_unix_s=now_unix_s, slurm_answers=answers)
-    note = "; ".join(filter(None, [note, files.loss_problem, files.lost_answer]))
+    anew = files.log.began_anew if state is RunState.RUNNING else ""
+    note = "; ".join(filter(None, [note, files.loss_problem, anew, files.lost_answer]))
     is_running = state is RunState.RUNNING
+    log = files.log
+    # What counts within an epoch is no step of the training.
+    printed = log.printed if log.printed is not None and log.printed.epoch is None else Printed()
     beat = files.oldest_beat if is_running else None
     nodelist = None
     if is_running:
@@ -425,8 +476,11 @@ def status_of(subject: Element, files: RunFiles, look: Look, *, now_unix_s: floa
         job=job,
         job_id=job_id,
         other_cluster=other_cluster,
-        step=max(int(files.line.get("step", 0)), files.checkpoint_step),
-        max_steps=files.max_steps,
+        step=max(int(files.line.get("step", 0)), files.checkpoint_step, printed.step or 0),
+        max_steps=files.max_steps or printed.max_steps,
+        printed="" if log.printed is None else log.printed.words,
+        log_line=log.line,
+        log_age_s=None if log.written_unix_s is None else max(0.0, now_unix_s - log.written_unix_s),
         **{
             key: as_float(files.line.get(key))
             for key in ("loss", "tokens_per_s", "samples_per_s", "mfu", "step_time_s")
@@ -569,6 +623,8 @@ _WITHOUT_ATTEMPT = (Phase.FAILED, Phase.TIMEOUT, Phase.OUT_OF_MEMORY, Phase.NODE
 _CLOCKS_DIFFER_S = 5.0
 _LAST_WORDS_BYTES = 1 << 14
 _MOST_SHOWN = 300
+_LOG_BYTES = 16384
+"""Of a log, for the program's progress: some 150 lines, which are read in a few milliseconds."""
 _OF_EARLIER_JOBS = ("slurm_train: ", "slurmstepd", "srun: ")
 # bash names the copy of the script in slurmd's own folder.
 _FOLDER_OF_SCRIPT = re.compile(r"^/\S*/(?=slurm_script: |submit\.sh: )")

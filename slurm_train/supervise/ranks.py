@@ -27,10 +27,10 @@ from typing import BinaryIO
 
 from slurm_train.assets import read_template
 from slurm_train.errors import EXIT_DONE, EXIT_REQUEUE, ClusterError, NodesError, SilentNodesError
+from slurm_train.formatting import plain
 from slurm_train.rundir.files import open_file
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import compact_nodelist, het_job_ids, parse_nodelist
-from slurm_train.slurm.answers import plain
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 from slurm_train.slurm.job_variables import helper_environment
 from slurm_train.slurm.records import NO_STEP, TaskEnd

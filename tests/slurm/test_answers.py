@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_train.slurm.answers import Submitted, in_words, plain, said, submitted_jobs
+from slurm_train.formatting import plain
+from slurm_train.slurm.answers import Submitted, in_words, said, submitted_jobs
 
 # From public reports.
 STAMPEDE = """

@@ -216,6 +216,26 @@ def test_a_running_run_in_numbers(has_run: Any) -> None:
     assert found | expected == found
 
 
+def test_a_program_that_reports_nothing_is_where_its_log_says(has_run: Any) -> None:
+    run = has_run(job_ids=("12",), ledger=(*attempt(0, reason="preempted"), *attempt(1)))
+    run.plan.write_text(json.dumps({"max_steps": None}))
+    lines = [f"step {number}/99 loss 1\n" for number in range(1, 61)]
+    before, log = run.rank_log(0, 0), run.rank_log(1, 0)
+    for path, text in ((before, "".join(lines)), (log, "x" * 20_000 + "\n" + "".join(lines[:40]))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = seen(run, look(job_state("12", "RUNNING")))
+    assert (found.step, found.max_steps, found.printed) == (40, 99, "40/99")
+    assert found.log_line == "step 40/99 loss 1" and found.log_age_s is not None and found.log_age_s < 60
+    assert "began anew" not in found.note, "the begin of its log says nothing"
+    log.write_text("".join(lines[:40]))
+    note = seen(run, look(job_state("12", "RUNNING"))).note
+    assert note == "by its log it began anew (1/99), and attempt 0 had come to 60/99"
+    # What it reports counts more.
+    run.metrics.write_text(json.dumps({"step": 7, "loss": 1.0}) + "\n")
+    assert (seen(run, look(job_state("12", "RUNNING"))).step, read_files(run).log.line) == (7, "")
+
+
 def test_a_waiting_run_has_its_place_and_its_expected_start(has_run: Any) -> None:
     # Behind a job without a limit no start is expected: Slurm takes it to last a year, and 20.11 says 364 days.
     far = datetime.fromtimestamp(time.time() + 364 * 86400).isoformat(timespec="seconds")
