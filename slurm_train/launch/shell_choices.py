@@ -15,6 +15,7 @@ from typing import Any
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.words import minutes
 from slurm_train.errors import ClusterError, ConfigError
+from slurm_train.rundir.node_disk import has_room_for_sockets
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.limits import Limits, in_words, passed_on, read_limits, tight, way_out
 
@@ -92,6 +93,7 @@ def take_shell_choices(
                 f"{name}={value} is not used" + (f": cluster.sbatch.{flag} is set" if flag in set_flags else "")
             )
     remarks += _of_srun(env, prefix)
+    remarks += _of_temporary_files(cluster, env)
     remarks += _of_limits(cluster, read_limits() if limits is None else limits, SlurmCommands(env))
     if taken or flags:
         config = replace(config, cluster=replace(cluster, **taken, sbatch={**cluster.sbatch, **flags}))
@@ -118,6 +120,17 @@ def _parse(key: str, value: str) -> str | int | None:
 def _set_to(cluster: ClusterSection, key: str) -> str:
     value = getattr(cluster, key)
     return "null" if value is None else str(value)
+
+
+def _of_temporary_files(cluster: ClusterSection, env: Mapping[str, str]) -> Iterator[str]:
+    """Yields a remark on a TMPDIR that travels into the job and is too long for sockets below it."""
+    folder = env.get("TMPDIR", "")
+    is_set_there = "TMPDIR" in cluster.env or any("TMPDIR" in line for line in cluster.setup)
+    if folder and not is_set_there and not has_room_for_sockets(folder):
+        yield (
+            f"TMPDIR has {len(folder)} characters, too many for sockets, by which workers of a loader hand over "
+            "tensors: cluster.env.TMPDIR=/tmp"
+        )
 
 
 def _of_limits(cluster: ClusterSection, limits: Limits, commands: SlurmCommands) -> Iterator[str]:

@@ -8,6 +8,7 @@ has taken keeps nobody out: then the folder gets a random suffix, and is found a
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import re
 import stat
@@ -17,7 +18,23 @@ from pathlib import Path
 from slurm_train.errors import RunError
 
 _NUM_NAMES = 10
+_LONGEST_SOCKET = 107
+"""Bytes of the path of a socket in the file system (unix(7)), without the NUL at its end."""
+_SOCKET_NAME = "/pymp-abcdefgh/listener-abcdefgh"
+"""What multiprocessing adds to the folder for temporary files."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def has_room_for_sockets(folder: str) -> bool:
+    """Returns whether a path of temporary files is short enough for the sockets that multiprocessing makes below it.
+
+    Workers of loaders hand over tensors by them. Newer Pythons take another folder where this one is too long (3.14).
+
+    Args:
+        folder: e.g. $TMPDIR.
+    """
+    chooses_itself = hasattr(multiprocessing.util, "_get_base_temp_dir")
+    return chooses_itself or len(os.fsencode(folder + _SOCKET_NAME)) <= _LONGEST_SOCKET
 
 
 def open_private(base: Path, *parts: str, key: str) -> Path:

@@ -12,7 +12,6 @@ a collective for ever ends.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import hashlib
 import mmap
@@ -29,6 +28,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from slurm_train.session.loader_workers import is_loader_worker, raise_in_rank
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """USR2: the warning before the time limit (NCCL may catch USR1). TERM: preemption, scancel, `kill`."""
@@ -134,7 +135,7 @@ class StopFlag:
         """
         deadline_s = time.monotonic() + _PATIENCE_S
         while self._seen_by_children[0] != _LETS_END:
-            if self._seen_by_children[0] == _IS_ASKED or _is_loader_worker():
+            if self._seen_by_children[0] == _IS_ASKED or is_loader_worker():
                 return False
             if time.monotonic() >= deadline_s:
                 break
@@ -263,6 +264,7 @@ def _install_in_child(path: str) -> StopFlag:
     _install(flag, STOP_SIGNALS, rank_pid=0)
     # What the process is to run is read after this, and torch with it.
     multiprocessing.util.register_after_fork(_keep_handler_in_loader_workers, lambda keep: keep())
+    raise_in_rank()
     return flag
 
 
@@ -271,7 +273,7 @@ def _install(flag: StopFlag, signals: Iterable[signal.Signals], *, rank_pid: int
         if os.getpid() == rank_pid:
             flag.receive(number)
         elif number == signal.SIGTERM and flag.is_for_child():
-            if _is_loader_worker():
+            if is_loader_worker():
                 # As torch's own handler does: of another end the loader would say that a worker has failed.
                 os._exit(0)
             signal.signal(number, signal.SIG_DFL)
@@ -345,36 +347,6 @@ def _keep_handler_in_loader_workers() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     handling._set_worker_signal_handlers = set_handlers
-
-
-@functools.cache
-def leave_stacks_of_loader_workers() -> None:
-    """Has workers of torch's loaders that are forked from this process write their stacks when a signal ends them.
-
-    torch puts its own handlers of a segmentation fault and a bus error in the place of those of faulthandler.
-    """
-    os.register_at_fork(after_in_child=_keep_stacks_in_loader_workers)
-
-
-def _keep_stacks_in_loader_workers() -> None:
-    handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
-    if not faulthandler.is_enabled() or not hasattr(handling, "_set_worker_signal_handlers"):
-        return
-    set_handlers_of_torch = handling._set_worker_signal_handlers
-
-    def set_handlers() -> None:
-        set_handlers_of_torch()
-        # `enable` alone does nothing where it is enabled already.
-        faulthandler.disable()
-        faulthandler.enable()
-
-    handling._set_worker_signal_handlers = set_handlers
-
-
-def _is_loader_worker() -> bool:
-    """Returns whether this process is a worker of a loader of torch, without importing torch."""
-    loaders = sys.modules.get("torch.utils.data")
-    return loaders is not None and loaders.get_worker_info() is not None
 
 
 def ignore_ends_of_children() -> None:

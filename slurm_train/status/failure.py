@@ -75,6 +75,19 @@ def last_words(text: str) -> str:
     return lines[-1] if lines else ""
 
 
+def error_at_end(text: str) -> str:
+    """Returns the error whose traceback is the last thing that a log has, "" where something else is.
+
+    One of several lines is passed over: the later ones may be of a program that goes on.
+
+    Args:
+        text: the end of the log.
+    """
+    found = [block.rpartition(HEADLINE)[2].splitlines() for block in tracebacks(text)[-1:]]
+    errors = [line for lines in found for line in lines if line and not line.startswith((" ", "\t"))]
+    return errors[0] if len(errors) == 1 and text.rstrip().endswith(errors[0]) else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """How an attempt failed."""

@@ -110,6 +110,11 @@ _ADVICE = (
         "by torch.multiprocessing.set_sharing_strategy('file_system')",
     ),
     (
+        re.compile("AF_UNIX path too long"),
+        "the folder for temporary files has too long a path for sockets below it (107 bytes): cluster.env.TMPDIR=/tmp, "
+        "or a line of cluster.setup",
+    ),
+    (
         re.compile("Disk quota exceeded|No space left on device"),
         "make room or raise the quota; caches go elsewhere with cluster.env, e.g. cluster.env.HF_HOME=DIR, "
         "cluster.env.TRITON_CACHE_DIR=/tmp/triton",

@@ -28,17 +28,19 @@ from typing import TypeVar
 
 from slurm_train.config.parallel import solve_layout
 from slurm_train.config.schema import ParallelSection, RunConfig
+from slurm_train.config.secrets import redact
 from slurm_train.errors import EXIT_FAILURE, ClusterError
 from slurm_train.formatting import shorten
 from slurm_train.launch.provenance import record_environment
 from slurm_train.launch.snapshot import MOST_CHANGES_SHOWN
 from slurm_train.rundir.attempts import newest_round, read_round
 from slurm_train.rundir.events import FailureMark, Finding, append_event, findings_of, leave_mark, read_preflight
-from slurm_train.rundir.files import write_record
+from slurm_train.rundir.files import read_tail, write_record
 from slurm_train.rundir.heartbeat import NOT_WATCHED, Beat, Limits, limits_of, note_oldest, read_beats
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.signs import Remarks, Signs, note_remarks, read_group, read_signs
 from slurm_train.rundir.timing import Notice, append_window
+from slurm_train.status.failure import error_at_end
 from slurm_train.supervise.hang import Flights, Hang, Observer, read_flights
 from slurm_train.supervise.silence import apart_sentence, explain, idle_sentence, is_evident
 from slurm_train.supervise.stragglers import Judge, WindowCutter
@@ -46,6 +48,8 @@ from slurm_train.trust import read_bytes, read_text
 
 T = TypeVar("T")
 _STUCK_AFTER_S = 90.0
+_LOG_BYTES = 1 << 16
+_LONGEST_QUOTE = 200
 _END_WITHIN_S = 10.0
 _STOPPED_AFTER_S = 5.0
 
@@ -431,6 +435,8 @@ class HangWatchdog(_RankTask):
         run = self._run
         attempt = self._attempt
         hang = self.explain(*self._left_by_ranks(within_s=self._STACKS_WITHIN_S))
+        with contextlib.suppress(OSError):
+            hang = _with_words(hang, read_tail(run.rank_log(attempt, hang.ranks[0]), _LOG_BYTES))
         mark = FailureMark(rank=hang.ranks[0], host=hang.host, exit_code=EXIT_FAILURE, message=hang.activity)
         facts = {"ranks": list(hang.ranks), "host": hang.host, "step": hang.step, "phase": hang.phase}
         # The mark comes before the message: where rank 0 shares this process's log, a line counts as a sign of life of
@@ -444,6 +450,16 @@ class HangWatchdog(_RankTask):
             write()
         except OSError as err:
             say(f"the hang could not be written down: {err}")
+
+
+def _with_words(hang: Hang, log: str) -> Hang:
+    """Returns a hang with the error at the end of the rank's log.
+
+    A thread or a process of the rank may have failed, and the rank waits for what that was to bring.
+    """
+    error = redact(error_at_end(log))[:_LONGEST_QUOTE]
+    is_news = error and error not in hang.activity
+    return replace(hang, activity=f"{hang.activity}; its log ends with {error}") if is_news else hang
 
 
 class SilenceWatchdog(HangWatchdog):

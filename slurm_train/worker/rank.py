@@ -62,11 +62,11 @@ from slurm_train.rundir.lineage import first_step_of
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.timing import step_of_attempt
 from slurm_train.session.ending import end_process
+from slurm_train.session.loader_workers import tell_of_loader_workers
 from slurm_train.session.signals import (
     NodeLeader,
     StopFlag,
     ignore_ends_of_children,
-    leave_stacks_of_loader_workers,
     note_continues,
     release_continue,
     start_orphan_watchdog,
@@ -128,7 +128,7 @@ def run_rank(run: RunDirectory, env: dict[str, str], stop: StopFlag, *, parent: 
     closes = False
     # A segmentation fault would otherwise leave nothing in the log.
     faulthandler.enable()
-    leave_stacks_of_loader_workers()
+    tell_of_loader_workers()
     # A plain torchrun starts ranks without an attempt's number; they agree on it later.
     is_watched = _ATTEMPT in env
     try:

@@ -24,12 +24,13 @@ def main() -> None:
     run_directory = sys.argv.pop(0)
     import_from_copy(run_directory)
     from slurm_train.session.ending import end_process
-    from slurm_train.session.signals import leave_stacks_of_loader_workers, received_signals
+    from slurm_train.session.loader_workers import tell_of_loader_workers
+    from slurm_train.session.signals import received_signals
     from slurm_train.worker.apart import ApartWatch
     from slurm_train.worker.watched import answer_watcher
 
     answer_watcher(os.environ)
-    leave_stacks_of_loader_workers()
+    tell_of_loader_workers()
     apart = ApartWatch(os.environ, run_directory)
     signals = received_signals()
     is_module = sys.argv[0] == "-m"

@@ -265,6 +265,36 @@ def _limit_of_shell(letter: str, limit: str, program: str) -> Find:
     return find_problems
 
 
+_LOADER = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+for batch in DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8, num_workers=2):
+    pass
+"""
+
+
+def _long_folder_for_temporary_files(person: Person) -> Iterator[str]:
+    (person.folder / "train.py").write_text(_LOADER)
+    folder = person.folder.parent / ("a" * 60) / ("b" * 40)
+    folder.mkdir(parents=True)
+    done = _types(person, "script=[train.py] +cluster=1x1 run.name=long", TMPDIR=str(folder))
+    job, run = done.job_and_run
+    _ends(job)
+    note = str(_status(person, run)["note"])
+    yield from only_true(
+        {
+            "the submission does not name it": "TMPDIR has" not in done.err,
+            f"status says: {note}": "AF_UNIX path too long" not in note or "cluster.env.TMPDIR" not in note,
+        }
+    )
+    job, run = _types(
+        person, "script=[train.py] +cluster=1x1 run.name=short cluster.env.TMPDIR=/tmp", TMPDIR=str(folder)
+    ).job_and_run
+    if (state := _ends(job)) != "COMPLETED":
+        yield f"with cluster.env.TMPDIR=/tmp the job is {state}: {_status(person, run)['note']}"
+
+
 @contextlib.contextmanager
 def _features(of_nodes: dict[str, str]) -> Iterator[None]:
     def set_features(node: str, features: str) -> None:
@@ -602,6 +632,7 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("a part of an allocation with GPUs in total", _total_gpus_in_salloc),
     Situation("srun that creates no step blames no node", _no_step),
     Situation("flags that srun does not know", _flags_of_srun),
+    Situation("a TMPDIR that is too long for sockets", _long_folder_for_temporary_files),
     *(Situation(f"a limit of the login shell: ulimit -{words[0]}", _limit_of_shell(*words)) for words in _LIMITS),
     *(
         Situation(f"a job that ends before it begins: {name}", _failing_setup(line, words))

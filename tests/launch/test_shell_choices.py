@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,20 @@ def test_a_choice_that_is_what_the_run_has_is_not_worth_a_word() -> None:
 def test_a_run_that_stays_here_takes_nothing() -> None:
     config = build_config(RunConfig, {"launch": "local"})
     assert take_shell_choices(config, OPEN, {"SBATCH_ACCOUNT": "a"}) == (config, ())
+
+
+def test_a_folder_for_temporary_files_that_is_too_long_for_sockets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(multiprocessing.util, "_get_base_temp_dir", raising=False)
+    long = {"TMPDIR": "/scratch/" + "a" * 90}
+    (remark,) = script(long)[1]
+    assert "TMPDIR has 99 characters" in remark
+    for env, cluster in (
+        ({"TMPDIR": "/tmp"}, {}),
+        (long, {"env": {"TMPDIR": "/tmp"}}),
+        (long, {"setup": ["export TMPDIR=/tmp/$SLURM_JOB_ID"]}),
+        ({**long, "SLURM_JOB_ID": "7"}, {}),
+    ):
+        assert script(env, **cluster)[1] == ()
 
 
 @pytest.mark.parametrize(

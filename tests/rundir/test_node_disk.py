@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import getpass
+import multiprocessing.util
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +18,7 @@ import pytest
 
 from slurm_train.errors import RunError
 from slurm_train.rundir import node_disk
-from slurm_train.rundir.node_disk import compile_obstacles, kernel_variables, open_private
+from slurm_train.rundir.node_disk import compile_obstacles, has_room_for_sockets, kernel_variables, open_private
 from tests.support.command_line import REPOSITORY
 
 KERNELS = f"kernels-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
@@ -211,3 +213,17 @@ def test_torch_compiles_only_with_headers_and_a_folder_whose_files_can_be_loaded
     expected = [f"no Python.h in {with_headers}", f"{tmp_path / 'cache' / 'triton'} is mounted noexec"]
     assert compile_obstacles(env, on_gpu=True) == expected
     assert seen == [tmp_path], "the nearest folder that is there"
+
+
+def test_a_folder_has_room_for_the_sockets_of_multiprocessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Newer Pythons choose another folder by themselves.
+    monkeypatch.delattr(multiprocessing.util, "_get_base_temp_dir", raising=False)
+    for length, is_long in ((75, False), (76, True)):
+        folder = "/" + "a" * (length - 1)
+        with socket.socket(socket.AF_UNIX) as listener, pytest.raises(OSError) as caught:
+            listener.bind(f"{folder}/pymp-abcdefgh/listener-abcdefgh")
+        assert ("too long" in str(caught.value)) is is_long
+        assert has_room_for_sockets(folder) is not is_long
+    assert not has_room_for_sockets("/" + "\u00e9" * 40), "bytes count"
+    monkeypatch.setattr(multiprocessing.util, "_get_base_temp_dir", lambda _: "/tmp", raising=False)
+    assert has_room_for_sockets("/" + "a" * 200)

@@ -7,7 +7,7 @@ import pytest
 
 from slurm_train.rundir.events import FailureMark, leave_mark
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.status.failure import find_failure, first_failed_rank, last_words, tracebacks
+from slurm_train.status.failure import error_at_end, find_failure, first_failed_rank, last_words, tracebacks
 from tests.support.run_facts import attempt
 
 ONE = """\
@@ -181,3 +181,12 @@ def test_the_last_words_of_a_log(text: str, words: str) -> None:
 )
 def test_tracebacks_in_a_log(text: str, found: list[str]) -> None:
     assert tracebacks(text) == found
+
+
+def test_an_error_is_at_the_end_of_a_log_where_nothing_follows_it() -> None:
+    error = ONE.splitlines()[-1]
+    assert error_at_end(f"step 1\n{ONE}\n\n") == error
+    assert error_at_end("\n".join(f"[rank3]: {line}" for line in ONE.splitlines())) == error
+    # A program that went on after it.
+    for later in (f"{ONE}\nstep 2\n", f"{ONE}\n\nstep 2\n", "step 1\n", ""):
+        assert error_at_end(later) == ""

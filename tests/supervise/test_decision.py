@@ -320,6 +320,7 @@ def test_the_node_of_a_cause(cause: str, node: str) -> None:
             "; InfiniBand",
         ),
         ("rank 0 on a: Hangup", ""),
+        ("rank 0 on a: OSError: AF_UNIX path too long", "; the folder for temporary files"),
     ],
 )
 def test_what_is_known_to_help_against_an_end_is_said(cause: str, advice: str) -> None:

@@ -230,6 +230,22 @@ def test_the_report_waits_for_stacks_that_are_written_late(tmp_path: Path) -> No
     assert seen == [{0: "in barrier"}]
 
 
+def test_a_hang_quotes_the_error_at_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HangWatchdog, "_STACKS_WITHIN_S", 0.0)
+    error = 'Traceback (most recent call last):\n  File "a.py", line 1, in send\nOSError: AF_UNIX path too long\n'
+    for log, is_quoted in ((f"step 1\n{error}", True), (f"{error}step 1\n", False)):
+        run = RunDirectory(tmp_path / str(is_quoted))
+        run.path.mkdir()
+        has_beat(run)
+        run.rank_log(0, 0).parent.mkdir(parents=True, exist_ok=True)
+        run.rank_log(0, 0).write_text(log)
+        ended, now = list[Mapping[int, Beat]](), [0.0]
+        clock = lambda now=now: now[0]  # noqa: E731
+        looks_until(HangWatchdog(run, 0, LIMITS, world_size=1, end_ranks=ended.append, clock=clock), ended, now)
+        (event,) = read_events(run, "hang")
+        assert event["sentence"].endswith("its log ends with OSError: AF_UNIX path too long") is is_quoted
+
+
 def test_a_hang_is_on_record_before_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HangWatchdog, "_STACKS_WITHIN_S", 0.0)
     run = RunDirectory(tmp_path)

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from slurm_train.distributed.rendezvous import files_needed, is_loopback
 from slurm_train.formatting import shorten
 from slurm_train.rundir.events import Finding
+from slurm_train.rundir.node_disk import has_room_for_sockets
 from slurm_train.slurm.allocation import compact_nodelist
 from slurm_train.slurm.limits import in_words, tight, way_out
 from slurm_train.tools.doctor.facts import Job, NodeFacts, error, merge, warning
@@ -378,6 +379,10 @@ def _missing_scontrol(job: Job) -> Iterator[Finding]:
 
 def _unwritable_places(job: Job) -> Iterator[Finding]:
     for node, disk in ((facts.node, disk) for facts in job.nodes for disk in facts.disks):
+        if disk.role == "temporary files" and not has_room_for_sockets(disk.path):
+            hint = "workers of a loader hand over tensors by them: a shorter one, e.g. cluster.env.TMPDIR=/tmp"
+            seen = f"the path of temporary files has {len(disk.path)} characters, too many for sockets: {disk.path}"
+            yield warning("LIMITS", node, seen, hint=hint)
         full_mb, low_mb = _FULL_MB.get(disk.role, (0, 0))
         free_mb = low_mb if disk.free_mb is None else disk.free_mb
         place = f"{disk.path} ({disk.role}): {disk.error or f'{disk.free_mb} MiB and {disk.free_inodes} inodes left'}"

@@ -221,6 +221,8 @@ ROWS: list[tuple[str, tuple[str, bool], str, Fault, str]] = [
     ("CPU_AFFINITY", WARNING, "node2", ranks("node2", cpus=[3]),
      "2 ranks may use CPUs 3 of 64, one of them 1; cluster.cpus_per_gpu=null"),
     ("LIMITS", ERROR, "node2", ranks("node2", max_open_files=128), "a rank may open 128 files, it should have 1024"),
+    ("LIMITS", WARNING, "node2", disk(1, path="/" + "a" * 99),
+     f"the path of temporary files has 100 characters, too many for sockets: /{'a' * 99}"),
     ("LIMITS", WARNING, "node2", ranks("node2", limits={"CPU": 3, "AS": 700_000 << 10, "NPROC": 99}),
      "each process of a rank may have 3 s of processor time (ulimit -t), 684 MiB of address space (ulimit -v)"),
     ("SLOW_NODE", WARNING, "node2", speeds((30, 900, 50), (300, 20, 4000), (30, 900, 50)),

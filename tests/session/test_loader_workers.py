@@ -1,0 +1,93 @@
+"""Workers of a loader of torch tell the rank what keeps them from sending a batch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from slurm_train.rundir.events import message_of
+from slurm_train.session.loader_workers import raise_in_rank
+
+# Without the exception the loader would wait for ever; torch's own time-out ends the test then.
+_TIMEOUT_S = 120.0
+
+
+class LocalError(Exception):
+    """Cannot be pickled where it is made in a function."""
+
+
+def _generator(_items: Any) -> Iterator[int]:
+    return (number for number in range(3))
+
+
+def _of_local_type(_items: Any) -> Any:
+    class Local(LocalError):
+        pass
+
+    raise Local("no such file")
+
+
+def _tensors(items: Any) -> Any:
+    return torch.tensor(items)
+
+
+def _begin_worker(_number: int) -> None:
+    raise_in_rank()
+
+
+def _begin_with_long_path(_number: int) -> None:
+    raise_in_rank()
+    # As multiprocessing keeps the place of its sockets.
+    process: Any = multiprocessing.process.current_process()
+    folder = Path(tempfile.gettempdir(), "a" * 99)
+    folder.mkdir(exist_ok=True)
+    process._config["tempdir"] = str(folder)
+
+
+@pytest.mark.parametrize(
+    ("collate", "begin", "words"),
+    [
+        (_generator, _begin_worker, "generator"),
+        (_of_local_type, _begin_worker, "Local"),
+        (_tensors, _begin_with_long_path, "OSError: AF_UNIX path too long"),
+    ],
+)
+def test_the_rank_gets_the_exception_instead_of_a_batch_that_cannot_be_sent(
+    collate: Any, begin: Any, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loader = DataLoader(
+        list(range(4)),  # type: ignore[arg-type]
+        batch_size=2,
+        num_workers=1,
+        collate_fn=collate,
+        worker_init_fn=begin,
+        multiprocessing_context="fork",
+        timeout=_TIMEOUT_S,
+    )
+    batches: Any = iter(loader)
+    with pytest.raises(Exception, match=r"Caught .* in DataLoader worker process 0") as caught:
+        list(batches)
+    batches._shutdown_workers()
+    assert words in message_of(caught.value)
+
+
+def test_other_queues_print_what_they_cannot_send(capfd: pytest.CaptureFixture[str]) -> None:
+    def put() -> None:
+        raise_in_rank()
+        queue: Any = multiprocessing.get_context("fork").Queue()
+        queue.put((1, (number for number in range(3))))
+        queue.close()
+        queue.join_thread()
+
+    process = multiprocessing.get_context("fork").Process(target=put)
+    process.start()
+    process.join(_TIMEOUT_S)
+    assert process.exitcode == 0
+    assert "cannot pickle 'generator' object" in capfd.readouterr().err
