@@ -784,7 +784,7 @@ def unknown_key_error(key: str, keys: Iterable[str], *, value: object = None) ->
     if list_key and not hint:
         hint = f'{list_key} is a list of mappings: "{list_key}=[{{...}}]"'
     if not hint:
-        nearest = difflib.get_close_matches(key, list(keys), n=3, cutoff=0.5)
+        nearest = difflib.get_close_matches(key, list(keys), n=3, cutoff=0.7)
         hint = f"did you mean {' or '.join(nearest)}?" if nearest else "`--cfg job` prints every key"
     return ConfigError(f"there is no configuration key {key!r}", hint=hint)
 

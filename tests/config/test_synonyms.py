@@ -10,14 +10,49 @@ from slurm_train.config.compose import Composer
 from slurm_train.config.schema import RunConfig, all_keys
 from slurm_train.config.synonyms import OTHER_NAMES, advise
 from slurm_train.config.words import FLAGS, Words
+from slurm_train.errors import ConfigError
 from slurm_train.verbs import PUBLIC_VERBS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 
 
+COMMON = [line.split("\t") for line in (Path(__file__).parent / "common_names.tsv").read_text().splitlines()]
+"""Trainer; what people type for it; what to type here, else how the answer begins.
+
+The names are most arguments of Lightning's Trainer, transformers' TrainingArguments, timm's train.py, torchtitan's
+configuration and composer's Trainer, and others that are typed often.
+"""
+
+
 def test_a_value_of_the_right_kind_is_taken_over() -> None:
     found = [advise(*typed) for typed in (("lr", 1e-4), ("lr", "true"), ("mem", "64G"), ("model.lr", "1"))]
     assert found == ["write optim.lr=0.0001", "write optim.lr=3e-4", "write cluster.memory_gb_per_node=64", ""]
+
+
+@pytest.mark.parametrize("trainer", sorted({trainer for trainer, _, _ in COMMON}))
+def test_what_people_type_is_answered_with_a_setting_that_is_accepted_or_with_a_reason(
+    trainer: str, composer: Composer
+) -> None:
+    answered = {}
+    for _, typed, _ in (row for row in COMMON if row[0] == trainer):
+        with pytest.raises(ConfigError) as caught:
+            composer.compose([typed, "+cluster=2x8"])
+        answered[typed] = caught.value.hint
+    expected = {typed: answer for of, typed, answer in COMMON if of == trainer}
+    for typed, hint in answered.items():
+        begin = hint.removeprefix("write ").lstrip("`")
+        assert begin.startswith(expected[typed]), f"{typed}: {hint}"
+        # Not "=2" where "=20" is said.
+        assert not begin[len(expected[typed]) :][:1].isalnum(), f"{typed}: {hint}"
+        if hint.startswith("write "):
+            composer.compose(accepted_with(expected[typed]))
+
+
+def accepted_with(setting: str) -> list[str]:
+    """Returns the words of a proposal, with those that it needs beside it."""
+    words = shlex.split(setting)
+    words += [] if "+cluster" in setting else ["+cluster=2x8"]
+    return [*words, *(["data._target_=my.Data", "model._target_=my.Model"] if "data.num_workers" in setting else [])]
 
 
 VERB, FLAG = re.compile(r"`([a-z]+)\b"), re.compile(r"(?<!\S)(--[a-z-]+)")
@@ -40,11 +75,7 @@ def composer() -> Composer:
 @pytest.mark.parametrize("answer", PROPOSALS)
 def test_every_setting_that_is_proposed_composes_and_every_verb_exists(answer: str, composer: Composer) -> None:
     if answer.startswith("write "):
-        setting = re.split(r", |; | for | in ", answer.removeprefix("write "))[0]
-        words = shlex.split(setting)
-        words += [] if "+cluster" in setting else ["+cluster=2x8"]
-        words += ["data._target_=my_data.Mine", "model._target_=my_model.Mine"] if "data.num_workers" in setting else []
-        composer.compose(words)
+        composer.compose(accepted_with(re.split(r", |; | for | in ", answer.removeprefix("write "))[0]))
     for verb in VERB.findall(answer):
         assert verb in PUBLIC_VERBS, answer
     for flag in FLAG.findall(answer):
