@@ -20,7 +20,7 @@ from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.launch.acceptance import require_slurm
 from slurm_train.rundir.files import write_atomic
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.policy import TestVerdict
+from slurm_train.slurm.refusals import TestVerdict
 from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
 from slurm_train.tools.site import Question, build_profile, open_questions, render_site, try_site
 from slurm_train.verbs import parse

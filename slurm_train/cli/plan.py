@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slurm_train.config.schema import RunConfig
     from slurm_train.estimate.estimate import Speed
     from slurm_train.estimate.when import Option
+    from slurm_train.slurm.refusals import TestVerdict
     from slurm_train.slurm.site import SiteFacts
 
 _MEASURE_S = 300.0
@@ -439,11 +440,11 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
     """Returns what Slurm "says" about a script, in words, and where there is a verdict what it holds."""
     from slurm_train.launch.acceptance import (
         advice,
+        outlook_of,
         refused_by,
         require_slurm,
         slurm_verdict,
         step_verdict,
-        too_long,
         unchecked,
     )
     from slurm_train.slurm.commands import SlurmCommands
@@ -457,24 +458,34 @@ def _ask_slurm(script: str, env: Mapping[str, str], plan: RunPlan) -> dict[str, 
         return {"says": f"is not asked: {err.message}; {err.hint}"}
     try:
         verdict = slurm_verdict(script, commands)
-        waits_for_ever = too_long(plan, commands) if verdict.is_accepted else None
         if not verdict.is_accepted:
             separator = "\n    " if "\n" in verdict.message else "; "
-            says = f"would refuse it: {verdict.message}{separator}{advice(verdict, commands, plan)}"
-        elif waits_for_ever is not None:
-            says = f"would let it wait for ever: {waits_for_ever.message}; {waits_for_ever.hint}"
-        else:
-            says = f"would take it; estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
-            not_checked = unchecked(plan, commands)
-            if not_checked:
-                says += f"; {not_checked}"
-            refused, refused_here = step_verdict(plan, commands)
-            if refused:
-                says = f"would take it, and srun would not start its ranks: {refused}"
-            elif refused_here:
-                says += f"; {refused_by(refused_here)}"
+            todo = advice(verdict, script, commands, plan)
+            says = f"would refuse it: {verdict.message}" + (f"{separator}{todo}" if todo else "")
+            return _answer(verdict, says)
+        outlook = outlook_of(script, commands, start=verdict.start)
+        if outlook.obstacle is not None:
+            never = replace(verdict, is_accepted=False, message=outlook.obstacle.what)
+            return _answer(never, f"would let it wait for ever: {outlook.obstacle.what}; {outlook.obstacle.todo}")
+        remarks = [*outlook.remarks, *filter(None, [unchecked(plan, commands)])]
+        if outlook.unknown:
+            remarks.append(f"whether limits of account and QOS let it start is not known: {outlook.unknown}")
+        refused, refused_here = step_verdict(plan, commands)
+        if refused:
+            return _answer(verdict, f"would take it, and srun would not start its ranks: {refused}")
+        if refused_here:
+            remarks.append(refused_by(refused_here))
     except ClusterError as err:
         return {"says": f"does not answer, so the script is not checked: {err.message}"}
+    where = f"estimated start {verdict.start or 'not told'} on {verdict.nodelist or '?'}"
+    if outlook.waits_for_partition:
+        # Slurm estimates as if the partition were up.
+        where = "when it starts is not known"
+        verdict = replace(verdict, start="")
+    return _answer(verdict, "; ".join(["would take it", where, *remarks]))
+
+
+def _answer(verdict: TestVerdict, says: str) -> dict[str, Any]:
     names = ("is_accepted", "start", "nodelist", "partition", "message")
     return {"says": says, **{name: getattr(verdict, name) for name in names}}
 

@@ -34,7 +34,8 @@ from slurm_train.rundir.files import last_lines, read_json
 from slurm_train.rundir.lookup import is_own, list_runs
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.rundir.timing import read_measured, warning_lead_s
-from slurm_train.slurm.policy import Preemption, expedites_requeues, return_in_words
+from slurm_train.slurm.job_limits import JobRequest, limits_in_partitions, longest_limit_min
+from slurm_train.slurm.policy import Preemption, expedites_requeues, return_in_words, returning_codes_in_words
 from slurm_train.slurm.site import SiteFacts, default_qos, preemption_in
 
 _MOST_KINDS = 3
@@ -225,7 +226,7 @@ def estimate_run(
     """
     config = plan.config
     on_gpu = has_gpus(plan.config, env)
-    limit_min, preemption = _site_policy(config, facts)
+    limit_min, preemption, remarks = _site_policy(config, facts)
     cost = estimate_cost(plan, limit_min=limit_min)
     returns = ""
     if config.launch == "interactive" and config.cluster is not None:
@@ -233,7 +234,7 @@ def estimate_run(
     elif config.cluster is not None:
         is_expedited = facts is not None and not config.cluster.outlives_nodes and expedites_requeues(facts.settings)
         returns = (
-            return_in_words(preemption, is_expedited=is_expedited)
+            "; ".join([return_in_words(preemption, is_expedited=is_expedited), *remarks])
             if config.requeue.enabled
             else "not by itself (requeue.enabled=false); `resume` continues it"
         )
@@ -328,27 +329,27 @@ def _averages_in_kind(config: RunConfig) -> int:
     return num_averages(config) * FLOAT // param_size(config)
 
 
-def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None, Preemption | None]:
-    """Returns the time limit of an attempt, None if unlimited or not known, and how the site preempts it, likewise."""
+def _site_policy(config: RunConfig, facts: SiteFacts | None) -> tuple[int | None, Preemption | None, tuple[str, ...]]:
+    """Returns what the site does with a run.
+
+    Returns:
+        The time limit of an attempt in minutes, None if unlimited or not known; how the site preempts it, None if not
+        known; remarks about its return.
+    """
     cluster = config.cluster
     if cluster is None or facts is None:
-        return None if cluster is None else cluster.time_limit_min, None
+        return None if cluster is None else cluster.time_limit_min, None, ()
     name = cluster.partition or next((partition.name for partition in facts.partitions if partition.is_default), "")
     # Of several partitions the job starts in any; the first says what preempts it, the longest limit what it may cost.
     names = [part.strip() for part in name.split(",")]
-    name = names[0]
-    limit_min = cluster.time_limit_min
-    if limit_min is None:
-        limits = [
-            partition.default_time_min or partition.max_time_min
-            for partition in facts.partitions
-            if partition.name in names
-        ]
-        limit_min = None if None in limits else max((limit for limit in limits if limit is not None), default=None)
-    if not facts.settings:
-        return limit_min, None
-    qos = cluster.qos or default_qos(facts, name, account=cluster.account)
-    return limit_min, preemption_in(facts, qos, name)
+    qos = cluster.qos or default_qos(facts, names[0], account=cluster.account)
+    request = JobRequest(
+        partitions=tuple(names), account=cluster.account or "", qos=cluster.qos or "", time_min=cluster.time_limit_min
+    )
+    limit_min = longest_limit_min(facts, request)
+    lone = [limits.lone_job for limits in limits_in_partitions(facts, request)]
+    remarks = tuple(filter(None, [*lone[:1], returning_codes_in_words(facts.settings)]))
+    return limit_min, preemption_in(facts, qos, names[0]) if facts.settings else None, remarks
 
 
 def estimate_cost(plan: RunPlan, *, limit_min: int | None) -> Cost:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-import shlex
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -25,24 +24,35 @@ from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.flags import check_flag_name
-from slurm_train.slurm.policy import (
-    Partition,
-    Refusal,
-    TestVerdict,
-    chosen_partitions,
-    expedites_requeues,
-    tres_gpus,
+from slurm_train.slurm.flags import check_flag_name, read_components
+from slurm_train.slurm.job_limits import (
+    JobRequest,
+    Obstacle,
+    limits_unknown,
+    longest_limit_min,
+    obstacles,
+    partitions_that_are_down,
+    read_request,
 )
+from slurm_train.slurm.policy import Partition, chosen_partitions, expedites_requeues, tres_gpus
+from slurm_train.slurm.records import unix_s
+from slurm_train.slurm.refusals import Refusal, TestVerdict
+from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
 
 # Flags of batch scripts only; salloc does not know them, and an allocation is not requeued.
 _OF_BATCH = frozenset({"chdir", "output", "error", "open-mode", "requeue", "no-requeue", "export"})
+_ABOUT_LIMITS = frozenset(
+    {
+        *(Refusal.POLICY, Refusal.TIME_LIMIT, Refusal.NODES, Refusal.RESOURCES, Refusal.CPUS, Refusal.ACCOUNT),
+        *(Refusal.QOS, Refusal.PARTITION_ACCOUNT, Refusal.PARTITION_QOS),
+    }
+)
+_ABOUT_NODES = (Refusal.RESOURCES, Refusal.NODES, Refusal.CPUS, Refusal.GPUS, Refusal.SITE, Refusal.OTHER)
 _ABOUT_GPUS = re.compile("gpu|gres|generic resource", re.IGNORECASE)
 _CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SALLOC_CLUSTERS", "SLURM_CLUSTERS")
 _UNKNOWN_OPTION = re.compile(r"unrecognized option '--([^'=]+)")
 _NEAR = 0.85
 """How alike a misspelt option is to the one that is meant; "container-env" (pyxis) is 0.82 to "container"."""
-_DIRECTIVE = re.compile(r"^#SBATCH --(?P<name>[a-z-]+)(?:=(?P<value>.*))?$", re.MULTILINE)
 
 
 def require_slurm(commands: SlurmCommands, env: Mapping[str, str]) -> None:
@@ -93,8 +103,8 @@ def slurm_verdict(script: str, commands: SlurmCommands) -> TestVerdict:
         return commands.test_only(Path(file.name))
 
 
-def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | None = None) -> None:
-    """Refuses a script that Slurm would not accept.
+def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | None = None) -> tuple[str, ...]:
+    """Refuses a script that Slurm would not accept, or would accept and never start; returns what else is to be known.
 
     Args:
         script: the batch script.
@@ -102,44 +112,44 @@ def require_acceptable(script: str, commands: SlurmCommands, plan: RunPlan | Non
         plan: the run, to explain a refusal by what its partition has.
 
     Raises:
-        ClusterError: Slurm would not accept it; with the reason and the key to change.
+        ClusterError: Slurm would not accept it, or never start it; with the reason and the key to change.
     """
     verdict = slurm_verdict(script, commands)
     if not verdict.is_accepted:
-        hint = advice(verdict, commands, plan)
+        hint = advice(verdict, script, commands, plan)
         raise ClusterError(f"Slurm would not take this job: {verdict.message}", hint=hint)
-    if plan is None:
-        return
-    error = too_long(plan, commands)
-    if error is not None:
-        raise error
-    refusal, _ = step_verdict(plan, commands)
+    outlook = outlook_of(script, commands, start=verdict.start)
+    if outlook.obstacle is not None:
+        message = f"Slurm would take this job and never start it: {outlook.obstacle.what}"
+        raise ClusterError(message, hint=outlook.obstacle.todo)
+    refusal, _ = ("", "") if plan is None else step_verdict(plan, commands)
     if refusal:
         raise ClusterError(
             f"srun would not start the ranks of this job: {refusal}", hint="correct or drop that flag of cluster.srun"
         )
+    return outlook.remarks
 
 
-def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, str]:
-    """Returns a plan that Slurm accepts, and its script; without the automatic CPUs, if Slurm refuses only those.
+def acceptable_plan(plan: RunPlan, commands: SlurmCommands) -> tuple[RunPlan, str, tuple[str, ...]]:
+    """Returns a plan that Slurm accepts, its script and remarks; without the automatic CPUs, if it refuses only those.
 
     Raises:
         ClusterError: as `require_acceptable`.
     """
     script = render_script(plan)
     try:
-        require_acceptable(script, commands, plan)
+        remarks = require_acceptable(script, commands, plan)
     except ClusterError as refusal:
         bare = without_chosen_cpus(plan)
         if bare is None:
             raise
         script = render_script(bare)
         try:
-            require_acceptable(script, commands, bare)
+            remarks = require_acceptable(script, commands, bare)
         except ClusterError:
             raise refusal from None
-        return bare, script
-    return plan, script
+        return bare, script, remarks
+    return plan, script, remarks
 
 
 def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
@@ -149,10 +159,14 @@ def without_chosen_cpus(plan: RunPlan) -> RunPlan | None:
     return replace(plan, cpus=CpuShare(None, f"as Slurm gives them: it refuses {plan.cpus.number} per rank"))
 
 
-def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) -> str:
-    """Returns which key to change so that Slurm accepts the job, using the partition's nodes if they are known."""
-    general = verdict.advice or (verdict.refusal or Refusal.OTHER).value
-    if plan is None or verdict.refusal not in (Refusal.RESOURCES, Refusal.PARTITION, Refusal.OTHER):
+def advice(verdict: TestVerdict, script: str, commands: SlurmCommands, plan: RunPlan | None) -> str:
+    """Returns which key to change so that Slurm accepts the job; by its limits and the partition's nodes, if known."""
+    general = verdict.advice
+    if verdict.refusal in _ABOUT_LIMITS:
+        hindrances = obstacles(gather_facts(commands, user=login_name()), read_request(read_components(script)[0]))
+        if hindrances:
+            return f"{hindrances[0].what}: {hindrances[0].todo}"
+    if plan is None or verdict.refusal not in (*_ABOUT_NODES, Refusal.PARTITION):
         return general
     partitions = commands.partitions()
     cluster = plan.config.cluster
@@ -175,6 +189,8 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
         types = sorted({group.gpu_type for group in largest.groups if group.gpus_per_node} - {""})
         # A site's own filter may use any words; a GPU type that the partition lacks explains the refusal.
         is_about_type = cluster.gpu_type not in types and (cluster.gpu_type or _ABOUT_GPUS.search(verdict.message))
+        if not types and cluster.gpu_type and largest.gpus_per_node:
+            return f"GPUs in partition {largest.name} have no type here: drop cluster.gpu_type={cluster.gpu_type}"
         if not types or not is_about_type:
             return general
         return (
@@ -188,27 +204,81 @@ def advice(verdict: TestVerdict, commands: SlurmCommands, plan: RunPlan | None) 
     )
 
 
-def too_long(plan: RunPlan, commands: SlurmCommands) -> ClusterError | None:
-    """Returns the error for a time limit that the partition does not allow, None for one that it allows.
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What comes of a job that Slurm would take."""
+
+    obstacle: Obstacle | None = None
+    """Why it would never start; None if it may."""
+    remarks: tuple[str, ...] = ()
+    """What is to be known of its start and its end, a line each."""
+    waits_for_partition: bool = False
+    """Whether none of its partitions is up."""
+    unknown: str = ""
+    """Why limits of accounting are not known; "" if they are, or if there are none."""
+
+
+def outlook_of(script: str, commands: SlurmCommands, *, start: str = "") -> Outlook:
+    """Returns what comes of a job: without EnforcePartLimits and DenyOnLimit Slurm takes what it will never start.
+
+    Args:
+        script: the batch script, which Slurm takes.
+        commands: Slurm.
+        start: the start that Slurm estimates; "" if not known.
 
     Raises:
         ClusterError: no answer from the controller.
     """
-    # Without EnforcePartLimits Slurm accepts such a job and leaves it in the queue for ever.
-    limit_min = None if plan.config.cluster is None else plan.config.cluster.time_limit_min
-    if limit_min is None:
-        return None
-    # Slurm may start a job in any of its partitions that allows it, so the largest limit counts.
-    partitions = _partitions_of(plan, commands.partitions())
-    limits = {partition.name: partition.max_time_min for partition in partitions}
-    finite = {name: limit for name, limit in limits.items() if limit is not None}
-    if not finite or len(finite) < len(limits) or limit_min <= max(finite.values()):
-        return None
-    place = "partition" if len(finite) == 1 else "any of the partitions"
-    return ClusterError(
-        f"cluster.time_limit_min={limit_min} is more than {place} {', '.join(finite)} allows ({max(finite.values())})",
-        hint=f"set cluster.time_limit_min={max(finite.values())} or less: the run is requeued and continues",
-    )
+    facts = gather_facts(commands, user=login_name())
+    reservations = commands.show_reservations()
+    remarks = []
+    is_down = False
+    for directives in read_components(script):
+        request = read_request(directives)
+        hindrances = obstacles(facts, request)
+        if hindrances:
+            longest = max(hindrances, key=lambda obstacle: obstacle.time_min)
+            what = "; ".join(dict.fromkeys(obstacle.what for obstacle in hindrances))
+            return Outlook(obstacle=replace(longest, what=what))
+        down = partitions_that_are_down(facts, request)
+        if down:
+            is_down = True
+            states = ", ".join(f"{name} is {state}" for name, state in down.items())
+            remarks.append(f"partition {states}: it waits until that is UP again")
+        remarks += _by_reservations(request, facts, reservations, start_unix_s=unix_s(start))
+    unknown = limits_unknown(facts)
+    return Outlook(remarks=tuple(dict.fromkeys(remarks)), waits_for_partition=is_down, unknown=unknown)
+
+
+def _by_reservations(
+    request: JobRequest, facts: SiteFacts, reservations: Sequence[Mapping[str, str]], *, start_unix_s: float | None
+) -> Iterator[str]:
+    """Yields which reservation ends a job before its time limit, and which maintenance it starts after."""
+    now_unix_s = time.time()
+    limit_min = longest_limit_min(facts, request)
+    for reservation in reservations:
+        name = reservation["ReservationName"]
+        begin_unix_s = unix_s(reservation.get("StartTime", ""))
+        end_unix_s = unix_s(reservation.get("EndTime", ""))
+        if begin_unix_s is None or end_unix_s is None:
+            continue
+        left_s = end_unix_s - now_unix_s
+        if name == request.reservation and (limit_min is None or 60 * limit_min > left_s):
+            yield (
+                f"reservation {name} ends {_moment(end_unix_s)}, and Slurm its jobs with it, without the warning on "
+                "which a run saves: set cluster.time so that it ends before"
+            )
+        until_begin_min = int((begin_unix_s - now_unix_s) // 60)
+        is_after = start_unix_s is not None and start_unix_s >= begin_unix_s
+        if "MAINT" in reservation.get("Flags", "").split(",") and until_begin_min > 0 and is_after:
+            yield (
+                f"maintenance {name} begins {_moment(begin_unix_s)}: a job of at most {until_begin_min} min may end "
+                "before it"
+            )
+
+
+def _moment(unix_time_s: float) -> str:
+    return time.strftime("%d %b %H:%M", time.localtime(unix_time_s))
 
 
 def step_verdict(plan: RunPlan, commands: SlurmCommands) -> tuple[str, str]:
@@ -277,12 +347,13 @@ def exclude_flags(script: str, run: RunDirectory, env: Mapping[str, str]) -> tup
     listed = read_bad_nodes(run, now_unix_s=time.time())
     if not listed:
         return [], ""
-    directives = {match["name"]: " ".join(shlex.split(match["value"] or "")) for match in _DIRECTIVE.finditer(script)}
+    components = read_components(script)
+    directives = components[0]
     nodes = [bad.node for bad in listed]
     flags = list[str]()
     # Flags on the command line would reach only the first component of a heterogeneous job. A script that names
     # its nodes must get these.
-    if "\n#SBATCH hetjob\n" not in script and "nodelist" not in directives:
+    if len(components) == 1 and "nodelist" not in directives:
         excluded = directives.get("exclude", "")
         # For a range such as "2-4" the smallest number is enough.
         num_nodes = int(directives.get("nodes", "1").partition("-")[0])

@@ -188,9 +188,10 @@ class Start:
         if inside is not None:
             require_room(plan, self.commands.show_job(inside))
         elif is_submitted:
-            fitting, script = acceptable_plan(plan, self.commands)
+            fitting, script, remarks = acceptable_plan(plan, self.commands)
             if fitting is not plan:
                 self.say(f"  CPUs          {fitting.cpus.reason}")
+            self.say_remarks(remarks)
             plan = fitting
             self._say_refused_here(plan)
         ranks.make_mount_points()
@@ -205,6 +206,11 @@ class Start:
         _, words = step_verdict(plan, self.commands)
         if words:
             self.say(f"  srun          {refused_by(words)}")
+
+    def say_remarks(self, remarks: Sequence[str]) -> None:
+        """Prints what is to be known of the start and the end of a job."""
+        for remark in remarks:
+            self.say(f"  Slurm         {remark}")
 
     def say_renamed(self, run: RunDirectory, names: Sequence[str]) -> None:
         """Prints which files in a run's copy of the code were renamed to make room for new code, if any were."""
@@ -224,7 +230,7 @@ class Start:
                 raise ClusterError(f"{run.submit_script} is missing", hint="type the run's first command again")
             script = read_text(run.submit_script)
             config = load_config(run.config)
-            require_acceptable(script, self.commands)
+            self.say_remarks(require_acceptable(script, self.commands))
             _, remarks = take_shell_choices(config, None, self.env)
             for remark in remarks:
                 self.say(f"  {remark}")

@@ -26,7 +26,7 @@ from slurm_train.rundir.jobs import number_of
 from slurm_train.slurm.answers import Submitted, in_words, numbers_in, said, submitted_jobs
 from slurm_train.slurm.commands import Finished, SlurmCommands, is_away, run_program
 from slurm_train.slurm.job_variables import TOKEN, exported
-from slurm_train.slurm.policy import read_verdict
+from slurm_train.slurm.refusals import read_verdict
 
 # sbatch itself retries for up to two minutes while the controller is too busy to accept jobs.
 _TIMEOUT_S = 300.0

@@ -17,7 +17,8 @@ _LONE_ID = re.compile(r"^[ \t]*(?P<id>[0-9]+)(?:;(?P<cluster>[\w.-]+))?[ \t]*$",
 _SENTENCE = re.compile(r"\bsubmitted batch job (?P<id>[0-9]+)(?: on cluster (?P<cluster>[\w.-]+))?", re.IGNORECASE)
 # In front of a line of sbatch's stderr: who speaks, and that it is an error.
 _PREFIX = re.compile(
-    r"^(?:s(?:batch|alloc|run): )?(?:error: |fatal: |lua: )*(?:allocation failure: |Batch job submission failed: )?"
+    r"^(?:s(?:batch|alloc|run): )?(?:error: |fatal: |lua: )*"
+    r"(?:allocation failure: |Batch job submission failed: |Job submit/allocate failed: )?"
 )
 _FEW_LINES = 2
 
@@ -25,8 +26,13 @@ _FEW_LINES = 2
 def said(stdout: str, stderr: str) -> list[str]:
     """Returns the lines that a command has written, stdout's first, without empty ones and "sbatch: error: "."""
     lines = [*plain(stdout).splitlines(), *plain(stderr).splitlines()]
-    spoken = (_PREFIX.sub("", line.rstrip()) for line in lines)
+    spoken = (without_prefix(line) for line in lines)
     return [line for line in spoken if line.strip() and not line.startswith("Try ")]
+
+
+def without_prefix(line: str) -> str:
+    """Returns a line without "sbatch: error: ", "allocation failure: " and their like."""
+    return _PREFIX.sub("", line.rstrip())
 
 
 def in_words(lines: list[str]) -> str:

@@ -22,11 +22,12 @@ from typing import Literal
 
 from slurm_train.errors import ClusterError
 from slurm_train.formatting import plain
-from slurm_train.slurm import policy, records
+from slurm_train.slurm import policy, records, refusals
 from slurm_train.slurm.answers import in_words, said
 from slurm_train.slurm.job_variables import command_environment
-from slurm_train.slurm.policy import Association, Partition, Qos, TestVerdict
+from slurm_train.slurm.policy import Association, Partition, Qos
 from slurm_train.slurm.records import JobState
+from slurm_train.slurm.refusals import TestVerdict
 
 # sbatch gives up on an absent controller after 18 s (22.05); a busy one may take longer to answer.
 DEFAULT_TIMEOUT_S = 60.0
@@ -341,12 +342,19 @@ class SlurmCommands:
 
     def show_partition(self, name: str) -> dict[str, str]:
         """Returns the fields of `scontrol show partition`, e.g. {"GraceTime": "0", "PreemptMode": "REQUEUE", ...}."""
-        return records.parse_record(self._run(["scontrol", "show", "partition", name]))
+        return records.parse_record(self._run(["scontrol", "--all", "show", "partition", name]))
 
     def show_partitions(self) -> list[dict[str, str]]:
-        """Returns the fields of every partition that this user can see, see `show_partition`."""
-        partitions = records.parse_records(self._run(["scontrol", "show", "partition"]))
+        """Returns the fields of every partition, hidden ones included, see `show_partition`."""
+        partitions = records.parse_records(self._run(["scontrol", "--all", "show", "partition"]))
         return [fields for fields in partitions if fields.get("PartitionName")]
+
+    def show_reservations(self) -> list[dict[str, str]]:
+        """Returns the fields of every reservation that this user can see; none where that is not shown."""
+        with contextlib.suppress(ClusterError):
+            reservations = records.parse_records(self._run(["scontrol", "show", "reservation"]))
+            return [fields for fields in reservations if fields.get("ReservationName")]
+        return []
 
     def show_qos(self, name: str) -> Qos | None:
         """Returns a QOS; None where accounting does not know it, or there is none."""
@@ -357,9 +365,14 @@ class SlurmCommands:
 
     def all_qos(self, *where: str) -> list[Qos]:
         """Returns every QOS, or those that fit the words of a condition; it fails where there is no accounting."""
-        return policy.parse_qos(
-            self._run(["sacctmgr", "-n", "-P", "show", "qos", *where, f"format={policy.QOS_FORMAT}"])
-        )
+        query = ["sacctmgr", "-n", "-P", "show", "qos", *where]
+        try:
+            text = self._run([*query, f"format={policy.QOS_FORMAT},{policy.LIMIT_FACTOR}"])
+        except ClusterError as err:
+            if "unknown field" not in err.message.lower():
+                raise
+            text = self._run([*query, f"format={policy.QOS_FORMAT}"])
+        return policy.parse_qos(text)
 
     def associations(self, user: str) -> list[Association]:
         """Returns the accounts that a user may charge; it fails where there is no accounting."""
@@ -384,7 +397,7 @@ class SlurmCommands:
         done = self._call(argv)
         if done.return_code and is_away(done.stderr):
             raise _failed_command(argv, done)
-        return policy.read_verdict(done.return_code, done.stderr, done.stdout)
+        return refusals.read_verdict(done.return_code, done.stderr, done.stdout)
 
     def refused_flags(self, flags: Sequence[str]) -> str:
         """Returns in srun's own words why it does not take these flags; "" where it does, or where that is not known.

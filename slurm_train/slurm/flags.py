@@ -119,6 +119,25 @@ def flag_word(name: str, value: str | bool) -> str:
     return f"{flag}={check_flag_value(text)}"
 
 
+_DIRECTIVE = re.compile(r"#SBATCH --(?P<name>[a-z0-9-]+)(?:=(?P<value>.*))?")
+
+
+def read_components(script: str) -> list[dict[str, str]]:
+    """Returns the flags of each component of a batch script's job, by long names; a plain job has one component.
+
+    Args:
+        script: as `flag_word` has written its directives, e.g. "#SBATCH --nodes=2".
+    """
+    components: list[dict[str, str]] = [{}]
+    for line in script.splitlines():
+        match = _DIRECTIVE.fullmatch(line)
+        if line == "#SBATCH hetjob":
+            components.append({})
+        elif match is not None:
+            components[-1][match["name"]] = " ".join(shlex.split(match["value"] or ""))
+    return components
+
+
 def check_env_name(name: str) -> str:
     """Returns the name of an environment variable unchanged.
 

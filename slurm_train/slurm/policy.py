@@ -1,24 +1,29 @@
-"""What a cluster has and allows: partitions, accounts, QOS, preemption, and what sbatch would refuse. Pure text in.
+"""What a cluster has and allows: partitions, accounts, QOS and preemption. Pure text in.
 
 The database keeps names in lower case; a site without accounting prints nothing, and nothing is guessed for it.
 """
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, cast
 
 from slurm_train.errors import ClusterError
-from slurm_train.formatting import plain
-from slurm_train.slurm.answers import in_words, said
 from slurm_train.slurm.records import split_rows
 
 SINFO_FORMAT = "%R|%P|%a|%D|%s|%l|%L|%G|%c|%Z|%m|%t"
-ASSOCIATION_FORMAT = "DefaultAccount,Cluster,Account,Partition,QOS,DefaultQOS"
-QOS_FORMAT = "Name,Priority,GraceTime,Preempt,PreemptMode,MaxWall"
+ASSOCIATION_FORMAT = (
+    "DefaultAccount,Cluster,Account,Partition,QOS,DefaultQOS,"
+    "MaxWall,MaxTRES,GrpTRES,MaxJobs,GrpJobs,MaxSubmit,GrpSubmit"
+)
+QOS_FORMAT = (
+    "Name,Priority,GraceTime,Preempt,PreemptMode,MaxWall,Flags,MinTRES,MaxTRES,MaxTRESPU,MaxTRESPA,GrpTRES,"
+    "MaxJobsPU,MaxJobsPA,GrpJobs,MaxSubmitPU,MaxSubmitPA,GrpSubmit"
+)
+LIMIT_FACTOR = "LimitFactor"
+"""One more field of a QOS, which Slurm has since 21.08."""
 
 # Of sinfo's short words for a node: it runs jobs, will again when a job or a boot has ended, or is woken by a job. The
 # words for power alone are those of nodes of a cloud.
@@ -34,6 +39,11 @@ _USABLE_FLAGS = "~!%#@^-+"
 _DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?")
 _DURATION = re.compile(r"(?:(?:(?P<hours>\d+):)?(?P<minutes>\d+):)?(?P<seconds>\d+)(?P<unit> sec| min)?")
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGTP]?)\+?")
+
+Amounts = Mapping[str, int]
+"""Numbers by the names of trackable resources, e.g. {"node": 2, "gres/gpu": 8, "mem": 1024}; memory in MB."""
+Scope = Literal["job", "user", "account", "group"]
+"""Whose use a limit counts: one job's, or that of all jobs of a user, of an account, or of a QOS or association."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +78,8 @@ class Partition:
     """ "up", "down", "drain" or "inact": only "up" starts jobs."""
     max_nodes: int | None
     """Nodes that one job may have; None if unlimited."""
+    min_nodes: int = 1
+    """Nodes that one job must have."""
     max_time_min: int | None
     """Longest time limit in minutes; None if unlimited."""
     default_time_min: int | None
@@ -114,7 +126,7 @@ def parse_sinfo(text: str) -> list[Partition]:
     partitions = []
     for name, lines in rows.items():
         _, starred, state, _, job_size, max_time, default_time, *_ = lines[0]
-        most = job_size.rpartition("-")[2]
+        fewest, _, most = job_size.rpartition("-")
         groups = list[NodeGroup]()
         for _, _, _, num_nodes, *_, gres, cpus, threads, memory, node_state in lines:
             gpus_per_node, gpu_type = parse_gpus(gres)
@@ -135,6 +147,7 @@ def parse_sinfo(text: str) -> list[Partition]:
                 is_default=starred == f"{name}*",
                 state=state,
                 max_nodes=_count(most),
+                min_nodes=_count(fewest or most) or 1,
                 max_time_min=time_limit_min(max_time),
                 default_time_min=time_limit_min(default_time),
                 groups=tuple(groups),
@@ -200,6 +213,12 @@ def parse_gpus(gres: str) -> tuple[int, str]:
     return count, types.pop() if len(types) == 1 else ""
 
 
+def asked_gpus(value: str) -> tuple[int, str]:
+    """Returns number and type of the GPUs that --gpus and its like ask for: "a100:4" -> (4, "a100"), "8" -> (8, "")."""
+    gpu_type, _, number = value.rpartition(":")
+    return (int(number), gpu_type) if number.isdigit() else (0, "")
+
+
 def tres_gpus(tres: str) -> int | None:
     """Returns the GPUs in a job's trackable resources: "cpu=8,gres/gpu=4,gres/gpu:3090=4" -> 4; None if there are none.
 
@@ -225,6 +244,10 @@ class Association:
     """Names that a job may ask for; empty where the site lists none."""
     default_qos: str = ""
     """What a job gets that asks for none; "" where the site names none."""
+    max_time_min: int | None = None
+    """Longest time limit in minutes, also where an account above sets it; None if unlimited."""
+    most: Mapping[Scope, Amounts] = field(default_factory=dict)
+    """The most that jobs may have at once; "job" and "submit" count running jobs and those in the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,38 +264,93 @@ class Qos:
     """What becomes of its jobs when they are preempted, e.g. "requeue"; "cluster": the cluster's PreemptMode."""
     max_time_min: int | None = None
     """Longest time limit in minutes; None if unlimited."""
+    flags: tuple[str, ...] = ()
+    """E.g. "OverPartQOS", "PartitionTimeLimit"."""
+    least: Amounts = field(default_factory=dict)
+    """The least that a job may ask for."""
+    most: Mapping[Scope, Amounts] = field(default_factory=dict)
+    """As for an association."""
+    has_limit_factor: bool = False
+    """Whether the resources that an association allows are multiplied by a factor for its jobs."""
 
 
 def parse_associations(text: str) -> list[Association]:
     """Returns the rows of `sacctmgr -n -P show user where name=... withassoc format=ASSOCIATION_FORMAT`."""
-    return [
-        Association(
+    found = []
+    for row in split_rows(text, ASSOCIATION_FORMAT.count(",") + 1):
+        default, cluster, account, partition, qos, default_qos, max_wall, *limits = row
+        tres, group_tres, jobs, group_jobs, submit, group_submit = limits
+        if not account:
+            continue
+        association = Association(
             cluster=cluster,
             account=account,
             is_default=account == default,
             partition=partition,
             qos=_names(qos),
             default_qos=default_qos,
+            max_time_min=time_limit_min(max_wall),
+            most=_limits(job=(tres,), user=("", jobs, submit), group=(group_tres, group_jobs, group_submit)),
         )
-        for default, cluster, account, partition, qos, default_qos in split_rows(text, 6)
-        if account
-    ]
+        found.append(association)
+    return found
 
 
 def parse_qos(text: str) -> list[Qos]:
-    """Returns the rows of `sacctmgr -n -P show qos format=QOS_FORMAT`."""
-    return [
-        Qos(
+    """Returns the rows of `sacctmgr -n -P show qos format=QOS_FORMAT`, with or without LIMIT_FACTOR."""
+    num_fields = QOS_FORMAT.count(",") + 1
+    rows = [*split_rows(text, num_fields), *split_rows(text, num_fields + 1)]
+    found = []
+    for row in rows:
+        name, priority, grace, preempts, mode, max_wall, flags, least, job, *more = row[:num_fields]
+        user, account, group, user_jobs, account_jobs, group_jobs, user_submit, account_submit, group_submit = more
+        if not name:
+            continue
+        qos = Qos(
             name=name,
             priority=int(priority) if priority.isdigit() else 0,
             grace_s=duration_s(grace) or 0.0,
             preempts=_names(preempts),
             preempt_mode=mode.lower(),
             max_time_min=time_limit_min(max_wall),
+            flags=_names(flags),
+            least=read_amounts(least),
+            most=_limits(
+                job=(job,),
+                user=(user, user_jobs, user_submit),
+                account=(account, account_jobs, account_submit),
+                group=(group, group_jobs, group_submit),
+            ),
+            has_limit_factor=any(row[num_fields:]),
         )
-        for name, priority, grace, preempts, mode, max_wall in split_rows(text, 6)
-        if name
-    ]
+        found.append(qos)
+    return found
+
+
+def _limits(**texts: tuple[str, ...]) -> dict[Scope, Amounts]:
+    """Returns limits by whose use they count, from resources, running jobs and submitted jobs as sacctmgr has them."""
+    limits: dict[Scope, Amounts] = {}
+    for scope, (tres, *numbers) in texts.items():
+        jobs = {name: int(text) for name, text in zip(("job", "submit"), numbers, strict=False) if text.isdigit()}
+        amounts = {**read_amounts(tres), **jobs}
+        if amounts:
+            limits[cast("Scope", scope)] = amounts
+    return limits
+
+
+def read_amounts(tres: str) -> dict[str, int]:
+    """Returns trackable resources as sacctmgr writes them: "node=2,mem=100G" -> {"node": 2, "mem": 102400}."""
+    amounts = {}
+    for entry in tres.split(","):
+        name, _, text = entry.partition("=")
+        match = _COUNT.fullmatch(text)
+        if match is None:
+            continue
+        power = " KMGTP".index(match["unit"] or " ")
+        # Memory is in MB where there is no unit.
+        megabytes = 1024 ** (power - 2) if power else 1
+        amounts[name] = int(float(match["number"]) * (megabytes if name == "mem" else 1024**power))
+    return amounts
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -396,6 +474,15 @@ def returning_codes(settings: Mapping[str, str]) -> frozenset[int]:
     return frozenset(codes)
 
 
+def returning_codes_in_words(settings: Mapping[str, str]) -> str:
+    """Returns in one line which jobs this site starts again or holds by their exit codes; "" for none."""
+    names = [name for name in ("RequeueExit", "RequeueExitHold") if returning_codes({name: settings.get(name, "")})]
+    if not names:
+        return ""
+    codes = ", ".join(f"{name}={settings[name]}" for name in names)
+    return f"{codes}: jobs that end with these codes start again or are held, so a run ends with another one"
+
+
 _EXPEDITING_SINCE = (25, 11)
 
 
@@ -408,158 +495,3 @@ def expedites_requeues(settings: Mapping[str, str]) -> bool:
     match = re.match(r"(\d+)\.(\d+)", settings.get("SLURM_VERSION", ""))
     is_new = match is not None and (int(match[1]), int(match[2])) >= _EXPEDITING_SINCE
     return is_new and "enable_expedited_requeue" in settings.get("SlurmctldParameters", "").split(",")
-
-
-class Refusal(enum.Enum):
-    """Why Slurm would not take a script; the value is the advice for it."""
-
-    PARTITION = "see `sinfo` for the partitions you may use and set cluster.partition"
-    QOS = "see `sacctmgr show qos` for the names you may use and set cluster.qos"
-    ACCOUNT = "see `sacctmgr show associations user=$USER` and set cluster.account"
-    RESOURCES = (
-        "no set of nodes has that much: lower cluster.nodes, cluster.gpus_per_node, CPUs or memory (see `sinfo -N -l`)"
-    )
-    REQUEUE = "this site refuses --requeue: set requeue.enabled=false; such a run comes back by `resume` alone"
-    TIME_LIMIT = "lower cluster.time_limit_min (`sinfo -o '%P %l'` shows the longest)"
-    POLICY = (
-        "your account or QOS allows less: ask for less, or for another QOS; a limit on submitted jobs counts those "
-        "that wait as well (`squeue --me`), and the same command submits later what it refuses now"
-    )
-    NODE_NAME = "see `sinfo -N` for the names and set cluster.nodelist or cluster.exclude"
-    FEATURE = "see `sinfo -o '%N %f'` for the features and set cluster.constraint"
-    RESERVATION = "see `scontrol show reservation` and set cluster.sbatch.reservation"
-    OPTION = "look up the option in `man sbatch` and set cluster.sbatch.<flag>"
-    OTHER = "run `sbatch --test-only` on the script by hand"
-
-
-# Searched in order, in text of any case: the first that occurs decides.
-_PATTERNS = {
-    # First: its explanation mentions time limits too.
-    Refusal.POLICY: r"accounting/qos policy|too many (\w+ )?jobs|max\w* (job limit|number of (\w+ )?jobs)",
-    Refusal.REQUEUE: "requeue",
-    Refusal.PARTITION: "partition name|invalid partition|not permitted to use this partition",
-    Refusal.QOS: "invalid qos",
-    Refusal.ACCOUNT: "invalid account",
-    Refusal.TIME_LIMIT: "time limit|--time specification",
-    Refusal.NODE_NAME: "invalid node name",
-    Refusal.FEATURE: "feature specification",
-    Refusal.RESERVATION: "reservation",
-    Refusal.RESOURCES: "(node|partition) configuration (is )?not available|node count|more processors|generic resource"
-    "|gres|memory specification",
-    Refusal.OPTION: "option|specification|directive|unmatched",
-}
-# What a site's own words are about, and the setting for it.
-_SUBJECTS = {
-    r"\baccounts?\b|\ballocations?\b|\bprojects?\b|\bbudgets?\b|\bbalance\b": "the account (cluster.account)",
-    r"\bpartitions?\b|\bqueues?\b": "the partition (cluster.partition)",
-    r"\bqos\b|\bquality of service\b": "the QOS (cluster.qos)",
-    r"\btime.?limits?\b|\bwall.?(?:clock|time)\b|\brun.?time\b": "the time limit (cluster.time_limit_min)",
-    r"\bgres\b|\bgeneric resources?\b|\bgpus?\b": (
-        "the GPUs (cluster.gpus_per_node, cluster.gpu_type, cluster.gpu_flag)"
-    ),
-    r"\bmemory\b": "the memory (cluster.memory_gb_per_gpu)",
-    r"\bcpus?\b|\bcores?\b": "the CPUs (cluster.cpus_per_gpu)",
-    r"\b(?:number of|too many|too few|at least \d+|at most \d+|more than \d+) (?:\w+ )?nodes?\b": (
-        "the number of nodes (cluster.nodes)"
-    ),
-    r"\bconstraints?\b|\bfeatures?\b": "the constraint (cluster.constraint)",
-    r"\breservations?\b": "the reservation (cluster.sbatch.reservation)",
-    r"\blicen[sc]es?\b": "the licenses (cluster.sbatch.licenses)",
-    r"\bwckeys?\b": "the WCKey (cluster.sbatch.wckey)",
-    r"(?<!mutually )\bexclusive\b": "whole nodes (cluster.sbatch.exclusive)",
-    r"\bcomments?\b": "the comment (cluster.sbatch.comment)",
-    r"\bjob.?names?\b": "the job's name (run.name)",
-    r"\brequeue": "--requeue (requeue.enabled=false)",
-}
-# An option that the words name, as a word of the table above; any other is set as it is.
-_OF_FLAG = {
-    **{name: name for name in ("account", "partition", "qos", "constraint", "requeue", "gres")},
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), "gpus"),
-    "time": "time limit",
-    "mem": "memory",
-    "cpus-per-task": "cpus",
-    "nodes": "number of nodes",
-    "job-name": "job name",
-    "wckey": "wckey",
-    "exclusive": "exclusive",
-    "A": "account",
-    "p": "partition",
-    "t": "time limit",
-    "q": "qos",
-    "C": "constraint",
-    "G": "gpus",
-    "N": "number of nodes",
-    "c": "cpus",
-}
-_SHORT_FLAG = re.compile(r"(?<![\w-])-(?P<name>[AptqCGNc])(?=[ =<\[]|$)", re.MULTILINE)
-_LONG_FLAG = re.compile(r"(?<![\w-])--(?P<name>[a-z][a-z0-9]+(?:-[a-z0-9]+)*)")
-_ESTIMATE = re.compile(
-    # A heterogeneous job's line has neither "nodes" nor the partition; that of 26.05 has a word more: "to start at T a
-    # using 2 processors on nodes node[3-4] in partition main".
-    r"to start at (?P<start>\S+) (?:\S+ )?using .* on (?:nodes )?(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
-)
-_PREEMPTS = re.compile(r"(?m)^(?:sbatch: )?\s*Preempts: ")
-
-_REFUSED = re.compile(r"(?m)^(?:sbatch: error: )?(?:allocation failure: |Batch job submission failed: )")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestVerdict:
-    """Whether Slurm would take a script now, and when it would start it."""
-
-    __test__ = False
-
-    is_accepted: bool
-    start: str = ""
-    """Estimated start, e.g. "2026-01-31T09:41:24"; "" if refused or not known."""
-    nodelist: str = ""
-    """Nodes that it would use, in compact form."""
-    partition: str = ""
-    preempts: bool = False
-    """Whether it would take the nodes of other jobs for it."""
-    refusal: Refusal | None = None
-    """None if accepted."""
-    message: str = ""
-    """All that Slurm and the site have said about the refusal."""
-    advice: str = ""
-    """What to do about it."""
-
-
-def read_verdict(return_code: int, stderr: str, stdout: str = "") -> TestVerdict:
-    """Returns what exit code and output of `sbatch --test-only` mean, or those of an sbatch that was refused."""
-    # A wrapper may put both streams into one, and may lose the exit code.
-    text = plain(f"{stderr}\n{stdout}")
-    if return_code == 0 and _REFUSED.search(text) is None:
-        match = _ESTIMATE.search(text)
-        if match is None:
-            return TestVerdict(is_accepted=True)
-        partition = match["partition"] or ""
-        return TestVerdict(
-            is_accepted=True,
-            start=match["start"],
-            nodelist=match["nodes"],
-            partition=partition,
-            preempts=_PREEMPTS.search(text) is not None,
-        )
-    lines = said(stdout, stderr)
-    # Slurm's own words come last on stderr; those of the site before them are about anything.
-    own_words = "; ".join((said("", stderr) or lines)[-2:])
-    matching = (refusal for refusal, pattern in _PATTERNS.items() if re.search(pattern, own_words, re.IGNORECASE))
-    refusal = next(matching, Refusal.OTHER)
-    advice = refusal.value
-    subjects = _subjects_of(lines)
-    if refusal is Refusal.OTHER and subjects:
-        advice = f"its words are about {', '.join(subjects)}: set what it asks for"
-    message = in_words(lines) or "sbatch gave no reason"
-    return TestVerdict(is_accepted=False, refusal=refusal, message=message, advice=advice)
-
-
-def _subjects_of(lines: list[str]) -> list[str]:
-    """Returns what the words of a site are about, each with its setting."""
-    text = "\n".join(lines)
-    flags = list(dict.fromkeys(match["name"] for match in _LONG_FLAG.finditer(text)))
-    flags += [match["name"] for match in _SHORT_FLAG.finditer(text)]
-    flag_words = [_OF_FLAG[flag] for flag in flags if flag in _OF_FLAG]
-    words = "\n".join([_LONG_FLAG.sub("", text), *flag_words])
-    subjects = [subject for pattern, subject in _SUBJECTS.items() if re.search(pattern, words, re.IGNORECASE)]
-    return subjects + [f"--{flag} (cluster.sbatch.{flag})" for flag in flags if flag not in _OF_FLAG]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.allocation import parse_nodelist
@@ -665,6 +665,24 @@ def _code_of(reason: str) -> str:
     text = reason.strip().strip("()").replace("_", " ")
     first = text.split(",")[0].strip()
     return text if " " in first else first
+
+
+class ReasonedLimit(NamedTuple):
+    """What a reason says about a limit."""
+
+    resource: str
+    """E.g. "wallduration", "gres", "submitjob"."""
+    is_least: bool
+
+
+def limit_in(reason: str) -> ReasonedLimit | None:
+    """Returns the limit that a reason is about, e.g. of "QOSMaxWallDurationPerJobLimit"; None for another reason."""
+    match = _LIMIT.fullmatch(reason.strip())
+    if match is None:
+        return None
+    word = match["what"].upper()
+    resource = word if word in _WHAT else word.removesuffix("S")
+    return ReasonedLimit(resource.lower(), match["kind"] == "Min")
 
 
 def _explain_limit(code: str) -> str:

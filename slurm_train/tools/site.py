@@ -16,16 +16,9 @@ from slurm_train.config.site_profile import with_site
 from slurm_train.config.site_schema import SIZE, SiteFile, SitePartition, SiteQos
 from slurm_train.errors import ConfigError
 from slurm_train.slurm.flags import Flags, flag_word, resource_flags
-from slurm_train.slurm.policy import (
-    Association,
-    NodeGroup,
-    Partition,
-    Preemption,
-    Refusal,
-    TestVerdict,
-    duration_s,
-    return_in_words,
-)
+from slurm_train.slurm.job_limits import limits_of
+from slurm_train.slurm.policy import Association, NodeGroup, Partition, Preemption, duration_s, return_in_words
+from slurm_train.slurm.refusals import Refusal, TestVerdict
 from slurm_train.slurm.site import (
     SiteFacts,
     cpus_for_jobs,
@@ -39,9 +32,6 @@ from slurm_train.slurm.site import (
 )
 
 _LONGEST_DEFAULT_MIN = 1440
-# Another spelling or a smaller share helps against these alone.
-_ABOUT_RESOURCES = (Refusal.RESOURCES, Refusal.OPTION, Refusal.OTHER)
-
 _OPEN_TO_SITES = all_keys(ClusterSection).keys() - {*SIZE, "partition"}
 
 Ask = Callable[[str], TestVerdict]
@@ -153,7 +143,9 @@ def build_profile(facts: SiteFacts, answers: Mapping[str, str]) -> SiteFile:
             setup=[given["setup"]] if given["setup"] else None,
         ),
         partitions={
-            partition.name: _partition(facts, partition, given.get("gpu_type"), qos=qos, limit_min=int(limit))
+            partition.name: _partition(
+                facts, partition, given.get("gpu_type"), qos=qos, account=account, limit_min=int(limit)
+            )
             for partition in partitions
         },
         qos={name: _qos(facts, name) for name in _qos_names(facts.associations, account) if facts.qos_named(name)},
@@ -169,27 +161,23 @@ def _known(**values: Any) -> dict[str, Any]:
 
 
 def _partition(
-    facts: SiteFacts, partition: Partition, gpu_type: str | None, *, qos: str, limit_min: int
+    facts: SiteFacts, partition: Partition, gpu_type: str | None, *, qos: str, account: str, limit_min: int
 ) -> SitePartition:
     record = facts.record(partition.name)
     types = gpu_types(partition) or [""]
     gpu_type = gpu_type if gpu_type in types else types[0]
     shape = shape_of(partition, gpu_type=gpu_type or "")
-    # Another QOS than the site's where the partition does not take that one.
-    own_qos = None
-    allowed = record.get("AllowQos", "ALL").split(",")
-    if qos and "ALL" not in allowed and qos not in allowed:
-        own_qos = next(
-            (name for association in facts.associations for name in association.qos if name in allowed), None
-        )
-    asked = facts.qos_named(own_qos or qos)
+    # Another QOS or account than the site's where the partition does not take that one.
+    place = admission(facts, partition.name, qos=qos, account=account)
+    own_qos, own_account = place if place is not None else (qos, account)
+    limits = limits_of(facts, partition.name, qos=own_qos, account=own_account)
+    longest_min = None if limits.time_min is None else limits.time_min.value
     cpus = cpus_per_gpu(shape, record)
-    limits = [limit_min, partition.max_time_min, None if asked is None else asked.max_time_min]
-    preemption = preemption_in(facts, own_qos or qos, partition.name)
+    preemption = preemption_in(facts, own_qos, partition.name)
     return SitePartition(
         num_nodes=shape.num_nodes,
         gpus_per_node=shape.gpus_per_node or None,
-        max_time_min=partition.max_time_min,
+        max_time_min=longest_min,
         preemption=preemption.outcome,
         grace_s=_grace_s(preemption),
         cluster=_known(
@@ -197,8 +185,9 @@ def _partition(
             gpu_type=gpu_type if len(types) > 1 else None,
             cpus_per_gpu=cpus,
             memory_gb_per_gpu=memory_gb_per_gpu(shape, record, facts.settings, cpus=cpus),
-            time_limit_min=min(limit for limit in limits if limit is not None),
-            qos=own_qos,
+            time_limit_min=limit_min if longest_min is None else min(limit_min, longest_min),
+            qos=own_qos if own_qos != qos else None,
+            account=own_account if own_account != account else None,
         ),
     )
 
@@ -231,11 +220,13 @@ def usable_partitions(facts: SiteFacts) -> list[Partition]:
     Raises:
         ConfigError: there is none.
     """
-    accounts = {association.account for association in facts.associations}
     is_open = [
         partition
         for partition in facts.partitions
-        if partition.state == "up" and partition.groups and _admits(facts, partition, accounts)
+        if partition.state == "up"
+        and partition.groups
+        and facts.record(partition.name).get("RootOnly") != "YES"
+        and admission(facts, partition.name) is not None
     ]
     if not is_open:
         raise ConfigError("sinfo shows no partition that is up and open to you", hint="run `sinfo` by hand")
@@ -250,12 +241,22 @@ def usable_partitions(facts: SiteFacts) -> list[Partition]:
     return sorted(with_gpus or is_open, key=rank)
 
 
-def _admits(facts: SiteFacts, partition: Partition, accounts: set[str]) -> bool:
-    record = facts.record(partition.name)
-    allowed, denied = (set(record.get(key, "ALL").split(",")) for key in ("AllowAccounts", "DenyAccounts"))
-    if record.get("RootOnly") == "YES" or (accounts and "ALL" not in allowed and not accounts & allowed):
-        return False
-    return not ("DenyAccounts" in record and accounts and accounts <= denied)
+def admission(facts: SiteFacts, partition: str, *, qos: str = "", account: str = "") -> tuple[str, str] | None:
+    """Returns a QOS and an account whose jobs a partition starts, those given if it does; None if there are none.
+
+    Args:
+        facts: what Slurm says.
+        partition: its name.
+        qos: "" for the one that a job gets.
+        account: "" for the one that a job is charged to.
+    """
+    of_account = {association.account: association.qos for association in facts.associations}
+    accounts = dict.fromkeys([account, *of_account])
+    choices = [(qos, account), *((name, other) for other in accounts for name in ("", *of_account.get(other, ())))]
+    admitted = (
+        choice for choice in choices if not limits_of(facts, partition, qos=choice[0], account=choice[1]).barred
+    )
+    return next(admitted, None)
 
 
 def gpu_types(partition: Partition) -> list[str]:
@@ -325,13 +326,14 @@ def memory_gb_per_gpu(
 # The trial.
 
 
-def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | None = None) -> str:
-    """Returns a batch script that asks for one whole node of a partition and to be requeued, as a run would.
+def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | None = None, *, nodes: int = 1) -> str:
+    """Returns a batch script that asks for whole nodes of a partition and to be requeued, as a run would.
 
     Args:
         site: the site.
         partition: its partition.
         changes: values of `cluster.*` to try instead of the site's; None leaves one out.
+        nodes: as many as a job must have there.
     """
     settings = with_site({"partition": partition}, site, open_keys=_OPEN_TO_SITES)
     settings |= changes or {}
@@ -340,7 +342,7 @@ def trial_script(site: SiteFile, partition: str, changes: Mapping[str, Any] | No
     cpus = given.get("cpus_per_gpu")
     flags = resource_flags(build_config(ClusterSection, given), per_node=per_node, cpus_per_task=cpus)
     returns: Flags = {} if site.refuses_requeue else {"requeue": True}
-    flags = {"nodes": "1", "ntasks-per-node": str(per_node), **flags, **returns}
+    flags = {"nodes": str(nodes), "ntasks-per-node": str(per_node), **flags, **returns}
     return "\n".join(["#!/bin/sh", *(f"#SBATCH {flag_word(*flag)}" for flag in flags.items()), "true", ""])
 
 
@@ -358,17 +360,18 @@ def try_site(site: SiteFile, partitions: Mapping[str, Partition], ask: Ask) -> t
     for name, partition in site.partitions.items():
         changes = None
         reason = ""
+        nodes = 1 if partitions.get(name) is None else partitions[name].min_nodes
         for variant in _variants(site, name, partitions.get(name)):
-            verdict = ask(trial_script(site, name, variant))
+            verdict = ask(trial_script(site, name, variant, nodes=nodes))
             if verdict.refusal is Refusal.REQUEUE and not site.refuses_requeue:
                 site = replace(site, refuses_requeue=True, requeue="refused here: a run comes back by `resume` alone")
-                verdict = ask(trial_script(site, name, variant))
+                verdict = ask(trial_script(site, name, variant, nodes=nodes))
             if verdict.is_accepted:
                 changes = variant
                 break
             # The values as they are come first: their refusal is the one to tell.
             reason = reason or verdict.message
-            if verdict.refusal not in _ABOUT_RESOURCES:
+            if verdict.refusal is None or not verdict.refusal.is_about_resources:
                 break
         if changes is None:
             problems.append(f"partition {name}: Slurm would not take a run there: {reason}")

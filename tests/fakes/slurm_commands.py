@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from slurm_train.errors import ClusterError
-from slurm_train.slurm.policy import Association, NodeGroup, Partition, Qos, TestVerdict
+from slurm_train.slurm.policy import Association, NodeGroup, Partition, Qos
 from slurm_train.slurm.records import JobState
+from slurm_train.slurm.refusals import TestVerdict
 
 
 def job_state(job_id: str, word: str = "RUNNING", *, source: str = "squeue", **fields: str) -> JobState:
@@ -59,6 +60,7 @@ class FakeSlurmCommands:
         self.words_of_srun = ""
         """Why srun refuses the flags that were typed for it."""
         self.qos: dict[str, Qos] = {}
+        self.reservations: list[dict[str, str]] = []
         self.accounts: dict[str, list[str]] = {}
         self.error: ClusterError | None = None
         self.cancelled: list[str] = []
@@ -123,10 +125,18 @@ class FakeSlurmCommands:
 
     def show_partition(self, name: str) -> dict[str, str]:
         self._fail_if_told()
-        return {"PartitionName": name, "GraceTime": "0", "PreemptMode": "REQUEUE", **self.records.get(name, {})}
+        listed = {
+            partition.name: {"State": partition.state.upper(), "MaxTime": f"{partition.max_time_min or 'UNLIMITED'}:00"}
+            for partition in self.listed_partitions
+        }
+        fields = {"PartitionName": name, "GraceTime": "0", "PreemptMode": "REQUEUE"}
+        return {**fields, **listed.get(name, {}), **self.records.get(name, {})}
 
     def show_qos(self, name: str) -> Qos | None:
         return self.qos.get(name)
+
+    def show_reservations(self) -> list[dict[str, str]]:
+        return list(self.reservations)
 
     def show_partitions(self) -> list[dict[str, str]]:
         return [self.show_partition(partition.name) for partition in self.listed_partitions]

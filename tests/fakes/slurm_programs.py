@@ -44,7 +44,7 @@ case "$*" in *NodeAddr*) echo "$4";; *) cat {here}/sinfo.out;; esac
     "scontrol": """
 case "$*" in
   "show config") cat {here}/config.out;;
-  "show partition") cat {here}/partitions.out;;
+  "--all show partition") cat {here}/partitions.out;;
   "show topology") cat {here}/topology.out;;
   "show job "*) cat {here}/job.out;;
   "update "*) echo "$@" >> {here}/updated;;

@@ -12,15 +12,16 @@ from slurm_train.errors import ClusterError
 from slurm_train.launch.acceptance import (
     exclude_flags,
     expedite_flags,
+    outlook_of,
     require_acceptable,
     require_room,
     salloc_words,
     step_verdict,
-    too_long,
 )
 from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
-from slurm_train.slurm.policy import Refusal, TestVerdict
+from slurm_train.slurm.commands import SlurmCommands
+from slurm_train.slurm.refusals import Refusal, TestVerdict
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.fakes.slurm_programs import SlurmPrograms
 from tests.support.plans import make_plan
@@ -29,8 +30,13 @@ from tests.support.refusals import refusal
 SCRIPT = "#!/bin/bash\n"
 
 
+def script(*directives: str) -> str:
+    lines = (f"#SBATCH --{directive}\n" for directive in ("nodes=2", "ntasks=4", *directives))
+    return f"#!/bin/bash\n{''.join(lines)}\nsrun --nodes=2 true\n"
+
+
 def refused(refusal: Refusal) -> TestVerdict:
-    return TestVerdict(is_accepted=False, refusal=refusal, message="Slurm's own words")
+    return TestVerdict(is_accepted=False, refusal=refusal, message="Slurm's own words", advice=refusal.value)
 
 
 HINTS = [
@@ -41,8 +47,11 @@ HINTS = [
     ),
     (Refusal.RESOURCES, {"nodes": 4, "gpus_per_node": 8, "cpus_per_gpu": 99}, Refusal.RESOURCES.value),
     (Refusal.RESOURCES, {"gpus_per_node": 16, "gpu_flag": "none"}, Refusal.RESOURCES.value),
+    (Refusal.GPUS, {"gpu_type": "h200"}, "GPUs in partition main have no type here: drop cluster.gpu_type=h200"),
     (Refusal.PARTITION, {"partition": "nope"}, "partitions here: main; set cluster.partition"),
     (Refusal.QOS, {"qos": "nope"}, Refusal.QOS.value),
+    # What the site says itself is not explained away.
+    (Refusal.TIME_MISSING, {}, "set cluster.time"),
 ]
 
 
@@ -58,11 +67,30 @@ def test_a_refusal_is_explained_by_what_there_is(why: Refusal, cluster: dict[str
 
 def test_a_limit_that_slurm_would_take_and_never_start_is_refused() -> None:
     commands: Any = FakeSlurmCommands()
-    for limit_min in (None, 1440):
-        require_acceptable(SCRIPT, commands, make_plan(cluster={"time_limit_min": limit_min}))
+    for directives in ((), ("time=1440",), ("partition=other", "time=1441")):
+        assert require_acceptable(script(*directives), commands) == ()
     assert not commands.tested[0].exists(), "the script that Slurm reads is gone afterwards"
-    with pytest.raises(ClusterError, match=r"cluster\.time_limit_min=1441 is more than partition main allows"):
-        require_acceptable(SCRIPT, commands, make_plan(cluster={"time_limit_min": 1441}))
+    error = refusal(ClusterError, require_acceptable, script("time=1441"), commands)
+    assert "cluster.time_limit_min=1441 is more than partition main allows (1440)" in error.message
+    assert "set cluster.time_limit_min=1440 or less" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("why", "directives", "hint"),
+    [
+        (Refusal.POLICY, ("time=1441",), "cluster.time_limit_min=1441 is more than partition main allows"),
+        (Refusal.RESOURCES, ("partition=big", "nodes=1"), "1 nodes are fewer than partition big wants of a job (2)"),
+        (Refusal.SITE, ("time=1441",), Refusal.SITE.value),
+    ],
+)
+def test_a_refusal_is_explained_by_the_limit_that_the_job_breaks(
+    why: Refusal, directives: tuple[str, ...], hint: str
+) -> None:
+    commands: Any = FakeSlurmCommands()
+    commands.listed_partitions.append(replace(commands.listed_partitions[0], name="big", is_default=False))
+    commands.records["big"] = {"MinNodes": "2"}
+    commands.verdict = refused(why)
+    assert refusal(ClusterError, require_acceptable, script(*directives), commands).hint.startswith(hint)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +134,47 @@ def test_of_several_partitions_the_largest_limit_counts(
     limits: dict[str, int | None], partition: str, asked: int, named: int | None
 ) -> None:
     commands: Any = FakeSlurmCommands()
-    (main,) = commands.partitions()
-    every = [replace(main, name=name, max_time_min=limit) for name, limit in limits.items()]
-    commands.partitions = lambda: every
-    for cluster in ({"partition": partition}, {"sbatch": {"partition": partition}}):
-        error = too_long(make_plan(cluster={**cluster, "time_limit_min": asked}), commands)
-        assert (error is None) == (named is None)
-        assert error is None or f"set cluster.time_limit_min={named} or less" in error.hint
+    (main,) = commands.listed_partitions
+    commands.listed_partitions = [replace(main, name=name, max_time_min=limit) for name, limit in limits.items()]
+    outlook = outlook_of(script(f"partition='{partition}'", f"time={asked}"), commands)
+    assert (outlook.obstacle is None) == (named is None)
+    assert outlook.obstacle is None or f"set cluster.time_limit_min={named} or less" in outlook.obstacle.todo
+
+
+def test_what_delays_or_ends_a_job_is_a_remark() -> None:
+    commands: Any = FakeSlurmCommands()
+    commands.listed_partitions.append(replace(commands.listed_partitions[0], name="off", state="down"))
+    down = outlook_of(script("partition=off"), commands)
+    assert down.waits_for_partition and "partition off is DOWN" in down.remarks[0]
+    assert outlook_of(script("partition=off,main"), commands).remarks == ()
+    now_s = int(time.time())
+    commands.reservations = [
+        {"ReservationName": "mine", "StartTime": str(now_s - 60), "EndTime": str(now_s + 3600), "Flags": ""},
+        {"ReservationName": "m", "StartTime": str(now_s + 3600), "EndTime": str(now_s + 7200), "Flags": "MAINT,SPEC"},
+    ]
+    for limit_min, has_remark in ((50, False), (90, True)):
+        remarks = outlook_of(script("reservation=mine", f"time={limit_min}"), commands).remarks
+        assert [remark.startswith("reservation mine ends ") for remark in remarks] == [True] * has_remark
+    for start_s, has_remark in ((now_s + 600, False), (now_s + 7200, True)):
+        # A job that finds other nodes before is not told of it.
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(start_s))
+        remarks = outlook_of(script("time=90"), commands, start=start).remarks
+        assert ["a job of at most 59 min may end before it" in remark for remark in remarks] == [True] * has_remark
+
+
+def test_limits_that_slurm_hides_are_unknown_where_they_hold(tmp_path: Path) -> None:
+    programs = SlurmPrograms(tmp_path / "bin")
+    commands = SlurmCommands({"PATH": programs.path})
+    assert outlook_of(script(), commands).unknown == ""
+    (tmp_path / "bin" / "config.out").write_text("AccountingStorageEnforce = associations,limits\n")
+    assert outlook_of(script(), commands).unknown
 
 
 def test_a_refusal_of_several_partitions_is_explained_by_the_largest() -> None:
     commands: Any = FakeSlurmCommands()
     (main,) = commands.partitions()
     small = replace(main, name="low", groups=())
-    commands.partitions = lambda: [small, replace(main, is_default=False)]
+    commands.listed_partitions = [small, replace(main, is_default=False)]
     commands.verdict = refused(Refusal.RESOURCES)
     plan = make_plan(cluster={"partition": "low,main", "gpus_per_node": 16}, batch={})
     assert "partition main has 4 nodes" in refusal(ClusterError, require_acceptable, SCRIPT, commands, plan).hint
@@ -149,11 +204,6 @@ def run(tmp_path: Path) -> RunDirectory:
 def env(tmp_path: Path) -> dict[str, str]:
     """A cluster of four nodes in partition main."""
     return {"PATH": SlurmPrograms(tmp_path / "bin").path}
-
-
-def script(*directives: str) -> str:
-    lines = (f"#SBATCH --{directive}\n" for directive in ("nodes=2", "ntasks=4", *directives))
-    return f"#!/bin/bash\n{''.join(lines)}\nsrun --nodes=2 true\n"
 
 
 def bad(run: RunDirectory, *names: str) -> None:
@@ -195,7 +245,7 @@ CLUSTER: dict[str, Any] = {
     "cpus_per_gpu": 3,
     "time_limit_min": 60,
     "partition": "gpu",
-    "sbatch": {"reservation": "maint window", "exclusive": True, "export": "NONE"},
+    "sbatch": {"reservation": "maint window", "exclusive": True},
 }
 # As Slurm 22.05 and 24.05 write it.
 JOB = {"JobId": "55", "JobState": "RUNNING", "NumNodes": "2", "NumCPUs": "24", "TRES": "cpu=24,node=2,gres/gpu=8"}

@@ -1,4 +1,4 @@
-"""What a cluster has and allows; sbatch's texts are those of 22.05.8."""
+"""What a cluster has and allows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from slurm_train.slurm.policy import (
     Partition,
     Preemption,
     Qos,
-    Refusal,
-    TestVerdict,
     expedites_requeues,
     parse_associations,
     parse_qos,
     parse_sinfo,
     read_preemption,
-    read_verdict,
     requeue_delay_s,
     return_in_words,
 )
@@ -66,21 +63,43 @@ def test_lines_of_a_site_are_left_out_and_nothing_but_such_lines_is_an_error(rec
 
 
 def test_associations_of_a_user() -> None:
-    text = "dev|devcluster|dev||normal,urgent|normal\ndev|devcluster|root|main||\n"
-    assert parse_associations(text) == [
+    rows = ("dev|devcluster|dev||normal,urgent|normal|5-00:00:00|node=3||4||8|", "dev|devcluster|root|main|||||||||")
+    assert parse_associations("\n".join(rows)) == [
         Association(
-            cluster="devcluster", account="dev", is_default=True, qos=("normal", "urgent"), default_qos="normal"
+            cluster="devcluster",
+            account="dev",
+            is_default=True,
+            qos=("normal", "urgent"),
+            default_qos="normal",
+            max_time_min=7200,
+            most={"job": {"node": 3}, "user": {"job": 4, "submit": 8}},
         ),
         Association(cluster="devcluster", account="root", is_default=False, partition="main"),
     ]
 
 
 def test_qos_with_limits_and_victims() -> None:
-    text = "normal|0|00:00:15||requeue|\nurgent|1000|00:00:00|normal,free|cluster|1-00:00:00\n"
-    assert parse_qos(text) == [
+    urgent = (
+        "urgent|1000|00:00:00|normal,free|cluster|1-00:00:00|DenyOnLimit,OverPartQOS|node=2|cpu=8,mem=1G|gres/gpu=4|||"
+        "1|||2||"
+    )
+    expected = Qos(
+        name="urgent",
+        priority=1000,
+        preempts=("normal", "free"),
+        preempt_mode="cluster",
+        max_time_min=1440,
+        flags=("DenyOnLimit", "OverPartQOS"),
+        least={"node": 2},
+        most={"job": {"cpu": 8, "mem": 1024}, "user": {"gres/gpu": 4, "job": 1, "submit": 2}},
+    )
+    assert parse_qos(f"normal|0|00:00:15||requeue|||||||||||||\n{urgent}\n") == [
         Qos(name="normal", grace_s=15.0, preempt_mode="requeue"),
-        Qos(name="urgent", priority=1000, preempts=("normal", "free"), preempt_mode="cluster", max_time_min=1440),
+        expected,
     ]
+    # 21.08 and newer have one more field.
+    assert parse_qos(f"{urgent}|\n") == [expected]
+    assert parse_qos(f"{urgent}|1.500000\n")[0].has_limit_factor
 
 
 PARTITION = {"GraceTime": "40", "PreemptMode": "CANCEL"}
@@ -128,127 +147,6 @@ def test_the_side_that_preempts_decides_what_becomes_of_a_job(
 )
 def test_preemption_in_words(mode: str, kill_wait_s: float | None, words: str) -> None:
     assert Preemption(by="qos", mode=mode, grace_s=15.0, kill_wait_s=kill_wait_s).in_words == words
-
-
-def test_an_accepted_script_has_an_estimated_start() -> None:
-    text = "sbatch: Job 5 to start at 2026-11-20T09:38:00 using 4 processors on nodes node[1-4] in partition main\n"
-    start = "2026-11-20T09:38:00"
-    assert read_verdict(0, text) == TestVerdict(is_accepted=True, start=start, nodelist="node[1-4]", partition="main")
-    heterogeneous = f"sbatch: Job 34 to start at {start} using 6 processors on node2\n"
-    assert read_verdict(0, heterogeneous) == TestVerdict(is_accepted=True, start=start, nodelist="node2")
-    newer = text.replace(" using", " a using")
-    assert read_verdict(0, newer) == read_verdict(0, text), "as 26.05 prints it"
-    assert read_verdict(0, f"{text}\nsbatch:   Preempts: 12,13\n").preempts and not read_verdict(0, text).preempts
-    assert read_verdict(0, "") == TestVerdict(is_accepted=True)
-    wrapped = read_verdict(0, "", f"Welcome to the lab\n{text}")
-    assert wrapped == read_verdict(0, text), "a wrapper has put both streams into one"
-
-
-def test_a_wrapper_that_loses_the_exit_code_makes_no_yes_of_a_no() -> None:
-    verdict = read_verdict(0, "", "allocation failure: Invalid qos specification\n")
-    assert (verdict.is_accepted, verdict.refusal) == (False, Refusal.QOS)
-
-
-@pytest.mark.parametrize(
-    ("text", "refusal", "message"),
-    [
-        (
-            "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name specified\n",
-            Refusal.PARTITION,
-            "invalid partition specified: nope; Invalid partition name specified",
-        ),
-        ("allocation failure: Invalid qos specification\n", Refusal.QOS, "Invalid qos specification"),
-        (
-            "allocation failure: Invalid account or account/partition combination specified\n",
-            Refusal.ACCOUNT,
-            "Invalid account or account/partition combination specified",
-        ),
-        (
-            "allocation failure: Requested node configuration is not available\n",
-            Refusal.RESOURCES,
-            "Requested node configuration is not available",
-        ),
-        (
-            "sbatch: error: Invalid generic resource (gres) specification\n",
-            Refusal.RESOURCES,
-            "Invalid generic resource (gres) specification",
-        ),
-        ("allocation failure: Invalid node name specified\n", Refusal.NODE_NAME, "Invalid node name specified"),
-        ("allocation failure: Invalid feature specification\n", Refusal.FEATURE, "Invalid feature specification"),
-        (
-            "allocation failure: Requested reservation is invalid\n",
-            Refusal.RESERVATION,
-            "Requested reservation is invalid",
-        ),
-        (
-            "allocation failure: Requested time limit is invalid\n",
-            Refusal.TIME_LIMIT,
-            "Requested time limit is invalid",
-        ),
-        ("sbatch: error: Invalid --time specification\n", Refusal.TIME_LIMIT, "Invalid --time specification"),
-        (
-            "sbatch: unrecognized option '--bogus=3'\nTry \"sbatch --help\" for more information\n",
-            Refusal.OPTION,
-            "unrecognized option '--bogus=3'",
-        ),
-        (
-            "allocation failure: Job violates accounting/QOS policy (user's size and/or time limits)\n",
-            Refusal.POLICY,
-            "Job violates accounting/QOS policy (user's size and/or time limits)",
-        ),
-        (
-            "    [*] Too many simultaneous jobs in queue.\n        --> Max job limits for normal =  50 jobs\n",
-            Refusal.POLICY,
-            "[*] Too many simultaneous jobs in queue.; --> Max job limits for normal =  50 jobs",
-        ),
-        ("sbatch: error: the site says no\n", Refusal.OTHER, "the site says no"),
-        ("", Refusal.OTHER, "sbatch gave no reason"),
-    ],
-)
-def test_refusals_are_told_apart(text: str, refusal: Refusal, message: str) -> None:
-    verdict = TestVerdict(is_accepted=False, refusal=refusal, message=message, advice=refusal.value)
-    assert read_verdict(1, text) == verdict
-
-
-@pytest.mark.parametrize(
-    ("words", "settings"),
-    [
-        ("You may use several accounts.\nName one:\n  lab-one, lab-two\nUse --account=NAME.", "cluster.account"),
-        ("Please choose a QoS", "cluster.qos"),
-        ("Wall time must not exceed 24 h", "cluster.time_limit_min"),
-        ("You must request at least 1 GPU in this partition", "cluster.gpu_type"),
-        ("memory per core is limited to 4 GB", "cluster.memory_gb_per_gpu"),
-        ("use -C / --constraint to choose nodes", "cluster.constraint"),
-        ("Reservation maint starts soon", "cluster.sbatch.reservation"),
-        ("Licenses are missing", "cluster.sbatch.licenses"),
-        ("Jobs must name a --wckey=PROJECT", "cluster.sbatch.wckey"),
-        ("too many nodes", "cluster.nodes"),
-        ("Use --nodes=1", "cluster.nodes"),
-        ("Use -A <name>", "cluster.account"),
-        ("add -C h100 to your command", "cluster.constraint"),
-        ("a wckey is required", "cluster.sbatch.wckey"),
-        ("Your budget is used up", "cluster.account"),
-        ("You must specify --mem-per-cpu, max 3968 MB", "cluster.sbatch.mem-per-cpu"),
-        ("a comment is required", "cluster.sbatch.comment"),
-    ],
-)
-def test_words_of_a_site_point_at_settings(words: str, settings: str) -> None:
-    for stdout, stderr in ((words, ""), ("", words)):
-        error = f"{stderr}\nsbatch: error: Batch job submission failed: Unspecified error\n"
-        verdict = read_verdict(1, error, stdout)
-        assert settings in verdict.advice
-        assert all(line.strip() in verdict.message for line in words.splitlines())
-
-
-def test_options_that_exclude_each_other_do_not_point_at_whole_nodes() -> None:
-    words = "sbatch: fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.\n"
-    advice = read_verdict(1, words).advice
-    assert "cluster.memory_gb_per_gpu" in advice and "cluster.sbatch.mem-per-gpu" in advice
-    assert "cluster.sbatch.exclusive" not in advice
-
-
-def test_words_about_nothing_point_at_no_setting() -> None:
-    assert read_verdict(1, "sbatch: error: come back tomorrow\n").advice == Refusal.OTHER.value
 
 
 @pytest.mark.parametrize(

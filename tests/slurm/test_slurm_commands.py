@@ -9,8 +9,8 @@ import pytest
 
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.commands import ControllerAway, Finished, MissingCommand, SlurmCommands, run_process
-from slurm_train.slurm.policy import Refusal
 from slurm_train.slurm.records import Phase
+from slurm_train.slurm.refusals import Refusal
 from tests.fakes.slurm_commands import FakeSlurmCommands
 from tests.support.refusals import refusal
 
@@ -255,8 +255,8 @@ BANNER = "\x1b[1mWelcome to the lab|3 messages, quota=80%\x1b[0m\r\n\r\n"
             "main|main*|up|4|1-infinite|1:00|n/a|gpu:8|64|2|512|idle\n",
             4,
         ),
-        (lambda slurm: slurm.associations("me")[0].account, "sacctmgr", "a|lab|a|||\n", "a"),
-        (lambda slurm: slurm.all_qos()[0].name, "sacctmgr", "normal|0|00:00:00||cluster|\n", "normal"),
+        (lambda slurm: slurm.associations("me")[0].account, "sacctmgr", "a|lab|a||||||||||\n", "a"),
+        (lambda slurm: slurm.all_qos()[0].name, "sacctmgr", "normal|0|00:00:00||cluster||||||||||||||\n", "normal"),
     ],
 )
 @pytest.mark.parametrize(("before", "after"), [("", ""), (BANNER, ""), ("", BANNER), (BANNER, BANNER)])

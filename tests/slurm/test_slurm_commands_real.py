@@ -12,8 +12,8 @@ import pytest
 
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.job_variables import scrubbed
-from slurm_train.slurm.policy import Refusal
 from slurm_train.slurm.records import Phase
+from slurm_train.slurm.refusals import Refusal
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 

@@ -13,7 +13,8 @@ from slurm_train.rundir.attempts import close_attempt, open_attempt
 from slurm_train.rundir.paths import RunDirectory
 from slurm_train.slurm.allocation import Allocation
 from slurm_train.slurm.commands import ControllerAway
-from slurm_train.slurm.policy import Qos, TestVerdict
+from slurm_train.slurm.policy import Qos
+from slurm_train.slurm.refusals import TestVerdict
 from slurm_train.supervise import scheduler
 from slurm_train.supervise.decision import Decision
 from slurm_train.supervise.nodes import NodePool

@@ -16,6 +16,7 @@ from pathlib import PurePath
 
 from slurm_train.formatting import duration, shorten
 from slurm_train.rundir.events import Finding
+from slurm_train.slurm.job_limits import limits_of
 from slurm_train.slurm.policy import (
     EXPEDITED,
     Partition,
@@ -23,6 +24,7 @@ from slurm_train.slurm.policy import (
     duration_s,
     expedites_requeues,
     requeue_delay_s,
+    returning_codes_in_words,
 )
 from slurm_train.slurm.site import SiteFacts, default_qos, preempting_qos, preemption_in
 from slurm_train.tools.doctor.facts import error, merge, note, warning
@@ -122,6 +124,9 @@ HINTS = {
     "SUSPENDS": "nothing: suspended time is on no clock of a run; raise checkpoint.save_timeout_s for long ones",
     "GPU_FLAG": "`init` writes a site file with cluster.gpu_flag=gres, or none for runs on CPUs",
     "PARTITION_DOWN": "`sinfo -R` says why; name another one with cluster.partition",
+    "PARTITION_BARRED": "cluster.qos and cluster.account choose; `plan` says whether a run would start",
+    "REQUEUE_EXIT": "nothing for runs; jobs of your own that fail with such a code need `scancel`",
+    "LONE_JOB": "name another cluster.qos for long runs; `resume` continues a run that nothing took over",
     "TIME_LIMITS": "nothing: a run saves before its limit and is requeued; cluster.time_limit_min sets one",
     "USER_SIGNAL": "nothing: both mean that the ranks save now",
     "SUBMIT_FILTER": "`plan` shows what it refuses; where it takes --requeue away, another job continues a run",
@@ -208,12 +213,18 @@ def _partitions(view: SiteView) -> Iterator[Finding]:
     """Partitions that start no jobs, how GPUs are asked for, and time limits."""
     limits = []
     for part in view.facts.partitions:
+        barred = limits_of(view.facts, part.name).barred
+        if barred:
+            yield note("PARTITION_BARRED", f"{barred}: set cluster.qos or cluster.account there")
         if part.state != "up":
             yield warning("PARTITION_DOWN", "", f"partition {part.name} is {part.state}: it starts no jobs")
         if part.groups and not part.num_usable_nodes:
             seen = f"no node of partition {part.name} works: {shorten([group.state for group in part.groups])}"
             yield warning("PARTITION_DOWN", "", seen)
-        limit = "unlimited" if part.max_time_min is None else f"{duration(60 * part.max_time_min)} at most"
+        longest = limits_of(view.facts, part.name).time_min
+        limit = "unlimited" if longest is None else f"{duration(60 * longest.value)} at most"
+        if longest is not None and longest.owner != f"partition {part.name}":
+            limit += f" ({longest.owner})"
         usual = "" if part.default_time_min is None else f", {duration(60 * part.default_time_min)} if a job names none"
         limits.append(f"{part.name} {limit}{usual}")
     if limits:
@@ -262,6 +273,20 @@ def _settings(view: SiteView) -> Iterator[Finding]:
         yield note("CONTAINERS", f"container runtimes here: {shorten(view.runtimes)}")
 
 
+def _returns(view: SiteView) -> Iterator[Finding]:
+    """What keeps a run from coming back, or brings back one that has ended."""
+    codes = returning_codes_in_words(view.settings)
+    if codes:
+        yield note("REQUEUE_EXIT", codes)
+    if view.usual is None:
+        return
+    names = dict.fromkeys(name for association in view.facts.associations for name in association.qos)
+    for name in names or [view.qos]:
+        lone = limits_of(view.facts, view.usual.name, qos=name).lone_job
+        if lone:
+            yield note("LONE_JOB", lone)
+
+
 def _names(view: SiteView) -> Iterator[Finding]:
     """Nodes that are known by several names, or by an address alone, and clusters that send jobs elsewhere."""
     if view.federation:
@@ -298,7 +323,7 @@ def _file_system(view: SiteView) -> Iterator[Finding]:
         yield note("NFS_OLD", seen)
 
 
-_RULES = (_no_answers, _time_to_save, _partitions, _settings, _names, _file_system)
+_RULES = (_no_answers, _time_to_save, _partitions, _settings, _returns, _names, _file_system)
 
 
 def site_table(view: SiteView) -> dict[str, str]:

@@ -49,6 +49,8 @@ def test_every_site_is_described(site: str) -> None:
         ("SelectType", "select/cons_res", "GPU_FLAG", "warning"),
         ("JobRequeue", "0", "NO_REQUEUE", "note"),
         ("PreemptParameters", "send_user_signal", "USER_SIGNAL", "note"),
+        ("RequeueExit", "1,3-5", "REQUEUE_EXIT", "note"),
+        ("RequeueExitHold", "7", "REQUEUE_EXIT", "note"),
     ],
 )
 def test_a_setting_is_reported(name: str, value: str, code: str, level: str) -> None:
@@ -86,6 +88,19 @@ def test_a_site_that_expedites_requeues_is_said_to() -> None:
     new = view_of("devcluster", SlurmctldParameters="enable_expedited_requeue", SLURM_VERSION="26.05.5")
     assert "expedited" not in " ".join(in_words(old))
     assert "after a lost node at once, before all other jobs (expedited requeue)" in in_words(new)[1]
+
+
+def test_limits_are_told_with_their_owner_and_a_plain_site_has_no_such_note() -> None:
+    view = view_of("devcluster", RequeueExit="(null)")
+    assert not {"REQUEUE_EXIT", "LONE_JOB", "PARTITION_BARRED"} & set(codes(view))
+    normal, *others = view.facts.qos
+    limited = replace(normal, max_time_min=30, most={"user": {"submit": 1}})
+    (record,) = view.facts.records
+    facts = replace(view.facts, qos=[limited, *others], records=[{**record, "AllowQos": "urgent"}])
+    found = {finding.code: finding.line for finding in find_site_facts(replace(view, facts=facts))}
+    assert "main 30 min at most (QOS normal)" in found["TIME_LIMITS"]
+    assert "QOS normal lets one job into the queue" in found["LONE_JOB"]
+    assert "partition main is for QOS urgent alone" in found["PARTITION_BARRED"]
 
 
 def test_a_site_that_does_not_answer() -> None:

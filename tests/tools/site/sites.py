@@ -13,7 +13,7 @@ SITES = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
 _FILES = {
     ("sinfo",): "sinfo",
     ("scontrol", "show", "config"): "config",
-    ("scontrol", "show", "partition"): "partitions",
+    ("scontrol", "--all", "show", "partition"): "partitions",
     ("sacctmgr", "-n", "-P", "show", "user"): "associations",
     ("sacctmgr", "-n", "-P", "show", "qos"): "qos",
 }

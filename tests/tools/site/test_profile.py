@@ -10,7 +10,7 @@ from slurm_train.config.site_profile import read_site
 from slurm_train.config.site_schema import SiteFile
 from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.policy import Partition, parse_sinfo
+from slurm_train.slurm.policy import Partition, Qos, parse_sinfo
 from slurm_train.slurm.site import SiteFacts, gather_facts
 from slurm_train.tools.site import (
     build_profile,
@@ -78,6 +78,31 @@ QUESTIONS = {
 def test_only_what_slurm_cannot_say_is_asked(site: str) -> None:
     asked = [question.key for question in open_questions(facts_of(site), {})]
     assert asked == [*QUESTIONS[site], "time_limit_min", "network_interface", "setup"]
+
+
+def test_limits_of_a_partitions_qos_go_into_the_file_and_so_do_the_names_that_it_takes() -> None:
+    facts = facts_of("devcluster")
+    (main,), (record,), (normal, urgent) = facts.partitions, facts.records, facts.qos
+    names = {"partqos": {"QoS": "part_gpu"}, "picky": {"AllowQos": "urgent"}, "shut": {"AllowAccounts": "physics"}}
+    facts = replace(
+        facts,
+        partitions=[main, *(replace(main, name=name, is_default=False) for name in names)],
+        records=[record, *({**record, "PartitionName": name, **fields} for name, fields in names.items())],
+        qos=[normal, urgent, Qos(name="part_gpu", max_time_min=60)],
+    )
+    site = build_profile(facts, {})
+    assert {name: one.cluster["time_limit_min"] for name, one in site.partitions.items()} == {
+        "main": 1440,
+        "partqos": 60,
+        "picky": 1440,
+    }
+    assert {name: one.cluster.get("qos") for name, one in site.partitions.items()} == {
+        "main": None,
+        "partqos": None,
+        "picky": "urgent",
+    }
+    also = replace(facts, associations=[*facts.associations, replace(facts.associations[0], account="physics")])
+    assert build_profile(also, {}).partitions["shut"].cluster["account"] == "physics"
 
 
 def test_a_site_without_gpus_runs_on_cpus() -> None:

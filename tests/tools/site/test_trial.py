@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from slurm_train.config.site_schema import SiteFile
-from slurm_train.slurm.policy import Refusal, TestVerdict
+from slurm_train.slurm.refusals import Refusal, TestVerdict
 from slurm_train.tools.site import build_profile, trial_script, try_site
 from tests.tools.site.sites import facts_of
 
@@ -30,6 +31,20 @@ def test_the_script_asks_for_a_whole_node_as_a_run_would() -> None:
         "#SBATCH --cpus-per-task=24\n#SBATCH --mem=1124G\n#SBATCH --partition=h100\n#SBATCH --account=ml\n"
         "#SBATCH --qos=normal\n#SBATCH --time=1440\n#SBATCH --requeue\ntrue\n"
     )
+
+
+def test_the_script_asks_for_as_many_nodes_as_a_job_must_have() -> None:
+    facts = facts_of("typed")
+    partitions = {one.name: replace(one, min_nodes=2 if one.name == "h100" else 1) for one in facts.partitions}
+    asked: list[str] = []
+
+    def ask(script: str) -> TestVerdict:
+        asked.append(script)
+        return YES
+
+    try_site(build_profile(facts, {}), partitions, ask)
+    nodes = {"h100" if "--partition=h100" in script else "other": "--nodes=2" in script for script in asked}
+    assert nodes == {"h100": True, "other": False}
 
 
 def test_what_slurm_takes_at_once_stays_as_it_is() -> None:
