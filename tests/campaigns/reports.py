@@ -19,6 +19,7 @@ from slurm_train.rundir.events import add_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
 from tests.campaigns.record import Tally, only_true
 from tests.fakes.hub import TOKENS_MODULE, Repository, serving
+from tests.support.cluster_faults import extra_qos
 from tests.support.command_line import Done, Person
 from tests.support.slurm_runs import command, job_state, wait_for_state, wait_until_finished
 from tests.support.waiting import wait_for
@@ -504,6 +505,77 @@ def _limits_of_partitions(person: Person) -> Iterator[str]:
         yield f"2 h in partitions of 30 min and a day: {fits[-200:]}"
 
 
+@contextlib.contextmanager
+def _partition(*settings: str) -> Iterator[None]:
+    """Makes a partition `other` of two nodes."""
+    command("scontrol", "create", "PartitionName=other", "Nodes=node[3-4]", "MaxTime=7-0", *settings)
+    try:
+        yield
+    finally:
+        command("scontrol", "delete", "PartitionName=other")
+
+
+def _limit_of_qos(person: Person) -> Iterator[str]:
+    words = "script=[train.py] +cluster=1x1 cluster.partition=other"
+    with extra_qos({"brief": "maxwall=00:30:00"}), _partition("QoS=brief", "State=UP"):
+        too_long = _types(person, f"plan {words} cluster.time=4:00:00").err
+        submitted = _types(person, f"{words} cluster.time=4:00:00")
+        fits = _types(person, f"plan {words} cluster.time=20").err
+    yield from only_true(
+        {
+            "4 h where a QOS allows 30 min: the plan says that Slurm would take it": "would take it" in too_long,
+            "the QOS is not named": "QOS brief of partition other" not in too_long,
+            "4 h where a QOS allows 30 min are submitted": submitted.code == 0 or (person.folder / "runs").exists(),
+            "20 min are refused": "would take it" not in fits,
+        }
+    )
+
+
+def _partition_down(person: Person) -> Iterator[str]:
+    with _partition("State=DOWN"):
+        said = _types(person, "plan script=[train.py] +cluster=1x1 cluster.partition=other").err
+    if "DOWN" not in said or "estimated start" in said:
+        yield f"a partition that is down: {said[-200:]}"
+
+
+def _fewest_nodes(person: Person) -> Iterator[str]:
+    with _partition("MinNodes=2", "State=UP"):
+        said = _types(person, "plan script=[train.py] +cluster=1x1 cluster.partition=other").err
+    if "fewer than partition other wants" not in said or "lower cluster.nodes" in said:
+        yield f"a node where two are wanted: {said[-200:]}"
+
+
+def _other_message(person: Person) -> Iterator[str]:
+    lines = (
+        "sbatch: error: memory limit must be provided for shared jobs",
+        "sbatch: error: Batch job submission failed: Invalid feature specification",
+    )
+    body = "\n".join(f"echo {shlex.quote(line)} >&2" for line in lines)
+    path = _put_before(person, "sbatch", f"{body}\nexit 1")
+    said = _types(person, "plan script=[train.py] +cluster=1x1", PATH=path).err
+    if "cluster.memory_gb_per_gpu" not in said or "cluster.constraint" in said:
+        yield f"memory is missing: {said[-200:]}"
+
+
+def _lone_job(person: Person) -> Iterator[str]:
+    with extra_qos({"lone": "maxsubmitjobsperuser=1"}):
+        said = _types(person, "plan script=[train.py] +cluster=1x1 cluster.qos=lone").err
+        found = _types(person, "doctor").out
+    if "QOS lone lets one job into the queue" not in said:
+        yield f"the plan does not name the QOS: {said[-200:]}"
+    if "LONE_JOB" not in found:
+        yield "doctor has no LONE_JOB"
+
+
+def _requeue_by_exit_code(person: Person) -> Iterator[str]:
+    path = _put_before(person, "scontrol", "$real \"$@\" | sed 's/^\\(RequeueExit *= \\).*/\\11/'")
+    said = _types(person, "plan script=[train.py] +cluster=1x1", PATH=path).err
+    if "RequeueExit=1" not in said:
+        yield f"the plan does not name RequeueExit: {said[-200:]}"
+    if "REQUEUE_EXIT" not in _types(person, "doctor", PATH=path).out:
+        yield "doctor has no REQUEUE_EXIT"
+
+
 def _bad_node_of_partitions(person: Person) -> Iterator[str]:
     with _second_partition():
         _, first = _submits(person, "run.name=a cluster.sbatch.hold=true")
@@ -650,6 +722,12 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("a filter that explains itself in several lines", _refused_with(_ACCOUNTS, 2, "cluster.account")),
     Situation("a site that refuses job arrays", _no_arrays),
     Situation("the time limit of a list of partitions", _limits_of_partitions),
+    Situation("the time limit of a partition's QOS", _limit_of_qos),
+    Situation("a partition that is down", _partition_down),
+    Situation("a partition that wants several nodes", _fewest_nodes),
+    Situation("a filter with a message of Slurm about something else", _other_message),
+    Situation("a QOS that lets one job into the queue", _lone_job),
+    Situation("a site that starts failed jobs again", _requeue_by_exit_code),
     Situation("bad nodes of a list of partitions", _bad_node_of_partitions),
     Situation("a home that is a link on the login node alone", _linked_home),
     Situation("a site that prescribes the names of jobs", _prescribed_name),

@@ -25,6 +25,9 @@ CHECKS = [
     (reports._refused_with(("a", "b"), 1, "cluster.account"), Done(0, "", "would refuse it: b"), 2),
     (reports._refused_with(("a", "b"), 1, "cluster.account"), Done(0, "", "a; b; cluster.account"), 0),
     (reports._no_arrays, Done(2, "", "sbatch gave no reason"), 1),
+    (reports._other_message, Done(0, "", "would refuse it; set cluster.constraint"), 1),
+    (reports._other_message, Done(0, "", "would refuse it; set cluster.memory_gb_per_gpu"), 0),
+    (reports._requeue_by_exit_code, Done(0, "", "comes back requeue"), 2),
     (
         reports._launcher_that_is_seen,
         Done(2, "", "bash: torchrun (wrap.sh, line 2) starts ranks; script=[train.py]"),
