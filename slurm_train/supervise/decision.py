@@ -389,11 +389,11 @@ def _decide_return(outcome: Outcome, reason: Reason) -> Decision:
         return Decision(reason, "stop", f"{reason}; {refusal}")
     if reason == "growth":
         assert outcome.growth is not None, "the reason comes from it"
-        note = f"grows: {outcome.growth.sentence}; the job is requeued"
+        note = f"grows: {outcome.growth.sentence}; Slurm is asked to requeue the job"
         return Decision(reason, "requeue", note, exclude=outcome.growth.exclude)
     is_over = outcome.job.record is not None and is_over_its_limit(outcome.job.record)
     cause = "signalled to stop, and Slurm has no reason on record" if reason == "signalled" else reason
-    note = f"{cause}; the job is requeued and continues from its checkpoint"
+    note = f"{cause}; Slurm is asked to requeue the job, which continues from its checkpoint"
     return Decision(reason, "requeue", note, is_over=is_over)
 
 
@@ -407,7 +407,7 @@ def _decide_loss(outcome: Outcome) -> Decision:
     nodes = outcome.nodes
     if nodes.next:
         return Decision("node_failure", "relaunch", f"{cause}; {_on_others(nodes)}", left_out=nodes.lost)
-    note = f"{cause}; the nodes that are left are too few, so the job is requeued"
+    note = f"{cause}; the nodes that are left are too few, so Slurm is asked to requeue the job"
     return Decision("node_failure", "requeue", note, exclude=nodes.bad)
 
 
@@ -444,7 +444,7 @@ def _decide_failure(outcome: Outcome) -> Decision:
     if nodes.bad and nodes.next:
         return Decision("failed", "relaunch", f"{cause}; {_on_others(nodes)}", left_out=nodes.bad)
     if nodes.bad and outcome.settings.enabled:
-        note = f"{cause}; the job is requeued without {','.join(nodes.bad)}"
+        note = f"{cause}; Slurm is asked to requeue the job without {','.join(nodes.bad)}"
         return Decision("failed", "requeue", note, exclude=nodes.bad)
     return Decision("failed", "relaunch", f"{cause}; the ranks are started again in this allocation")
 

@@ -566,7 +566,7 @@ class Supervisor:
         if decision.action == "relaunch":
             cleared = BestEffort()("the step", lambda: self._scheduler.clear(end.attempt), False, asks_slurm=True)
             if not cleared:
-                note = f"{cause}; nothing more can be started in this allocation, so the job is requeued"
+                note = f"{cause}; nothing more can be started in this allocation, so Slurm is asked to requeue the job"
                 return replace(decision, action="requeue", note=note, left_out=())
             if decision.left_out:
                 self._scheduler.use(end.outcome.nodes.next, without=decision.left_out)
@@ -728,7 +728,7 @@ def _moved(run: RunDirectory) -> RunError | None:
 
 def _later(problem: str, tries: int) -> Decision:
     delay_s = min(FIRST_DELAY_S << max(tries - 1, 0), _LONGEST_DELAY_S)
-    note = f"{problem}; the job is requeued, for {delay_s} s later"
+    note = f"{problem}; Slurm is asked to requeue the job, for {delay_s} s later"
     return Decision("file_system", "requeue", note, delay_s=delay_s)
 
 

@@ -59,7 +59,7 @@ def test_a_bad_node_is_left_out_and_listed_until_it_is_well(person: Person, tmp_
         wait_until_finished(run, within_s=300)
     first, second = read_ledger(run)
     assert "node2" in first["nodes"] and "node2" not in second["nodes"]
-    assert first["note"].startswith("DISK_FULL node2: ") and first["note"].endswith("is requeued without node2")
+    assert first["note"].startswith("DISK_FULL node2: ") and first["note"].endswith("requeue the job without node2")
     (line,) = read_shared(list_file(run))
     assert line["node"] == "node2" and line["until_unix_s"] > line["time_unix_s"]
     submitted = person.types("+cluster=3x1", *words, "run.name=next")
