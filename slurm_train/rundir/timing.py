@@ -137,6 +137,11 @@ class ProgramProgress:
     """Whether the program has called `mark("end")` without having been told to stop."""
 
     @property
+    def newest_step(self) -> int:
+        """The furthest step that it has told, by a report or by a save that has begun."""
+        return max(self.step, self.save_step)
+
+    @property
     def is_at_end(self) -> bool:
         """Whether the program has said that its training is over, or has reported its last step."""
         return self.has_told_end or (self.max_steps is not None and self.step >= self.max_steps)

@@ -128,13 +128,13 @@ def read_end(run: RunDirectory, attempt: int, ledger: Sequence[Mapping[str, Any]
     earlier = [entry for entry in ledger[:-1] if entry.get("changes") == present.get("changes")]
     told_before = [read_program(run, int(entry["attempt"])) for entry in earlier]
     reached = max((int(entry.get("last_step") or 0) for entry in earlier), default=0)
-    if any(before is not None and max(before.step, before.save_step) > 0 for before in told_before):
+    if any(before is not None and before.newest_step > 0 for before in told_before):
         # A program that saves without the session tells no step that could be compared with its checkpoints.
         reached = max(reached, int(present.get("first_committed") or 0))
     step = None
     if told is not None:
         # A program that ends by `os._exit` may have told more than is written.
-        step = max(told.step, told.save_step, step_of_attempt(run, attempt, default=0))
+        step = max(told.newest_step, step_of_attempt(run, attempt, default=0))
     if not step and any(before is not None and before.is_at_end for before in told_before):
         # Nothing was left to do but what follows the last step.
         reached = 0

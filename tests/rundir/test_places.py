@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from slurm_train.rundir.lookup import find_run, list_runs
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.places import own_places, run_place
 from slurm_train.rundir.sweep import SweepDirectory, list_sweeps, sweep_place, write_table
-from tests.support.users import ME, STRANGER, as_user, needs_root
+from tests.support.users import ME, STRANGER, as_user, needs_root, shared_root
 
 pytestmark = needs_root
 RUN_ID = "26bbda317045"
@@ -24,12 +23,7 @@ GROUP = 65530
 @pytest.fixture
 def root() -> Iterator[Path]:
     """A root in which a group may make folders and nobody may rename those of others."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        os.chmod(name, 0o755)  # noqa: PTH101
-        root = Path(name) / "runs"
-        root.mkdir()
-        os.chown(root, -1, GROUP)
-        root.chmod(0o3770)
+    with shared_root(0o3770, group=GROUP) as root:
         yield root
 
 

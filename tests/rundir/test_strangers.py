@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from slurm_train.rundir.lookup import find_run, find_runs, find_sweep, list_runs
 from slurm_train.rundir.paths import RunDirectory, require_private
 from slurm_train.rundir.sweep import Element, SweepDirectory, choosing_runs, read_table, wait_for_sweeps
 from slurm_train.status.selection import build_surveyor
-from tests.support.users import ME, STRANGER, as_user, needs_root
+from tests.support.users import ME, STRANGER, as_user, needs_root, shared_root
 
 pytestmark = needs_root
 RUN_ID = "26bbda317045"
@@ -26,11 +25,7 @@ RUN_ID = "26bbda317045"
 @pytest.fixture
 def root() -> Iterator[Path]:
     """A root in which everybody may make folders, with a run of mine."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        os.chmod(name, 0o755)  # noqa: PTH101
-        root = Path(name) / "runs"
-        root.mkdir()
-        root.chmod(0o1777)
+    with shared_root(0o1777) as root:
         as_user(ME, lambda: make_run(root / "gpt" / RUN_ID, mode=0o700))
         yield root
 

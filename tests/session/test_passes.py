@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +26,6 @@ def _clean() -> Iterator[None]:
     _BaseDataLoaderIter.__next__ = give  # type: ignore[method-assign]
     while _hearts:
         _hearts.pop().stop()
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "runs" / "mine" / "0123456789ab")
-    run.path.mkdir(parents=True)
-    return run
 
 
 class Place:

@@ -48,13 +48,6 @@ def _stop_hearts() -> Iterator[None]:
         _hearts.pop().stop()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "runs" / "mine" / "0123456789ab")
-    run.path.mkdir(parents=True)
-    return run
-
-
 def join(run: RunDirectory, *, config: RunConfig | None = None, stop: StopFlag | None = None) -> JoinedSession:
     _hearts.append(Heartbeat())
     return join_alone(run, heartbeat=_hearts[-1], config=config, stop=stop)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,23 @@ NOBODY_ELSES = "becoming another user needs root"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason=NOBODY_ELSES)
 
 ME, STRANGER = 65531, 65533
+
+
+@contextlib.contextmanager
+def shared_root(mode: int, *, group: int = -1) -> Iterator[Path]:
+    """Yields an empty folder `runs` that every user can reach; it is removed afterwards.
+
+    Args:
+        mode: its permissions, e.g. 0o1777: everybody may make folders in it.
+        group: its group; -1: that of the caller.
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        os.chmod(name, 0o755)  # noqa: PTH101
+        root = Path(name) / "runs"
+        root.mkdir()
+        os.chown(root, -1, group)
+        root.chmod(mode)
+        yield root
 
 
 class UserWork:
