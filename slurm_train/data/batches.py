@@ -601,7 +601,8 @@ def evaluation_batches(
     batch_size: int,
     lengths: Lengths | None = None,
     most: int | None = None,
-) -> Iterator[Batch]:
+    in_blocks: bool = False,
+) -> Iterator[MicroBatch]:
     """Yields the micro-batches that one data-parallel rank evaluates: over all ranks each sample exactly once.
 
     No batch is filled up. Ranks may get different numbers of batches, some of them none, so the loop over these batches
@@ -614,6 +615,7 @@ def evaluation_batches(
         batch_size: samples of a batch; the last may be smaller.
         lengths: what each sample costs, to give all ranks equal work; None: equal numbers of samples.
         most: at most so many samples are evaluated, chosen at equal distances; None for all.
+        in_blocks: see `evaluation_indices`; not with `lengths`.
     """
     count = len(source)
     chosen = None
@@ -622,17 +624,17 @@ def evaluation_batches(
         count = most
         lengths = None if lengths is None else lengths[chosen]
     if lengths is None:
-        indices = evaluation_indices(count, rank=rank, size=size, batch_size=batch_size)
+        indices = evaluation_indices(count, rank=rank, size=size, batch_size=batch_size, in_blocks=in_blocks)
     else:
         indices = evaluation_by_length(lengths, rank=rank, size=size, batch_size=batch_size)
     if chosen is not None:
         indices = (chosen[batch] for batch in indices)
-    if isinstance(source, StreamingSource):
-        return source.stream(Draw(batch, batch) for batch in indices)
-    return (source.batch(batch) for batch in indices)
+    return BatchStream(source, (Draw(batch, batch) for batch in indices))
 
 
-def evaluation_indices(num_samples: int, *, rank: int, size: int, batch_size: int) -> Iterator[Int64Array]:
+def evaluation_indices(
+    num_samples: int, *, rank: int, size: int, batch_size: int, in_blocks: bool = False
+) -> Iterator[Int64Array]:
     """Yields the samples that one rank evaluates, as int64 arrays of at most `batch_size`.
 
     Args:
@@ -640,9 +642,12 @@ def evaluation_indices(num_samples: int, *, rank: int, size: int, batch_size: in
         rank: this data-parallel rank, from 0.
         size: number of data-parallel ranks.
         batch_size: samples of a batch; the last one may be smaller.
+        in_blocks: whole batches are divided among the ranks, so any number of ranks has the same batches.
     """
-    first = rank * num_samples // size
-    last = (rank + 1) * num_samples // size
+    unit = batch_size if in_blocks else 1
+    num_units = -(-num_samples // unit)
+    first = rank * num_units // size * unit
+    last = min((rank + 1) * num_units // size * unit, num_samples)
     for start in range(first, last, batch_size):
         yield np.arange(start, min(start + batch_size, last), dtype=np.int64)
 

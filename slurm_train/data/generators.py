@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import io
+import pickle
 import random
 import socket
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,22 @@ class OwnedGenerators:
 
     def seed(self, key: int) -> None:
         """Seeds each of them with a number of its own; one that several attributes name has the same each time."""
-        for number, get in enumerate(self._getters):
-            _seed(get(), (key + number * _STRIDE) % 2**63)
+        seed_each([get() for get in self._getters], key)
+
+    def positions(self) -> bytes:
+        """Returns what `positions_of` does."""
+        return positions_of([get() for get in self._getters])
+
+
+def seed_each(generators: Sequence[Any], key: int) -> None:
+    """Seeds random generators with a number of its own each."""
+    for number, generator in enumerate(generators):
+        _seed(generator, (key + number * _STRIDE) % 2**63)
+
+
+def positions_of(generators: Sequence[Any]) -> bytes:
+    """Returns where random generators are; the same bytes as long as nothing is drawn from any of them."""
+    return pickle.dumps([_state_of(generator) for generator in generators])
 
 
 def open_handle(owner: Any) -> str | None:
@@ -99,6 +114,16 @@ def _seed(generator: Any, key: int) -> None:
         generator.manual_seed(key)
     elif isinstance(generator, random.Random):
         generator.seed(key)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    state = generator.get_state()
+    # Two tensors of the same values are pickled to different bytes.
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else state
 
 
 def _getters_of(holder: Any) -> Iterator[Callable[[], Any]]:

@@ -2,9 +2,10 @@
 
 Randomness inside `__getitem__` is keyed: before each sample the CPU generators of Python, numpy and torch are seeded
 with a hash of (seed, global position), that is (seed, epoch, sample), and restored afterwards. Generators that the data
-set or its transforms own (`data.generators`) are seeded, too. So augmentation is the same for any number of workers,
-ranks and restarts. That is why samples are read one by one, even from a data set that can read many at once
-(`__getitems__`); without keyed randomness it is asked for all samples of a micro-batch.
+set, its transforms or the collate function own (`data.generators`) are seeded, too. So augmentation is the same for any
+number of workers, ranks and restarts. That is why samples are read one by one, even from a data set that can read many
+at once (`__getitems__`); without keyed randomness it is asked for all samples of a micro-batch. What a collate function
+draws is keyed by the samples of its micro-batch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from slurm_train.data.item_digest import digest_items
 from slurm_train.data.order import Int64Array, mix64
 from slurm_train.data.source import IGNORED, Batch, Draw, map_tensors
 from slurm_train.data.workers import AutoWorkers
+from slurm_train.distributed.seeds import stream_positions
 from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.events import with_items
 
@@ -97,6 +99,18 @@ class MapStyleSource:
     def batch(self, indices: Int64Array) -> Batch:
         """Returns the samples with these numbers, randomness keyed by the number alone."""
         return self._read(Draw(indices, indices))
+
+    def collates_at_random(self, indices: Int64Array) -> bool:
+        """Returns whether the collate function draws random numbers, so that what it gives depends on the whole batch.
+
+        Args:
+            indices: numbers of samples to try it with.
+        """
+        return (
+            self._tensors is None
+            and self._seed is not None
+            and self._reader.collates_at_random(self._keys(Draw(indices, indices)))
+        )
 
     def stream(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Yields one micro-batch per draw; with workers, some are read ahead of being asked for."""
@@ -182,6 +196,7 @@ class _Reader:
         self.collate = collate
         # Looked up by the process that reads: a worker has generators of its own.
         self._generators: OwnedGenerators | None = None
+        self._generators_of_collate: OwnedGenerators | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -190,13 +205,33 @@ class _Reader:
         return [self.read(keys)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_generators": None}
+        return {**self.__dict__, "_generators": None, "_generators_of_collate": None}
 
     def read(self, keys: list[_Key]) -> Batch:
         if keys[0][1] is None:
             return as_batch(self.collate(self._items_at_once([number for number, _ in keys])))
         with generators_put_back():
-            return as_batch(self.collate([self.item(number, key) for number, key in keys]))
+            items = [self.item(number, key) for number, key in keys]
+            # What it draws from the generators of this process follows the last sample.
+            self._seed_collate(keys[0][1])
+            return as_batch(self.collate(items))
+
+    def collates_at_random(self, keys: list[_Key]) -> bool:
+        """Returns whether the collate function draws random numbers for these samples."""
+        with generators_put_back():
+            items = [self.item(number, key) for number, key in keys]
+            own = self._seed_collate(keys[0][1])
+            before = (stream_positions(), own.positions())
+            self.collate(items)
+            return (stream_positions(), own.positions()) != before
+
+    def _seed_collate(self, key: int | None) -> OwnedGenerators:
+        """Seeds the generators that the collate function owns, and returns them."""
+        if self._generators_of_collate is None:
+            self._generators_of_collate = OwnedGenerators(self.collate)
+        assert key is not None
+        self._generators_of_collate.seed(key)
+        return self._generators_of_collate
 
     def _items_at_once(self, numbers: list[int]) -> list[Any]:
         if getattr(self.dataset, "__getitems__", None):

@@ -91,6 +91,14 @@ class MixedSource:
         """Whether reading uses the random generators of this process."""
         return any(getattr(source, "draws_at_random", False) for source in self._sources)
 
+    def collates_at_random(self, indices: Int64Array) -> bool:
+        """Returns whether the collate function of a source draws random numbers."""
+        for part in self._parts(Draw(indices, indices)):
+            of_source = getattr(self._sources[part.source], "collates_at_random", None)
+            if of_source is not None and of_source(part.draw.indices):
+                return True
+        return False
+
     def stream(self, draws: Iterator[Draw]) -> Iterator[Batch]:
         """Yields one micro-batch per draw; sources that read ahead do so here too."""
         waiting: list[deque[Draw]] = [deque() for _ in self._sources]

@@ -1,6 +1,9 @@
 """Evaluation over the held-out samples: each rank adds up sums and counts, which are gathered once at the end.
 
-No sample is padded and none counts twice, so the result depends neither on the number of ranks nor on the layout. With
+No sample is padded and none counts twice, so the result depends neither on the number of ranks nor on the layout. Where
+the model or the collate function draws random numbers (noise, masks), all generators are seeded before each batch by
+the run's seed and the number of the batch's first sample, and the batches are small blocks that are the same on any
+number of ranks: the same weights have the same result at each step and in `evaluate`. With
 whole replicas a rank may have more batches than another, or none: the only exchange is at the end, and if some rank was
 asked to stop, the evaluation has no result on any. With parts of a model each pass is an exchange, so all ranks make
 the same number of passes, some of them with a batch that does not count, and they agree on a stop before each pass.
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_train.data.batches import evaluation_batches
+from slurm_train.data.generators import positions_of, seed_each
 from slurm_train.data.source import SampleSource, is_nested, lengths_of
 from slurm_train.distributed.pipeline import Pipeline
+from slurm_train.distributed.seeds import mix, seed_streams, stream_positions
 from slurm_train.errors import ConfigError
 from slurm_train.metrics import Display
 from slurm_train.models.objective import Objective
@@ -33,9 +38,13 @@ from slurm_train.train.device_copies import in_precision, to_device
 from slurm_train.train.preserve import modes_kept, preserved
 
 _MOST_NUMBERS = 1024
+_BLOCK = 8
+"""Samples of a batch where random numbers are drawn, or the next lower power of two where micro-batches are smaller."""
+_STREAM = 0x65766C75
+"""Sets the seeds of evaluations apart from those of steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Evaluator:
     """Measures a model on the held-out samples."""
 
@@ -46,6 +55,10 @@ class Evaluator:
     """This rank's stages; None where every rank computes all layers."""
     display: Display | None = None
     """Shows an evaluation that takes long; None on all ranks but the first."""
+    _draws: bool | None = field(default=None, init=False)
+    """Whether evaluations draw random numbers; None before the first one."""
+    _own: list[Any] = field(default_factory=list, init=False)
+    """Random generators that the model owns."""
 
     def evaluate(self, *, within: Iterable[AbstractContextManager[Any]] = ()) -> dict[str, float] | None:
         """Returns "eval_loss" and the objective's other measures, the same on every rank. Collective.
@@ -59,12 +72,14 @@ class Evaluator:
             None if some rank was asked to stop during the evaluation.
         """
         with ExitStack() as stack:
-            stack.enter_context(preserved(self.objective.model))
+            self._own = stack.enter_context(preserved(self.objective.model))
             stack.enter_context(modes_kept(self.objective))
             for context in within:
                 stack.enter_context(context)
             SharedBuffers(self.objective.model).take_first_ranks()
             self.objective.eval()
+            if self._draws is None:
+                self._draws = self._draws_at_random()
             sums = self._sums()
         self.rank.heartbeat.mark("gather")
         counts = sums is None or self.rank.layout.owns_items(self.rank.place.rank)
@@ -84,7 +99,7 @@ class Evaluator:
         totals: dict[str, Tensor] = {}
         num_batches = self._num_batches()
         start_s = self.rank.clock()
-        for num_done, (batch, counts) in enumerate(self._batches()):
+        for num_done, (first, batch, counts) in enumerate(self._batches()):
             self.rank.heartbeat.mark("evaluate")
             if self.display is not None:
                 self.display.show_evaluation(num_done, num_batches, elapsed_s=self.rank.clock() - start_s)
@@ -93,6 +108,7 @@ class Evaluator:
                 return None
             own_part = batch if part is None else part.cut(batch)
             batch = to_device(own_part, device, image_format=self.rank.image_format)
+            self._seed(first)
             with in_precision(device, autocast):
                 sums = self._sums_of(batch)
             if not counts:
@@ -101,6 +117,37 @@ class Evaluator:
                 # float64 on the device: exact for counts, and nothing waits for the host.
                 totals[name] = totals[name] + value.double() if name in totals else value.double()
         return _as_numbers(totals)
+
+    @torch.no_grad()
+    def _draws_at_random(self) -> bool:
+        """Returns whether the model or the collate function draws random numbers for the first samples. Collective."""
+        numbers = np.arange(min(self.rank.plan.local_size, self._num_samples()), dtype=np.int64)
+        if not len(numbers):
+            return False
+        collates_at_random = getattr(self.source, "collates_at_random", None)
+        draws = collates_at_random is not None and collates_at_random(numbers)
+        batch: Any = self.source.batch(numbers)
+        part = self.rank.sequence_part
+        batch = to_device(
+            batch if part is None else part.cut(batch), self.rank.device, image_format=self.rank.image_format
+        )
+        self._seed(0)
+        before = (stream_positions(), positions_of(self._own))
+        with in_precision(self.rank.device, self.rank.forward_autocast):
+            self._sums_of(batch)
+        return any(gather(draws or (stream_positions(), positions_of(self._own)) != before))
+
+    def _seed(self, first: int) -> None:
+        """Seeds all random generators for the batch that begins with this sample.
+
+        Ranks that compute the same layers of the same positions draw the same, see `ParallelLayout.random_stream`.
+        """
+        layout = self.rank.layout
+        splits_positions = self.rank.config.parallel.sequence_parallel
+        stream = layout.random_stream(self.rank.place.rank, splits_positions=splits_positions)
+        seed = mix(self.rank.config.seed, first, stream // layout.data_parallel_size, _STREAM)
+        seed_streams(seed)
+        seed_each(self._own, seed)
 
     def try_out(self) -> list[str]:
         """Returns the names of the measures, by evaluating two samples before the training. Collective.
@@ -154,31 +201,36 @@ class Evaluator:
             outputs = self.pipeline.forward(inputs)
         return {} if outputs is None else self.objective.sums_of(outputs, targets)
 
-    def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yields this rank's batches, and whether they count.
+    def _batches(self) -> Iterator[tuple[int, Any, bool]]:
+        """Yields for each of this rank's batches the number of its first sample, the batch, and whether it counts.
 
         With parts of a model all ranks have as many: the last ones are the first sample again, which does not count.
         """
         layout = self.rank.layout
-        size = self.rank.plan.local_size
         source = self.source
-        by_length = self.rank.config.batch.by_length and layout.is_replicated
+        by_length = self.rank.config.batch.by_length and layout.is_replicated and not self._draws
         batches = evaluation_batches(
             source,
             rank=layout.data_parallel_index(self.rank.place.rank),
             size=layout.data_parallel_size,
-            batch_size=size,
+            batch_size=self._batch_size,
             lengths=lengths_of(source) if by_length else None,
             most=self._num_samples(),
+            in_blocks=bool(self._draws),
         )
         num_yielded = 0
         for batch in batches:
             num_yielded += 1
-            yield batch, True
+            yield int(batch.indices[0]), batch.tensors, True
         if layout.is_replicated:
             return
         for _ in range(num_yielded, self._num_batches()):
-            yield source.batch(np.zeros(1, dtype=np.int64)), False
+            yield 0, source.batch(np.zeros(1, dtype=np.int64)), False
+
+    @property
+    def _batch_size(self) -> int:
+        size = self.rank.plan.local_size
+        return min(_BLOCK, 1 << (size.bit_length() - 1)) if self._draws else size
 
     def _num_samples(self) -> int:
         """Returns how many samples all ranks evaluate."""
@@ -188,8 +240,10 @@ class Evaluator:
 
     def _num_batches(self) -> int:
         """Returns the most batches that a rank has."""
-        largest_share = math.ceil(self._num_samples() / self.rank.layout.data_parallel_size)
-        return math.ceil(largest_share / self.rank.plan.local_size)
+        num_ranks = self.rank.layout.data_parallel_size
+        if self._draws:
+            return math.ceil(math.ceil(self._num_samples() / self._batch_size) / num_ranks)
+        return math.ceil(math.ceil(self._num_samples() / num_ranks) / self._batch_size)
 
 
 def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) -> dict[str, float]:

@@ -35,21 +35,22 @@ _MOST_ITEMS = 10_000
 
 
 @contextmanager
-def preserved(module: nn.Module) -> Iterator[None]:
+def preserved(module: nn.Module) -> Iterator[list[Any]]:
     """Puts the module and this process's random generators back when the context ends; drops no gradient.
 
-    Costs a copy of all parameters and buffers: on their device where it has room, else in host memory.
+    Costs a copy of all parameters and buffers: on their device where it has room, else in host memory. The context
+    gives the random generators that the module owns; they are put back, too.
     """
     generators = rng_state()
-    restore = _Snapshot(module).restore
+    snapshot = _Snapshot(module)
     try:
-        yield
+        yield snapshot.generators
     finally:
         # What FSDP2 has gathered may be of other values, and it puts its own parameters into the modules.
         sharded: list[Any] = [part for part in module.modules() if hasattr(part, "reshard")]
         for part in sharded:
             part.reshard()
-        restore()
+        snapshot.restore()
         set_rng_state(generators)
 
 
@@ -76,6 +77,8 @@ class _Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self._seen: dict[int, Any] = {}
         """Keeps what was seen alive, so that no id is used again."""
+        self.generators: list[Any] = []
+        """The random generators among them."""
         self._restorers: list[Callable[[], None]] = []
         self._on_device = _has_room(module)
         waiting: list[Any] = [module]
@@ -107,6 +110,7 @@ class _Snapshot:
             # Nothing can write into one that is read-only, e.g. a mapped file.
             return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
         if _is_generator(value):
+            self.generators.append(value)
             return _restorer_of_generator(value)
         if isinstance(value, dict):
             return partial(_refill, value, dict(value))

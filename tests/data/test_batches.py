@@ -292,7 +292,9 @@ def test_evaluation_sees_each_sample_once_over_all_ranks(lengths: Any, num_sampl
     seen = [
         number
         for rank in range(size)
-        for (numbers,) in evaluation_batches(Numbers(num_samples), rank=rank, size=size, batch_size=4, lengths=lengths)
+        for _, (numbers,) in evaluation_batches(
+            Numbers(num_samples), rank=rank, size=size, batch_size=4, lengths=lengths
+        )
         for number in numbers.tolist()
     ]
     assert sorted(seen) == list(range(num_samples))
@@ -303,7 +305,7 @@ def test_a_capped_evaluation_sees_the_same_samples_on_any_number_of_ranks(by_len
     lengths = np.random.default_rng(4).integers(1, 300, 50) if by_length else None
     for size in (1, 2, 3):
         shares = [
-            [number for (numbers,) in batches for number in numbers.tolist()]
+            [number for _, (numbers,) in batches for number in numbers.tolist()]
             for batches in (
                 evaluation_batches(Numbers(50), rank=rank, size=size, batch_size=4, lengths=lengths, most=12)
                 for rank in range(size)
@@ -311,18 +313,28 @@ def test_a_capped_evaluation_sees_the_same_samples_on_any_number_of_ranks(by_len
         ]
         assert sorted(number for share in shares for number in share) == [0, 4, 8, 12, 16, 20, 25, 29, 33, 37, 41, 45]
         assert by_length or max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert sum(len(one[0]) for one in evaluation_batches(Numbers(5), rank=0, size=1, batch_size=4, most=12)) == 5
+    assert sum(len(one.indices) for one in evaluation_batches(Numbers(5), rank=0, size=1, batch_size=4, most=12)) == 5
 
 
 def test_a_batch_of_a_capped_evaluation_has_samples_of_about_one_length() -> None:
     lengths = np.array([9, 1, 1, 1, 9, 1, 1, 1])
     batches = evaluation_batches(Numbers(8), rank=0, size=1, batch_size=2, lengths=lengths, most=4)
-    assert [numbers.tolist() for (numbers,) in batches] == [[2, 6], [0, 4]]
+    assert [numbers.tolist() for _, (numbers,) in batches] == [[2, 6], [0, 4]]
 
 
 def test_shares_differ_by_at_most_one_and_none_is_padded() -> None:
     shares = [[batch.tolist() for batch in evaluation_indices(7, rank=rank, size=3, batch_size=2)] for rank in range(3)]
     assert shares == [[[0, 1]], [[2, 3]], [[4, 5], [6]]]
+
+
+def test_blocks_are_the_same_on_any_number_of_ranks() -> None:
+    for size in (1, 2, 3, 5):
+        shares = [
+            list(evaluation_indices(14, rank=rank, size=size, batch_size=4, in_blocks=True)) for rank in range(size)
+        ]
+        assert [block.tolist() for share in shares for block in share] == [
+            [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]
+        ]  # fmt: skip
 
 
 def test_evaluation_by_length_gives_all_ranks_as_much_to_do() -> None:
