@@ -167,6 +167,11 @@ def source_notes(source: Source) -> list[str]:
             )
     if source.left_out:
         notes.append(f"not copied into the run: {shorten(source.left_out)}")
+    if source.beside:
+        notes.append(
+            f"looked for by `__file__`, and not in the run's copy: {shorten(map(str, source.beside))}; give the "
+            "program an absolute path, or one relative to this folder"
+        )
     if source.elsewhere:
         notes.append(f"imported from where it is edited, not from a copy in the run: {', '.join(source.elsewhere)}")
         notes.append(f"to have the run copy it as well: run.snapshot_folders=[{','.join(source.elsewhere)}]")

@@ -23,6 +23,7 @@ import xxhash
 from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ConfigError, RunError
 from slurm_train.formatting import shorten
+from slurm_train.launch.by_file import BesideFile, missing_beside
 from slurm_train.launch.git import SourceState, is_secret_file, read_git
 from slurm_train.launch.imports import built_modules, code_elsewhere, import_roots, is_below, own_paths, packages_in
 from slurm_train.rundir.files import is_shared, plain_path, read_json, rename, share_folder, write_atomic
@@ -36,6 +37,8 @@ _SOURCE_SUFFIXES = frozenset(
     {".py", ".pyi", ".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".txt", ".sh", ".so", ".cu", ".cpp"}
 )
 _MAX_ENTRIES = 20_000
+_PACKAGE_DATA_BYTES = 1 << 20
+_MOST_PACKAGE_DATA = 100
 _MOST_NAMED = 5
 
 
@@ -55,6 +58,8 @@ class Source:
     """Folders that packages are imported from and that are not copied."""
     left_out: Sequence[str] = ()
     """Files of the copied folders that are not copied, each with the reason."""
+    beside: Sequence[BesideFile] = ()
+    """What the program looks for by `__file__`, and what is not copied."""
 
     def code(self) -> Code:
         """Returns the files with their present hashes."""
@@ -126,7 +131,23 @@ def read_source(
         # Code that the job does not import may change.
         return Source(folders, files, states, roots)
     elsewhere = code_elsewhere(map(str, folders.values()), paths, sys.meta_path)
-    return Source(folders, files, states, roots, elsewhere, left_out)
+    beside = missing_beside(_first_files(config), files=files, folder=directory)
+    return Source(folders, files, states, roots, elsewhere, left_out, beside)
+
+
+def _first_files(config: RunConfig) -> list[str]:
+    """Returns the files that the user's code of a run may begin with, relative to the folder."""
+    from slurm_train.config.target import targets_in
+
+    words = config.script or []
+    modules = [words[1]] if words[:1] == ["-m"] and len(words) > 1 else []
+    parts = (config.model, config.data, config.task, config.callbacks, asdict(config.optim))
+    modules += [target.rpartition(".")[0] for target in targets_in(parts)]
+    files = [os.path.normpath(word) for word in words if word.endswith(".py")]
+    for module in modules:
+        stem = module.replace(".", "/")
+        files += [f"{root}{stem}{end}" for root in ("", "src/") for end in (".py", "/__init__.py", "/__main__.py")]
+    return files
 
 
 def _further_folders(texts: Sequence[str], directory: Path) -> dict[str, Path]:
@@ -211,8 +232,11 @@ def _follow_links(folder: Path, names: Sequence[str]) -> tuple[list[str], list[s
 def _walk(folder: Path, exclude: Path) -> list[str]:
     names: list[str] = []
     num_entries = 0
+    packages: set[Path] = set()
     for current, subfolders, files in os.walk(folder):
         place = Path(current)
+        if "__init__.py" in files or place.parent in packages:
+            packages.add(place)
         subfolders[:] = sorted(name for name in subfolders if _may_hold_code(place / name, exclude))
         num_entries += len(files) + len(subfolders)
         if num_entries > _MAX_ENTRIES:
@@ -223,8 +247,21 @@ def _walk(folder: Path, exclude: Path) -> list[str]:
         # `os.walk` does not follow links; `_follow_links` handles them.
         chosen = [name for name in subfolders if (place / name).is_symlink()]
         chosen += [name for name in sorted(files) if Path(name).suffix in _SOURCE_SUFFIXES]
+        if place in packages:
+            chosen += _data_of_package(place, [name for name in sorted(files) if name not in chosen])
         names += [str((place / name).relative_to(folder)) for name in chosen]
     return names
+
+
+def _data_of_package(place: Path, files: Sequence[str]) -> list[str]:
+    """Returns the small files beside the modules of a package, which it opens by `__file__` or importlib.resources.
+
+    A folder with many of them is one of a data set.
+    """
+    small = [
+        name for name in files if (place / name).is_file() and (place / name).stat().st_size <= _PACKAGE_DATA_BYTES
+    ]
+    return small if len(files) <= _MOST_PACKAGE_DATA else []
 
 
 def _may_hold_code(folder: Path, exclude: Path) -> bool:
