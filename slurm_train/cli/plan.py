@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of, warn_unexported
+from slurm_train.cli.preview import check_inputs, print_rows, read_settings_of, warn_of_variables
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.config.words import Words, read_words
 from slurm_train.errors import ClusterError, ConfigError
@@ -102,7 +102,7 @@ def _plan_run(settings: HydraSettings, *, env: Mapping[str, str], cwd: Path) -> 
     flags = settings.words
     plan = plan_run(settings.compose(), cwd=cwd, env=env, settle=settle_parallel)
     check_inputs(plan, cwd=cwd)
-    warn_unexported(plan.config, cwd=cwd, env=env)
+    warn_of_variables(plan.config, cwd=cwd, env=env)
     _say_dependency(flags.after, plan, env)
     if flags.ranks:
         print_rows(plan_rows(plan))

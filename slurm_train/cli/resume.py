@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurm_train.cli.preview import print_rows, warn_unexported
+from slurm_train.cli.preview import print_rows, warn_of_variables
 from slurm_train.cli.selection import parse_runs
 from slurm_train.cli.start import start_run, start_sweep
 from slurm_train.cli.terminal import answer, note, working_folder
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
 
         config = apply_words(frozen_config, settings, config_dir=arguments.config_dir)
     refuse_finished(run, frozen_config, config, accept=accept)
-    warn_unexported(config, cwd=run.code, env=env)
+    warn_of_variables(config, cwd=run.code, env=env)
     if not (settings or accept):
         _refuse_edited(run)
         for line in changed_code_notes(run, config, Path.cwd()):

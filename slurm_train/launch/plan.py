@@ -36,6 +36,7 @@ from slurm_train.launch.hub import HubFiles, pin_hub_files
 from slurm_train.launch.placement import World, check_pipeline, fitting_world, plan_layout, plan_world
 from slurm_train.launch.script_words import check_script
 from slurm_train.launch.shell_choices import take_shell_choices
+from slurm_train.launch.shell_variables import refuse_unexpanded
 from slurm_train.rundir.files import plain_path
 from slurm_train.rundir.lookup import run_of_hash
 from slurm_train.rundir.paths import RunDirectory, require_room, root_of_place
@@ -187,13 +188,7 @@ def plan_run(
     name = default_name(composed) if config.run.name is None else config.run.name
     check_path_part("run.name", name)
     check_path("run.root", config.run.root)
-    variable = re.match(r"\$\{?(\w+)", config.run.root)
-    if variable is not None:
-        raise ConfigError(
-            f"run.root={config.run.root} begins with a variable that was not expanded",
-            hint=f'let the shell do it ("run.root=${variable[1]}/..." in double quotes); in a file: '
-            f"${{oc.env:{variable[1]}}}/...",
-        )
+    refuse_unexpanded(config, env)
     root = plain_path(cwd, config.run.root)
     check_path("run.root", str(root))
     if config.preflight.only:

@@ -1,9 +1,12 @@
-"""Variables of the submitting shell that a program reads, or a setting names, and that its job will not have.
+"""Variables that a person takes for known: those of the shell that a job will not have, and $NAME in typed words.
 
 On a person's own machine a program has all of the shell; a job has what travels (`slurm.job_variables`). A program that
 falls back on a default where a variable is missing would train something else there, without a word. So its source is
 read before it is submitted: the file that the script or a `_target_` names, the files of the person's own that it
 imports, shell files, and configurations with `${oc.env:NAME}`. Nothing is imported or run.
+
+No shell reads a setting after the person's own, neither here nor on a node. So $NAME that arrives is a text with a
+dollar: a path that this program reads is refused, other words are named.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
+from typing import Any
 
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.config.target import targets_in
+from slurm_train.errors import ConfigError
 from slurm_train.formatting import shorten
 from slurm_train.launch.imports import is_installed, own_paths
 from slurm_train.slurm.job_variables import exported, is_job_variable
@@ -31,6 +36,9 @@ _SHELL_SUFFIXES = (".sh", ".bash")
 _FILE_IN_TEXT = re.compile(r"[\w./-]+\.(?:py|sh|bash)\b")
 _IN_SHELL = re.compile(r"\$\{?(\w+)")
 _ASSIGNED = r"(?m)(?:^|[;&(]|\b(?:export|local|declare|readonly|for|read)\s)\s*{name}\b(?:=|\s+in\b|\s*$)"
+# Where a path begins: a variable in capitals, or a person's home.
+_UNEXPANDED = re.compile(r"(?:^|[=:])(?:\$\{?(?P<name>[A-Z_][A-Z0-9_]*)\}?|~)(?=[/:]|$)")
+_EXPANDS = re.compile(r"\b(?:expandvars|expanduser|envsubst|eval)\b")
 _IN_YAML = re.compile(r"\$\{oc\.env:\s*(\w+)")
 # They say where a shell runs and what its terminal is like. A job has its own, or none, and programs know both.
 _OF_ONE_SHELL = re.compile(
@@ -74,12 +82,19 @@ def unexported_variables(
     }
     if not candidates:
         return {}
+    read = _program_of(config, cwd, paths).read
+    return {name: file for name, file in read.items() if name in candidates}
+
+
+def _program_of(config: RunConfig, cwd: Path, paths: Sequence[str] | None) -> _Program:
+    """Returns the program of a run, read."""
     places = [Path(path) for path in (own_paths() if paths is None else paths) if path and not is_installed(path)]
     program = _Program(cwd, places)
-    for text in _shell_texts(config.script or []):
-        program.take_shell_text(text, str(PurePath(config.script[0])) if config.script else "")
+    words = config.script or []
+    for text in _shell_texts(words):
+        program.take_shell_text(text, words[0])
     program.follow(_first_files(config, cwd, places))
-    return {name: file for name, file in program.read.items() if name in candidates}
+    return program
 
 
 def unexported_notes(config: RunConfig, *, cwd: Path, env: Mapping[str, str]) -> list[str]:
@@ -108,6 +123,93 @@ def unexported_notes(config: RunConfig, *, cwd: Path, env: Mapping[str, str]) ->
             f"export them: cluster.export=[{','.join([*kept, *sorted(missing)])}]"
         )
     return notes
+
+
+def refuse_unexpanded(config: RunConfig, env: Mapping[str, str]) -> None:
+    """Refuses a path that this program itself reads and that begins with a variable.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    paths = {"run.root": config.run.root, "train.init_from": config.train.init_from}
+    for group, section in (("model", config.model), ("data", config.data)):
+        if config.trains and not _is_own(section):
+            paths |= dict(_texts_in(section, group))
+    for key, text in paths.items():
+        match = re.match(r"\$\{?(\w+)", text or "")
+        if match is None:
+            continue
+        name = match[1]
+        hint = f'let the shell do it ("{key}=${name}/..." in double quotes); in a file: ${{oc.env:{name}}}/...'
+        if name not in env:
+            hint = f"this shell has no {name}: name a path that this machine and all nodes see"
+            if key.startswith("data."):
+                hint += "; for the nodes' own disks see docs/bring-your-own.md#data-on-the-nodes-own-disks"
+        raise ConfigError(f"{key}={text} begins with a variable that was not expanded", hint=hint)
+
+
+def unexpanded_notes(config: RunConfig, *, cwd: Path) -> list[str]:
+    """Returns what a person is told of $NAME in words that go on as they are: to a program, the environment, Slurm.
+
+    Args:
+        config: of the run.
+        cwd: the folder of its code.
+    """
+    notes = []
+    for key, text in _words_of_program(config):
+        match = _UNEXPANDED.search(text)
+        if match is None or _program_of(config, cwd, None).expands:
+            continue
+        advice = "$HOME in double quotes is expanded by your shell"
+        if match["name"]:
+            name = match["name"]
+            advice = f'let it read os.environ["{name}"]; if this shell has {name}, it is expanded in double quotes'
+        notes.append(f"{key}={text}: nothing expands this, the program gets these characters; {advice}")
+        break
+    cluster = config.cluster
+    if cluster is None:
+        return notes
+    for name, value in cluster.env.items():
+        if _UNEXPANDED.search(str(value)):
+            line = f"'cluster.setup=[\"export {name}={value}\"]'"
+            notes.append(f"cluster.env.{name}={value}: nothing expands this; the node expands a line of setup: {line}")
+    for section, flags in (("cluster.sbatch", cluster.sbatch), ("cluster.srun", cluster.srun)):
+        for flag, value in flags.items():
+            if _UNEXPANDED.search(str(value)):
+                notes.append(
+                    f"{section}.{flag}={value}: nothing expands this, Slurm gets these characters; in double "
+                    "quotes your shell does"
+                )
+    return notes
+
+
+def _words_of_program(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yields the texts that a program of the person's own gets, and their keys."""
+    words = config.script or []
+    of_shell = {*_shell_texts(words)}
+    for word in words[1:]:
+        if word not in of_shell:
+            yield "script", word
+    for group, section in (("task", config.task), ("model", config.model), ("data", config.data)):
+        if config.script is None and _is_own(section):
+            yield from _texts_in(section, group)
+
+
+def _is_own(section: Mapping[str, Any] | None) -> bool:
+    """Returns whether a section builds something that does not ship with this package."""
+    return section is not None and not str(section.get("_target_", "slurm_train.")).startswith("slurm_train.")
+
+
+def _texts_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yields the texts of a section and their keys."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts_in(inner, f"{key}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _texts_in(inner, f"{key}[{index}]")
 
 
 def _has_login_shell(cluster: ClusterSection) -> bool:
@@ -173,6 +275,8 @@ class _Program:
     def __init__(self, cwd: Path, places: Sequence[Path]) -> None:
         self.read: dict[str, str] = {}
         """Name -> the first file that reads it."""
+        self.expands = False
+        """Whether it has a call that expands $NAME or `~` in texts."""
         self._cwd = cwd
         self._places = places
         self._seen = set[Path]()
@@ -191,6 +295,7 @@ class _Program:
             except (OSError, ValueError):
                 continue
             shown = self._shown(file)
+            self.expands = self.expands or _EXPANDS.search(text) is not None
             if file.suffix == ".py" or re.match(r"#!.*python", text):
                 self._take_python(text, file, shown)
             elif file.suffix in _SHELL_SUFFIXES or re.match(r"#!.*\b(?:ba|z|da|k)?sh\b", text):

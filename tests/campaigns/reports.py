@@ -168,6 +168,27 @@ def _variable_of_shell(person: Person) -> Iterator[str]:
         yield "a variable that is exported by its name is not there"
 
 
+def _variable_in_words(person: Person) -> Iterator[str]:
+    said = _types(person, "plan +cluster=1x1 'script=[train.py,--data,$SLURM_TMPDIR/x]'").err
+    if 'os.environ["SLURM_TMPDIR"]' not in said:
+        yield f"the word is not named: {said[-300:]}"
+    refused = _types(person, "plan data=text 'data.path=$SLURM_TMPDIR/books'")
+    if refused.code != 2 or "--out $SLURM" in refused.err:
+        yield f"a path of data: exit code {refused.code}: {refused.err[-200:]}"
+    for node in ("node1", "node2"):
+        (person.folder / node).mkdir()
+    (person.folder / "books").write_text("text")
+    each = "srun --ntasks=$SLURM_NNODES --ntasks-per-node=1"
+    staging = f'\'cluster.setup=["{each} sh -c \\"cp books \\$SLURMD_NODENAME/\\""]\''
+    job, _ = _types(
+        person, f"script=[train.py] +cluster=2x2 run.name=staged {staging} cluster.nodelist=node[1-2]"
+    ).job_and_run
+    state = _ends(job)
+    missing = [node for node in ("node1", "node2") if not (person.folder / node / "books").exists()]
+    if missing or state != "COMPLETED":
+        yield f"the job is {state}, nothing was copied for {missing}"
+
+
 def _words_of_export(person: Person) -> Iterator[str]:
     plan = "plan script=[train.py] +cluster=1x1"
     for words in ("cluster.export=ALL", "cluster.export=[ALL]", "cluster.sbatch.export=ALL"):
@@ -697,6 +718,7 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("a time limit in a file is no number in base 60", _yaml_limit),
     Situation("SBATCH_QOS of the shell is used, or named", _shell_choices),
     Situation("variables of the shell that the program reads", _variable_of_shell),
+    Situation("$NAME in words, and data for each node", _variable_in_words),
     Situation("words of --export in cluster.export", _words_of_export),
     Situation("a token in place of munge", _token),
     Situation("a local disk beside the GPUs of --gres", _disk_beside_gpus),

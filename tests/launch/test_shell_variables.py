@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from slurm_train.config.schema import RunConfig, build_config
-from slurm_train.launch.shell_variables import unexported_notes, unexported_variables
+from slurm_train.errors import ConfigError
+from slurm_train.launch.shell_variables import (
+    refuse_unexpanded,
+    unexpanded_notes,
+    unexported_notes,
+    unexported_variables,
+)
+from tests.support.refusals import refusal
 
 SHELL = {
     "MY_LR": "3e-4",
@@ -161,3 +168,68 @@ def test_the_note_has_the_words_that_export(tmp_path: Path) -> None:
     assert note.endswith("cluster.export=[VSC_SCRATCH,MY_LR,OPENAI_API_KEY]")
     followed = config_of(["lr.py"], cluster={"export": ["VSC_SCRATCH", "MY_LR", "OPENAI_API_KEY"]})
     assert unexported_notes(followed, cwd=tmp_path, env=SHELL) == []
+
+
+# --- $NAME in words ---
+
+
+def notes_of(folder: Path, script: list[str] | None, **sections: Any) -> list[str]:
+    return unexpanded_notes(config_of(script, **sections), cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("script", "sections", "says"),
+    [
+        (["a.py", "--data", "$SLURM_TMPDIR/x"], {}, 'os.environ["SLURM_TMPDIR"]'),
+        (["a.py", "--data=${SLURM_TMPDIR}/x"], {}, 'os.environ["SLURM_TMPDIR"]'),
+        (["a.py", "--out", "$SCRATCH"], {}, 'os.environ["SCRATCH"]'),
+        (["a.py", "--data", "~/x"], {}, "$HOME"),
+        (["bash", "run.sh", "$TMPDIR/x"], {}, 'os.environ["TMPDIR"]'),
+        (None, {"task": {"_target_": "a.run", "folder": "$LOCAL/x"}}, 'os.environ["LOCAL"]'),
+        (None, {"data": {"_target_": "a.Data", "files": [{"path": "$LOCAL/x"}]}}, 'os.environ["LOCAL"]'),
+        (["a.py"], {"cluster": {"env": {"DATA": "$SLURM_TMPDIR/x"}}}, '"export DATA=$SLURM_TMPDIR/x"'),
+        (["a.py"], {"cluster": {"env": {"LIBS": "/opt/lib:$LIBS"}}}, "cluster.setup"),
+        (["a.py"], {"cluster": {"sbatch": {"bb": "$SCRATCH/x"}}}, "double"),
+    ],
+)
+def test_a_variable_that_arrives_as_characters_is_named(
+    script: list[str] | None, sections: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.py").write_text("import os\n")
+    (note,) = notes_of(tmp_path, script, **sections)
+    assert says in note
+
+
+@pytest.mark.parametrize(
+    ("script", "source"),
+    [
+        (["a.py", "--data", "$TMPDIR/x"], "import os\nos.path.expandvars(x)"),
+        (["a.py", "--data", "~/x"], "Path(x).expanduser()"),
+        (["bash", "-c", "python a.py --data $TMPDIR/x"], ""),
+        # Patterns, prices and templates.
+        (["a.py", "--grep", "end$", "--price", "$5", "--text", "$name", "--cost", "a$B"], ""),
+        (["a.py", "--near", "x~/y", "--version", "~=1.2"], ""),
+    ],
+)
+def test_words_that_are_expanded_or_hold_no_path_are_not_named(script: list[str], source: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(source)
+    assert notes_of(tmp_path, script) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("run.root", "$SCRATCH/runs", "this shell has no SCRATCH"),
+        ("run.root", "$VSC_SCRATCH/runs", '("run.root=$VSC_SCRATCH/..." in double quotes)'),
+        ("train.init_from", "${VSC_SCRATCH}/w", "double quotes"),
+        ("data.path", "$SLURM_NODE_DISK/books", "#data-on-the-nodes-own-disks"),
+        ("model.path", "$scratch/llama", "this shell has no scratch"),
+    ],
+)
+def test_a_path_that_is_read_here_is_refused_with_what_to_do(key: str, value: str, hint: str) -> None:
+    section, name = key.split(".")
+    target = {"data": "slurm_train.data.text.build", "model": "slurm_train.models.causal_lm.causal_lm"}.get(section)
+    config = build_config(RunConfig, {section: {name: value, **({"_target_": target} if target else {})}})
+    error = refusal(ConfigError, refuse_unexpanded, config, SHELL)
+    assert error.message == f"{key}={value} begins with a variable that was not expanded"
+    assert hint in error.hint
