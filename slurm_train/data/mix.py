@@ -9,6 +9,7 @@ number of ranks are the same as for one source.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -76,10 +77,16 @@ class MixedSource:
         return next(self.stream(iter([Draw(indices, indices)])))
 
     @property
+    def num_targets(self) -> int:
+        """Predicted tokens of all sources, if all are text."""
+        return sum(source.num_targets for source in self._sources)  # type: ignore[attr-defined]
+
+    @property
     def bytes_per_target(self) -> float:
         """Bytes of text per predicted token, if all sources are text."""
-        per_target: list[float] = [source.bytes_per_target for source in self._sources]  # type: ignore[attr-defined]
-        return float(np.average(per_target, weights=np.diff(self._borders)))
+        sources: list[Any] = self._sources
+        num_bytes = math.fsum(source.bytes_per_target * source.num_targets for source in sources)
+        return num_bytes / self.num_targets
 
     @property
     def encoding(self) -> Any:

@@ -54,10 +54,14 @@ class TokenSource:
         return int(self._starts[-1])
 
     @property
+    def num_targets(self) -> int:
+        """Predicted tokens of the whole split."""
+        return self.index.splits[self.split].targets
+
+    @property
     def bytes_per_target(self) -> float:
         """Bytes of text per predicted token: loss in nats / ln 2 / this = bits per byte."""
-        split = self.index.splits[self.split]
-        return split.bytes / split.targets
+        return self.index.splits[self.split].bytes / self.num_targets
 
     def encoding(self) -> Encoding:
         """Returns the encoding the shards were made with, to decode what a model writes."""

@@ -103,7 +103,7 @@ class Recorder:
     def count(self, result: StepResult) -> None:
         """Counts a step; shows it when the display is due."""
         self._window_steps += 1
-        self._window_items += result.num_items
+        self._window_items += self._items_of(result)
         self._newest = result
         now = self._clock()
         if self._shown is None:  # the first step's time is start-up; a speed is known from the second on
@@ -186,6 +186,10 @@ class Recorder:
         self._writer.close()
         self._keep_account()
 
+    def _items_of(self, result: StepResult) -> int:
+        """Returns the tokens of a step, or its samples: a loss may count pixels or labels in place of them."""
+        return result.num_items if self._unit == "tokens" else result.facts.size
+
     def _head(self, step: int, samples: int) -> dict[str, Any]:
         return {"step": step, "epoch": samples // self._num_samples, "samples": samples}
 
@@ -200,7 +204,7 @@ class Recorder:
     def _show(self, result: StepResult, now: float, since: float, step_then: int) -> None:
         step = result.facts.step
         step_time_s = max(now - since, 1e-9) / max(step - step_then, 1)
-        rate = result.num_items / step_time_s
+        rate = self._items_of(result) / step_time_s
         self.display.show(step, loss=result.loss, rate=rate, unit=self._unit, step_time_s=step_time_s)
         self._shown = (now, step)
 
@@ -300,10 +304,12 @@ def peak_flops(device: torch.device) -> float | None:
 def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, float]:
     """Returns the floating-point operations per token of a forward and a backward pass, counted in two ways.
 
-    The first number is six per weight of a matrix product. Attention's own products do not count, nor does an embedding
-    that is only looked up; a tied embedding counts, since the output layer multiplies by it. The second number is
-    6 N + 12 L T C, as in papers and in torchtitan: N are all parameters, the other term is attention's products in L
-    layers of width C over T positions. It is 0 where the model does not define `attention_width`, which is L x C.
+    The first number is six per weight of a matrix product. A frozen weight has no gradient of its own and counts four,
+    one before all that is trained (in the order of the parameters) no backward pass and two. Attention's own products
+    do not count, nor does an embedding that is only looked up; a tied embedding counts, since the output layer
+    multiplies by it. The second number is 6 N + 12 L T C, as in papers and in torchtitan: N are all parameters, the
+    other term is attention's products in L layers of width C over T positions. It is 0 where the model does not define
+    `attention_width`, which is L x C.
 
     Args:
         model: the whole model.
@@ -312,17 +318,22 @@ def flops_per_token(model: nn.Module, *, positions: int = 0) -> tuple[float, flo
     # `module.weight` of a parametrized layer would compute it, and a spectral norm counts that as a pass.
     looked_up = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)}
     multiplied = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
-    num_multiplied = 0
+    operations = 0.0
     num_parameters = 0
+    is_trained_before = False
     for parameter in model.parameters():
         num_parameters += parameter.numel()
-        is_only_looked_up = id(parameter) in looked_up and id(parameter) not in multiplied
-        if parameter.dim() >= 2 and not is_only_looked_up:
-            num_multiplied += parameter.numel()
+        is_trained_before = is_trained_before or parameter.requires_grad
+        is_looked_up = id(parameter) in looked_up
+        if parameter.dim() < 2 or (is_looked_up and id(parameter) not in multiplied):
+            continue
+        # A tied embedding is multiplied in the output layer, behind all others.
+        per_frozen_weight = 4 if is_trained_before or is_looked_up else 2
+        operations += parameter.numel() * (6 if parameter.requires_grad else per_frozen_weight)
     attention_width: Any = getattr(model, "attention_width", None)
     attention: int = 0 if attention_width is None else positions * attention_width()
     as_in_papers = 6.0 * num_parameters + 12.0 * attention if attention else 0.0
-    return 6.0 * num_multiplied, as_in_papers
+    return operations, as_in_papers
 
 
 def format_measures(measures: dict[str, float]) -> str:

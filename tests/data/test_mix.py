@@ -21,6 +21,7 @@ from slurm_train.data.check import require_readable
 from slurm_train.data.mix import MixedSource
 from slurm_train.data.order import Int64Array, SampleOrder
 from slurm_train.errors import ConfigError, DataError
+from slurm_train.train.evaluate import measures
 
 
 class Numbers:
@@ -102,6 +103,24 @@ def test_held_out_samples_come_once_each_whatever_the_weights() -> None:
     held = mixed(a=30.0, b=70.0)
     assert held.fingerprint() != mixed().fingerprint() == mixed().fingerprint()
     assert sorted(held.batch(np.arange(100))[0].flatten().tolist()) == [*range(30), *range(1000, 1070)]
+
+
+class Text(Numbers):
+    """Text of which a number of bytes and of predicted tokens are known."""
+
+    def __init__(self, count: int, *, num_bytes: int, num_targets: int) -> None:
+        super().__init__(count)
+        self.num_targets = num_targets
+        self.bytes_per_target = num_bytes / num_targets
+
+
+def test_bits_per_byte_of_a_mix_are_all_bits_over_all_bytes() -> None:
+    """A source of one short window counts by its few tokens, not as one whole window."""
+    sources = {"a": Text(1, num_bytes=12, num_targets=3), "b": Text(10, num_bytes=1000, num_targets=1000)}
+    mixture = MixedSource(sources, weights={"a": 1.0, "b": 1.0}, seed=5)
+    measured = measures([{"loss": 1003 * math.log(2), "count": 1003.0}], bytes_per_item=mixture.bytes_per_target)
+    assert measured["eval_bits_per_byte"] == pytest.approx(1003 / 1012)
+    assert not hasattr(mixed(), "bytes_per_target")
 
 
 def test_bad_mixes_are_refused() -> None:

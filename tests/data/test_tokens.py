@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,26 @@ def test_standard_library_is_real_text_and_made_once(tmp_path: Path) -> None:
     assert 0.99 < train.bytes_per_target <= 1.0
     assert train.encoding().decode([104, 105, 256, 255, 33]) == "hi\n\n\ufffd!"
     assert "import" in train.encoding().decode(np.asarray(next(train.shards())[:20_000]).tolist())
+
+
+def test_a_split_has_the_bytes_and_tokens_that_its_text_has(tmp_path: Path) -> None:
+    """Counted by hand: each byte is a token, and each document has an end. Empty rows are counted, and held out too."""
+    texts = [f"text {number} " * (number % 7) for number in range(40)] + [None]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    index = prepare([file], out=tmp_path / "out", options=PrepareOptions(held_out=0.3, max_targets=200))
+    splits = index.splits.values()
+    assert sum(split.empty for split in splits) == sum(not text for text in texts) == 7
+    assert sum(split.documents for split in splits) == 34
+    assert sum(split.bytes for split in splits) == sum(len(text or "") for text in texts)
+    for name, split in index.splits.items():
+        assert split.targets == split.bytes + split.documents
+        source = text.build(path=str(tmp_path / "out"), context=16, split=name)
+        assert source is not None and source.bytes_per_target == split.bytes / split.targets
+        targets = torch.cat([source.batch(np.array([window]))[1] for window in range(len(source))])
+        num_counted = int((targets != IGNORED).sum())
+        if name == "heldout":
+            assert num_counted == split.targets
+        else:
+            # Training takes whole windows: of each file of tokens the end may be missing.
+            assert 0 <= split.targets - num_counted < 16 * len(split.shards)

@@ -52,6 +52,35 @@ def test_the_display_ends_at_the_newest_step(tmp_path: Path) -> None:
     assert stream.getvalue().splitlines()[-1].startswith("step 3/3  loss 0.3333")
 
 
+@pytest.mark.parametrize("is_text", [False, True], ids=["images whose pixels count in the loss", "text"])
+def test_a_rate_is_of_samples_or_of_tokens_whatever_else_took_time(tmp_path: Path, is_text: bool) -> None:
+    """Three steps of 4 samples in 2 s each, of which each loss counts 400 items; an evaluation of 5 s is left out."""
+    now = [100.0]
+    source = SimpleNamespace(bytes_per_target=1.0) if is_text else SimpleNamespace()
+    source = type("Source", (), {"__len__": lambda _: 64, **vars(source)})()
+    facts: dict[str, Any] = {
+        "display": Display(io.StringIO(), max_steps=3),
+        "source": source,
+        "spent": Spent(begin_unix_s=0.0),
+    }
+    recorder = Recorder(make_rank(tmp_path), **facts, flops_per_token=(0.0, 0.0), clock=lambda: now[0])
+    for step in (1, 2, 3):
+        now[0] += 2.0
+        result = StepResult(StepFacts(step, 4 * step, 0.1, size=4), False, 400, 1.0, 0, 0.5)
+        recorder.count(result)
+        now[0] += 5.0
+        recorder.skip(5.0, "evaluate_s")
+    recorder.write(result, items=1200, data_wait_s=0.0, digest=None)
+    recorder.close()
+    (line,) = [json.loads(words) for words in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line["step_time_s"] == 2.0
+    assert {key: line.get(key) for key in ("tokens_per_s", "samples_per_s", "tokens")} == (
+        {"tokens_per_s": 200.0, "samples_per_s": None, "tokens": 1200}
+        if is_text
+        else {"tokens_per_s": None, "samples_per_s": 2.0, "tokens": None}
+    )
+
+
 def test_what_a_model_writes_cannot_steer_a_terminal() -> None:
     assert printable("a\x1b[2J\n\tb\x00\u00e9") == "a\ufffd[2J\n\tb\ufffd\u00e9"
 
@@ -122,6 +151,23 @@ def test_a_token_costs_what_torch_counts_of_the_matrix_products(name: str) -> No
     # Attention's own products, which the formula leaves out, are of another operation.
     products = sum(counts.get(operation, 0) for operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
     assert products > 0 and flops_per_token(model)[0] == products / 32
+
+
+@pytest.mark.parametrize("trained", ["block 2 of 3", "all but block 2", "embedding", "head"])
+def test_a_token_of_a_model_with_frozen_weights_costs_what_torch_counts(trained: str) -> None:
+    mapping = {**shipped_model("gpt"), "num_layers": 3, "context": 16, "tied": False}
+    with torch.device("meta"):
+        model = instantiate(mapping)
+        tokens = torch.zeros((2, 16), dtype=torch.int64)
+    for name, parameter in model.named_parameters():
+        is_in_block = name.startswith("blocks.1.")
+        in_place = {"block 2 of 3": is_in_block, "all but block 2": not is_in_block}
+        parameter.requires_grad_(in_place.get(trained, name.startswith(trained)))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(counts.get(operation, 0) for operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert products > 0 and flops_per_token(model)[0] == pytest.approx(products / 32, rel=0.05)
 
 
 @pytest.mark.parametrize(("positions", "billions"), [(4096, 54.6), (8192, 61.1), (0, 0.0)])
