@@ -8,6 +8,7 @@ anew when something has changed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -23,7 +25,7 @@ from typing import TextIO
 from slurm_train.checkpoint.verify import find_kept
 from slurm_train.cli.selection import find_root, look_once, read_selection
 from slurm_train.cli.terminal import BOLD, BOLD_RED, FAINT, note, painted, redraw, takes_escapes, width_of
-from slurm_train.errors import ConfigError
+from slurm_train.errors import ClusterError, ConfigError
 from slurm_train.formatting import clock, count, duration, table
 from slurm_train.rundir.attempts import read_ledger
 from slurm_train.rundir.events import read_events
@@ -85,11 +87,39 @@ def main(words: Sequence[str]) -> int:
     statuses = [status for status in all_statuses if selection.keeps(status)]
     if not statuses:
         _note_nothing(selection, num_runs=len(all_statuses))
+    statuses = _with_owners(statuses, os.environ)
     if arguments.json:
         print(json.dumps([status.as_json() for status in statuses], indent=2))
     elif statuses:
         _print_table(statuses, selection, os.environ)
     return 0
+
+
+def _with_owners(statuses: Sequence[RunStatus], env: Mapping[str, str]) -> list[RunStatus]:
+    """Returns statuses in which a job that will never start names the owner of the limit.
+
+    Slurm's reason names none, and is the same where other jobs have to end first. Its commands are called only where a
+    job waits for a limit.
+    """
+    from slurm_train.slurm.commands import SlurmCommands
+    from slurm_train.slurm.flags import read_components
+    from slurm_train.slurm.job_limits import obstacles, read_request
+    from slurm_train.slurm.records import waits_for_limit
+    from slurm_train.slurm.site import gather_facts, login_name
+
+    facts = None
+    named = []
+    for status in statuses:
+        if status.state is RunState.QUEUED and status.job is not None and waits_for_limit(status.job.reason):
+            with contextlib.suppress(OSError, ValueError, ClusterError):
+                facts = facts or gather_facts(SlurmCommands(env), user=login_name())
+                script = status.run.submit_script.read_text(encoding="utf-8")
+                found = [obstacles(facts, read_request(directives)) for directives in read_components(script)]
+                obstacle = next((of_component[0] for of_component in found if of_component), None)
+                if obstacle is not None:
+                    status = replace(status, note=f"{status.note}; {obstacle.what}: {obstacle.todo}")
+        named.append(status)
+    return named
 
 
 def _read_watch(arguments: argparse.Namespace) -> tuple[float | None, list[str]]:

@@ -685,6 +685,17 @@ def limit_in(reason: str) -> ReasonedLimit | None:
     return ReasonedLimit(resource.lower(), match["kind"] == "Min")
 
 
+_OF_PARTITION = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "AccountNotAllowed", "QOSNotAllowed")
+# In a sentence with the names of both.
+_NOT_PERMITTED = ("Job's account not ", "Job's QOS not ")
+
+
+def waits_for_limit(reason: str) -> bool:
+    """Returns whether a job waits because of a limit: for a person to change something, or for other jobs to end."""
+    code = _code_of(reason)
+    return limit_in(code) is not None or code in _OF_PARTITION or reason.startswith(_NOT_PERMITTED)
+
+
 def _explain_limit(code: str) -> str:
     match = _LIMIT.fullmatch(code)
     if match is None:

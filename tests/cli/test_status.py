@@ -136,3 +136,18 @@ def test_runs_are_chosen(four: Shell) -> None:
     assert "no such run below" in four.types("status --where seed=99").err
     four.refuses("--where 'optim.lr' is not KEY=VALUE", "status --where optim.lr")
     four.refuses("no run has the key 'optim.lrr'", "status --where optim.lrr=1")
+
+
+@pytest.mark.parametrize(
+    ("reason", "time_min", "is_named"),
+    [("PartitionTimeLimit", 99999, True), ("QOSMaxGRESPerUser", 60, False), ("Resources", 99999, False)],
+)
+def test_a_job_that_will_never_start_names_the_owner_of_the_limit(
+    reason: str, time_min: int, is_named: bool, shell: Shell
+) -> None:
+    run = shell.has_run(job_ids=("4711",))
+    run.submit_script.write_text(f"#!/bin/bash\n#SBATCH --partition=main\n#SBATCH --time={time_min}\n")
+    shell.slurm.queue("4711", "PENDING", reason=reason)
+    out = shell.types("status").out
+    assert reason in out
+    assert ("cluster.time_limit_min=99999 is more than partition main allows" in out) is is_named

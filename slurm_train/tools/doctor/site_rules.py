@@ -124,7 +124,7 @@ HINTS = {
     "SUSPENDS": "nothing: suspended time is on no clock of a run; raise checkpoint.save_timeout_s for long ones",
     "GPU_FLAG": "`init` writes a site file with cluster.gpu_flag=gres, or none for runs on CPUs",
     "PARTITION_DOWN": "`sinfo -R` says why; name another one with cluster.partition",
-    "PARTITION_BARRED": "cluster.qos and cluster.account choose; `plan` says whether a run would start",
+    "PARTITION_BARRED": "set cluster.qos or cluster.account for runs there; `init` writes those that it takes",
     "REQUEUE_EXIT": "nothing for runs; jobs of your own that fail with such a code need `scancel`",
     "LONE_JOB": "name another cluster.qos for long runs; `resume` continues a run that nothing took over",
     "TIME_LIMITS": "nothing: a run saves before its limit and is requeued; cluster.time_limit_min sets one",
@@ -215,7 +215,7 @@ def _partitions(view: SiteView) -> Iterator[Finding]:
     for part in view.facts.partitions:
         barred = limits_of(view.facts, part.name).barred
         if barred:
-            yield note("PARTITION_BARRED", f"{barred}: set cluster.qos or cluster.account there")
+            yield note("PARTITION_BARRED", barred)
         if part.state != "up":
             yield warning("PARTITION_DOWN", "", f"partition {part.name} is {part.state}: it starts no jobs")
         if part.groups and not part.num_usable_nodes:
