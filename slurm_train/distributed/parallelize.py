@@ -403,6 +403,17 @@ def shard(
             register_fsdp_forward_method(model, name)
 
 
+def leave_inputs(model: nn.Module) -> None:
+    """Has the shards of a model no longer cast what goes into them; autocast has to do it where it is needed."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # torch (2.7 to 2.13) has no public way to change it, and batches are not known when shards are made.
+            state = module._get_fsdp_state()
+            state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
+
+
 def require_gloo_means(device_type: str) -> None:
     """Refuses shards on CPUs where gloo gives sums for the means of gradients that `fully_shard` asks for.
 

@@ -87,8 +87,10 @@ class Rank:
     """This rank's device; chosen by `enter_device`."""
     precision: str = "float32"
     """What `train.precision=auto` means on the devices of all ranks; agreed on by `join`."""
+    gathers_half: bool = False
+    """Whether shards are gathered in bfloat16; set by `layout.apply_parallelism`."""
     casts_shards: bool = False
-    """Whether shards and all that goes into them are cast; set by `build.apply_parallelism`."""
+    """Whether what goes into shards is cast, too; set by `layout.apply_parallelism` and `layout.keep_float_inputs`."""
     image_format: torch.memory_format | None = None
     """How images are laid out on the device, None: as they come; set by `convolutions.tune_convolutions`."""
 
@@ -116,8 +118,10 @@ class Rank:
 
     @property
     def forward_autocast(self) -> torch.dtype | None:
-        """Type for `torch.autocast` around a forward pass: on top of shards that are cast it would only cast again."""
-        return None if self.casts_shards else self.autocast
+        """Type for `torch.autocast` around a forward pass: on top of inputs that are cast it would only cast again."""
+        if self.casts_shards:
+            return None
+        return torch.bfloat16 if self.gathers_half else self.autocast
 
     @property
     def sequence_part(self) -> SequencePart | None:

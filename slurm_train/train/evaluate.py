@@ -35,6 +35,7 @@ from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.device_copies import in_precision, to_device
+from slurm_train.train.layout import keep_float_inputs
 from slurm_train.train.preserve import modes_kept, preserved
 
 _MOST_NUMBERS = 1024
@@ -91,9 +92,6 @@ class Evaluator:
     @torch.no_grad()
     def _sums(self) -> dict[str, float] | None:
         """Returns the sums of this rank's samples, {} without any, None when a stop interrupts the evaluation."""
-        device = self.rank.device
-        autocast = self.rank.forward_autocast
-        part = self.rank.sequence_part
         is_whole = self.rank.layout.is_replicated
         stop = self.rank.stop
         totals: dict[str, Tensor] = {}
@@ -106,11 +104,10 @@ class Evaluator:
             is_stopping = bool(stop.requested) if is_whole else _is_any_requested(stop)
             if is_stopping:
                 return None
-            own_part = batch if part is None else part.cut(batch)
-            batch = to_device(own_part, device, image_format=self.rank.image_format)
+            own_part = self._on_device(batch)
             self._seed(first)
-            with in_precision(device, autocast):
-                sums = self._sums_of(batch)
+            with in_precision(self.rank.device, self.rank.forward_autocast):
+                sums = self._sums_of(own_part)
             if not counts:
                 continue
             for name, value in sums.items():
@@ -126,11 +123,7 @@ class Evaluator:
             return False
         collates_at_random = getattr(self.source, "collates_at_random", None)
         draws = collates_at_random is not None and collates_at_random(numbers)
-        batch: Any = self.source.batch(numbers)
-        part = self.rank.sequence_part
-        batch = to_device(
-            batch if part is None else part.cut(batch), self.rank.device, image_format=self.rank.image_format
-        )
+        batch = self._on_device(self.source.batch(numbers))
         self._seed(0)
         before = (stream_positions(), positions_of(self._own))
         with in_precision(self.rank.device, self.rank.forward_autocast):
@@ -157,14 +150,11 @@ class Evaluator:
         Raises:
             ConfigError: the model's `evaluation_sums` returns sums that cannot be used.
         """
-        sample: Any = self.source.batch(np.arange(min(2, len(self.source)), dtype=np.int64))
-        part = self.rank.sequence_part
-        device = self.rank.device
-        batch = to_device(sample if part is None else part.cut(sample), device)
+        batch = self._on_device(self.source.batch(np.arange(min(2, len(self.source)), dtype=np.int64)))
         with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
             self.objective.eval()
-            with in_precision(device, self.rank.forward_autocast):
-                if self.pipeline is None and part is None:
+            with in_precision(self.rank.device, self.rank.forward_autocast):
+                if self.pipeline is None and self.rank.sequence_part is None:
                     self.objective.look_at_scores(batch, None)
                 sums = _as_numbers(self._sums_of(batch))
         of_ranks = gather(sums)
@@ -184,11 +174,18 @@ class Evaluator:
         sample = self.source.batch(np.zeros(1, dtype=np.int64))
         if not is_nested(sample):
             return True
-        device = self.rank.device
+        batch = self._on_device(sample)
         with preserved(self.objective.model), modes_kept(self.objective), torch.no_grad():
             self.objective.eval()
-            with in_precision(device, self.rank.forward_autocast):
-                return self.objective.gives_held_out_loss(to_device(sample, device))
+            with in_precision(self.rank.device, self.rank.forward_autocast):
+                return self.objective.gives_held_out_loss(batch)
+
+    def _on_device(self, batch: Any) -> Any:
+        """Returns this rank's part of a batch on the device; the shards get float inputs as they are."""
+        keep_float_inputs(self.rank, self.objective.model, batch)
+        part = self.rank.sequence_part
+        own_part = batch if part is None else part.cut(batch)
+        return to_device(own_part, self.rank.device, image_format=self.rank.image_format)
 
     def _sums_of(self, batch: Any) -> dict[str, Tensor]:
         """Returns the sums of one batch, {} on all stages but the last."""

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from slurm_train.checkpoint.state import names_of_groups
 from slurm_train.config.parallel import gathers_float8, stages_of
+from slurm_train.data.source import Batch, is_nested, map_tensors
 from slurm_train.distributed.float8 import to_float8
 from slurm_train.distributed.group import use_timeout
 from slurm_train.distributed.parallelize import (
@@ -19,6 +22,7 @@ from slurm_train.distributed.parallelize import (
     gathers_in_bfloat16,
     has_own_loss,
     is_deep,
+    leave_inputs,
     parallelize,
     prepare_blocks,
     require_blocks,
@@ -28,6 +32,7 @@ from slurm_train.distributed.pipeline import Pipeline, keep_stages, require_gloo
 from slurm_train.errors import ConfigError, SlurmTrainError
 from slurm_train.models.failures import call_in, cause_in_batch
 from slurm_train.models.first_weights import fill, first_values
+from slurm_train.models.own_loss import LABELS
 from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.optimizer import begin_state, build_optimizer, can_call_kernel
 
@@ -81,6 +86,7 @@ def _prepare_shards(parts: Parts) -> None:
     values = first_values(model)
     mesh = build_mesh(layout, device=rank.device)
     gathers_half = gathers_in_bfloat16(model, layout=layout, settings=config.parallel, autocast=rank.autocast)
+    rank.gathers_half = gathers_half
     rank.casts_shards = gathers_half and not has_own_loss(model)
     settings = replace(config.parallel, gather_dtype="bfloat16" if gathers_half else "float32")
     roots = [model]
@@ -117,6 +123,38 @@ def _prepare_shards(parts: Parts) -> None:
     parts.optimizer = build_optimizer(model, optim=config.optim)
     if can_call_kernel(parts.optimizer):
         begin_state(parts.optimizer)
+
+
+def keep_float_inputs(rank: Rank, model: nn.Module, batch: Batch) -> None:
+    """Has shards in bfloat16 compute with autocast, and without a cast of inputs, where a batch has float inputs.
+
+    To be called before the first forward pass of a training or an evaluation, on all ranks alike. A clock or a
+    coordinate would be rounded (526 to 528) that whole replicas see as it is. Models of whole numbers, texts, compute
+    in bfloat16 throughout, which takes less memory than autocast. The stages of a pipeline go on to cast what they get,
+    and so does a model of float64, which autocast leaves alone.
+
+    Args:
+        rank: this rank; `casts_shards` is set.
+        model: this rank's part.
+        batch: (inputs, ...), or tensors by name.
+    """
+    if not rank.gathers_half or rank.layout.pp > 1:
+        return
+    # Targets beside the inputs do not go into the model, and a loss of its own takes a batch of names apart itself.
+    is_apart = has_own_loss(model)
+    inputs: Any = batch[:1] if isinstance(batch, tuple) else batch
+    if isinstance(batch, dict) and is_apart:
+        inputs = {name: part for name, part in batch.items() if name != LABELS}
+    are_floats: list[bool] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        are_floats.append(tensor.is_floating_point() and tensor.dtype != torch.float64)
+        return tensor
+
+    map_tensors(look, batch if is_nested(batch) else inputs)
+    if any(are_floats):
+        leave_inputs(model)
+        rank.casts_shards = False
 
 
 @contextmanager

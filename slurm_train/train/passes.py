@@ -42,6 +42,7 @@ from slurm_train.train.context import Parts, Rank, gather
 from slurm_train.train.convolutions import tune_convolutions
 from slurm_train.train.ddp import COUNT, LOSS, NON_FINITE, SQUARES, STOP, TrainingModule, build_ddp, send_bfloat16
 from slurm_train.train.device_copies import DeviceCopies, in_precision, to_device
+from slurm_train.train.layout import keep_float_inputs
 from slurm_train.train.preserve import preserved
 
 # The training ends where more than this share of the samples is cut to the model's context, counted over this many at
@@ -109,9 +110,19 @@ class Passes:
                 f"batches are dicts ({', '.join(batch)}), which a layout of {layout} cannot cut",
                 hint="let the data set give tuples (inputs, targets), or leave parallel.pp and parallel.cp at 1",
             )
-        if is_nested(batch):
-            self._require_lists_fit()
+        if is_nested(batch) and layout.pp * layout.cp > 1:
+            raise ConfigError(
+                f"a batch has lists of tensors, which a layout of {layout} cannot cut",
+                hint="leave parallel.pp and parallel.cp at 1",
+            )
         objective = self._objective
+        keep_float_inputs(self._rank, objective.model, batch)
+        if is_nested(batch) and self._rank.casts_shards:
+            raise ConfigError(
+                "a batch has lists of float64 tensors, and shards that are gathered in bfloat16 round all inputs, "
+                "targets too",
+                hint="give float32, set parallel.gather_dtype=float32, or define training_loss(batch) on the model",
+            )
         notes: list[str | None] = []
         objective.look_at(batch)
         notes.append(objective.other_loss(batch))
@@ -134,24 +145,6 @@ class Passes:
     def _say(self, text: str) -> None:
         if self._rank.place.is_first:
             print(text, file=sys.stderr)
-
-    def _require_lists_fit(self) -> None:
-        """Checks that the layout does not change lists of tensors.
-
-        Raises:
-            ConfigError: it would cut them, or round their values (coordinates of boxes) to bfloat16.
-        """
-        layout = self._rank.layout
-        if layout.pp * layout.cp > 1:
-            raise ConfigError(
-                f"a batch has lists of tensors, which a layout of {layout} cannot cut",
-                hint="leave parallel.pp and parallel.cp at 1",
-            )
-        if self._rank.casts_shards:
-            raise ConfigError(
-                "a batch has lists of tensors, and shards that are gathered in bfloat16 round all inputs, targets too",
-                hint="set parallel.gather_dtype=float32, or define training_loss(batch) on the model",
-            )
 
     def run(self, batches: Iterator[MicroBatch], *, num_batches: int = 1) -> None:
         """Adds up the gradients of one step's micro-batches. Collective.
@@ -353,7 +346,6 @@ class ShardPasses(Passes):
         super().__init__(rank, objective=objective, num_averaged=layout.reducing_size)
         self._sharded: Any = model if hasattr(model, "set_requires_all_reduce") else None
         self._scales = ScalesOfStep(model)
-        self._autocast = rank.forward_autocast
         self._factor = factor
         self._owns_items = layout.owns_items(rank.place.rank)
         self._shares = [_share_of_squares(parameter, layout) for parameter in parameters]
@@ -384,7 +376,7 @@ class ShardPasses(Passes):
             # in the wrong order.
             if self._sharded is not None:
                 self._sharded.set_requires_all_reduce(number == 1)
-            with in_precision(self._device, self._autocast):
+            with in_precision(self._device, self._rank.forward_autocast):
                 loss, count = self._objective(tensors)
             loss.backward(self._factor)
             if self._owns_items:
@@ -473,7 +465,7 @@ class PipelinePasses(ShardPasses):
             keywords |= {"target": targets, "losses": losses}
             if self._objective.takes_targets:
                 keywords["targets"] = targets
-        with self._scales.computed(), in_precision(self._device, self._autocast):
+        with self._scales.computed(), in_precision(self._device, self._rank.forward_autocast):
             self._schedule.step(*arguments, **keywords)
         values = self._no_values()
         if self._owns_items:
