@@ -16,6 +16,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.process import BaseProcess
@@ -32,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from slurm_train.data.generators import OwnedGenerators, open_handle
 from slurm_train.data.item_digest import digest_items
 from slurm_train.data.order import Int64Array, mix64
-from slurm_train.data.source import IGNORED, Batch, Draw, map_tensors
+from slurm_train.data.source import IGNORED, IGNORED_VALUE, Batch, Draw, map_tensors
 from slurm_train.data.workers import AutoWorkers
 from slurm_train.distributed.seeds import stream_positions
 from slurm_train.errors import ConfigError, DataError
@@ -80,6 +81,10 @@ class MapStyleSource:
     def lengths(self) -> Any:
         """The lengths of the data set's samples or a method that returns them, None where it has neither."""
         return getattr(self._reader.dataset, "lengths", None)
+
+    def pad_with(self, padding: Padding) -> None:
+        """Fills samples of unequal length up with what suits the model, before the first one is read."""
+        self._reader.collate = padded_by(self._reader.collate, padding)
 
     @property
     def draws_at_random(self) -> bool:
@@ -343,9 +348,26 @@ def _require_map_style(dataset: Any) -> None:
         )
 
 
-def pad_or_stack(items: list[Any]) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """What fills samples of unequal length up, so that no sample depends on those beside it; follows from the model."""
+
+    tokens: int = 0
+    """Fills token ids: the model's padding id."""
+    adds_mask: bool = False
+    """Token ids without an `attention_mask` get one: the model takes it, and would count the padding otherwise."""
+    has_own_loss: bool = True
+    """The model has a `training_loss`, which gets -100 for all targets; other losses would count floats of -100."""
+
+
+def pad_or_stack(items: list[Any], *, padding: Padding | None = None) -> Any:
     """Returns a batch as torch's default_collate makes it, of mappings as `pad` does."""
-    return pad(items) if isinstance(items[0], Mapping) else default_collate(items)
+    return pad(items, padding=padding) if isinstance(items[0], Mapping) else default_collate(items)
+
+
+def padded_by(collate: Collate, padding: Padding) -> Collate:
+    """Returns a collate function of this module with another padding, and any other as it is."""
+    return partial(collate, padding=padding) if collate in (pad, pad_or_stack) else collate
 
 
 def as_batch(batch: Any) -> Batch:
@@ -407,28 +429,75 @@ def generators_put_back() -> Iterator[None]:
         torch.set_rng_state(cpu)
 
 
-def pad(samples: Sequence[tuple[Tensor, ...]] | Sequence[Mapping[str, Any]]) -> Batch:
-    """Returns a batch of (inputs, targets, ...): inputs padded with 0, all that follows with -100.
+def pad(
+    samples: Sequence[tuple[Tensor, ...]] | Sequence[Mapping[str, Any]], *, padding: Padding | None = None
+) -> Batch:
+    """Returns a batch of (inputs, targets, ...), or of tensors by name, filled up to the length of the longest sample.
 
-    Of mappings, `labels` are padded with -100 and all else, an `attention_mask` for instance, with 0. For tuples of
-    unequal length it is `data.collate=slurm_train.data.mapstyle.pad`, for mappings the default. How little there is to
-    pad is up to the batch: `batch.by_length=true` puts samples of about equal length together.
+    Inputs are filled with 0, and `input_ids` of mappings with the padding id; `labels` and all that follows the inputs
+    of tuples with what does not count: -100, float targets with -inf unless the model has a `training_loss`. For tuples
+    of unequal length it is `data.collate=slurm_train.data.mapstyle.pad`, for mappings the default. How little there is
+    to pad is up to the batch: `batch.by_length=true` puts samples of about equal length together.
 
     Args:
         samples: tuples or mappings of tensors (length, ...) of the same kind; those without dimensions are stacked.
+        padding: what suits the model; None knows of none.
+
+    Raises:
+        DataError: float `labels` have unequal lengths, and the model's own loss would count what fills them up.
     """
-    first = samples[0]
-    if isinstance(first, Mapping):
-        named: Any = samples
-        return {name: _pad_column([_tensor(value, name) for value in named], name == "labels") for name in first}
-    columns: Any = zip(*samples, strict=True)
-    return tuple(_pad_column(list(column), number > 0) for number, column in enumerate(columns))
+    padding = padding or Padding()
+    if not isinstance(samples[0], Mapping):
+        columns: Any = zip(*samples, strict=True)
+        return tuple(
+            _filled_up(list(column), value=_value_of_targets(column, padding) if number else 0)
+            for number, column in enumerate(columns)
+        )
+    named: Any = samples
+    tensors = {name: [_tensor(value, name) for value in named] for name in named[0]}
+    batch = {}
+    for name, column in tensors.items():
+        value: float = padding.tokens if name in _TOKENS else 0
+        if name == _LABELS:
+            value = _value_of_targets(column, padding)
+            if value == IGNORED_VALUE and _differ_in_length(column):
+                raise DataError(
+                    f"{name} are floats of unequal length, e.g. {len(column[0])} and {_other_length(column)}, and the "
+                    "model's own loss would count what fills them up",
+                    hint="define training_loss(batch) on the model, where -100 fills them up; or name a function in "
+                    "data.collate",
+                )
+        batch[name] = _filled_up(column, value=value)
+    if padding.adds_mask and _TOKENS[0] in tensors and _MASK not in tensors:
+        tokens = tensors[_TOKENS[0]]
+        # Without it where nothing was filled up: models compute faster so, and the same.
+        if _differ_in_length(tokens):
+            batch[_MASK] = pad_sequence([torch.ones_like(row, dtype=torch.int64) for row in tokens], batch_first=True)
+    return batch
 
 
-def _pad_column(column: list[Tensor], is_target: bool) -> Tensor:
+_TOKENS = ("input_ids", "decoder_input_ids")
+_LABELS = "labels"
+_MASK = "attention_mask"
+
+
+def _value_of_targets(column: Sequence[Tensor], padding: Padding) -> float:
+    """Returns what fills targets up."""
+    return IGNORED_VALUE if column[0].is_floating_point() and not padding.has_own_loss else IGNORED
+
+
+def _differ_in_length(column: Sequence[Tensor]) -> bool:
+    return bool(column[0].dim()) and any(len(row) != len(column[0]) for row in column)
+
+
+def _other_length(column: Sequence[Tensor]) -> int:
+    return next(len(row) for row in column if len(row) != len(column[0]))
+
+
+def _filled_up(column: list[Tensor], *, value: float) -> Tensor:
     if not column[0].dim():
         return torch.stack(column)
-    return pad_sequence(column, batch_first=True, padding_value=IGNORED if is_target else 0)
+    return pad_sequence(column, batch_first=True, padding_value=value)
 
 
 def _tensor(sample: Mapping[str, Any], name: str) -> Tensor:

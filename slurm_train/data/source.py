@@ -21,6 +21,8 @@ Batch = tuple[Tensor, ...] | dict[str, Tensor]
 Lengths = NDArray[np.integer[Any]]
 IGNORED = -100
 """What torch's cross entropy passes over: targets that only pad a sample do not count."""
+IGNORED_VALUE = float("-inf")
+"""The same of float targets: -100 may be a value, and NaN is a fault that has to be seen."""
 
 
 class Draw(NamedTuple):

@@ -30,11 +30,13 @@ from torch.utils.data import IterableDataset
 
 from slurm_train.data.mapstyle import (
     Collate,
+    Padding,
     as_batch,
     default_fingerprint,
     generators_put_back,
     keys_of,
     pad_or_stack,
+    padded_by,
     prepare_worker,
     seed_generators,
 )
@@ -111,6 +113,10 @@ class StreamSource:
 
     def __len__(self) -> int:
         return _NUM_SAMPLES
+
+    def pad_with(self, padding: Padding) -> None:
+        """Fills samples of unequal length up with what suits the model, before the first one is read."""
+        self._collate = padded_by(self._collate, padding)
 
     @property
     def name(self) -> str:

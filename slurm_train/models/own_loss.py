@@ -26,6 +26,7 @@ IGNORED = -100
 """Label of an item that does not count, as torch's cross entropy has it."""
 LABELS = "labels"
 _COUNT = "num_items_in_batch"
+_MASK = "attention_mask"
 _ROUTER_SCALES = ("router_aux_loss_coef", "aux_loss_coef")
 
 
@@ -45,6 +46,10 @@ class OwnLoss:
     """What the model multiplies `aux_loss` of its output by, 0 where it has none."""
     context: int | None
     """Positions that a table of the model has, None where it has no such table."""
+    needs_mask: bool
+    """Scores depend on padded positions unless an `attention_mask` says which they are."""
+    padding_id: int
+    """The token id that the model takes for padding, 0 where it names none."""
     ignored_in_images: int
     """The label that does not count in labels of images."""
 
@@ -100,6 +105,8 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     config = getattr(owner, "config", None)
     accepts_count = library is not None and _accepts_count(library)
     ignored = getattr(config, "semantic_loss_ignore_index", None)
+    passes_on = takes_any and library is not None and _MASK in inspect.signature(library.forward).parameters
+    takes_mask = _MASK in words or passes_on
     return OwnLoss(
         name=type(owner).__name__,
         takes_labels=LABELS in words or takes_any,
@@ -107,6 +114,8 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
         shifts=_shifts(model, library),
         router_scale=_router_scale(owner, config),
         context=None if library is None else _table_of_positions(library),
+        needs_mask=takes_mask and not _sees_no_later_token(library, router_scale=_router_scale(owner, config)),
+        padding_id=_padding_id(config),
         ignored_in_images=ignored if isinstance(ignored, int) else IGNORED,
     )
 
@@ -166,6 +175,29 @@ def _accepts_count(library: nn.Module) -> bool:
         return bool(declared)
     words = inspect.signature(library.forward).parameters.values()
     return any(word.kind is inspect.Parameter.VAR_KEYWORD for word in words)
+
+
+def _sees_no_later_token(library: nn.Module | None, *, router_scale: float) -> bool:
+    """Returns whether a model of transformers is a language model in which what pads the end of a text has no effect.
+
+    Not one with a loss of routers, which are balanced over all tokens, nor one that was made to fill masks, as BERT,
+    which looks ahead unless it is configured as a decoder.
+    """
+    if library is None or router_scale:
+        return False
+    names: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    config: Any = getattr(library, "config", None)
+    fills_masks = getattr(config, "model_type", None) in names.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_decoder = not fills_masks or bool(getattr(config, "is_decoder", False))
+    return is_decoder and type(library).__name__ in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _padding_id(config: Any) -> int:
+    number = getattr(config, "pad_token_id", None)
+    vocab_size = getattr(config, "vocab_size", None)
+    if isinstance(number, int) and isinstance(vocab_size, int) and 0 <= number < vocab_size:
+        return number
+    return 0
 
 
 def _table_of_positions(library: nn.Module) -> int | None:

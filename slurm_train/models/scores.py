@@ -16,7 +16,7 @@ from slurm_train.errors import ConfigError
 from slurm_train.models.own_loss import IGNORED
 
 IGNORED_VALUE = float("-inf")
-"""Float target of an item that does not count: -100 may be a value, and NaN is a fault that has to be seen."""
+"""Float target of an item that does not count, as `data.source` has it."""
 _TOLERANCE = 1e-3
 """Difference of a sum of probabilities from 1 that is rounding, also of numbers that were written with three digits."""
 _LOW_TOLERANCE = 1e-2

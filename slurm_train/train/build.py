@@ -14,6 +14,7 @@ from slurm_train.checkpoint.state import saved_buffers
 from slurm_train.config.batch import planned_lr, total_steps
 from slurm_train.config.schema import RunConfig
 from slurm_train.data.build import build_source
+from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.stream import StreamSource
 from slurm_train.data.workers import AutoWorkers, cpus_of_rank
 from slurm_train.distributed.group import shutdown
@@ -39,6 +40,7 @@ from slurm_train.train.samples import (
     build_samples,
     build_split,
     note_of_few,
+    padding_for,
 )
 from slurm_train.train.start_up import StartUp
 from slurm_train.train.step import build_stepper
@@ -142,6 +144,9 @@ def build_parts(rank: Rank) -> Parts:
         seed=config.seed,
         note=_print if rank.place.is_first else _ignore,
     )
+    for source in (train_data, heldout):
+        if isinstance(source, (MapStyleSource, StreamSource)):
+            source.pad_with(padding_for(model))
     return Parts(
         rank=rank,
         model=model,

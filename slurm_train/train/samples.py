@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from slurm_train.checkpoint.state import can_pin
 from slurm_train.config.batch import cut_equally, num_batches, shares_by_weight, shares_in_words
 from slurm_train.data.batches import BatchStream, GlobalBatches, LengthBatches, MicroBatch, Prefetch, Split
 from slurm_train.data.build import prefetch_depth
+from slurm_train.data.mapstyle import Padding
 from slurm_train.data.order import DIGEST_MODULUS, SampleOrder, samples_digest
 from slurm_train.data.source import Draw, SampleSource, lengths_of
 from slurm_train.data.stream import StreamSource
 from slurm_train.metrics import Display
+from slurm_train.models.own_loss import own_loss_of
 from slurm_train.rundir.events import append_event
 from slurm_train.train.context import Rank, gather
 from slurm_train.train.device_copies import PinnedBatches
@@ -108,6 +111,17 @@ def note_of_few(num_samples: int, *, global_size: int) -> str:
     return (
         f"the training data have {num_samples} samples and a step takes {global_size}, so some count several times in "
         f"a step: set batch.global_size={num_samples} or less if that is not meant"
+    )
+
+
+def padding_for(model: nn.Module) -> Padding:
+    """Returns what fills samples of unequal length up for a model, so that they do not depend on each other."""
+    own_loss = own_loss_of(model)
+    has_own_loss = hasattr(model, "training_loss")
+    return Padding(
+        tokens=own_loss.padding_id,
+        adds_mask=own_loss.needs_mask and not has_own_loss,
+        has_own_loss=has_own_loss,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from slurm_train.data.batches import BatchStream, GlobalBatches, Split
-from slurm_train.data.mapstyle import MapStyleSource, default_fingerprint, pad
+from slurm_train.data.mapstyle import MapStyleSource, Padding, default_fingerprint, pad
 from slurm_train.data.order import SampleOrder
 from slurm_train.data.source import IGNORED, is_nested, map_tensors
 from slurm_train.errors import DataError
@@ -177,6 +177,50 @@ def test_inputs_are_padded_with_zeros_and_targets_with_what_does_not_count() -> 
     inputs, targets = pad([(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])), (torch.tensor([5]), torch.tensor([6]))])
     assert inputs.tolist() == [[1, 2, 3], [5, 0, 0]]
     assert targets.tolist() == [[2, 3, 4], [6, IGNORED, IGNORED]]
+
+
+TOKEN = torch.ones(1, dtype=torch.int64)
+OF_DEFAULT_LOSS = Padding(has_own_loss=False)
+
+
+def test_float_targets_are_padded_with_what_the_loss_of_the_model_passes_over() -> None:
+    samples = [(torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.int64)), (torch.ones(1),) * 2 + (TOKEN,)]
+    assert [part[1, 1].item() for part in pad(samples)] == [0, -100, -100]
+    assert [part[1, 1].item() for part in pad(samples, padding=OF_DEFAULT_LOSS)] == [0, float("-inf"), -100]
+    named = [{"input_ids": row, "labels": label} for row, label, _ in samples]
+    assert pad(named)["labels"].tolist() == [[1, 1], [1, -100]]
+    with pytest.raises(DataError, match=r"labels are floats of unequal length, e\.g\. 2 and 1") as caught:
+        pad(named, padding=OF_DEFAULT_LOSS)
+    assert "training_loss" in caught.value.hint
+    assert pad(named[:1] * 2, padding=OF_DEFAULT_LOSS)["labels"].tolist() == [[1, 1], [1, 1]]
+
+
+def test_token_ids_get_a_mask_only_where_the_model_needs_it_and_something_was_padded() -> None:
+    padding = Padding(tokens=1, adds_mask=True)
+    rows = [{"input_ids": [5, 6, 7], "decoder_input_ids": [2], "labels": 0}, {"input_ids": [8], "labels": 1}]
+    rows[1]["decoder_input_ids"] = [2, 3]
+    batch = pad(rows, padding=padding)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[5, 6, 7], [8, 1, 1]],
+        "decoder_input_ids": [[2, 1], [2, 3]],
+        "labels": [0, 1],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+    }
+    assert "attention_mask" not in pad(rows) and "attention_mask" not in pad(rows[:1] * 2, padding=padding)
+    masked = [{**row, "attention_mask": [0] * len(row["input_ids"])} for row in rows]
+    assert pad(masked, padding=padding)["attention_mask"].sum() == 0
+    assert "attention_mask" not in pad([{"values": row["input_ids"]} for row in rows], padding=padding)
+
+
+@pytest.mark.parametrize("collate", [None, pad])
+def test_a_source_pads_with_what_suits_the_model(collate: Any) -> None:
+    source = MapStyleSource(Named(), collate=collate)
+    source.pad_with(Padding(tokens=9))
+    (batch,) = read(source, count=1)
+    assert sorted(batch.tensors["input_ids"].flatten().tolist())[-6:] == [9] * 6
+    other = MapStyleSource(Named(), collate=lambda items: torch.tensor([len(items)]))
+    other.pad_with(Padding(tokens=9))
+    assert read(other, count=1)[0].tensors[0].tolist() == [4]
 
 
 class Named(Dataset[Any]):

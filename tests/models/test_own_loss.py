@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slurm_train.data.mapstyle import pad
 from slurm_train.errors import ConfigError
 from slurm_train.models.objective import Objective
 from slurm_train.models.pretrained_names import require_effect
+from slurm_train.train.samples import padding_for
 from tests.support.extras import NEEDS_TRANSFORMERS
 from tests.support.library_losses import LIBRARY, batch_of, build
 
@@ -246,6 +248,47 @@ class Shifting(nn.Module):
 def test_next_tokens_beside_the_inputs_agree_with_a_model_that_shifts_and_with_one_that_does_not(shifts: bool) -> None:
     tokens = torch.randint(0, 9, (3, 8))
     Objective(Shifting(shifts=shifts)).compare((tokens[:, :-1], tokens[:, 1:]), is_precise=True)
+
+
+@pytest.mark.full
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("BertForSequenceClassification", {}),
+        ("RobertaForSequenceClassification", {"pad_token_id": 1}),
+        ("BertLMHeadModel", {}),
+        ("T5ForConditionalGeneration", {"decoder_start_token_id": 0}),
+        ("GPT2ForSequenceClassification", {"pad_token_id": 63}),
+        ("LlamaForCausalLM", {"pad_token_id": 2}),
+        ("MixtralForCausalLM", {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
+    ],
+)
+@torch.no_grad()
+def test_what_pads_a_sample_changes_no_loss(kind: str, words: dict[str, Any]) -> None:
+    """The loss of samples of unequal length is that of each of them alone, which needs no padding."""
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    kinds = {"T5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}}
+    kinds["GPT2"] = {"n_embd": 32, "n_layer": 2, "n_head": 2, **dict.fromkeys(("resid_pdrop", "attn_pdrop"), 0.0)}
+    kinds["Mixtral"] = {**sizes, "num_key_value_heads": 2, "num_local_experts": 4}
+    name = next((name for name in kinds if kind.startswith(name)), "")
+    config_class = getattr(transformers, kind).config_class
+    range_of = {"initializer_factor": 8.0} if name == "T5" else {"initializer_range": 0.3}
+    model = getattr(transformers, kind)(config_class(vocab_size=64, **kinds.get(name, sizes), **range_of, **words))
+    model.eval()
+    rows = [torch.randint(5, 60, (length,)).tolist() for length in (9, 3, 6, 4)]
+    is_text = not kind.endswith("SequenceClassification")
+    samples = [{"input_ids": row, "labels": row if is_text else len(row) % 2} for row in rows]
+    objective = Objective(model)
+    alone = mean_of(objective, [pad([sample]) for sample in samples])
+    if name == "Mixtral":
+        # Routers are balanced over all tokens of a micro-batch, so the mean of samples alone is another loss.
+        assert padding_for(model).adds_mask
+        return
+    assert mean_of(objective, [pad(samples, padding=padding_for(model))]) == pytest.approx(alone, rel=1e-5)
+    assert ("attention_mask" in pad(samples, padding=padding_for(model))) == (kind != "LlamaForCausalLM")
 
 
 @pytest.mark.full
