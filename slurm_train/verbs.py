@@ -589,6 +589,9 @@ def _run(words: Sequence[str]) -> int:
             raise
         message = f"{err.filename}: you may not read or write it, or not enter its folder"
         hint = "ask its owner, or name another place: --root DIR, run.root=DIR"
+        if err.errno == errno.EPERM:
+            message = f"{err.filename}: {err.strerror}"
+            hint = "its file system, or an attribute of the file (`lsattr`), forbids that; name another: run.root=DIR"
         if isinstance(err, NotADirectoryError):
             message = f"{err.filename}: {_file_above(err.filename)} is a file, and no folder"
             hint = "name another place: --root DIR, run.root=DIR; where it is your home, set HOME"

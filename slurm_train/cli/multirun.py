@@ -195,7 +195,7 @@ def plan_points(
         if inputs not in seen:
             seen.add(inputs)
             take(planned, cwd=cwd)
-    require_writable(RunDirectory(plan.sweep.path), share=plan.plans[0].config.run.share)
+    require_writable(RunDirectory(plan.sweep.path), share=plan.plans[0].config.run.share, is_sweep=True)
     for name, text in sweep_rows(plan):
         note(f"  {name:<13}  {text}")
     return plan

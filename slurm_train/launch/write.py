@@ -32,24 +32,27 @@ from slurm_train.rundir.files import (
     write_atomic,
 )
 from slurm_train.rundir.jobs import read_job
-from slurm_train.rundir.lookup import refuse_unwritable
+from slurm_train.rundir.lookup import require_writable_folder
 from slurm_train.rundir.paths import RunDirectory, require_private, root_of_place
 from slurm_train.rundir.sweep import Element, SweepDirectory, read_table, write_table
+from slurm_train.rundir.trial import require_calls
 
 
-def require_writable(run: RunDirectory, *, share: str = "private") -> None:
+def require_writable(run: RunDirectory, *, share: str = "private", is_sweep: bool = False) -> None:
     """Refuses a run directory that cannot be written, or that other users could change.
 
     Args:
         run: the run, or a sweep.
         share: as `run.share`.
+        is_sweep: whether it is a sweep, whose runs share their code by links.
 
     Raises:
-        RunError: the nearest existing folder above it is not writable, or is not a folder; see also `require_private`
-            and `_require_shareable`.
+        RunError: the nearest existing folder above it is not writable, or is not a folder, or its file system lacks a
+            call; see also `require_private` and `_require_shareable`.
     """
-    refuse_unwritable(run.path, hint="name another place with run.root=DIR")
+    folder = require_writable_folder(run.path, hint="name another place with run.root=DIR")
     require_private(run)
+    require_calls(folder, symlinks=is_sweep)
     if share == "group":
         _require_shareable(root_of_place(run.path.parent.parent))
 

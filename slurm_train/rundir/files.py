@@ -34,6 +34,8 @@ from slurm_train.trust import open_to_read, read_bytes, read_text
 R = TypeVar("R")
 T = TypeVar("T")
 
+NO_SUCH_CALL = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors by which a file system says that it does not have a call at all."""
 _MANY_FILES = 64
 _NUM_THREADS = 16
 
@@ -42,10 +44,17 @@ LOOKS_AT_STALE = 4
 
 
 def fsync_directory(path: Path) -> None:
-    """Makes the entries of a directory (creations, renames, removals) durable."""
+    """Makes the entries of a directory (creations, renames, removals) durable.
+
+    Where its file system has no such call (CIFS, some of FUSE), they are as durable as it makes them.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as err:
+        # What POSIX has for a file that cannot be synchronized, and what Linux has for calls that are not there.
+        if err.errno not in NO_SUCH_CALL:
+            raise
     finally:
         os.close(descriptor)
 
@@ -76,6 +85,22 @@ def rename(source: Path, target: Path) -> None:
             is_done = False
         if not is_done:
             raise
+
+
+def link(source: Path, target: Path) -> bool:
+    """Makes a second name of a file; returns False where the target is another file.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        # On NFS a repeated request may fail so although the first one made the link.
+        with contextlib.suppress(FileNotFoundError):
+            return source.samefile(target)
+        return False
+    return True
 
 
 def ask_server(folder: Path) -> None:

@@ -13,6 +13,7 @@ do not look at that one, so a submitter that was killed holds no job up.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -27,8 +28,10 @@ from typing import Any
 from slurm_train.errors import RunError
 from slurm_train.rundir.attempts import read_ledger, waits_for_person
 from slurm_train.rundir.files import (
+    NO_SUCH_CALL,
     change_times,
     is_there,
+    link,
     make_folder,
     read_json,
     read_record,
@@ -364,21 +367,16 @@ def _create(path: Path, holder: Holder) -> bool:
     temporary.unlink(missing_ok=True)
     write_durable(temporary, json.dumps(asdict(holder)) + "\n")
     try:
-        return _link(temporary, path)
+        return link(temporary, path)
+    except OSError as err:
+        if err.errno not in (*NO_SUCH_CALL, errno.EPERM):
+            raise
+        raise RunError(
+            f"{path} cannot be made: its file system makes no hard links, and a lock is one: {err.strerror}",
+            hint="name a place on another file system with run.root=DIR",
+        ) from err
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _link(source: Path, target: Path) -> bool:
-    """Makes a second name of a file; returns False where the target is another file."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        # On NFS a repeated request may fail so although the first one made the link.
-        with contextlib.suppress(FileNotFoundError):
-            return source.samefile(target)
-        return False
-    return True
 
 
 def _remove_if(path: Path, stale: Holder | None) -> None:
@@ -395,7 +393,7 @@ def _take_away(path: Path, expected: Holder | None) -> None:
     with contextlib.suppress(FileNotFoundError):
         rename(path, aside)
         if read_holder(aside) != expected:
-            _link(aside, path)
+            link(aside, path)
         aside.unlink()
 
 

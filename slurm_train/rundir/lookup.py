@@ -247,21 +247,22 @@ def _by_path(word: str) -> list[RunDirectory]:
     return [RunDirectory(path)] if (path / "config.yaml").is_file() else []
 
 
-def refuse_unwritable(path: Path, *, hint: str) -> None:
-    """Checks that a path is, or could be made, in a folder that may be written to.
+def require_writable_folder(path: Path, *, hint: str) -> Path:
+    """Returns the nearest folder that exists, the path itself or one above it; it may be written to.
 
     Args:
         path: absolute.
         hint: for the error.
 
     Raises:
-        RunError: the nearest that exists, itself or a folder above, is not writable, or is not a folder.
+        RunError: what is there is not writable, or is not a folder.
     """
     # os.path, since Path.exists raises where a folder above may not be entered.
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         kind = "is not writable" if existing.is_dir() else "is not a directory"
         raise RunError(f"{path} cannot be made: {existing} {kind}", hint=hint)
+    return existing
 
 
 # --- sweeps ---

@@ -669,7 +669,7 @@ def never_began(files: RunFiles, job: JobState) -> str:
 def _last_words(files: RunFiles, job: JobState) -> str:
     """Returns the last line that a job's script has written into the batch log, "" where it has written none.
 
-    Where that is our line about `cluster.setup`, what the command has said comes before it.
+    Where that is our line about `cluster.setup`, or the hint of an error of ours, what was said comes before it.
     """
     log = files.run.logs / "batch.log"
     start_unix_s = unix_s(job.start)
@@ -684,6 +684,8 @@ def _last_words(files: RunFiles, job: JobState) -> str:
     last = lines[-1:]
     if last and last[0].startswith(SETUP_FAILED):
         last = [line for line in lines[-2:] if not line.startswith(_OF_EARLIER_JOBS)]
+    elif last and last[0].startswith("hint: "):
+        last = [line.removeprefix("error: ") for line in lines[-2:] if line.startswith(("error: ", "hint: "))]
     texts = ("".join(character for character in line if character.isprintable()) for line in last)
     return "; ".join(_FOLDER_OF_SCRIPT.sub("", text) for text in texts)[:_MOST_SHOWN]
 

@@ -41,7 +41,7 @@ from slurm_train.rundir.events import (
     FailureMark,
     leave_mark,
 )
-from slurm_train.rundir.files import change_times, is_there, listed, read_tail
+from slurm_train.rundir.files import NO_SUCH_CALL, change_times, is_there, listed, read_tail
 from slurm_train.rundir.jobs import complete_stop, obey_stop, record_job, release_lock, take_lock
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.scores import num_recorded
@@ -87,7 +87,7 @@ _MOST_FAILED_STARTS = 10
 FIRST_DELAY_S = 60
 """How long a job waits after the first failure of the file system."""
 _LONGEST_DELAY_S = 3600
-# Errors that do not pass by themselves.
+# Errors that do not pass by themselves, besides those of calls that a file system does not have.
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 _LOST_REASONS = {
     "NODE_FAIL": "node_failure",
@@ -235,7 +235,7 @@ class Supervisor:
         Raises:
             OSError: the error itself, where it does not pass by itself.
         """
-        if isinstance(error, _LASTING) or self._job_id is None:
+        if isinstance(error, _LASTING) or error.errno in NO_SUCH_CALL or self._job_id is None:
             raise error
         ledger = BestEffort()("the ledger", lambda: read_ledger(self._run), None)
         # Without a ledger the number of tries is not known; the job tries again at long intervals.

@@ -503,6 +503,55 @@ def _no_arrays(person: Person) -> Iterator[str]:
         yield f"exit code {done.code}, {done.out!r}: {done.err[-200:]}"
 
 
+# --- file systems ---
+
+_WITHOUT_LINKS = "def link(*_, **__):\n    raise OSError(errno.EPERM, os.strerror(errno.EPERM))\n\n\nos.link = link\n"
+_WITHOUT_FSYNC = """
+fsync = os.fsync
+
+
+def of_files(descriptor):
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    fsync(descriptor)
+
+
+os.fsync = of_files
+"""
+
+
+def _python_with(person: Person, body: str) -> str:
+    """Returns a PYTHONPATH by which each Python, here and in the job, begins with this."""
+    folder = person.folder.parent / "start"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(f"import errno\nimport os\nimport stat\n\n{body}")
+    return f"{folder}:{person.environment()['PYTHONPATH']}"
+
+
+def _no_hard_links(person: Person) -> Iterator[str]:
+    path = _python_with(person, _WITHOUT_LINKS)
+    for words in ("run.name=a", "-m run.name=b seed=1,2"):
+        refused = _types(person, f"{words} script=[train.py] +cluster=1x1 cluster.sbatch.hold=true", PYTHONPATH=path)
+        if refused.code == 0 or "hard links" not in refused.err or "run.root=DIR" not in refused.err:
+            yield f"{words}: exit code {refused.code}: {refused.err[-200:]}"
+    setup = shlex.quote(f"cluster.setup=[export PYTHONPATH={path}]")
+    job, run = _submits(person, f"run.name=c {setup}")
+    _ends(job)
+    if "hard links" not in str(_status(person, run)["note"]):
+        yield f"status says: {_status(person, run)['note']}"
+
+
+def _no_fsync_of_folders(person: Person) -> Iterator[str]:
+    path = _python_with(person, _WITHOUT_FSYNC)
+    done = _types(person, "script=[train.py] +cluster=1x1 run.name=a", PYTHONPATH=path)
+    if done.code:
+        yield f"refused: {done.err[-300:]}"
+        return
+    job, run = done.job_and_run
+    if (state := _ends(job)) != "COMPLETED":
+        yield f"the job is {state}: {_status(person, run)['note']}"
+
+
 # --- partitions, paths, names ---
 
 
@@ -743,6 +792,8 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("a filter that explains itself on stdout", _refused_with(_QUEUE, 1, "squeue --me")),
     Situation("a filter that explains itself in several lines", _refused_with(_ACCOUNTS, 2, "cluster.account")),
     Situation("a site that refuses job arrays", _no_arrays),
+    Situation("a file system without hard links", _no_hard_links),
+    Situation("a file system that does not synchronize folders", _no_fsync_of_folders),
     Situation("the time limit of a list of partitions", _limits_of_partitions),
     Situation("the time limit of a partition's QOS", _limit_of_qos),
     Situation("a partition that is down", _partition_down),

@@ -258,6 +258,25 @@ def test_the_error_of_a_full_disk_has_the_path(
     assert caught.value.filename == str(tmp_path / "x")
 
 
+@pytest.mark.parametrize(
+    ("number", "is_passed_over"),
+    [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.ENOSYS, True), (errno.EIO, False), (errno.ENOSPC, False)],
+)
+def test_only_an_fsync_that_a_file_system_does_not_have_for_folders_is_passed_over(
+    number: int, is_passed_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):  # noqa: PTH112  # a link to an open folder
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if is_passed_over:
+        write_atomic(tmp_path / "x", "text")
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            write_atomic(tmp_path / "x", "text")
+
+
 @pytest.mark.parametrize("num_threads", [0, 3])
 def test_where_no_more_threads_can_be_started_those_that_there_are_do_it(
     num_threads: int, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -370,3 +371,16 @@ def test_the_newer_of_two_jobs_with_one_id_is_meant(run: RunDirectory) -> None:
     assert jobs_elsewhere(record, None, cluster="a") == {"12": "b"} and not jobs_elsewhere(record, None, cluster="")
     holder = replace(JOB, job_id="13", cluster="c")
     assert jobs_elsewhere(record, holder, cluster="a") == {"12": "b", "13": "c"}
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_lock_on_a_file_system_without_hard_links_is_refused_by_name(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(RunError, match="makes no hard links"):
+        take_lock(tmp_path / "lock.json", this_process(), is_alive=lambda _: True)
+    assert list(tmp_path.glob("*lock.json*")) == []

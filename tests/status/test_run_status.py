@@ -153,6 +153,14 @@ def test_what_a_command_of_the_setup_has_said_is_quoted(before: str, words: str,
     assert found.note == f"ended before it began: {words}{failed}"
 
 
+def test_the_error_is_quoted_before_its_hint(has_run: Any) -> None:
+    run = has_run(job_ids=("12",), logs={"batch.log": "slurm_train: x\nerror: no hard links\nhint: another place\n"})
+    now_s = int(time.time())
+    times = {"start": str(now_s - 2), "end": str(now_s - 2)}
+    found = seen(run, look(job_state("12", "FAILED", nodelist="node3", **times)))
+    assert found.note == "ended before it began: no hard links; hint: another place"
+
+
 @pytest.mark.parametrize("case", NEWEST_JOBS)
 def test_the_newest_job_counts_and_its_last_words_are_quoted(case: str, has_run: Any) -> None:
     facts, word, start_s, state, note = NEWEST_JOBS[case]
