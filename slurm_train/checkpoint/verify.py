@@ -176,6 +176,9 @@ def list_kept(newest: Manifest, paths: Sequence[Path]) -> list[Kept]:
             candidates = [(by_step[step], value) for step, value in rule["steps"] if step in by_step]
         is_best = name != LAST_FINITE
         kept += [Kept(path, name, value, is_best) for path, value in candidates[: rule["keep"]]]
+        for step, value in rule.get("earlier", ()):
+            if step in by_step:
+                kept.append(Kept(by_step[step], f"{name} of other held-out samples", value, is_best=False))
     return kept
 
 

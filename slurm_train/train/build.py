@@ -29,7 +29,7 @@ from slurm_train.train.checkpointer import build_checkpointer
 from slurm_train.train.compilation import CompileCache, compile_in_place, require_compiler
 from slurm_train.train.context import Parts, Rank
 from slurm_train.train.ending import end_training
-from slurm_train.train.evaluate import build_evaluator
+from slurm_train.train.evaluate import build_evaluator, find_measured
 from slurm_train.train.health import Health, position_after_rollbacks
 from slurm_train.train.layout import apply_parallelism, failures_explained
 from slurm_train.train.metrics import build_recorder, flops_per_token
@@ -205,6 +205,7 @@ def build_trainer(parts: Parts, *, callbacks: Mapping[str, Callback], display: D
 
     # The state of the newest checkpoint, and the position of the run.
     peak_lr = planned_lr(config.optim, global_size=rank.plan.global_size)
+    parts.measured = find_measured(parts)
     checkpointer = build_checkpointer(parts, callbacks=callbacks, peak_lr=peak_lr)
     for callback in callbacks.values():
         callback.attach(parts)

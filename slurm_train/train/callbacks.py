@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slurm_train.config.schema import RunConfig
@@ -22,6 +23,7 @@ from slurm_train.config.target import TARGET, instantiate, keywords_in_source
 from slurm_train.errors import ConfigError
 from slurm_train.metrics import direction_of
 from slurm_train.rundir.scores import values_of
+from slurm_train.train.continuity import Measured
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,8 +111,9 @@ class Callback:
         """Returns which checkpoints stay whatever their age, None for no wish.
 
         {"name": "best eval_loss", "keep": 1, "steps": [[300, 1.2], [200, 1.3]]}: the first `keep` of these steps that
-        are on disk, each with a value to show. Or {"name": ..., "keep": 1, "measure": "eval_loss", "mode": "min"}: the
-        best of those that a follower has scored, at the time when somebody asks. Rank 0's counts.
+        are on disk, each with a value to show; those of "earlier" stay as well, and are not the best. Or {"name": ...,
+        "keep": 1, "measure": "eval_loss", "mode": "min"}: the best of those that a follower has scored, at the time
+        when somebody asks. Rank 0's counts.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,6 +253,19 @@ class Monitor(Callback):
             )
         self.sign = 1.0 if self.mode == "min" else -1.0
         self.follower = follower
+        self.measured: Measured | None = None
+
+    def attach(self, parts: Parts) -> None:
+        """Keeps what evaluations of this attempt measure; scores of a follower are of what it measures."""
+        self.measured = None if self.follower else parts.measured
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the values in the state are measures of."""
+        return {} if self.measured is None else {"measured": asdict(self.measured)}
+
+    def can_compare(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether the values of a state are measures of the same samples and weights as those to come."""
+        return self.measured is None or not self.measured.differs_from(Measured.of(state.get("measured")))
 
     def read(self, measures: Mapping[str, float]) -> float:
         """Returns the measure.
@@ -333,10 +349,14 @@ class EarlyStopping(Monitor):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best value, its step, and the evaluations since."""
-        return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
+        facts = {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
+        return super().state_dict() | facts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned; begins anew where it is of other held-out samples."""
+        if not self.can_compare(state):
+            self.best, self.best_step, self.num_worse = math.inf, 0, 0
+            return
         self.best = state["best"]
         self.best_step = state["best_step"]
         self.num_worse = state["num_worse"]
@@ -359,6 +379,8 @@ class BestCheckpoint(Monitor):
         _require("keep", keep, least=1)
         self.keep = keep
         self.steps: list[list[Any]] = []
+        self.earlier: list[list[Any]] = []
+        """The best steps by measures of other held-out samples, which stay as well."""
 
     def on_evaluation(self, trainer: Training, measures: Mapping[str, float]) -> None:
         """Adds the step to the best ones, and asks for a save if it is one to keep."""
@@ -379,15 +401,19 @@ class BestCheckpoint(Monitor):
         rule = {"name": f"best {self.monitor}", "keep": self.keep}
         if self.follower:
             return rule | {"measure": self.monitor, "mode": self.mode}
-        return rule | {"steps": self.steps}
+        return rule | {"steps": self.steps} | ({"earlier": self.earlier} if self.earlier else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best steps with their values."""
-        return {"steps": self.steps}
+        return super().state_dict() | {"steps": self.steps, "earlier": self.earlier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned; what is of other held-out samples stays and is compared no more."""
         self.steps = state["steps"]
+        self.earlier = state.get("earlier", [])
+        if not self.can_compare(state):
+            self.earlier = self.steps[: self.keep] or self.earlier
+            self.steps = []
 
 
 class EMA(Callback):

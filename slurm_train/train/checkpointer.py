@@ -112,7 +112,8 @@ class Checkpointer:
         }
         if saved_sizes != self._batch_sizes:
             position.batch_since = [manifest.step, manifest.samples]
-        return position, [*notes, *choice.warnings, *accepted, *restored, choice.resuming]
+        others = filter(None, [self.continuity.note_on_measures(manifest)])
+        return position, [*notes, *choice.warnings, *accepted, *others, *restored, choice.resuming]
 
     def require_savable(self) -> None:
         """Checks after the first step that a save will have all that was trained, and that it will load. Collective.
@@ -384,6 +385,7 @@ def build_checkpointer(parts: Parts, *, callbacks: Mapping[str, Callback], peak_
         global_size=global_size,
         data=parts.train_data.fingerprint(),
         num_samples=len(parts.train_data),
+        measured=parts.measured,
     )
     return Checkpointer(
         parts=parts,

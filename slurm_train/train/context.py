@@ -44,6 +44,7 @@ from slurm_train.rundir.paths import RunDirectory
 from slurm_train.session.client import enter
 from slurm_train.session.interface import Session
 from slurm_train.session.signals import StopFlag
+from slurm_train.train.continuity import Measured
 
 _LONGEST_SUSPENSION_S = 7 * 86400.0
 _DETERMINISTIC = {
@@ -202,6 +203,8 @@ class Parts:
     """Of forward and backward pass of the whole model, as `metrics.flops_per_token` counts them."""
     group_names: list[list[str]] | None = None
     """Names in the optimizer's groups over all stages of a pipeline; None where every rank has them all."""
+    measured: Measured | None = None
+    """What evaluations measure; None where there are none. Known when the process group is open."""
     max_steps: int = 0
     """Steps of the whole run; known when it was resumed."""
     random_stream: int = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from slurm_train.checkpoint.manifest import Manifest
@@ -19,6 +20,34 @@ from slurm_train.rundir.events import (
     read_changes,
 )
 from slurm_train.rundir.paths import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the evaluations of an attempt measure: numbers of another one are not compared with theirs."""
+
+    data: str
+    """Fingerprint of the held-out samples."""
+    num_samples: int
+    """How many of them are evaluated."""
+    averaged: bool = False
+    """Whether averaged weights are measured, and not the trained ones."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any] | None) -> Measured | None:
+        """Returns what `asdict` gave; None for None, which is of a version that did not record it."""
+        return None if values is None else cls(**values)
+
+    def differs_from(self, other: Measured | None) -> bool:
+        """Returns whether another attempt is known to have measured something else."""
+        if other is None:
+            return False
+        is_same = (self.num_samples, self.averaged) == (other.num_samples, other.averaged)
+        return not (is_same and is_same_data(self.data, other.data))
+
+    def __str__(self) -> str:
+        weights = "averaged" if self.averaged else "trained"
+        return f"{weights} weights on {self.num_samples} held-out samples of fingerprint {self.data}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +74,14 @@ class Continuity:
     """Samples of one epoch."""
     changes: list[AcceptedChange]
     """What was accepted in the middle of the run so far."""
+    measured: Measured | None = None
+    """What is evaluated; None where nothing is."""
 
     def as_extra(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of it."""
-        facts = {"settings": self.settings, "code": self.code, "num_samples": self.num_samples}
+        facts: dict[str, Any] = {"settings": self.settings, "code": self.code, "num_samples": self.num_samples}
+        if self.measured is not None:
+            facts["measured"] = asdict(self.measured)
         accepted = [{"number": item.number, "step": item.step, "names": item.names} for item in self.changes]
         return {**facts, "changes": accepted} if accepted else facts
 
@@ -67,6 +100,16 @@ class Continuity:
         except (RunError, DataError) as err:
             return err.message
         return ""
+
+    def note_on_measures(self, manifest: Manifest) -> str | None:
+        """Returns a note for the user where evaluations measure something else than those before a checkpoint."""
+        before = Measured.of(manifest.extra.get("measured"))
+        if self.measured is None or not self.measured.differs_from(before):
+            return None
+        return (
+            f"evaluations measure something else than up to step {manifest.step}, {before} before and {self.measured} "
+            "now: no callback compares new measures with older ones"
+        )
 
     def check(self, manifest: Manifest) -> list[str]:
         """Returns notes for the user about accepted changes that this checkpoint does not have yet.
@@ -111,7 +154,13 @@ class Continuity:
 
 
 def build_continuity(
-    run: RunDirectory, config: RunConfig, *, global_size: int, data: str, num_samples: int
+    run: RunDirectory,
+    config: RunConfig,
+    *,
+    global_size: int,
+    data: str,
+    num_samples: int,
+    measured: Measured | None = None,
 ) -> Continuity:
     """Returns the facts of this attempt.
 
@@ -121,6 +170,7 @@ def build_continuity(
         global_size: samples per optimizer step.
         data: fingerprint of the training samples.
         num_samples: number of training samples.
+        measured: what is evaluated; None where nothing is.
     """
     index = read_index(run)
     codes = {} if index is None else {is_own: digest_code(index, is_own_code=is_own) for is_own in (True, False)}
@@ -132,4 +182,5 @@ def build_continuity(
         data=data,
         num_samples=num_samples,
         changes=read_changes(run),
+        measured=measured,
     )

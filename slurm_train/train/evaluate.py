@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slurm_train.checkpoint.agreement import on_rank_zero
+from slurm_train.config.schema import measured_average
 from slurm_train.data.batches import evaluation_batches
 from slurm_train.data.generators import positions_of, seed_each
 from slurm_train.data.source import SampleSource, is_nested, lengths_of
@@ -34,6 +36,7 @@ from slurm_train.session.signals import StopFlag
 from slurm_train.train.buffers import SharedBuffers
 from slurm_train.train.callbacks import Callback, Monitor
 from slurm_train.train.context import Parts, Rank, gather
+from slurm_train.train.continuity import Measured
 from slurm_train.train.device_copies import in_precision, to_device
 from slurm_train.train.layout import keep_float_inputs
 from slurm_train.train.preserve import modes_kept, preserved
@@ -231,9 +234,7 @@ class Evaluator:
 
     def _num_samples(self) -> int:
         """Returns how many samples all ranks evaluate."""
-        num_samples = len(self.source)
-        max_batches = self.rank.config.train.eval_max_batches
-        return num_samples if max_batches is None else min(num_samples, max_batches * self.rank.plan.global_size)
+        return _num_evaluated(self.rank, self.source)
 
     def _num_batches(self) -> int:
         """Returns the most batches that a rank has."""
@@ -241,6 +242,24 @@ class Evaluator:
         if self._draws:
             return math.ceil(math.ceil(self._num_samples() / self._batch_size) / num_ranks)
         return math.ceil(math.ceil(self._num_samples() / num_ranks) / self._batch_size)
+
+
+def _num_evaluated(rank: Rank, source: SampleSource) -> int:
+    max_batches = rank.config.train.eval_max_batches
+    return len(source) if max_batches is None else min(len(source), max_batches * rank.plan.global_size)
+
+
+def find_measured(parts: Parts) -> Measured | None:
+    """Returns what evaluations of this attempt measure; None where there are none. Collective."""
+    rank = parts.rank
+    source = parts.heldout
+    if source is None or not rank.config.train.evaluate:
+        return None
+    averaged = measured_average(rank.config.callbacks) is not None
+    num_samples = _num_evaluated(rank, source)
+    # Files may change while the ranks read them, and all have to compare alike.
+    data = on_rank_zero(dist.group.WORLD, source.fingerprint)
+    return Measured(data=data, num_samples=num_samples, averaged=averaged)
 
 
 def measures(of_ranks: list[dict[str, float]], *, bytes_per_item: float | None) -> dict[str, float]:

@@ -24,6 +24,7 @@ from slurm_train.rundir.events import AcceptedChange, record_change
 from slurm_train.rundir.paths import RunDirectory, list_checkpoints, name_of
 from slurm_train.rundir.scores import Score, append_score
 from slurm_train.train.callbacks import BestCheckpoint, EarlyStopping, build_callbacks
+from slurm_train.train.continuity import Measured
 from slurm_train.train.evaluate import check_measures
 from tests.support.ranks import make_rank
 from tests.support.small_checkpoints import make_checkpoint
@@ -364,6 +365,51 @@ def test_early_stopping_waits_for_its_patience(values: list[float], settings: di
         callback.on_evaluation(trainer, {"eval_loss": value})
         asked += [number] if reasons else []
     assert asked == ([] if end is None else [end])
+
+
+@pytest.mark.parametrize(
+    ("now", "is_same"),
+    [
+        ({}, True),
+        ({"data": "other"}, False),
+        ({"num_samples": 40}, False),
+        ({"averaged": True}, False),
+        (None, True),
+    ],
+)
+def test_measures_of_other_held_out_samples_or_weights_are_not_compared(
+    now: dict[str, Any] | None, is_same: bool, tmp_path: Path
+) -> None:
+    """The best of before stays on disk by a rule of its own. What an older version saved is compared."""
+    before = {"data": "f0", "num_samples": 50}
+    events: list[str] = []
+    position = SimpleNamespace(step=0)
+    trainer: Any = SimpleNamespace(
+        position=position, ask_to_save=lambda: events.append("save"), end_early=lambda _reason: events.append("end")
+    )
+    states: list[dict[str, Any]] = []
+    for facts, values in ((before, (1.0, 1.1)), (before if now is None else before | now, (5.0, 5.0))):
+        keeper, stopper = BestCheckpoint(), EarlyStopping()
+        parts: Any = SimpleNamespace(measured=Measured(**facts))
+        events.clear()
+        for number, callback in enumerate((keeper, stopper)):
+            callback.attach(parts)
+            if states:
+                # An older version has not recorded what it measured.
+                callback.load_state_dict(
+                    {key: states[number][key] for key in states[number] if now or key != "measured"}
+                )
+        for value in values:
+            position.step += 1
+            keeper.on_evaluation(trainer, {"eval_loss": value})
+            stopper.on_evaluation(trainer, {"eval_loss": value})
+        states = [keeper.state_dict(), stopper.state_dict()]
+    assert events == (["end"] if is_same else ["save"])
+    run = RunDirectory(tmp_path / "a" / "3f9a1c07")
+    run.path.mkdir(parents=True)
+    paths = [make_checkpoint(run.checkpoints, step, extra={"kept": [keeper.kept_steps()]}) for step in (1, 3, 4)]
+    first = Kept(paths[0], "best eval_loss" if is_same else "best eval_loss of other held-out samples", 1.0, is_same)
+    assert find_kept(run.checkpoints) == ([first] if is_same else [Kept(paths[1], "best eval_loss", 5.0, True), first])
 
 
 @pytest.mark.parametrize(("monitor", "best", "end"), [("eval_accuracy", 4, None), ("eval_loss", 1, 4)])
