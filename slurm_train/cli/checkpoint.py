@@ -170,16 +170,21 @@ def _export(arguments: argparse.Namespace) -> int:
     path = find_checkpoint(arguments.checkpoint, root=arguments.root)
     target = Path(arguments.target)
     if arguments.format == "hf":
+        from slurm_train.data.prepare import end_of_document
         from slurm_train.models.pretrained import write_pretrained
         from slurm_train.models.pretrained_names import tokenizer_directory
 
         manifest, tensors = read_model(path, averaged=arguments.ema)
         settings = nested(manifest.extra.get("settings", {}))
         model = settings.get("model", {})
-        tokenizer = tokenizer_directory(model, settings.get("data", {}))
+        data = settings.get("data", {})
+        tokenizer = tokenizer_directory(model, data)
+        end = end_of_document(data)
 
         def write(folder: Path) -> int:
-            notes = write_pretrained(folder, tensors, model=model, shard_size=arguments.shard_size, tokenizer=tokenizer)
+            notes = write_pretrained(
+                folder, tensors, model=model, shard_size=arguments.shard_size, tokenizer=tokenizer, end=end
+            )
             for words in notes:
                 note(words)
             return len(tensors)

@@ -226,12 +226,15 @@ _ADVICE = {
         "evaluate eval validate test predict do_predict limit_predict_batches"
     ),
     "`generate RUN` continues a text; `checkpoint export RUN OUT --format hf` writes the model for other programs": (
-        "generate chat infer inference sample push_to_hub hub_model_id"
+        "generate chat infer inference sample"
     ),
     "`checkpoint export RUN model.safetensors`": "export save convert",
     "there is none: a checkpoint has all that a resume needs; `checkpoint export RUN FILE` writes the weights alone": (
         "save_only_model save_weights_only last_save_model_only export_dtype load_weights_only save_filename "
         "save_latest_filename"
+    ),
+    "there is none: `checkpoint export RUN OUT --format hf`, then `hf upload org/name OUT`": (
+        "push_to_hub hub_model_id hub_token hub_strategy"
     ),
     "`prepare TEXT --out DIR`": "tokenize preprocess encode",
     "-m and several values, which makes one job array: -m optim.lr=1e-3,3e-4": (

@@ -19,7 +19,7 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ from slurm_train.trust import trusted_owners
 TOKENIZER = "tokenizer.json"
 BYTES = "bytes"
 _NUM_BYTE_VALUES = 256
+_MADE_OF_BYTES = ("slurm_train.data.stdlib.build", "slurm_train.data.text.build_packed")
+"""Data that are bytes where no tokenizer is named."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Of GPT-2 and its kin, Llama 2 and T5, Gemma, Llama 3, BERT.
 _END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
@@ -480,6 +482,17 @@ class FileEncoding:
 
 Encoding = ByteEncoding | FileEncoding
 """A way from text to token ids; `vocab_size` is the number of ids, `end_of_document` the one after each document."""
+
+
+def end_of_document(data: Mapping[str, Any]) -> int | None:
+    """Returns the id that ends a document in the text of a `data` section; None where it is not known."""
+    path = data.get("path")
+    text = read_json(Path(path) / INDEX) if isinstance(path, str) else None
+    end = (text or {}).get("end_of_document")
+    if isinstance(end, int):
+        return end
+    is_bytes = data.get("_target_") in _MADE_OF_BYTES and not data.get("tokenizer")
+    return ByteEncoding.end_of_document if is_bytes else None
 
 
 def tokenizer_file(path: Path) -> Path:

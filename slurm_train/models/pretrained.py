@@ -30,7 +30,7 @@ from slurm_train.models.causal_lm import (
 )
 from slurm_train.models.first_weights import Index, Read, Stored, begin_with, stored_tensors
 from slurm_train.models.gpt import GPT
-from slurm_train.models.pretrained_names import Architecture, Place, gpt_form
+from slurm_train.models.pretrained_names import TOKENIZER_FILE, Architecture, Place, gpt_form
 from slurm_train.rundir.files import read_json
 
 _GPT = f"{GPT.__module__}.{GPT.__qualname__}"
@@ -39,10 +39,11 @@ _CAUSAL_LM = f"{causal_lm.__module__}.{causal_lm.__qualname__}"
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 # As transformers and tokenizers write them; no code that comes with a model.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_FILE,
+    _TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -64,6 +65,7 @@ def write_pretrained(
     model: Mapping[str, Any],
     shard_size: str,
     tokenizer: Path | None = None,
+    end: int | None = None,
 ) -> list[str]:
     """Writes config.json and model.safetensors, in several files with an index where they are larger than a shard.
 
@@ -77,6 +79,7 @@ def write_pretrained(
         model: the `model` part of the configuration that they were trained with.
         shard_size: largest file, e.g. "5GB".
         tokenizer: directory with the tokenizer that the model was trained with; None: its files are not written.
+        end: id of the token that ends a document, for a model that did not begin with one in `model.path`.
 
     Returns:
         Notes for the user.
@@ -89,6 +92,8 @@ def write_pretrained(
     require_transformers()
     settings = model if model.get("_target_") == _CAUSAL_LM else {}
     lora = settings.get("lora")
+    if not settings.get("path") and end is not None and end < getattr(config, "vocab_size", 0):
+        config.eos_token_id = end
     base = Path(settings["path"]) if settings.get("path") else None
     with torch.device("meta"):
         network: Any = build_network(config)
@@ -109,11 +114,28 @@ def write_pretrained(
     network.save_pretrained(folder, max_shard_size=shard_size)
     if is_whole and base is not None:
         _write_generation_settings(folder, base, changes=settings.get("config") or {})
-    if tokenizer is not None and settings:
-        for name in _TOKENIZER_FILES:
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, folder / name)
+    if tokenizer is not None:
+        _write_tokenizer(folder, tokenizer, end=end)
     return notes
+
+
+def _write_tokenizer(folder: Path, tokenizer: Path, *, end: int | None) -> None:
+    """Copies the files of a tokenizer; what prepared text has is its tokenizer.json alone.
+
+    Args:
+        folder: where to.
+        tokenizer: where they are.
+        end: id of the token that ends a document, if that is known.
+    """
+    for name in _TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+    if (folder / TOKENIZER_FILE).is_file() and not (folder / _TOKENIZER_CONFIG).exists():
+        # Without a class, the library would make the tokenizer that is usual for the architecture.
+        read = require_transformers().PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER_FILE))
+        if end is not None and end < len(read):
+            read.eos_token = read.convert_ids_to_tokens(end)
+        read.save_pretrained(folder)
 
 
 def _give_weights(network: Any, named: Mapping[str, Tensor], *, model_type: str) -> None:

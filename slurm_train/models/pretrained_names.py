@@ -239,20 +239,20 @@ def tokenizer_directory(model: Mapping[str, Any], data: Mapping[str, Any]) -> Pa
         data: the `data` mapping.
 
     Returns:
-        The one that the data name, else that of the model; None where it is not known.
+        The one that the data name, else that of the model; that of prepared text where it has another one. None where
+        there is none.
     """
     named = data.get("tokenizer") or model.get("path")
-    if not named:
-        return None
-    directory = Path(named)
-    if directory.is_file():
+    directory = Path(named) if named else None
+    if directory is not None and directory.is_file():
         directory = directory.parent
+    path = data.get("path")
+    prepared = Path(path) if isinstance(path, str) and (Path(path) / TOKENIZER_FILE).is_file() else None
+    if directory is None or prepared is None:
+        return directory or prepared
     file = directory / TOKENIZER_FILE
-    # Prepared text has a copy of its own.
-    prepared = Path(str(data.get("path") or "")) / TOKENIZER_FILE
-    if prepared.is_file() and not (file.is_file() and prepared.read_bytes() == file.read_bytes()):
-        return None
-    return directory
+    is_same = file.is_file() and file.read_bytes() == (prepared / TOKENIZER_FILE).read_bytes()
+    return directory if is_same else prepared
 
 
 def num_token_ids(model: Mapping[str, Any], *, cwd: Path) -> int | None:

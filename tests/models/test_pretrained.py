@@ -13,6 +13,7 @@ from torch import nn
 
 from slurm_train.checkpoint.state import saved_buffers
 from slurm_train.config.target import instantiate
+from slurm_train.data.prepare import PrepareOptions, end_of_document, prepare
 from slurm_train.errors import CheckpointError, ConfigError
 from slurm_train.models.pretrained import load_pretrained, write_pretrained
 from slurm_train.models.pretrained_names import require_adapters, tokenizer_directory
@@ -244,7 +245,33 @@ def test_a_tokenizer_is_known_where_the_data_name_it_or_were_prepared_with_it(tm
     assert tokenizer_directory(settings, {}) == model == tokenizer_directory(settings, {"path": str(prepared)})
     assert tokenizer_directory(settings, {"tokenizer": str(other / "tokenizer.json")}) == other
     (prepared / "tokenizer.json").write_text("3")
-    assert tokenizer_directory(settings, {"path": str(prepared)}) is None is tokenizer_directory({}, {})
+    assert tokenizer_directory(settings, {"path": str(prepared)}) == prepared
+    assert tokenizer_directory({}, {"path": str(prepared)}) == prepared and tokenizer_directory({}, {}) is None
+
+
+def test_a_model_of_prepared_text_has_its_tokenizer_and_ends_where_documents_end(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = Tokenizer(WordLevel({"no": 0, "<eos>": 1, "yes": 2}, unk_token="<eos>"))
+    words.pre_tokenizer = Whitespace()
+    words.add_special_tokens(["<eos>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text("yes no yes " * 20)
+    options = PrepareOptions(tokenizer=tmp_path / "tokenizer.json")
+    prepare([tmp_path / "text"], out=tmp_path / "prepared", options=options)
+    data = {"_target_": "slurm_train.data.text.build", "path": str(tmp_path / "prepared")}
+    end, tokenizer = end_of_document(data), tokenizer_directory(LLAMA, data)
+    tensors = model_of(LLAMA).state_dict()
+    write_pretrained(tmp_path / "out", tensors, model=LLAMA, shard_size="5GB", tokenizer=tokenizer, end=end)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("yes no yes")["input_ids"] == [2, 0, 2] and theirs.eos_token_id == 1 == end
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == 1
+    assert_read_back(model_of(LLAMA), tmp_path / "out", LLAMA)
+    assert end_of_document({"_target_": "slurm_train.data.stdlib.build"}) == 256
+    assert end_of_document({"_target_": "my.Data", "path": str(tmp_path)}) is None
 
 
 @pytest.mark.parametrize("lora", [16, "q_proj", {"r": 4, "init_lora_weights": "eva"}])
