@@ -233,7 +233,7 @@ _ADVICE = {
         "save_only_model save_weights_only last_save_model_only export_dtype load_weights_only save_filename "
         "save_latest_filename"
     ),
-    "there is none: `checkpoint export RUN OUT --format hf`, then `hf upload org/name OUT`": (
+    "there is none: `checkpoint export RUN OUT --format hf`, then upload OUT by hf upload org/name OUT": (
         "push_to_hub hub_model_id hub_token hub_strategy"
     ),
     "`prepare TEXT --out DIR`": "tokenize preprocess encode",
