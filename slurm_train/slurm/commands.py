@@ -379,6 +379,12 @@ class SlurmCommands:
         query = ["where", f"name={user}", "withassoc", f"format={policy.ASSOCIATION_FORMAT}"]
         return policy.parse_associations(self._run(["sacctmgr", "-n", "-P", "show", "user", *query]))
 
+    def account_parents(self, cluster: str) -> dict[str, str]:
+        """Returns the account above each account of a cluster that this user may see; fails without accounting."""
+        query = ["where", f"cluster={cluster}", "user=", "format=Account,ParentName"]
+        rows = records.split_rows(self._run(["sacctmgr", "-n", "-P", "show", "associations", *query]), 2)
+        return {account: parent for account, parent in rows if account and parent}
+
     def partitions(self) -> list[Partition]:
         """Returns the partitions that this user can see, from one sinfo call."""
         return policy.parse_sinfo(self._run(["sinfo", "-h", "-e", "-o", policy.SINFO_FORMAT]))

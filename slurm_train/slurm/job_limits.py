@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 
 from slurm_train.config.words import minutes
 from slurm_train.errors import ConfigError
-from slurm_train.slurm.policy import Amounts, Association, Qos, Scope, asked_gpus, parse_gpus, time_limit_min
+from slurm_train.slurm.policy import (
+    LINEAGE_SINCE,
+    Amounts,
+    Association,
+    Qos,
+    Scope,
+    asked_gpus,
+    is_since,
+    parse_gpus,
+    time_limit_min,
+)
 from slurm_train.slurm.site import SiteFacts, default_account, default_qos, number_or_none
 
 # Every word of AccountingStorageEnforce with which slurmctld compares jobs with limits of accounting.
@@ -77,6 +87,8 @@ class JobLimits:
     least: Mapping[str, Sequence[Limit]] = field(default_factory=dict)
     barred: str = ""
     """Why the partition starts no jobs of this QOS or account; "" if it does, or it is not known."""
+    may_be_barred: bool = False
+    """Whether that is not known: the account is not named, and one above it, which is not shown, may be."""
 
     @property
     def lone_job(self) -> str:
@@ -151,7 +163,9 @@ def limits_of(facts: SiteFacts, partition: str, *, qos: str = "", account: str =
     # The owner that comes first in Slurm's order keeps its limit.
     most: dict[tuple[str, str], Limit] = {}
     least: dict[str, Limit] = {}
-    for owner, amounts_by_scope, least_amounts in _owners(facts, record, partition, job_qos, account):
+    for owner, amounts_by_scope, least_amounts in _owners(
+        facts, record, partition, qos=qos, job_qos=job_qos, account=account
+    ):
         for scope, amounts in amounts_by_scope.items():
             for name, value in amounts.items():
                 most.setdefault((name, scope), Limit(value, owner, scope))
@@ -172,6 +186,7 @@ def limits_of(facts: SiteFacts, partition: str, *, qos: str = "", account: str =
     min_nodes = number_or_none(record.get("MinNodes"))
     if min_nodes and "PartitionMinNodes" not in flags:
         at_least.setdefault("node", []).append(Limit(min_nodes, f"partition {partition}"))
+    barred, is_certain = _barred(facts, record, partition, qos=qos, account=account)
     return JobLimits(
         partition=partition,
         state=record.get("State", "UP"),
@@ -179,7 +194,8 @@ def limits_of(facts: SiteFacts, partition: str, *, qos: str = "", account: str =
         time_min=min(at_most.pop("time", ()), key=lambda limit: limit.value, default=None),
         most=at_most,
         least=at_least,
-        barred=_barred(record, partition, qos=qos, account=account),
+        barred=barred if is_certain else "",
+        may_be_barred=not is_certain,
     )
 
 
@@ -188,7 +204,7 @@ _LIFTED_BY = {"time": "PartitionTimeLimit", "node": "PartitionMaxNodes"}
 
 
 def _owners(
-    facts: SiteFacts, record: Mapping[str, str], partition: str, job_qos: Qos | None, account: str
+    facts: SiteFacts, record: Mapping[str, str], partition: str, *, qos: str, job_qos: Qos | None, account: str
 ) -> Iterator[tuple[str, Mapping[Scope, Amounts], Amounts]]:
     """Yields who limits a job in accounting, in Slurm's order: the name, the most by scope, and the least."""
     if not _enforces_limits(facts):
@@ -196,14 +212,15 @@ def _owners(
     qos_in_order = _qos_in_order(facts, record, partition, job_qos)
     # With this flag Slurm multiplies a job's time by a factor before it compares.
     has_factor_of_time = job_qos is not None and "UsageFactorSafe" in job_qos.flags
-    for qos, owner in qos_in_order:
-        time_min = None if has_factor_of_time else qos.max_time_min
-        yield owner, _with_time(qos.most, time_min), qos.least
+    for found, owner in qos_in_order:
+        time_min = None if has_factor_of_time else found.max_time_min
+        yield owner, _with_time(found.most, time_min), found.least
     association = _association(facts, partition, account)
-    if association is None:
+    # A QOS that is not known may have limits that come before the association's.
+    if association is None or (qos and job_qos is None):
         return
     most = association.most
-    if any(qos.has_limit_factor for qos, _ in qos_in_order):
+    if any(found.has_limit_factor for found, _ in qos_in_order):
         of_jobs = ("job", "submit")
         most = {scope: {name: amounts[name] for name in of_jobs if name in amounts} for scope, amounts in most.items()}
     time_min = None if has_factor_of_time else association.max_time_min
@@ -241,16 +258,30 @@ def _association(facts: SiteFacts, partition: str, account: str) -> Association 
     return max(candidates, key=lambda association: bool(association.partition), default=None)
 
 
-def _barred(record: Mapping[str, str], partition: str, *, qos: str, account: str) -> str:
-    """Returns why a partition starts no jobs of a QOS or an account; "" if it does, or the job's is not known."""
-    for kind, key, value in (("QOS", "Qos", qos), ("account", "Accounts", account)):
+def _barred(facts: SiteFacts, record: Mapping[str, str], partition: str, *, qos: str, account: str) -> tuple[str, bool]:
+    """Returns why a partition starts no jobs of a QOS or an account, "" if it does, and whether that is certain."""
+    lineage, is_whole = _lineage(facts, account.lower())
+    asked = (("QOS", "Qos", qos, {qos.lower()}, True), ("account", "Accounts", account, lineage, is_whole))
+    for kind, key, value, names, is_known in asked:
         allowed = _names(record.get(f"Allow{key}", "ALL"))
         denied = _names(record.get(f"Deny{key}", ""))
-        if value and "all" not in allowed and value.lower() not in allowed:
-            return f"partition {partition} is for {kind} {', '.join(sorted(allowed))} alone, and not for {value}"
-        if value.lower() in denied:
-            return f"partition {partition} is not for {kind} {value}"
-    return ""
+        if value and "all" not in allowed and not names & allowed:
+            listed = ", ".join(sorted(allowed))
+            return f"partition {partition} is for {kind} {listed} alone, and not for {value}", is_known
+        if value and names & denied:
+            return f"partition {partition} is not for {kind} {value}", True
+    return "", True
+
+
+def _lineage(facts: SiteFacts, account: str) -> tuple[set[str], bool]:
+    """Returns an account with those above it, and whether these are all that Slurm counts."""
+    if facts.settings and not is_since(facts.settings, LINEAGE_SINCE):
+        return {account}, True
+    lineage = {account}
+    while account in facts.parents and facts.parents[account] not in lineage:
+        account = facts.parents[account]
+        lineage.add(account)
+    return lineage, "root" in lineage
 
 
 def _names(text: str) -> set[str]:
@@ -347,10 +378,12 @@ def longest_limit_min(facts: SiteFacts, request: JobRequest) -> int | None:
 
 
 def limits_in_partitions(facts: SiteFacts, request: JobRequest) -> list[JobLimits]:
-    """Returns the limits in each of a job's partitions; Slurm leaves out what is no partition."""
+    """Returns the limits in each of a job's partitions, by each of its QOS; Slurm leaves out what is no partition."""
     usual = [partition.name for partition in facts.partitions if partition.is_default]
     names = [name for name in request.partitions or usual if _record_of(facts, name)]
-    return [limits_of(facts, name, qos=request.qos, account=request.account) for name in names]
+    # 24.11 and newer take several QOS: "short,long".
+    every_qos = [name.strip() for name in request.qos.split(",")]
+    return [limits_of(facts, name, qos=qos, account=request.account) for name in names for qos in every_qos]
 
 
 def _record_of(facts: SiteFacts, name: str) -> Mapping[str, str]:

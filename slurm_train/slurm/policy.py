@@ -483,6 +483,14 @@ def returning_codes_in_words(settings: Mapping[str, str]) -> str:
     return f"{codes}: jobs that end with these codes start again or are held, so a run ends with another one"
 
 
+def is_since(settings: Mapping[str, str], release: tuple[int, int]) -> bool:
+    """Returns whether the controller is of a release or newer, e.g. (23, 2); false where its version is not known."""
+    match = re.match(r"(\d+)\.(\d+)", settings.get("SLURM_VERSION", ""))
+    return match is not None and (int(match[1]), int(match[2])) >= release
+
+
+LINEAGE_SINCE = (23, 2)
+"""Since then the accounts that a partition names stand for those below them as well."""
 _EXPEDITING_SINCE = (25, 11)
 
 
@@ -492,6 +500,5 @@ def expedites_requeues(settings: Mapping[str, str]) -> bool:
     Args:
         settings: `scontrol show config`.
     """
-    match = re.match(r"(\d+)\.(\d+)", settings.get("SLURM_VERSION", ""))
-    is_new = match is not None and (int(match[1]), int(match[2])) >= _EXPEDITING_SINCE
+    is_new = is_since(settings, _EXPEDITING_SINCE)
     return is_new and "enable_expedited_requeue" in settings.get("SlurmctldParameters", "").split(",")

@@ -5,6 +5,7 @@ What follows: the account and QOS of a run that names none, who may preempt it, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,16 @@ from typing import TypeVar
 from slurm_train.errors import ClusterError
 from slurm_train.slurm.allocation import NodeListError, parse_nodelist
 from slurm_train.slurm.commands import SlurmCommands
-from slurm_train.slurm.policy import Association, NodeGroup, Partition, Preemption, Qos, read_preemption
+from slurm_train.slurm.policy import (
+    LINEAGE_SINCE,
+    Association,
+    NodeGroup,
+    Partition,
+    Preemption,
+    Qos,
+    is_since,
+    read_preemption,
+)
 
 T = TypeVar("T")
 
@@ -31,6 +41,8 @@ class SiteFacts:
     """`scontrol show partition`."""
     associations: Sequence[Association] = ()
     """The user's, of this cluster."""
+    parents: Mapping[str, str] = field(default_factory=dict)
+    """The account above each account; asked for where a partition is for some accounts."""
     qos: Sequence[Qos] = ()
     problems: Sequence[str] = ()
     """What did not answer, one line each."""
@@ -73,15 +85,27 @@ def gather_facts(commands: SlurmCommands, *, user: str) -> SiteFacts:
     associations = ask("accounts", lambda: commands.associations(user)) or []
     # The database writes names in lower case, scontrol as they were configured.
     cluster = settings.get("ClusterName", "").lower()
+    names_accounts = any(_names_accounts(record) for record in records) and is_since(settings, LINEAGE_SINCE)
+    parents: dict[str, str] = {}
+    if names_accounts:
+        # Many sites show users their own accounts alone.
+        with contextlib.suppress(ClusterError):
+            parents = commands.account_parents(cluster)
     of_this_cluster = [association for association in associations if association.cluster.lower() == cluster]
     return SiteFacts(
         settings=settings,
         partitions=partitions,
         records=records,
         associations=of_this_cluster or associations,
+        parents=parents,
         qos=ask("QOS", commands.all_qos) or [],
         problems=problems,
     )
+
+
+def _names_accounts(record: Mapping[str, str]) -> bool:
+    """Returns whether a partition is for some accounts alone, or not for some."""
+    return "DenyAccounts" in record or record.get("AllowAccounts", "ALL") != "ALL"
 
 
 def preemption_in(facts: SiteFacts, qos: str, partition: str) -> Preemption:

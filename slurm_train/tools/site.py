@@ -253,10 +253,11 @@ def admission(facts: SiteFacts, partition: str, *, qos: str = "", account: str =
     of_account = {association.account: association.qos for association in facts.associations}
     accounts = dict.fromkeys([account, *of_account])
     choices = [(qos, account), *((name, other) for other in accounts for name in ("", *of_account.get(other, ())))]
-    admitted = (
-        choice for choice in choices if not limits_of(facts, partition, qos=choice[0], account=choice[1]).barred
-    )
-    return next(admitted, None)
+    for choice in choices:
+        limits = limits_of(facts, partition, qos=choice[0], account=choice[1])
+        if not limits.barred and not limits.may_be_barred:
+            return choice
+    return None
 
 
 def gpu_types(partition: Partition) -> list[str]:

@@ -147,6 +147,9 @@ class FakeSlurmCommands:
             Association(cluster="fake", account=account, is_default=True) for account in self.accounts.get(user, [])
         ]
 
+    def account_parents(self, cluster: str) -> dict[str, str]:
+        return {}
+
     def all_qos(self, *where: str) -> list[Qos]:
         self._fail_if_told()
         return list(self.qos.values())

@@ -92,6 +92,8 @@ JOBS: list[tuple[dict[str, str], str]] = [
     ({"partition": "main", "qos": "typed", "gpus-per-node": "4"}, ""),
     ({"partition": "main", "qos": "closed"}, "QOS closed lets no job run for all jobs of a user together"),
     ({"partition": "main", "qos": "unknown", "time": "60"}, ""),
+    ({"partition": "main", "qos": "short,normal", "time": "60"}, ""),
+    ({"partition": "main", "qos": "short,over", "time": "60"}, "QOS short allows (30)"),
 ]
 
 
@@ -115,9 +117,29 @@ def test_an_association_decides_where_no_qos_does() -> None:
     assert obstacles(facts, request(partition="main", nodes="4", time="5"))[0].what == (
         "4 nodes are more than account dev allows (3)"
     )
+    assert obstacles(facts, request(partition="main", nodes="4", time="5", qos="hidden")) == []
     # Slurm multiplies what an association allows by the factor of a QOS.
     more = replace(facts, qos=[Qos(name="normal", has_limit_factor=True)])
     assert obstacles(more, request(partition="main", nodes="4", time="5")) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "parents", "is_barred"),
+    [
+        ("22.05.8", {"dev": "other", "other": "root"}, True),
+        # Since 23.02 an account stands for those below it.
+        ("23.02.1", {"dev": "other", "other": "root"}, False),
+        ("23.02.1", {"dev": "physics", "physics": "root"}, True),
+        # What is above may be hidden.
+        ("23.02.1", {"dev": "physics"}, False),
+        ("23.02.1", {}, False),
+        ("", {}, True),
+    ],
+)
+def test_an_account_may_be_admitted_by_the_one_above(version: str, parents: dict[str, str], is_barred: bool) -> None:
+    settings = {**FACTS.settings, "SLURM_VERSION": version}
+    facts = replace(FACTS, settings=settings, parents=parents)
+    assert bool(obstacles(facts, request(partition="acc"))) is is_barred
 
 
 @pytest.mark.parametrize("setting", ["associations,qos", "none", "", "(null)"])

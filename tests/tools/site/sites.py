@@ -16,6 +16,7 @@ _FILES = {
     ("scontrol", "--all", "show", "partition"): "partitions",
     ("sacctmgr", "-n", "-P", "show", "user"): "associations",
     ("sacctmgr", "-n", "-P", "show", "qos"): "qos",
+    ("sacctmgr", "-n", "-P", "show", "associations"): "parents",
 }
 
 
