@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = "slurm_train"
 
 LAYERS = [
-    {"formatting"},
+    {"formatting", "mounts"},
     {"errors", "assets", "__init__"},
     {"trust"},
     {"verbs"},
@@ -48,6 +48,7 @@ TORCH_FREE_MODULES = (
     "errors",
     "assets",
     "formatting",
+    "mounts",
     "verbs",
     "__main__",
     "data.check",

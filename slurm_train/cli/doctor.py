@@ -21,17 +21,16 @@ from pathlib import Path
 
 from slurm_train.cli.terminal import note, working_folder
 from slurm_train.errors import EXIT_DONE, EXIT_FAILURE, ClusterError, ConfigError, RunError
+from slurm_train.mounts import Mount, mount_of
 from slurm_train.rundir.events import errors_of, findings_of, read_preflight
 from slurm_train.rundir.paths import RunDirectory, existing_attempts
 from slurm_train.rundir.removal import remove_tree
 from slurm_train.slurm.commands import SlurmCommands
 from slurm_train.slurm.site import SiteFacts, gather_facts, login_name
 from slurm_train.tools.doctor.site_rules import (
-    Mount,
     SiteView,
     find_site_facts,
     in_words,
-    mount_of,
     site_table,
 )
 from slurm_train.verbs import parse

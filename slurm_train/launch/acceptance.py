@@ -19,6 +19,7 @@ from slurm_train.config.schema import RunConfig
 from slurm_train.errors import ClusterError
 from slurm_train.launch.batch_script import chosen_step_flags, render_script, sbatch_components
 from slurm_train.launch.cpu_share import CpuShare
+from slurm_train.launch.job_python import is_in_container
 from slurm_train.launch.plan import RunPlan
 from slurm_train.rundir.events import BAD_NODES_PARTS, list_file, read_bad_nodes
 from slurm_train.rundir.paths import RunDirectory
@@ -62,6 +63,12 @@ def require_slurm(commands: SlurmCommands, env: Mapping[str, str]) -> None:
         ClusterError: sbatch is not on the PATH, the cluster is one of a federation, or SLURM_CLUSTERS or the like names
             another cluster.
     """
+    if not commands.is_available() and is_in_container(env):
+        raise ClusterError(
+            "a cluster was asked for, and the container that this Python runs in has no Slurm (no sbatch on the PATH)",
+            hint="type this with a Python outside of the container, or mount Slurm's commands, their libraries, "
+            "/etc/slurm and munge's socket into it",
+        )
     if not commands.is_available():
         raise ClusterError(
             "a cluster was asked for, but there is no Slurm here (no sbatch on the PATH)",

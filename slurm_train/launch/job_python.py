@@ -6,6 +6,7 @@ activation there. What does not outlast the command, or is found by the folder t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,13 +14,14 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 import slurm_train
 from slurm_train.config.schema import ClusterSection, RunConfig
 from slurm_train.errors import ConfigError
 from slurm_train.launch.imports import own_paths
+from slurm_train.mounts import file_at
 from slurm_train.slurm.commands import run_program
 
 # Where `uv run --with` and `--isolated` (0.13) make an environment that is removed when the command ends.
@@ -39,6 +41,7 @@ _PRINT_MISSING = (
     "print(*(name for name in ('slurm_train', 'torch') if find_spec(name) is None))"
 )
 _TRY_PYTHON_S = 20.0
+_CONTAINER_NAMES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 _OF_PYTHON = (BuiltinImporter, FrozenImporter, PathFinder)
 
 
@@ -94,6 +97,60 @@ def gone_python(config: RunConfig, script: str) -> str:
     return "" if os.path.exists(python) or not python else python  # noqa: PTH110  # "" is no path
 
 
+def is_in_container(env: Mapping[str, str], *, python: str = sys.executable, mounts: Mounts | None = None) -> bool:
+    """Returns whether this interpreter is a file of a container, which a job that starts outside does not find.
+
+    The first process of a machine sees the machine's own files. A path is the same for a job only if it is the same
+    file there; of an interpreter that is a link, so is the one that it leads to. Where that process cannot be asked, a
+    container that says so is believed.
+
+    Args:
+        env: environment of this process.
+        python: the interpreter.
+        mounts: what is mounted for this process and for the first one; default: as the kernel says.
+    """
+    mounts = Mounts.read() if mounts is None else mounts
+    if not mounts.of_machine:
+        return any(env.get(name) for name in _CONTAINER_NAMES)
+    place = Path(python)
+    paths = {PurePath(os.path.realpath(place.parent), place.name)}
+    paths.add(PurePath(os.path.realpath(python)))
+    return any(file_at(path, mounts.own) != file_at(path, mounts.of_machine) for path in paths)
+
+
+class Mounts(NamedTuple):
+    """What is mounted where."""
+
+    own: str
+    """/proc/self/mountinfo."""
+    of_machine: str
+    """That of the first process; "" where it is not readable."""
+
+    @classmethod
+    def read(cls) -> Mounts:
+        """Returns what the kernel says of this process and of the first one."""
+        texts = []
+        for process in ("self", "1"):
+            try:
+                texts.append(Path(f"/proc/{process}/mountinfo").read_text(encoding="utf-8", errors="replace"))
+            except OSError:
+                texts.append("")
+        return cls(*texts)
+
+
+def _wrapper_in(env: Mapping[str, str], mounts: Mounts) -> str:
+    """Returns the first program called python on the PATH that starts as a script and is a file of the machine."""
+    for folder in env.get("PATH", "").split(os.pathsep):
+        for name in ("python", "python3"):
+            path = Path(folder) / name
+            with contextlib.suppress(OSError):
+                with path.open("rb") as file:
+                    is_script = file.read(2) == b"#!"
+                if is_script and not is_in_container(env, python=str(path), mounts=mounts):
+                    return str(path)
+    return ""
+
+
 def python_notes(config: RunConfig, directory: Path, *, env: Mapping[str, str], prefix: str = sys.prefix) -> list[str]:
     """Returns lines about a Python that the nodes may not have, and about environments that the ranks do not run.
 
@@ -106,7 +163,17 @@ def python_notes(config: RunConfig, directory: Path, *, env: Mapping[str, str], 
         prefix: the environment of the interpreter that submits.
     """
     cluster = config.cluster
-    if cluster is None or config.container is not None:
+    if cluster is None:
+        return []
+    mounts = Mounts.read()
+    # The supervisor of a job is started by this Python also where the ranks have one of their own in an image.
+    if cluster.python is None and is_in_container(env, mounts=mounts):
+        wrapper = _wrapper_in(env, mounts) or "PATH_OF_THE_WRAPPER"
+        return [
+            f"{sys.executable} is in a container, and a job starts outside of it, where there is no such file: name "
+            f"the program that enters the container, cluster.python={wrapper}"
+        ]
+    if config.container is not None:
         return []
     if cluster.python is not None:
         return _chosen_python_notes(cluster, env)

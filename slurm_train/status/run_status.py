@@ -626,6 +626,7 @@ _MOST_SHOWN = 300
 _LOG_BYTES = 16384
 """Of a log, for the program's progress: some 150 lines, which are read in a few milliseconds."""
 _OF_EARLIER_JOBS = ("slurm_train: ", "slurmstepd", "srun: ")
+_NO_PYTHON = re.compile(r"line \d+: (?:exec: )?[^:]*\bpython[\d.]*: (?:cannot execute: )?(?:No such|Permission)")
 # bash names the copy of the script in slurmd's own folder.
 _FOLDER_OF_SCRIPT = re.compile(r"^/\S*/(?=slurm_script: |submit\.sh: )")
 
@@ -653,7 +654,8 @@ def never_began(files: RunFiles, job: JobState) -> str:
     """Returns why a job ended before its attempt began: what its script said last, or that its log was not opened."""
     words = _last_words(files, job)
     if words:
-        return f"ended before it began: {words}"
+        advice = "; cluster.python=PATH names the Python of the job, e.g. the wrapper of a container"
+        return f"ended before it began: {words}{advice if _NO_PYTHON.search(words) else ''}"
     if not job.nodelist:
         # Slurm fails a job that waits, e.g. where it finds that a constraint cannot be met.
         return f"ended before it had nodes: {explain_reason(job.reason) or 'Slurm has no reason on record'}"

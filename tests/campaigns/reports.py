@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,6 +188,33 @@ def _variable_in_words(person: Person) -> Iterator[str]:
     missing = [node for node in ("node1", "node2") if not (person.folder / node / "books").exists()]
     if missing or state != "COMPLETED":
         yield f"the job is {state}, nothing was copied for {missing}"
+
+
+_WRAPPER = """#!/bin/bash
+exec unshare --mount --propagation private bash -c '
+  mount -t tmpfs none {image}; mkdir {image}/env; mount --bind {prefix} {image}/env
+  exec {image}/env/bin/python "$@"' _ "$@"
+"""
+
+
+def _python_of_container(person: Person) -> Iterator[str]:
+    image = person.folder.parent / "image"
+    image.mkdir()
+    wrapper = person.folder.parent / "wrapper"
+    wrapper.write_text(_WRAPPER.format(image=image, prefix=sys.prefix))
+    wrapper.chmod(0o755)
+    words = ("-m", "slurm_train", "script=[train.py]", "+cluster=1x1", "requeue.enabled=false")
+    done = person.runs(str(wrapper), *words, "run.name=inside")
+    if "is in a container" not in done.err or "cluster.python=" not in done.err:
+        yield f"the container is not named: {done.err[-300:]}"
+    job, run = done.job_and_run
+    _ends(job)
+    note = str(_status(person, run)["note"])
+    if "cluster.python=PATH" not in note:
+        yield f"status says: {note}"
+    job, _ = person.runs(str(wrapper), *words, "run.name=named", f"cluster.python={wrapper}").job_and_run
+    if (state := _ends(job)) != "COMPLETED":
+        yield f"with cluster.python=WRAPPER the job is {state}"
 
 
 def _words_of_export(person: Person) -> Iterator[str]:
@@ -768,6 +796,7 @@ SITUATIONS: tuple[Situation, ...] = (
     Situation("SBATCH_QOS of the shell is used, or named", _shell_choices),
     Situation("variables of the shell that the program reads", _variable_of_shell),
     Situation("$NAME in words, and data for each node", _variable_in_words),
+    Situation("a Python that a container wrapper mounts", _python_of_container),
     Situation("words of --export in cluster.export", _words_of_export),
     Situation("a token in place of munge", _token),
     Situation("a local disk beside the GPUs of --gres", _disk_beside_gpus),

@@ -13,7 +13,9 @@ import slurm_train
 from slurm_train.config.schema import RunConfig, build_config
 from slurm_train.errors import ConfigError
 from slurm_train.launch.job_python import (
+    Mounts,
     gone_python,
+    is_in_container,
     python_notes,
     require_lasting_python,
     with_absolute_python_path,
@@ -80,6 +82,53 @@ def test_a_python_that_the_nodes_may_not_have_is_named() -> None:
     (note,) = python_notes(config_of(), Path("/home/ada"), env={}, prefix="/dev/shm/venv")
     assert note.startswith("the ranks run /dev/shm/venv/bin/python, and /dev/shm/ is mostly a machine's own")
     assert python_notes(config_of(), Path("/home/ada"), env={}, prefix=PREFIX) == []
+
+
+OF_MACHINE = "22 1 254:0 / / rw - ext4 /dev/vda rw\n40 22 0:35 / /home rw - nfs4 server:/home rw\n"
+# What is mounted in a container, besides what the machine has.
+OWN = {
+    "the machine": "",
+    "an image": "90 1 0:77 / / rw - overlay overlay rw\n40 90 0:35 / /home rw - nfs4 server:/home rw\n",
+    "an environment in an image file": "91 22 0:78 / /home/ada/env ro - squashfs /dev/loop0 ro\n",
+    "a home that is bound": "92 22 0:35 /ada /home/ada rw - nfs4 server:/home rw\n",
+    "a folder of its own for temporary files": "93 22 0:90 / /tmp rw - tmpfs tmpfs rw\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "python", "is_inside"),
+    [
+        ("the machine", "/usr/bin/python3", False),
+        ("an image", "/usr/bin/python3", True),
+        ("an image", "/home/ada/conda/bin/python", False),
+        ("an environment in an image file", "/home/ada/env/bin/python", True),
+        ("an environment in an image file", "/home/ada/other/bin/python", False),
+        ("a home that is bound", "/home/ada/env/bin/python", False),
+        ("a folder of its own for temporary files", "/usr/bin/python3", False),
+    ],
+)
+def test_a_python_of_a_container_is_told_from_one_that_a_job_finds(own: str, python: str, is_inside: bool) -> None:
+    mounts = Mounts(own=OF_MACHINE + OWN[own], of_machine=OF_MACHINE)
+    variables = {"APPTAINER_CONTAINER": "/image.sif"}
+    assert is_in_container(variables, python=python, mounts=mounts) == is_inside
+    # A path in a container that nothing can be compared with is believed to be its own.
+    assert is_in_container(variables, python=python, mounts=Mounts(own="", of_machine=""))
+    assert not is_in_container({}, python=python, mounts=Mounts(own="", of_machine=""))
+
+
+def test_the_program_that_enters_a_container_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = tmp_path / "python"
+    wrapper.write_text("#!/bin/sh\nexec enter python\n")
+    inside = f"91 1 0:78 / {Path(sys.executable).parent} ro - squashfs none ro\n"
+    monkeypatch.setattr(Mounts, "read", lambda: Mounts(own=OF_MACHINE + inside, of_machine=OF_MACHINE))
+
+    def notes(path: Path, **cluster: Any) -> list[str]:
+        env = {"PATH": f"{Path(sys.executable).parent}:{path}"}
+        return [note for note in python_notes(config_of(**cluster), Path("/"), env=env) if "container" in note]
+
+    assert [note.rpartition("=")[2] for note in notes(tmp_path)] == [str(wrapper)]
+    assert [note.rpartition("=")[2] for note in notes(tmp_path / "none")] == ["PATH_OF_THE_WRAPPER"]
+    assert notes(tmp_path, python=str(wrapper)) == []
 
 
 def test_the_python_of_a_script_that_is_not_there_any_more(tmp_path: Path) -> None:

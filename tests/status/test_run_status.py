@@ -161,6 +161,23 @@ def test_the_error_is_quoted_before_its_hint(has_run: Any) -> None:
     assert found.note == "ended before it began: no hard links; hint: another place"
 
 
+@pytest.mark.parametrize(
+    ("words", "has_advice"),
+    [
+        ("slurm_script: line 20: /env of mine/bin/python3.11: No such file or directory", True),
+        ("submit.sh: line 20: exec: /env/bin/python: cannot execute: No such file or directory", True),
+        # A program of the person's own.
+        ("slurm_script: line 16: /opt/python/tools/prepare: No such file or directory", False),
+        (MODULE, False),
+    ],
+)
+def test_a_job_that_does_not_find_its_python_is_told_the_key(words: str, has_advice: bool, has_run: Any) -> None:
+    run = has_run(job_ids=("12",), logs={"batch.log": f"{words}\n"})
+    start = str(int(time.time()) - 2)
+    found = seen(run, look(job_state("12", "FAILED", nodelist="node3", start=start, end=start)))
+    assert words in found.note and ("cluster.python=PATH" in found.note) == has_advice
+
+
 @pytest.mark.parametrize("case", NEWEST_JOBS)
 def test_the_newest_job_counts_and_its_last_words_are_quoted(case: str, has_run: Any) -> None:
     facts, word, start_s, state, note = NEWEST_JOBS[case]

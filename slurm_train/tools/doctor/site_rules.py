@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 
 from slurm_train.formatting import duration, shorten
+from slurm_train.mounts import Mount
 from slurm_train.rundir.events import Finding
 from slurm_train.slurm.job_limits import limits_of
 from slurm_train.slurm.policy import (
@@ -31,46 +31,7 @@ from slurm_train.tools.doctor.facts import error, merge, note, warning
 
 _OLDEST = (20, 11)
 _SHORT_S = 60.0
-_OCTAL = re.compile(r"\\([0-7]{3})")
 _CACHED_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mount:
-    """The file system that a folder lies on, as this machine has mounted it."""
-
-    folder: str
-    """Where it is mounted."""
-    kind: str
-    """Its type, e.g. "nfs4"."""
-    options: tuple[str, ...] = ()
-    """Of the mount and of the file system, e.g. ("rw", "vers=4.1", "soft")."""
-
-    def option(self, name: str) -> str | None:
-        """Returns the value of an option, "" for one without, None where it is not set."""
-        values = [option.partition("=")[2] for option in self.options if option.partition("=")[0] == name]
-        return values[-1] if values else None
-
-
-def mount_of(path: PurePath, mountinfo: str) -> Mount | None:
-    """Returns the mount that a path lies on; None where that is not to be seen.
-
-    Args:
-        path: absolute, without links.
-        mountinfo: /proc/self/mountinfo.
-    """
-    mount = None
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        words = before.split()
-        kind = after.split()
-        if len(words) < 6 or len(kind) < 3:
-            continue
-        folder = _OCTAL.sub(lambda match: chr(int(match[1], 8)), words[4])
-        # Of two mounts on one folder the later one is seen.
-        if path.is_relative_to(folder) and (mount is None or len(folder) >= len(mount.folder)):
-            mount = Mount(folder=folder, kind=kind[0], options=(*words[5].split(","), *kind[2].split(",")))
-    return mount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

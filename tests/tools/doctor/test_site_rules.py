@@ -7,13 +7,13 @@ from pathlib import PurePath
 
 import pytest
 
+from slurm_train.mounts import mount_of
 from slurm_train.slurm.site import SiteFacts
 from slurm_train.tools.doctor.site_rules import (
     HINTS,
     SiteView,
     find_site_facts,
     in_words,
-    mount_of,
     site_table,
 )
 from tests.tools.site.sites import SITES, facts_of
