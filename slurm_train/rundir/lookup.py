@@ -113,6 +113,9 @@ def find_runs(root: Path, words: list[str]) -> list[RunDirectory]:
             hint = f"runs there: {names}; --root names another root"
             hint += f"; folders that you may not enter: {closed}" if closed else ""
             raise RunError(f"no run matches {word!r} below {root}", hint=hint)
+        exact = [run for run in matches if word in (run.run_id, f"{run.name}/{run.run_id}")]
+        # Of a run that was moved aside the id has an ending, e.g. "3f9a1c07.old".
+        matches = exact or matches
         _require_clear(word, matches)
         named_runs += [run for run in matches if run not in named_runs]
     return named_runs
@@ -299,6 +302,7 @@ def _own_sweeps(root: Path) -> list[SweepDirectory]:
 def _sweep_among(sweeps: Sequence[SweepDirectory], root: Path, word: str) -> SweepDirectory | None:
     short = word.removeprefix("sweeps/")
     matches = [sweep for sweep in sweeps if len(short) >= 4 and sweep.sweep_id.startswith(short)]
+    matches = [sweep for sweep in matches if sweep.sweep_id == short] or matches
     if len(matches) > 1:
         ids = ", ".join(sorted(sweep.sweep_id for sweep in matches))
         raise RunError(f"{word!r} is the beginning of several sweeps: {ids}", hint="type more of it")

@@ -44,11 +44,17 @@ class PackedJob(SlurmJob):
 
 
 def return_of(run: RunDirectory, job: SlurmJob) -> Decision:
-    """Returns the decision to requeue for a run of a pack that has ended to be continued, as its ledger says."""
+    """Returns the decision about a run of a pack that has saved and ended, as its ledger says.
+
+    It is to requeue, also where that is not known; not for a run that a person has stopped.
+    """
     record = job.show_job()
     is_over = record is not None and is_over_its_limit(record)
     ledger = BestEffort()("the ledger", lambda: read_ledger(run), list[dict[str, Any]]())
     newest_entry = ledger[-1] if ledger else {}
+    is_left = BestEffort()("the STOP file", lambda: job.job_id in left_jobs(run, [job.job_id], ledger), default=False)
+    if is_left:
+        return Decision(newest_entry.get("reason", "stopped"), "stop", str(newest_entry.get("note", "")))
     this_start = (job.job_id, job.start.restart_count)
     is_of_this_start = (newest_entry.get("job_id"), newest_entry.get("restart_count")) == this_start
     is_closed = is_of_this_start and "action" in newest_entry

@@ -107,11 +107,13 @@ def _supervise_in_job(run: RunDirectory, command: Sequence[str], env: Mapping[st
 
 
 def _bring_pack_back(run: RunDirectory, env: Mapping[str, str]) -> int:
-    """Requeues the job of a pack in which all runs have ended, and this one is to continue."""
+    """Requeues the job of a pack in which all runs have ended, if this one is to continue; returns the exit code."""
     alone = {name: value for name, value in env.items() if name != PACK}
     settings = load_config(run.config).requeue
     job = _job_alone(run, alone, settings)
     decision = return_of(run, job)
+    if decision.action == "stop":
+        return EXIT_FAILURE
     say(f"all runs of job {job.job_id} have ended, and it is requeued for those that continue: {decision.note}")
     return Supervisor(run, job, settings).come_back(decision)
 

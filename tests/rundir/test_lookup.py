@@ -51,6 +51,15 @@ def test_runs_are_known_by_name_id_beginning_job_or_path_newest_first(words: str
     assert [run.run_id for run in find_runs(root, typed)] == expected.split()
 
 
+@pytest.mark.parametrize("ending", [".old", "x", "_backup"])
+def test_a_whole_id_means_its_run_also_beside_one_that_was_moved_aside(ending: str, root: Path) -> None:
+    make_run(root, "gpt", f"3f9a1c07{ending}", age_s=1)
+    for word in ("3f9a1c07", "gpt/3f9a1c07"):
+        assert [run.run_id for run in find_runs(root, [word])] == ["3f9a1c07"]
+    with pytest.raises(RunError, match="is the beginning of several run ids"):
+        find_runs(root, ["3f9a1c"])
+
+
 @pytest.mark.parametrize("word", ["3f9", "11", "20", "/nowhere"])
 def test_a_word_that_names_nothing_is_answered_with_what_there_is(word: str, root: Path) -> None:
     with pytest.raises(RunError, match=f"no run matches {word!r} below {root}") as caught:

@@ -67,6 +67,12 @@ def test_a_sweep_is_found_by_what_a_person_types(word: str, tmp_path: Path) -> N
     assert find_sweep(tmp_path, str(sweep.path) if word == "PATH" else word) == sweep
 
 
+def test_a_whole_id_means_its_sweep_also_beside_one_that_was_moved_aside(tmp_path: Path) -> None:
+    sweep = new_sweep(tmp_path)
+    new_sweep(tmp_path, f"{sweep.sweep_id}.old")
+    assert find_sweep(tmp_path, sweep.sweep_id) == sweep
+
+
 def test_a_word_that_names_no_sweep_or_several(tmp_path: Path) -> None:
     new_sweep(tmp_path, "9b1c44e0")
     new_sweep(tmp_path, "9b1c0000")

@@ -67,6 +67,16 @@ def test_a_run_comes_back_as_its_ledger_says(facts: dict[str, str], expected: De
     assert return_of(pack.run, pack.job(SlurmJob)) == expected
 
 
+@pytest.mark.parametrize("action", ["stop", "requeue"])
+def test_a_run_that_a_person_has_stopped_does_not_bring_its_pack_back(action: str, tmp_path: Path) -> None:
+    pack = Pack(tmp_path)
+    pack.ends(action=action, reason="stopped")
+    if action == "requeue":
+        # Cancelled after it had ended at a preemption.
+        ask_to_stop(pack.run, ["7_1"], newest_job=7)
+    assert return_of(pack.run, pack.job(SlurmJob)).action == "stop"
+
+
 def test_a_run_that_could_open_no_attempt_comes_back_later(tmp_path: Path) -> None:
     Pack(tmp_path).ends(action="requeue", reason="preempted")
     assert return_of(tmp_run := RunDirectory(tmp_path), Pack(tmp_path, restart_count=1).job(SlurmJob)).delay_s == 60
