@@ -27,7 +27,7 @@ from typing import Any
 from slurm_train.config.target import TARGET, accepts_keyword, callable_target, instantiate, resolve_target
 from slurm_train.data.mapstyle import MapStyleSource
 from slurm_train.data.shards import Split
-from slurm_train.data.source import SampleSource
+from slurm_train.data.source import SampleSource, StreamingSource
 from slurm_train.data.stream import StreamSource, is_stream
 from slurm_train.data.workers import AUTO, AutoWorkers
 from slurm_train.errors import ConfigError, DataError
@@ -93,6 +93,12 @@ def build_source(
             raise ConfigError(
                 f"data.{key} is for map-style data sets; {type(made).__name__} reads whole batches itself",
                 hint=f"leave data.{key} out",
+            )
+        if callable(getattr(made, "set_epoch", None)) and not isinstance(made, StreamingSource):
+            raise DataError(
+                f"set_epoch of {type(made).__name__}, which reads whole batches itself, would never be called",
+                hint="define stream(draws): draw.positions // len(self) are the epochs of a draw's samples; or leave "
+                "set_epoch out",
             )
         return made
     num_workers: Any = reading.get("num_workers", AUTO)

@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from multiprocessing.process import BaseProcess
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from slurm_train.data.generators import OwnedGenerators, open_handle
 from slurm_train.data.item_digest import digest_items
@@ -40,8 +40,15 @@ from slurm_train.errors import ConfigError, DataError
 from slurm_train.rundir.events import with_items
 
 Collate = Callable[[list[Any]], Any]
-_Key = tuple[int, "int | None"]
-"""Number of a sample, and the key of its randomness; with None the random generators are not seeded."""
+
+
+class _Key(NamedTuple):
+    """How one sample is read."""
+
+    number: int
+    seed: int | None
+    """Keys its randomness; None: the random generators are not seeded."""
+    epoch: int
 
 
 class MapStyleSource:
@@ -68,7 +75,7 @@ class MapStyleSource:
         seed: int | None = None,
     ) -> None:
         _require_map_style(dataset)
-        self._reader = _Reader(dataset, collate or pad_or_stack)
+        self._reader = _Reader(dataset, collate or pad_or_stack, seed=seed)
         self._num_workers = num_workers
         self._seed = seed
         # A tensor data set draws nothing at random and can gather a whole batch at once.
@@ -172,9 +179,9 @@ class MapStyleSource:
 
     def _keys(self, draw: Draw) -> list[_Key]:
         numbers = draw.indices.tolist()
-        if self._seed is None:
-            return [(number, None) for number in numbers]
-        return list(zip(numbers, keys_of(self._seed, draw.positions), strict=True))
+        epochs = (draw.positions // len(self)).tolist()
+        seeds = [None] * len(numbers) if self._seed is None else keys_of(self._seed, draw.positions)
+        return [_Key(*parts) for parts in zip(numbers, seeds, epochs, strict=True)]
 
 
 def default_fingerprint(dataset: Any, length: int) -> str:
@@ -194,11 +201,23 @@ def keys_of(seed: int, positions: Int64Array) -> list[int]:
 
 
 class _Reader:
-    """Reads and collates one micro-batch; what a worker process gets a copy of."""
+    """Reads and collates one micro-batch; what a worker process gets a copy of.
 
-    def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
+    A data set with `set_epoch` is told the epoch of each sample before it is read, in the process that reads it: a
+    micro-batch may lie in two epochs, and workers read ahead.
+
+    Args:
+        dataset: map-style.
+        collate: makes a batch of a list of items.
+        seed: keys what `set_epoch` draws at random; None: the random generators are left alone.
+    """
+
+    def __init__(self, dataset: Dataset[Any], collate: Collate, *, seed: int | None = None) -> None:
         self.dataset: Any = dataset
         self.collate = collate
+        self._seed = seed
+        self._epoch_setters = _epoch_setters(dataset)
+        self._epoch: int | None = None
         # Looked up by the process that reads: a worker has generators of its own.
         self._generators: OwnedGenerators | None = None
         self._generators_of_collate: OwnedGenerators | None = None
@@ -213,19 +232,19 @@ class _Reader:
         return {**self.__dict__, "_generators": None, "_generators_of_collate": None}
 
     def read(self, keys: list[_Key]) -> Batch:
-        if keys[0][1] is None:
-            return as_batch(self.collate(self._items_at_once([number for number, _ in keys])))
+        if keys[0].seed is None:
+            return as_batch(self.collate(self._items(keys)))
         with generators_put_back():
-            items = [self.item(number, key) for number, key in keys]
+            items = self._items(keys)
             # What it draws from the generators of this process follows the last sample.
-            self._seed_collate(keys[0][1])
+            self._seed_collate(keys[0].seed)
             return as_batch(self.collate(items))
 
     def collates_at_random(self, keys: list[_Key]) -> bool:
         """Returns whether the collate function draws random numbers for these samples."""
         with generators_put_back():
-            items = [self.item(number, key) for number, key in keys]
-            own = self._seed_collate(keys[0][1])
+            items = self._items(keys)
+            own = self._seed_collate(keys[0].seed)
             before = (stream_positions(), own.positions())
             self.collate(items)
             return (stream_positions(), own.positions()) != before
@@ -237,6 +256,49 @@ class _Reader:
         assert key is not None
         self._generators_of_collate.seed(key)
         return self._generators_of_collate
+
+    def _items(self, keys: list[_Key]) -> list[Any]:
+        """Returns samples, each read in its epoch."""
+        if not self._epoch_setters:
+            return self._items_of_epoch(keys)
+        items: dict[int, Any] = {}
+        places = sorted(range(len(keys)), key=lambda place: keys[place].epoch)
+        for epoch, group in groupby(places, key=lambda place: keys[place].epoch):
+            self._enter(epoch)
+            places_in_epoch = list(group)
+            read = self._items_of_epoch([keys[place] for place in places_in_epoch])
+            items |= zip(places_in_epoch, read, strict=True)
+        return [items[place] for place in range(len(keys))]
+
+    def _enter(self, epoch: int) -> None:
+        """Tells the data set the epoch of the samples that are read next.
+
+        Raises:
+            DataError: the data set has another length then.
+        """
+        if epoch == self._epoch:
+            return
+        length = len(self)
+        if self._seed is not None:
+            # Negative positions: their keys must differ from those of samples.
+            key = keys_of(self._seed, np.array([-1 - epoch], dtype=np.int64))[0]
+            seed_generators(key)
+            OwnedGenerators(self.dataset).seed(key)
+        for set_epoch in self._epoch_setters:
+            set_epoch(epoch)
+        self._epoch = epoch
+        if len(self) != length:
+            raise DataError(
+                f"set_epoch({epoch}) of {type(self.dataset).__qualname__} has changed its length from {length} to "
+                f"{len(self)} samples",
+                hint="keep __len__, and let set_epoch choose which samples there are; or make a stream of the data set "
+                "(docs/bring-your-own.md)",
+            )
+
+    def _items_of_epoch(self, keys: list[_Key]) -> list[Any]:
+        if keys[0].seed is None:
+            return self._items_at_once([key.number for key in keys])
+        return [self.item(key.number, key.seed) for key in keys]
 
     def _items_at_once(self, numbers: list[int]) -> list[Any]:
         if getattr(self.dataset, "__getitems__", None):
@@ -253,6 +315,15 @@ class _Reader:
         if hasattr(self.dataset, "__getitem__"):
             return self.dataset[number]
         return self.dataset.__getitems__([number])[0]
+
+
+def _epoch_setters(dataset: Any) -> list[Callable[[int], None]]:
+    """Returns the `set_epoch` of a data set; of a part or a concatenation of torch's those of what it is made of."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        return [dataset.set_epoch]
+    parts = [dataset.dataset] if isinstance(dataset, Subset) else []
+    parts += dataset.datasets if isinstance(dataset, ConcatDataset) else []
+    return [setter for part in parts for setter in _epoch_setters(part)]
 
 
 class KeyedNumber(int):

@@ -104,6 +104,25 @@ def test_reading_ahead_in_a_thread_is_refused_where_it_would_disturb(words: dict
         prefetch_depth({"_target_": "my_data.Plain", **words}, source)
 
 
+class Batches(Plain):
+    """Reads whole batches, and is not asked in which epoch."""
+
+    def batch(self, indices: np.ndarray[Any, Any]) -> tuple[torch.Tensor, ...]:
+        return (torch.from_numpy(indices),)
+
+    def fingerprint(self) -> str:
+        return "f"
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def test_an_epoch_that_nobody_would_set_is_refused_by_name() -> None:
+    with pytest.raises(
+        DataError, match="set_epoch of Batches, which reads whole batches itself, would never be called"
+    ):
+        source_of("Batches")
+
+
 class Scaled:
     """A collate function with an argument."""
 

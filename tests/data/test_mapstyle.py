@@ -67,6 +67,58 @@ def test_randomness_is_keyed_by_sample_and_epoch_not_by_workers_or_ranks() -> No
     assert len(draws.unique(dim=0)) == 64
 
 
+class Epochal(Dataset[Any]):
+    """Draws other samples in each epoch, half of them at random; remembers the epochs that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch, self.shift, self.told = -1, 0, list[int]()
+
+    def __len__(self) -> int:
+        return 30
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.shift = epoch, random.randrange(1000)
+        self.told.append(epoch)
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        return index, self.epoch, self.shift
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: torch.utils.data.Subset(data, range(30))])
+@pytest.mark.parametrize("seed", [9, None])
+def test_a_data_set_is_told_the_epoch_of_each_sample(wrap: Any, seed: int | None) -> None:
+    """A plain loop over the permutations of the epochs, in batches of 4, reads the same: 30 samples are no multiple."""
+    order = SampleOrder(30, seed=1)
+    expected = [(int(order.at(np.array([position]))[0]), position // 30) for position in range(80)]
+    data = Epochal()
+    here = read(MapStyleSource(wrap(data), seed=seed), count=20)
+    pairs = [
+        (index, epoch) for _, batch in here for index, epoch in zip(*(part.tolist() for part in batch[:2]), strict=True)
+    ]
+    assert pairs == expected and data.told == [0, 1, 2]
+    there = read(MapStyleSource(wrap(Epochal()), seed=seed, num_workers=2), count=20)
+    shares = [
+        read(MapStyleSource(wrap(Epochal()), seed=seed), local=2, rank=rank, ranks=2, count=20) for rank in (0, 1)
+    ]
+    for number, (_, batch) in enumerate(here):
+        split = [torch.cat(parts) for parts in zip(*(share[number][1] for share in shares), strict=True)]
+        # What it draws at random without a key is its own business.
+        for column in range(2 if seed is None else 3):
+            assert torch.equal(batch[column], there[number][1][column]) and torch.equal(batch[column], split[column])
+
+
+def test_held_out_samples_are_those_of_the_first_epoch_and_a_length_that_changes_is_refused() -> None:
+    source = MapStyleSource(Epochal(), seed=9)
+    assert [source.batch(np.array([number]))[1].tolist() for number in (3, 29)] == [[0], [0]]  # type: ignore[index]
+
+    class Shrinking(Epochal):
+        def __len__(self) -> int:
+            return 30 - max(self.epoch, 0)
+
+    with pytest.raises(DataError, match=r"set_epoch\(1\) of .*Shrinking has changed its length from 30 to 29 samples"):
+        read(MapStyleSource(Shrinking(), seed=9), count=20)
+
+
 def test_workers_outlive_the_signals_that_ask_a_job_to_stop() -> None:
     signal_before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
