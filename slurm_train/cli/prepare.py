@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_train.cli.terminal import note
-from slurm_train.data.prepare import PrepareOptions, notes_of, prepare
+from slurm_train.data.prepare import PrepareOptions, ends_in_words, note_of_begin, notes_of, prepare
 from slurm_train.errors import EXIT_DONE
 from slurm_train.launch.hub import HubFiles, fetch_hub_files, pin_path
 from slurm_train.verbs import parse
@@ -32,13 +32,13 @@ def main(words: Sequence[str]) -> int:
         tokenizer=tokenizer,
     )
     index = prepare([Path(name) for name in arguments.inputs], out=Path(arguments.out), options=options)
-    note(f"{index.source}: {index.vocab_size} token ids ({index.tokenizer}), {index.end_of_document} ends a document")
+    note(f"{index.source}: {index.vocab_size} token ids ({index.tokenizer}), {ends_in_words(index, options)}")
     for name, split in index.splits.items():
         note(
             f"  {name:8} {split.documents:>8} documents {split.bytes:>14,} bytes {split.targets:>14,} tokens "
             f"in {len(split.shards)} shards"
         )
-    for line in notes_of(index):
+    for line in filter(None, (*notes_of(index), note_of_begin(index, options))):
         note(line)
     held_out = index.splits["heldout"].targets if "heldout" in index.splits else 0
     share = held_out / max(sum(split.targets for split in index.splits.values()), 1)

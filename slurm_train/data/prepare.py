@@ -1,7 +1,7 @@
 """Text to token shards: what `python -m slurm_train prepare` and the embedded data set both do.
 
 Text becomes bytes, 256 ids, and no vocabulary to agree on; or what a tokenizer file of the tokenizers library makes of
-it. One more id ends each document.
+it. One more id ends each document, and what the tokenizer puts before a text begins it.
 
 The shards are written into a directory next to the wanted one and renamed into place as a whole, so a reader finds all
 of them or none, and any number of processes may prepare the same text at once: the first rename wins, the others use
@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import itertools
+import json
 import os
 import re
 import shutil
@@ -55,6 +57,9 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 _CUTS = re.compile(rb'"(truncation|padding)"\s*:\s*\{')
 _HEAD_BYTES = 4096
+_POST_PROCESSOR = b'"post_processor"'
+"""Stands before the vocabulary, in which a token may be called so, too."""
+_MOST_TEMPLATE_BYTES = 2**16
 # Of a text: 16 MiB in all, read in about 0.1 s from a file server.
 _BLOCK_BYTES = 4096
 _NUM_BLOCKS = 4096
@@ -141,6 +146,34 @@ def notes_of(index: ShardIndex) -> list[str]:
     return notes
 
 
+def ends_in_words(index: ShardIndex, options: PrepareOptions) -> str:
+    """Returns what begins and ends a document, and whether the tokenizer would have it otherwise."""
+    if options.tokenizer is None:
+        return f"{index.end_of_document} ends a document"
+    tokenizer = tokenizer_file(options.tokenizer)
+    encoding = FileEncoding(tokenizer, end_of_document=index.end_of_document, begin_of_document=index.begin_of_document)
+    words = f"{encoding.name_of(index.end_of_document)} ends a document"
+    if index.begin_of_document:
+        words = f"{' '.join(map(encoding.name_of, index.begin_of_document))} begins and {words}"
+    return words
+
+
+def note_of_begin(index: ShardIndex, options: PrepareOptions) -> str | None:
+    """Returns a line about shards of an earlier version, which has left out what the tokenizer puts before a text."""
+    if options.tokenizer is None or index.begin_of_document:
+        return None
+    tokenizer = tokenizer_file(options.tokenizer)
+    if not _begin_tokens(tokenizer, tokenizer.read_bytes()):
+        return None
+    encoding = FileEncoding(tokenizer)
+    if not encoding.begin_of_document:
+        return None
+    return (
+        f"the tokenizer begins texts with {' '.join(map(encoding.name_of, encoding.begin_of_document))}, and documents "
+        "here do not, as an earlier version has made them: another directory (--out, data.cache) gets them with it"
+    )
+
+
 def prepare_documents(documents: Sequence[Document], *, out: Path, options: PrepareOptions, source: str) -> ShardIndex:
     """Makes the shards of documents, or finds them made; see `prepare`."""
     outside = _outside_digest(documents, options)
@@ -169,7 +202,11 @@ def prepare_documents(documents: Sequence[Document], *, out: Path, options: Prep
     index = read_index(out)
     check_sizes(out, index)
     # Of shards from before their text was part of the digest, names, sizes and times must do.
-    if index.input_digest not in (digest, outside):
+    is_same = index.input_digest in (digest, outside)
+    if not is_same:
+        earlier = _outside_digest(documents, options, has_begin=False)
+        is_same = index.input_digest in (earlier, _input_digest(documents, earlier))
+    if not is_same:
         raise DataError(
             f"{out} holds the shards of another input or other options (made from {index.source})",
             hint=f"name another directory, or remove {out} first",
@@ -219,8 +256,16 @@ class Packing:
             tokenizer=None if tokenizer is None else cwd / Path(tokenizer).expanduser(),
         )
         root = cwd / Path(cache or "~/.cache/slurm_train/packed").expanduser()
-        digest = _input_digest(self._documents, _outside_digest(self._documents, self._options))
-        self.directory = _place_of_own(root / digest)
+        outside, earlier = (
+            _outside_digest(self._documents, self._options, has_begin=has_begin) for has_begin in (True, False)
+        )
+        self.directory = _place_of_own(root / _input_digest(self._documents, outside))
+        if earlier == outside or _is_filled(self.directory):
+            return
+        made_earlier = _place_of_own(root / _input_digest(self._documents, earlier))
+        # Runs that have begun with what an earlier version has made go on with the same samples.
+        if _is_filled(made_earlier):
+            self.directory = made_earlier
 
     def make(self) -> Path:
         """Returns the directory of the shards; one process makes them, others wait for it.
@@ -242,13 +287,26 @@ class Packing:
                 )
             finally:
                 os.close(lock)
-            for line in notes_of(index) if is_new else ():
-                print(line, file=sys.stderr)
+            notes = notes_of(index) if is_new else []
+            if is_new and index.begin_of_document:
+                notes.append(ends_in_words(index, self._options))
+            _say([*notes, note_of_begin(index, self._options)])
         except OSError as err:
             raise DataError(
                 f"{self.directory} cannot be made: {err.strerror}", hint="name another directory: data.cache=DIR"
             ) from err
         return self.directory
+
+
+def _say(lines: Sequence[str | None]) -> None:
+    """Prints lines that this process has not printed yet: each split is read by itself."""
+    for line in lines:
+        if line is not None and line not in _SAID:
+            _SAID.add(line)
+            print(line, file=sys.stderr)
+
+
+_SAID: set[str] = set()
 
 
 def _place_of_own(directory: Path) -> Path:
@@ -284,13 +342,15 @@ def _write_shards(
         vocab_size=encoding.vocab_size,
         end_of_document=encoding.end_of_document,
         splits={},
+        begin_of_document=encoding.begin_of_document,
     )
+    begin = np.array(index.begin_of_document, dtype="<u4")
     end = np.array([index.end_of_document], dtype="<u4")
     halves = split_documents(documents, held_out=options.held_out)
     for split, half in zip(("train", "heldout"), halves, strict=True):
         texts = _Counted(half, column=options.text_column)
         replaced = encoding.num_replaced
-        pieces = (piece for tokens in encoding.encode(texts) for piece in (tokens, end))
+        pieces = (piece for tokens in encoding.encode(texts) for piece in (begin, tokens, end))
         shards = write_shards(
             directory, split, pieces, dtype=index.dtype, max_targets=options.max_targets, first=index.end_of_document
         )
@@ -349,9 +409,17 @@ def _input_digest(documents: Sequence[Document], outside: str) -> str:
     return hasher.hexdigest()
 
 
-def _outside_digest(documents: Sequence[Document], options: PrepareOptions) -> str:
-    """Returns what names, sizes and times of the files, and the options, are told from others by."""
-    made_by = BYTES if options.tokenizer is None else _tokenizer_digest(tokenizer_file(options.tokenizer))
+def _outside_digest(documents: Sequence[Document], options: PrepareOptions, *, has_begin: bool = True) -> str:
+    """Returns what names, sizes and times of the files, and the options, are told from others by.
+
+    Args:
+        documents: the input.
+        options: how it becomes shards.
+        has_begin: documents begin with what the tokenizer puts there; earlier versions had none.
+    """
+    made_by = BYTES
+    if options.tokenizer is not None:
+        made_by = _tokenizer_digest(tokenizer_file(options.tokenizer), has_begin=has_begin)
     column = options.text_column if any(document.has_rows for document in documents) else ""
     hasher = xxhash.xxh3_128(f"{FORMAT} {options.held_out} {options.max_targets} {made_by} {column}\n".encode())
     for document in documents:
@@ -360,7 +428,7 @@ def _outside_digest(documents: Sequence[Document], options: PrepareOptions) -> s
     return hasher.hexdigest()
 
 
-def _tokenizer_digest(path: Path) -> str:
+def _tokenizer_digest(path: Path, *, has_begin: bool) -> str:
     """Tells this tokenizer from others that would give other ids.
 
     Raises:
@@ -380,13 +448,56 @@ def _tokenizer_digest(path: Path) -> str:
     # Shards that were made before these were switched off are others.
     if _CUTS.search(data[:_HEAD_BYTES]):
         digest += " whole"
-    return digest
+    begin = _begin_tokens(path, data) if has_begin else []
+    return " begins ".join((digest, *begin))
 
 
 def _end_token_beside(path: Path) -> str | None:
     """Returns the end token that the configuration next to a tokenizer names, None where it names none."""
-    token = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get("eos_token")
+    return _named_beside(path, "eos_token")
+
+
+def _named_beside(path: Path, name: str) -> str | None:
+    """Returns a special token that the configuration next to a tokenizer names, None where it names none."""
+    token = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get(name)
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _begin_tokens(path: Path, data: bytes) -> list[str]:
+    """Returns the names of the tokens that a tokenizer puts before a text: by its template, or by its configuration.
+
+    The file is not read by its library, which a login node may not have, and its vocabulary not at all.
+
+    Args:
+        path: of the file; `add_bos_token` may stand in the configuration next to it.
+        data: its content.
+    """
+    start = data.find(_POST_PROCESSOR)
+    template: Any = None
+    if start >= 0:
+        text = data[start + len(_POST_PROCESSOR) :][:_MOST_TEMPLATE_BYTES].decode(errors="replace").lstrip(" \n\r\t:")
+        with contextlib.suppress(ValueError):
+            template = json.JSONDecoder().raw_decode(text)[0]
+    names = _before_a_text(template)
+    begin = _named_beside(path, "bos_token")
+    adds = (read_json(path.with_name(_TOKENIZER_CONFIG)) or {}).get("add_bos_token")
+    if adds is True and begin is not None and begin not in names:
+        return [begin, *names]
+    return [name for name in names if adds is not False or name != begin]
+
+
+def _before_a_text(processor: Any) -> list[str]:
+    """Returns the names of the tokens that a post-processor of the tokenizers library puts before a single text."""
+    if not isinstance(processor, dict):
+        return []
+    kind = processor.get("type")
+    if kind == "Sequence":
+        return [name for part in processor.get("processors", ()) for name in _before_a_text(part)]
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return [processor["cls"][0]]
+    pieces = processor.get("single", ()) if kind == "TemplateProcessing" else ()
+    before = itertools.takewhile(lambda piece: "SpecialToken" in piece, pieces)
+    return [piece["SpecialToken"]["id"] for piece in before]
 
 
 class ByteEncoding:
@@ -394,6 +505,7 @@ class ByteEncoding:
 
     vocab_size = _NUM_BYTE_VALUES + 1
     end_of_document = _NUM_BYTE_VALUES
+    begin_of_document: tuple[int, ...] = ()
     num_replaced = 0
     """Bytes are taken as they are."""
 
@@ -414,15 +526,21 @@ class FileEncoding:
     else a special token with a customary name. A tokenizer without one gets one id more. Documents are encoded whole: a
     length or a padding that was saved in the file is left aside.
 
+    What begins a document is what the tokenizer puts before a text: by its template, or by `add_bos_token` of that
+    `tokenizer_config.json`; nothing where that is the end token, which stands there already.
+
     Args:
         path: the file.
         end_of_document: the id that was chosen when the text was encoded; None chooses.
+        begin_of_document: likewise the ids before each document.
 
     Raises:
         DataError: the library is missing, or the file was not downloaded or is none of its own.
     """
 
-    def __init__(self, path: Path, *, end_of_document: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, end_of_document: int | None = None, begin_of_document: tuple[int, ...] | None = None
+    ) -> None:
         if path.is_file():
             require_content(path)
         try:
@@ -448,6 +566,16 @@ class FileEncoding:
             end_of_document = next((token for token in token_ids if token is not None), num_ids)
         self.end_of_document = end_of_document
         self.vocab_size = max(num_ids, end_of_document + 1)
+        if begin_of_document is None:
+            names_before = _begin_tokens(path, path.read_bytes())
+            ids_before = [self._tokenizer.token_to_id(name) for name in names_before]
+            begin_of_document = tuple(token for token in ids_before if token not in (None, end_of_document))
+        self.begin_of_document = begin_of_document
+
+    def name_of(self, token: int) -> str:
+        """Returns a token in words, e.g. "<eos> (2)"; the id alone where the tokenizer has none."""
+        name = self._tokenizer.id_to_token(token)
+        return str(token) if name is None else f"{name} ({token})"
 
     def encode(self, texts: Iterable[bytes]) -> Iterator[Tokens]:
         """Yields the ids of each text as uint32 (n,); what is no UTF-8 is replaced."""
@@ -481,7 +609,8 @@ class FileEncoding:
 
 
 Encoding = ByteEncoding | FileEncoding
-"""A way from text to token ids; `vocab_size` is the number of ids, `end_of_document` the one after each document."""
+"""A way from text to token ids; `vocab_size` is the number of ids, `end_of_document` the one after each document, and
+`begin_of_document` those before it."""
 
 
 def end_of_document(data: Mapping[str, Any]) -> int | None:

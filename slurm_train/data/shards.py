@@ -87,6 +87,7 @@ class ShardIndex:
         vocab_size: number of token ids, the end of a document included.
         end_of_document: the token id after each document.
         splits: "train" and "heldout".
+        begin_of_document: the token ids before each document; none in shards of earlier versions.
     """
 
     source: str
@@ -96,6 +97,7 @@ class ShardIndex:
     vocab_size: int
     end_of_document: int
     splits: dict[str, SplitIndex]
+    begin_of_document: tuple[int, ...] = ()
 
     @property
     def shards(self) -> list[Shard]:
@@ -147,7 +149,11 @@ def write_shards(
 
 def write_index(directory: Path, index: ShardIndex) -> None:
     """Writes `index.json` and makes it and the directory durable."""
-    write_durable(directory / INDEX, json.dumps({"format": FORMAT, **dataclasses.asdict(index)}, indent=2) + "\n")
+    content = {"format": FORMAT, **dataclasses.asdict(index)}
+    if not index.begin_of_document:
+        # Earlier versions know no such key.
+        del content["begin_of_document"]
+    write_durable(directory / INDEX, json.dumps(content, indent=2) + "\n")
     fsync_directory(directory)
 
 
@@ -170,7 +176,8 @@ def read_index(directory: Path) -> ShardIndex:
             name: SplitIndex(**{**value, "shards": tuple(Shard(**shard) for shard in value["shards"])})
             for name, value in text.pop("splits").items()
         }
-        index = ShardIndex(splits=splits, **text)
+        begin = tuple(text.pop("begin_of_document", ()))
+        index = ShardIndex(splits=splits, begin_of_document=begin, **text)
     except (AttributeError, KeyError, TypeError) as err:
         raise DataError(f"{directory / INDEX} is not a shard index: {err}", hint="prepare the text again") from err
     if index.dtype not in DTYPES:

@@ -67,7 +67,11 @@ class TokenSource:
         """Returns the encoding the shards were made with, to decode what a model writes."""
         if self.index.tokenizer == BYTES:
             return ByteEncoding()
-        return FileEncoding(self._directory / TOKENIZER, end_of_document=self.index.end_of_document)
+        return FileEncoding(
+            self._directory / TOKENIZER,
+            end_of_document=self.index.end_of_document,
+            begin_of_document=self.index.begin_of_document,
+        )
 
     def shards(self) -> Iterator[Tokens]:
         """Yields the memory-mapped shards; in each, all tokens but the first are targets."""

@@ -60,8 +60,8 @@ def sample_text(model: Any, encoding: Encoding, prompt: str = "", *, seed: int =
         **sampling: for `generate`: num_tokens, temperature, top_k, end.
     """
     device = next(model.parameters()).device
-    # A document begins after the end of another one.
-    start = [encoding.end_of_document]
+    # A document begins as in training: with the tokenizer's own tokens, or else after the end of another one.
+    start = [*encoding.begin_of_document] or [encoding.end_of_document]
     if prompt:
         start += next(iter(encoding.encode([prompt.encode()]))).tolist()
     tokens = torch.tensor([start], dtype=torch.int64, device=device)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +20,13 @@ from slurm_train.data.prepare import (
     PrepareOptions,
     _input_digest,
     _outside_digest,
+    ends_in_words,
+    note_of_begin,
     prepare,
     prepare_documents,
 )
 from slurm_train.data.shards import INDEX, check_sizes, map_tokens, read_index, write_index
+from slurm_train.data.text import TokenSource
 from slurm_train.errors import DataError
 
 
@@ -216,6 +220,98 @@ def test_a_tokenizer_s_own_end_token_ends_documents(
     assert written.tolist() == [end, 2, 1, 0, end]
     encoding = FileEncoding(tmp_path / "out" / "tokenizer.json", end_of_document=index.end_of_document)
     assert encoding.decode(written.tolist()[1:]) == "ab b a\n\n"
+
+
+def special(*texts: str) -> list[dict[str, Any]]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [{"id": 3 + place, "content": text, "special": True, **flags} for place, text in enumerate(texts)]
+
+
+def template(*pieces: str) -> dict[str, Any]:
+    """Returns a template in the form of the tokenizers library; "A" is the text."""
+    single = [{"Sequence" if piece == "A" else "SpecialToken": {"id": piece, "type_id": 0}} for piece in pieces]
+    ids = {"<bos>": 3, "</s>": 4}
+    named = {piece: {"id": piece, "ids": [ids[piece]], "tokens": [piece]} for piece in pieces if piece != "A"}
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": named}
+
+
+BYTES_ALONE = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("processor", "config", "begin"),
+    [
+        (template("<bos>", "A"), {}, [3]),
+        (template("<bos>", "A", "</s>"), {}, [3]),
+        ({"type": "Sequence", "processors": [BYTES_ALONE, template("<bos>", "A")]}, {}, [3]),
+        ({"type": "BertProcessing", "sep": ["</s>", 4], "cls": ["<bos>", 3]}, {}, [3]),
+        (template("A", "</s>"), {}, []),
+        (template("</s>", "A"), {}, []),
+        (None, {"add_bos_token": True, "bos_token": "<bos>"}, [3]),
+        (None, {"add_bos_token": True, "bos_token": None}, []),
+        (template("<bos>", "A"), {"add_bos_token": True, "bos_token": {"content": "<bos>"}}, [3]),
+        (template("<bos>", "A"), {"add_bos_token": False, "bos_token": "<bos>"}, []),
+        (None, {"bos_token": "<bos>"}, []),
+        (BYTES_ALONE, {}, []),
+    ],
+    ids=[
+        *("Gemma", "begin and end", "Llama 3", "BERT", "T5", "the end token", "by configuration", "no token"),
+        *("both", "switched off", "named alone", "GPT-2"),
+    ],
+)
+def test_what_a_tokenizer_puts_before_a_text_begins_documents(
+    processor: Any, config: dict[str, Any], begin: list[int], tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    model = tmp_path / "model"
+    model.mkdir()
+    content = {**BPE, "added_tokens": special("<bos>", "</s>"), "post_processor": processor}
+    (model / "tokenizer.json").write_text(json.dumps(dict(sorted(content.items()))))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **config}))
+    (tmp_path / "text.jsonl").write_text('{"text": "abba"}\n{"text": "b"}\n')
+    options = PrepareOptions(held_out=0, tokenizer=model)
+    index = prepare([tmp_path / "text.jsonl"], out=tmp_path / "out", options=options)
+    (written,) = map_tokens(tmp_path / "out", index, "train")
+    assert written.tolist() == [4, *begin, 2, 1, 0, 4, *begin, 1, 4]
+    assert (read_index(tmp_path / "out"), index.begin_of_document) == (index, tuple(begin))
+    assert note_of_begin(index, options) is None
+    assert ends_in_words(index, options) == ("<bos> (3) begins and " if begin else "") + "</s> (4) ends a document"
+    # What a run writes begins as its data do; without a configuration the library itself says what that is.
+    assert TokenSource(tmp_path / "out", index=index, context=2, split="train").encoding().begin_of_document == (
+        *begin,
+    )
+    if not config:
+        ids = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode("abba").ids
+        assert ids[: ids.index(2)] == (begin or [4] * (ids[0] == 4))
+
+
+@pytest.mark.full
+def test_shards_that_an_earlier_version_has_made_without_a_begin_are_used_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    content = {**BPE, "added_tokens": special("<bos>", "</s>")}
+    text, tokenizer, cache = tmp_path / "text.txt", tmp_path / "tokenizer.json", tmp_path / "cache"
+    text.write_text("abba")
+    documents = find_documents([text])
+    options = PrepareOptions(held_out=0, tokenizer=tokenizer)
+    tokenizer.write_text(json.dumps(content))
+    older = prepare([text], out=tmp_path / "out", options=options)
+    tokenizer.write_text(json.dumps({"post_processor": template("<bos>", "A"), **content}))
+    outside = _outside_digest(documents, options, has_begin=False)
+    older = replace(older, input_digest=_input_digest(documents, outside))
+    (tmp_path / "out" / INDEX).unlink()
+    write_index(tmp_path / "out", older)
+    shutil.copytree(tmp_path / "out", cache / older.input_digest)
+    assert "begin_of_document" not in (cache / older.input_digest / INDEX).read_text()
+    assert prepare([text], out=tmp_path / "out", options=options) == older
+    words = {"held_out": 0, "tokenizer": str(tokenizer)}
+    assert Packing(str(text), cache=str(cache), **words).make() == cache / older.input_digest
+    assert "the tokenizer begins texts with <bos> (3), and documents here do not" in capsys.readouterr().err
+    index = read_index(Packing(str(text), cache=str(tmp_path / "other"), **words).make())
+    assert index.begin_of_document == (3,)
+    assert capsys.readouterr().err == "<bos> (3) begins and </s> (4) ends a document\n"
 
 
 @pytest.mark.full

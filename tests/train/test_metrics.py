@@ -11,9 +11,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from slurm_train.assets import read_asset
@@ -37,7 +39,7 @@ from slurm_train.train.metrics import (
 )
 from slurm_train.train.position import Position
 from slurm_train.train.step import StepFacts, StepResult
-from slurm_train.train.texts import printable, say_text
+from slurm_train.train.texts import printable, sample_text, say_text
 from tests.support.ranks import make_rank
 
 
@@ -206,10 +208,28 @@ def test_the_text_at_the_end_compiles_nothing() -> None:
     compiled, said = [], []
     model = GPT(num_layers=1, width=16, num_heads=2, context=8)
     model.compile(backend=lambda graph, _: compiled.append(1) or graph.forward)
-    encoding = SimpleNamespace(vocab_size=256, end_of_document=0, decode=lambda tokens: "x" * len(tokens))
+    encoding = SimpleNamespace(
+        vocab_size=256, begin_of_document=(), end_of_document=0, decode=lambda tokens: "x" * len(tokens)
+    )
     source: Any = SimpleNamespace(encoding=lambda: encoding, shards=list)
     say_text(said.append, model, train=source, heldout=None, num_tokens=5)
     assert (said, compiled) == (["the model writes:\nxxxxx"], [])
+
+
+@pytest.mark.parametrize(("begin", "start"), [((1, 3), [1, 3]), ((), [2])])
+def test_a_text_begins_as_documents_of_the_data_do(begin: tuple[int, ...], start: list[int]) -> None:
+    given: list[list[int]] = []
+
+    class Writes(nn.Linear):
+        def generate(self, tokens: Tensor, **_: Any) -> Tensor:
+            given.append(tokens[0].tolist())
+            return torch.cat((tokens, torch.tensor([[7]])), dim=1)
+
+    encoding: Any = SimpleNamespace(
+        begin_of_document=begin, end_of_document=2, encode=lambda _: iter([np.array([5, 6])]), decode=str
+    )
+    assert [sample_text(Writes(1, 1), encoding, prompt) for prompt in ("ab", "")] == ["[7]", "[7]"]
+    assert given == [[*start, 5, 6], start]
 
 
 class Nvml(ModuleType):
