@@ -429,15 +429,24 @@ _LAST_WORDS_S = 60.0
 
 
 def has_stopped(ledger: Sequence[Mapping[str, Any]], record: JobRecord | None) -> bool:
-    """Returns whether the last attempt has stopped for good, and no job that was submitted later will open another.
+    """Returns whether the last attempt has stopped for good, and no job that was recorded later will open another.
+
+    The order of the jobs decides: the clock of a node may be ahead of that of the machine that has submitted.
 
     Args:
         ledger: of the run.
-        record: its newest job.
+        record: its jobs.
     """
     if not ledger or not waits_for_person(ledger[-1]):
         return False
-    return record is None or record.submit_time_unix_s < float(ledger[-1]["end_time_unix_s"])
+    last_job = str(ledger[-1].get("job_id"))
+    job_ids = record.job_ids if record is not None else ()
+    if record is not None and last_job not in job_ids:
+        # On this machine, or in an allocation.
+        return record.submit_time_unix_s < float(ledger[-1]["end_time_unix_s"])
+    newest = {str(entry.get("job_id")): entry for entry in ledger}
+    later = job_ids[job_ids.index(last_job) + 1 :] if job_ids else ()
+    return all(job_id in newest and waits_for_person(newest[job_id]) for job_id in later)
 
 
 def has_ended(run: RunDirectory) -> bool:

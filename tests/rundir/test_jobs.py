@@ -19,10 +19,12 @@ from slurm_train.errors import RunError
 from slurm_train.rundir import jobs as lock
 from slurm_train.rundir.jobs import (
     Holder,
+    JobRecord,
     ask_to_stop,
     clear_dead,
     complete_stop,
     has_ended,
+    has_stopped,
     jobs_elsewhere,
     obey_stop,
     process_lives,
@@ -384,3 +386,25 @@ def test_a_lock_on_a_file_system_without_hard_links_is_refused_by_name(
     with pytest.raises(RunError, match="makes no hard links"):
         take_lock(tmp_path / "lock.json", this_process(), is_alive=lambda _: True)
     assert list(tmp_path.glob("*lock.json*")) == []
+
+
+@pytest.mark.parametrize(
+    ("jobs", "attempts", "expected"),
+    [
+        (["12"], [("12", "stop")], True),
+        (["12"], [("12", "requeue")], False),
+        (["12", "13"], [("12", "stop")], False),
+        (["12", "13"], [("12", "stop"), ("13", "stop")], True),
+        (["12", "13"], [("12", "requeue"), ("13", "stop"), ("12", "stop")], True),
+        (["12", "13"], [("13", "requeue"), ("12", "stop")], False),
+        ([], [("12", "stop")], True),
+        ([], [("None", "stop")], True),
+    ],
+)
+@pytest.mark.parametrize("clock_s", [-3600.0, 3600.0])
+def test_whether_a_run_has_stopped_does_not_depend_on_clocks(
+    jobs: list[str], attempts: list[tuple[str, str]], expected: bool, clock_s: float
+) -> None:
+    record = JobRecord(job_ids=tuple(jobs), submit_time_unix_s=1000.0 + clock_s) if jobs else None
+    ledger = [{"job_id": job_id, "action": action, "end_time_unix_s": 1000.0} for job_id, action in attempts]
+    assert has_stopped(ledger, record) == expected
