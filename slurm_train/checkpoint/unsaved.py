@@ -67,8 +67,10 @@ class _UnsavedValues:
 
     def __init__(self, other: Any) -> None:
         self._other = other
-        self._modules = dict(other.named_modules()) if isinstance(other, nn.Module) else {}
+        self._is_module = isinstance(other, nn.Module)
+        self._parts = self._parts_now()
         self._first = self._values()
+        self._named: set[str] = set()
         # Not asked here: a loader that is asked for its state begins to read.
         self._has_state = False
 
@@ -78,9 +80,8 @@ class _UnsavedValues:
         Args:
             name: under which the object was handed over.
         """
-        changed = self._changed()
-        for value in changed:
-            del self._first[value]
+        changed = [value for value in self._changed() if value not in self._named]
+        self._named |= set(changed)
         switched = [value for value in changed if self._has_switch(value)]
         other = [value for value in changed if value not in switched]
         notes = []
@@ -91,38 +92,53 @@ class _UnsavedValues:
             notes.append(_lost(name, switched) + f"; torchmetrics saves them after {calls}, called before `resume`")
         if other:
             notes.append(_lost(name, other) + "; add them to it, or hand over an object of yours that saves them")
+        added = sorted(self._parts_now().keys() - self._parts.keys() - self._named)
+        self._named |= set(added)
+        if added:
+            notes.append(
+                f"training adds {shorten(added)} to {name}: a resume begins without them and cannot load them; hand "
+                "over an object of yours that saves what they hold"
+            )
         return notes
 
     def _changed(self) -> list[str]:
         """Returns the names of the values that have changed and are not saved, e.g. "_base_metric.weight"."""
-        if self._has_state or not self._first:
-            return []
-        state = self._other.state_dict()
-        self._has_state = not self._modules and bool(state)
         if self._has_state:
             return []
-        saved = state if self._modules else ()
-        now = self._values()
-        return [name for name, value in self._first.items() if name not in saved and now.get(name) != value]
+        state = self._other.state_dict()
+        self._has_state = not self._is_module and bool(state)
+        if self._has_state:
+            return []
+        saved = state if self._is_module else ()
+        names = []
+        for name, value in self._values().items():
+            # A module may keep a result under a new name.
+            before = self._first.get(name, value if self._is_module else None)
+            if name not in saved and value != before:
+                names.append(name)
+        return names
 
     def _has_switch(self, name: str) -> bool:
         """Returns whether a value is a state of a metric of torchmetrics, which saves it where it is told to."""
-        module, _, value = name.rpartition(".")
-        return value in getattr(self._modules.get(module), "_defaults", ())
+        part, _, value = name.rpartition(".")
+        return value in getattr(self._parts.get(part), "_defaults", ())
+
+    def _parts_now(self) -> dict[str, Any]:
+        """Returns a module's parts by name, itself with an empty one; another object alone."""
+        return dict(self._other.named_modules()) if self._is_module else {"": self._other}
 
     def _values(self) -> dict[str, Any]:
         """Returns what shows a change of each value, by name."""
-        if not self._modules:
-            values = {name: _digest_of(value) for name, value in getattr(self._other, "__dict__", {}).items()}
-            return {name: value for name, value in values.items() if value is not None}
         shown: dict[str, Any] = {}
-        for name, (tensor, version) in _unsaved_buffers(self._other).items():
-            shown[name] = _digest_of(tensor) or (id(tensor), version)
-        for prefix, module in self._modules.items():
-            if type(module).__module__.partition(".")[0] in _LIBRARIES:
+        if self._is_module:
+            for name, (tensor, version) in _unsaved_buffers(self._other).items():
+                shown[name] = _digest_of(tensor) or (id(tensor), version)
+        for prefix, part in self._parts_now().items():
+            if type(part).__module__.partition(".")[0] in _LIBRARIES and self._is_module:
                 continue
-            for name, value in vars(module).items():
-                content = None if name == "training" or name.startswith("_") else _digest_of(value)
+            for name, value in getattr(part, "__dict__", {}).items():
+                is_passed_over = self._is_module and (name == "training" or name.startswith("_"))
+                content = None if is_passed_over else _digest_of(value)
                 if content is not None:
                     shown[f"{prefix}.{name}".lstrip(".")] = content
         return shown

@@ -12,37 +12,45 @@ from collections.abc import Mapping, Sequence
 
 _SETTINGS = {
     # --- optimizer ---
-    "optim.lr=<3e-4>": "lr learning_rate base_lr peak_lr lr_base",
+    "optim.lr=<3e-4>": "lr learning_rate base_lr peak_lr lr_base lr0",
     "optim.weight_decay=<0.1>": "weight_decay wd",
     '"optim.betas=[0.9,0.95]"': "betas adam_betas adam_beta1 adam_beta2 beta1 beta2 opt_betas",
     "optim.eps=<1e-8>": "eps adam_eps adam_epsilon opt_eps",
     "optim.grad_clip_norm=<1.0|off:null>": (
-        "max_grad_norm max_norm grad_clip grad_clip_norm gradient_clip_val gradient_clipping clip_grad"
+        "max_grad_norm max_norm grad_clip grad_clip_norm gradient_clip_val gradient_clipping clip_grad clip_norm"
     ),
     "optim=<adamw|sgd|muon|adamw_torch:adamw|adamw_torch_fused:adamw>, of adamw, sgd and muon; any other: "
-    "optim._target_=torch.optim.NAdam optim.lr=1e-3": "optimizer optimizer.name optimizer_type optimizers opt",
+    "optim._target_=torch.optim.NAdam optim.lr=1e-3": (
+        "optimizer optimizer.name optimizer_type optimizers opt optim_wrapper optimizer_config"
+    ),
     "optim=sgd optim.momentum=<0.9>": "momentum sgd_momentum",
     "optim.schedule=<cosine|linear|constant|wsd|inverse_sqrt|constant_with_warmup:constant|warmup_stable_decay:wsd>, "
     "of cosine, linear, constant, wsd and inverse_sqrt; any other: optim.schedule._target_=my_package.falling": (
-        "lr_scheduler lr_scheduler_type scheduler schedulers lr_schedule decay_type sched"
+        "lr_scheduler lr_scheduler_type scheduler schedulers lr_schedule decay_type sched lr_decay_style "
+        "param_scheduler lr_config cos_lr"
     ),
-    "optim.schedule=wsd optim.decay_samples=3200, which is steps x global batch": "decay_steps decay_ratio",
+    "optim.schedule=wsd optim.decay_samples=3200, which is steps x global batch": (
+        "decay_steps decay_ratio warmdown_ratio"
+    ),
     "optim.warmup_samples=<!3200|off:0>, which is steps x global batch": (
-        "warmup warmup_steps num_warmup_steps warmup_iters warmup_ratio lr_warmup_steps warmup_epochs"
+        "warmup warmup_steps num_warmup_steps warmup_iters warmup_ratio lr_warmup_steps warmup_epochs "
+        "lr_warmup_fraction warmup_updates lr_warmup_iters"
     ),
     "optim.min_lr_ratio=0.1, a fraction of optim.lr": "min_lr lr_min eta_min",
-    "optim.min_lr_ratio=<0.1>, a fraction of optim.lr": "min_lr_factor min_lr_ratio min_lr_rate",
+    "optim.min_lr_ratio=<0.1>, a fraction of optim.lr": "min_lr_factor min_lr_ratio min_lr_rate lrf",
     '"optim.groups=[{match:embedding,lr_scale:<0.8>}]", one for each layer': "layer_decay layerwise_lr_decay llrd",
+    '"optim.groups=[{match:embedding,lr:<1e-3>}]", patterns of names': "embedding_lr matrix_lr unembedding_lr",
     # --- batch ---
     "batch.local_size=<8>": (
         "per_device_train_batch_size per_device_batch_size micro_batch_size train_micro_batch_size_per_gpu "
-        "local_batch_size batch_size_per_gpu device_train_microbatch_size"
+        "local_batch_size batch_size_per_gpu device_train_microbatch_size device_batch_size samples_per_gpu"
     ),
     "batch.global_size=<256>, over all ranks; batch.local_size=8 is the micro-batch of one rank": (
         "batch_size global_batch_size train_batch_size total_batch_size data.batch_size"
     ),
     "batch.accumulation=<4>": (
-        "gradient_accumulation_steps accumulate_grad_batches gradient_accumulation grad_accum grad_accum_steps"
+        "gradient_accumulation_steps accumulate_grad_batches gradient_accumulation grad_accum grad_accum_steps "
+        "update_freq"
     ),
     "batch.growth='{1000: 2}', counted in steps": (
         "GradientAccumulationScheduler gradient_accumulation_scheduler accumulation_schedule"
@@ -51,9 +59,9 @@ _SETTINGS = {
     # --- the loop ---
     "train.max_steps=<10000>": (
         "max_steps max_iters num_steps total_steps training.steps train_steps iterations num_iterations max_iterations "
-        "limit_train_batches train_subset_num_batches"
+        "limit_train_batches train_subset_num_batches train_iters max_update"
     ),
-    "train.max_epochs=<3>": "max_epochs num_train_epochs epochs num_epochs n_epochs",
+    "train.max_epochs=<3>": "max_epochs num_train_epochs epochs num_epochs n_epochs max_epoch",
     "train.max_epochs=3 for 3ep; train.max_steps=1000 for 1000ba": "max_duration",
     "train.precision=<bfloat16|float16|float32|fp8|auto|off:float32>": (
         "bf16 precision mixed_precision amp dtype torch_dtype mixed_precision_param use_amp amp_dtype"
@@ -78,7 +86,7 @@ _SETTINGS = {
         "eval_steps eval_interval val_check_interval eval_strategy evaluation_strategy validation.freq eval_freq "
         "val_interval"
     ),
-    "train.eval_every_steps=500, which is epochs x samples / global batch": "check_val_every_n_epoch",
+    "train.eval_every_steps=500, which is epochs x samples / global batch": "check_val_every_n_epoch evals_per_epoch",
     "train.evaluate=<!true|off:false>": "do_eval validation.enable",
     "train.eval_max_batches=<50>, in global batches": (
         "limit_val_batches limit_test_batches eval_iters max_eval_batches validation.steps eval_subset_num_batches"
@@ -86,7 +94,7 @@ _SETTINGS = {
     "train.eval_max_batches=50, which is samples / global batch": "max_eval_samples max_val_samples",
     "train.init_from=DIR for weights; a run that was interrupted is continued by the same command, or `resume RUN`": (
         "resume_from_checkpoint ckpt_path load_checkpoint init_from initial_load_path load_path initial_checkpoint "
-        "checkpoint_path weights"
+        "checkpoint_path weights resume_from load_from"
     ),
     "train.max_steps=10, or look first: `plan` in front of the words": "fast_dev_run dry_run debug smoke_test",
     "train.start_timeout_s=<1800>": "ddp_timeout init_timeout_seconds nccl_timeout dist_timeout",
@@ -94,10 +102,15 @@ _SETTINGS = {
     "seed=<0|0:0>": "random_seed manual_seed seed_everything data_seed training.seed debug.seed",
     # --- checkpoints and places ---
     "checkpoint.every_steps=<500|off:null>": (
-        "save_steps save_interval save_every every_n_train_steps checkpoint.interval checkpoint_interval save_strategy"
+        "save_steps save_interval save_every every_n_train_steps checkpoint.interval checkpoint_interval "
+        "save_strategy save_interval_updates"
     ),
+    "checkpoint.every_steps=200, which is samples / global batch for an epoch": "saves_per_epoch every_n_epochs",
     "checkpoint.every_steps=<!200|off:null>": "enable_checkpointing enable_checkpoint checkpoint.enable",
-    "checkpoint.keep=<2>": "save_total_limit keep_latest_k checkpoint_hist save_num_checkpoints_to_keep",
+    "checkpoint.keep=<2>": (
+        "save_total_limit keep_latest_k checkpoint_hist save_num_checkpoints_to_keep keep_last_epochs "
+        "keep_interval_updates"
+    ),
     "checkpoint.background=<!true|off:false|disabled:false>": "async_mode async_save",
     # --- callbacks ---
     '"callbacks=[{_target_:slurm_train.train.callbacks.EarlyStopping,patience:3,monitor:eval_loss,mode:min}]"; or '
@@ -107,15 +120,15 @@ _SETTINGS = {
     '"callbacks=[{_target_:slurm_train.train.callbacks.BestCheckpoint,monitor:eval_loss,mode:min}]"; or '
     "monitor:eval_accuracy,mode:max": (
         "load_best_model_at_end metric_for_best_model greater_is_better save_top_k save_best ModelCheckpoint "
-        "eval_metric"
+        "eval_metric best_checkpoint_metric"
     ),
     '"callbacks=[{_target_:slurm_train.train.callbacks.EMA}]"': (
-        "ema use_ema ema_decay EMA model_ema model_ema_decay swa"
+        "ema use_ema ema_decay EMA model_ema ema_rate model_ema_decay swa"
     ),
     '"callbacks=[{_target_:slurm_train.train.callbacks.ProfilerWindow}]"': (
         "profile profiler enable_profiling profile_freq"
     ),
-    '"callbacks=[{_target_:my_package.Mine}]", a class of yours': "algorithms plugins",
+    '"callbacks=[{_target_:my_package.Mine}]", a class of yours': "algorithms plugins custom_hooks default_hooks",
     "run.root=<runs>": (
         "output_dir default_root_dir out_dir dump_folder save_dir work_dir logging_dir save_folder checkpoint.folder "
         "checkpoint_dir"
@@ -128,12 +141,16 @@ _SETTINGS = {
         "wandb report_to logger loggers use_wandb wandb_log log_wandb enable_wandb log_with"
     ),
     "track.wandb.entity=<my_team>": "wandb_entity",
-    "track.tensorboard=<!true|off:false>": "tensorboard use_tensorboard enable_tensorboard",
+    "track.tensorboard=<!true|off:false>": "tensorboard use_tensorboard enable_tensorboard tensorboard_dir",
     "track.mlflow.experiment=my_experiment": "mlflow mlflow_experiment",
     # --- model and data ---
-    "model=hf model.path=DIR": "model_name_or_path model_name model_path pretrained model.name pretrained_model",
+    "model=hf model.path=DIR": (
+        "model_name_or_path model_name model_path pretrained model.name pretrained_model base_model"
+    ),
     "model=llama3-8b, llama3-70b or gpt2-124m": "model.flavor",
-    "model=hf model.path=DIR 'model.lora={r: <16>}'": "lora use_lora lora_r lora_rank peft use_peft lora_config",
+    "model=hf model.path=DIR 'model.lora={r: <16>}'": (
+        "lora use_lora lora_r lora_rank peft adapter finetuning_type use_peft lora_config"
+    ),
     "model=hf model.path=DIR 'model.lora={r:16,lora_alpha:<32>}'": "lora_alpha",
     "model=hf model.path=DIR 'model.lora={r:16,lora_dropout:<0.1>}'": "lora_dropout",
     "model=hf model.path=DIR 'model.lora={r:16,target_modules:all-linear}'": (
@@ -141,42 +158,52 @@ _SETTINGS = {
     ),
     "data=hf data.path=DIR": "dataset dataset_name dataset_path train_file data_dir data_path training.dataset",
     "data=hf data.path=DIR data.tokenizer=<DIR>": (
-        "tokenizer tokenizer_name tokenizer_path model.tokenizer_path model.hf_assets_path"
+        "tokenizer tokenizer_name tokenizer_path model.tokenizer_path model.hf_assets_path tokenizer_type vocab_file "
+        "merge_file"
     ),
     "data=hf data.path=DIR data.held_out=<0.1>, a fraction; a data set of your own has its own held-out samples": (
-        "val_split validation_split test_size train_split"
+        "val_split validation_split test_size train_split val_size val_set_size"
     ),
+    "data=hf data.path=DIR data.text_column=<text>": "text_column dataset_text_field text_field",
     "model._target_=my_package.MyModel data._target_=my_package.MyData": (
         "train_dataloader eval_dataloader train_dataset eval_dataset"
     ),
     "model._target_=my_package.MyModel data._target_=my_package.MyData data.collate=my_package.collate": (
         "collate_fn data_collator"
     ),
-    "data.context=<1024>": "max_seq_length max_seq_len seq_len seq_length block_size max_length sequence_length",
-    "data.num_workers=<4|0:0>, with a data set of your own": "num_workers dataloader_num_workers workers",
+    "data.context=<1024>": (
+        "max_seq_length max_seq_len seq_len seq_length block_size max_length sequence_length cutoff_len sequence_len "
+        "max_position_embeddings"
+    ),
+    "data.num_workers=<4|0:0>, with a data set of your own": (
+        "num_workers dataloader_num_workers workers workers_per_gpu"
+    ),
     "model.num_layers=<12>": "n_layer n_layers num_hidden_layers num_layers model.n_layer model.num_hidden_layers",
     "model.width=<768>": "n_embd hidden_size d_model hidden_dim model.n_embd model.hidden_size model.d_model model.dim",
     "model.num_heads=<12>": "n_head n_heads num_attention_heads num_heads model.n_head model.num_attention_heads",
-    "model.dropout=<0.1>, an argument of the model": "dropout drop dropout_rate",
+    "model.dropout=<0.1>, an argument of the model": "dropout drop dropout_rate attention_dropout hidden_dropout",
     # --- parallelism ---
     "parallel.dp_shard=<8> for FSDP2; parallel.tp, pp and cp go with it; DDP needs nothing": (
-        "strategy fsdp fsdp_config deepspeed deepspeed_config parallelism_config zero zero_stage stage "
-        "zero_optimization data_parallel_shard_degree"
+        "strategy fsdp fsdp_config deepspeed deepspeed_config parallelism_config zero zero_stage "
+        "zero_optimization.stage"
+        "use_distributed_optimizer zero_optimization data_parallel_shard_degree"
     ),
     "parallel.tp=<8>": "tp tensor_parallel tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size",
     "parallel.pp=<2>": "pp pipeline_parallel pipeline_parallel_degree pipeline_model_parallel_size",
     "parallel.cp=<2>": "cp context_parallel context_parallel_degree context_parallel_size",
     "parallel.dp_replicate=<2>": "data_parallel_replicate_degree",
+    "parallel.sequence_parallel=<!true|off:false>": "sequence_parallel",
+    "parallel.stages_per_rank=<2>": "virtual_pipeline_model_parallel_size num_virtual_stages",
     "parallel.async_tp=<!true|off:false>": "enable_async_tensor_parallel",
     "parallel.pipeline_schedule=<1f1b|gpipe|zero_bubble>": "pipeline_parallel_schedule",
     "parallel.reshard_after_forward=<!true|off:false>": "fsdp_reshard_after_forward",
-    "ddp.find_unused_parameters=<!true|off:false>": "find_unused_parameters ddp_find_unused_parameters",
+    "ddp.find_unused_parameters=<!true|off:false>": "find_unused_parameters ddp_find_unused_parameters find_unused",
     "ddp.static_graph=<!true|off:false>": "ddp_static_graph",
     "ddp.bucket_cap_mb=<25>": "ddp_bucket_cap_mb",
     "parallel.cpu_offload=<!true|off:false>": "cpu_offload offload offload_optimizer enable_cpu_offload",
     "parallel.activation_checkpointing=<full|selective|alternate|none|off:none>": (
         "gradient_checkpointing activation_checkpointing activation_checkpoint activation_checkpoint.mode "
-        "grad_checkpointing"
+        "grad_checkpointing recompute_activations recompute_granularity"
     ),
     "parallel.activation_checkpointing=alternate, every other block": "selective_ac_option",
     # --- Slurm ---
@@ -252,10 +279,10 @@ _ADVICE = {
     ),
     "leave it out: a resume goes on with the next sample, and nothing is skipped or read again": "ignore_data_skip",
     "there is none: another run.name=NAME or seed=N makes another run, and a run's own command continues it": (
-        "overwrite_output_dir save_overwrite"
+        "overwrite_output_dir save_overwrite exist_ok"
     ),
     "`diff RUN_A RUN_B`": "compare",
-    "`report RUN`": "plot dashboard html results",
+    "`report RUN`": "plot dashboard html results plot_loss",
     "`init` looks at this cluster and writes a site file": "setup configure install",
     "`doctor`, with +cluster=2x8 for its nodes": "check healthcheck env_check",
     "--help lists verbs and flags": "help usage",
@@ -286,17 +313,27 @@ _ADVICE = {
         "eval_accumulation_steps inference_mode"
     ),
     "leave it out: each token or sample counts alike, over micro-batches and ranks": "average_tokens_across_devices",
-    "leave it out: data=hf packs texts into windows of data.context tokens": "packing",
+    "leave it out: data=hf packs texts into windows of data.context tokens": (
+        "packing sample_packing pad_to_sequence_len"
+    ),
     "leave it out: the micro-batch that fits is chosen, see `plan`; batch.local_size=8 sets it": "auto_find_batch_size",
     "leave it out: convolutions take channels last and cuDNN's fastest algorithm by themselves": (
         "channels_last benchmark cudnn_benchmark"
     ),
+    "leave it out: attention is torch's scaled_dot_product_attention, which takes the fastest kernel that fits": (
+        "attn_implementation flash_attention flash_attn use_flash_attn use_flash_attention_2"
+    ),
+    "leave it out: data=hf encodes text once and keeps the tokens": "preprocessing_num_workers overwrite_cache",
     "leave it out: the schedule goes on with each step": "step_schedulers_every_batch",
     "leave it out: the fused form is taken where it can be": "fused optimizer.implementation",
     "leave it out: garbage collections pass over what the first step has made": "gc_freq",
     "leave it out: the pipeline's micro-batches follow from batch.accumulation": "pipeline_parallel_microbatch_size",
     "leave it out: `plan` prints the model's size and its memory": "enable_model_summary",
     # --- what there is not ---
+    "there is none: data=hf reads finished text, data.text_column=NAME; a data set of your own gives labels": (
+        "chat_template template prompt_template train_on_inputs special_tokens formatting_func completion_only_loss "
+        "assistant_only_loss"
+    ),
     "there is none: the model computes such a loss in its `training_loss`, see docs/bring-your-own.md": (
         "label_smoothing label_smoothing_factor smoothing loss loss_fn criterion class_weights bce_loss jsd_loss"
     ),
@@ -317,7 +354,7 @@ _ADVICE = {
         "optim_args nesterov dampening amsgrad optim_target_modules"
     ),
     "there is none: train.max_steps or train.max_epochs is the length, over as many jobs as it takes": (
-        "max_time min_steps min_epochs"
+        "max_time min_steps min_epochs exit_duration_in_mins exit_interval"
     ),
     "there is none: train.max_steps=20 train.eval_every_steps=10 tries steps, evaluation and save first": (
         "num_sanity_val_steps eval_on_start barebones"
@@ -327,11 +364,11 @@ _ADVICE = {
     ),
     "there is none: torch.set_float32_matmul_precision('high') in the model's file": "tf32",
     "there is none: the model's own code does it, model._target_=my_package.MyModel": (
-        "freeze frozen drop_path drop_block neftune_noise_alpha use_liger_kernel attn_implementation load_in_4bit "
+        "freeze frozen drop_path drop_block neftune_noise_alpha use_liger_kernel load_in_4bit "
         "load_in_8bit quantization head_init_scale bn_momentum bn_eps"
     ),
     "there is none: an argument of the model's class, e.g. model._target_=my_package.MyModel model.num_classes=10": (
-        "num_classes img_size input_size arch"
+        "num_classes img_size input_size arch imgsz"
     ),
     "there is none: a data set of a few samples, data._target_=my_package.MyData, and train.max_steps=20": (
         "overfit_batches"

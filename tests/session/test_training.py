@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -493,6 +494,15 @@ class Counter:
         assert not state
 
 
+class Warmed(nn.Module):
+    """An average whose count of updates is a plain number, which no state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Linear(4, 2)
+        self.num_updates = 0
+
+
 def _lacking(said: str) -> list[str]:
     return [line for line in said.splitlines() if "its state_dict lacks" in line]
 
@@ -502,7 +512,7 @@ def test_an_object_that_changes_with_an_empty_state_is_named_once(
 ) -> None:
     """Nothing is said of those that change nothing, or have what changes in their state."""
     parts = Parts()
-    counter = Counter(counts=True)
+    counter, warmed = Counter(counts=True), Warmed()
     healthy: dict[str, Any] = {
         "idle": Counter(counts=False),
         "scaler": torch.amp.GradScaler("cpu", enabled=False),
@@ -511,17 +521,19 @@ def test_an_object_that_changes_with_an_empty_state_is_named_once(
         **parts.others,
     }
     mine = join(run)
-    training = mine.training(parts.model, parts.optimizer, counter=counter, **healthy)
+    training = mine.training(parts.model, parts.optimizer, counter=counter, warmed=warmed, **healthy)
     assert training.resume() == 0
     said = []
     for step in (1, 2):
         loss = parts.step()
         counter.step()
+        warmed.num_updates += 1
         mine.report(step, loss=loss)
         training.save(step)
         said.append(_lacking(capsys.readouterr().err))
-    (note,) = said[0]
-    assert "num_seen" in note and "shadow" in note and "of counter" in note
+    of_counter, of_warmed = said[0]
+    assert "num_seen" in of_counter and "shadow" in of_counter and "of counter" in of_counter
+    assert "num_updates of warmed" in of_warmed
     assert not said[1]
 
 
@@ -541,13 +553,14 @@ def test_metrics_that_are_not_saved_are_named_with_what_saves_them(
 ) -> None:
     from torchmetrics import MeanMetric
     from torchmetrics.classification import BinaryAUROC
-    from torchmetrics.wrappers import MinMaxMetric
+    from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
     parts = Parts()
     metrics = {name: _metric(is_saved=name == "kept") for name in ("metric", "kept", "reset")}
-    best, curve = MinMaxMetric(MeanMetric()), BinaryAUROC()
+    best, curve, tracker = MinMaxMetric(MeanMetric()), BinaryAUROC(), MetricTracker(BinaryAUROC())
+    tracker.increment()
     mine = join(run)
-    training = mine.training(parts.model, parts.optimizer, best=best, curve=curve, **metrics)
+    training = mine.training(parts.model, parts.optimizer, best=best, curve=curve, tracker=tracker, **metrics)
     assert training.resume() == 0
     loss = parts.step()
     for metric in metrics.values():
@@ -556,8 +569,11 @@ def test_metrics_that_are_not_saved_are_named_with_what_saves_them(
     best.update(loss)
     best.compute()
     curve.update(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
+    tracker.increment()
     mine.report(1, loss=loss)
-    notes = _lacking(capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.search(r"training adds 2\b.* to tracker", said)
+    notes = _lacking(said)
     of_best, max_of_best, of_curve, of_metric = notes
     assert "best._base_metric.persistent(True)" in of_best and "_base_metric.mean_value" in of_best
     assert "max_val" in max_of_best and "persistent" not in max_of_best
