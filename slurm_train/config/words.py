@@ -29,6 +29,11 @@ _OPTIONAL_GROUPS = ("cluster", "experiment", "site", "container")
 # A setting of Hydra that is a text, which may have an equals sign.
 _JOB_NAME = "hydra.job.name"
 _SIZE = re.compile(r"([1-9]\d{0,4}(?:-[1-9]\d{0,4})?)x([1-9]\d{0,2})")
+SLURM_LISTS = ("partition", "nodelist", "exclude")
+"""Texts of `cluster` that Slurm takes several of, with commas."""
+# Those, and flags of the same kind. In --constraint brackets around all mean something to Slurm.
+_LISTS_OF_SLURM = (*SLURM_LISTS, "mail-type", "licenses", "gres")
+_LIST_IN_BRACKETS = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]")
 # A text between quotes, as Hydra reads it.
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 # An item of a list that needs no reading: without quotes and brackets; a reference such as ${seed} is part of it.
@@ -356,6 +361,12 @@ def _as_typed(key: str, value: str) -> str:
     if kind == "other" and _IN_HOME.fullmatch(value):
         # Hydra's grammar has no ~; a shell expands it only at the beginning of a word.
         return quoted(value)
+    in_brackets = _LIST_IN_BRACKETS.fullmatch(value)
+    is_list_of_slurm = key.rpartition(".")[2].replace("_", "-") in _LISTS_OF_SLURM and kind in ("text", "flag")
+    if is_list_of_slurm and in_brackets is not None and in_brackets[1].strip():
+        # As in a file: Slurm has commas between the items, and no brackets around them.
+        items = (item.strip().strip("'\"") for item in in_brackets[1].split(","))
+        return quoted(",".join(items))
     keeps_meaning = value == "null" or (kind == "flag" and value.lower() in ("true", "false"))
     if kind not in ("text", "flag") or keeps_meaning or value.startswith(("'", '"')):
         return value

@@ -20,7 +20,7 @@ import yaml
 from slurm_train.config.schema import ClusterSection, RunConfig, to_mapping, type_hints_of
 from slurm_train.config.site_schema import GROUP as SITE
 from slurm_train.config.site_schema import SIZE, SiteFile, SitePartition
-from slurm_train.config.words import is_time, minutes
+from slurm_train.config.words import SLURM_LISTS, is_time, minutes
 from slurm_train.errors import ConfigError
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -51,8 +51,6 @@ _HELD: Mapping[tuple[type, str], Any] = {
 _DEFAULTS = to_mapping(ClusterSection())
 # Keys of a user's own target that are texts everywhere, whatever else it takes.
 _TEXTS = ("_target_", "path", "tokenizer")
-# Texts of `cluster` that Slurm takes several of, with commas; its flags are others.
-_LISTS = ("partition", "nodelist", "exclude")
 
 
 class FaithfulLoader(_Base):  # type: ignore[misc]  # PyYAML's C loader, where libyaml is
@@ -173,7 +171,7 @@ class _Rewriter:
         if isinstance(key, yaml.ScalarNode) and _child(hint, name) is not None:
             key = _as_text(key)
         is_cluster = ClusterSection in _options(hint)
-        if is_cluster and name in _LISTS and isinstance(value, yaml.SequenceNode):
+        if is_cluster and name in SLURM_LISTS and isinstance(value, yaml.SequenceNode):
             value = self._joined(value)
         if is_cluster and isinstance(value, yaml.ScalarNode):
             if name == "time":

@@ -47,6 +47,13 @@ OVERRIDES = [
     ("++cluster.env.A=1", ["++cluster.env.A='1'"]),
     # Texts arrive as typed, whatever Hydra would read into them.
     ("cluster.nodelist=node[1-2],node5", ["cluster.nodelist='node[1-2],node5'"]),
+    ("cluster.nodelist=[node[1-2],node5]", ["cluster.nodelist='node[1-2],node5'"]),
+    ("cluster.nodelist=node[1-2],node[4-5]", ["cluster.nodelist='node[1-2],node[4-5]'"]),
+    ("cluster.partition=['gpu', long]", ["cluster.partition='gpu,long'"]),
+    ("cluster.sbatch.mail_type=[END,FAIL]", ["++cluster.sbatch.mail_type='END,FAIL'"]),
+    # Slurm's own brackets.
+    ("cluster.constraint=[rack1|rack2]", ["cluster.constraint='[rack1|rack2]'"]),
+    ("cluster.sbatch.comment=[a,b]", ["++cluster.sbatch.comment='[a,b]'"]),
     ("cluster.account=1e5", ["cluster.account='1e5'"]),
     ("cluster.partition='quoted'", ["cluster.partition='quoted'"]),
     ("script=[train.py,--lr,1e-3,--verbose,true]", ["script=['train.py','--lr','1e-3','--verbose','true']"]),
